@@ -36,19 +36,32 @@ current() { # whether the environment holds what is needed; the one of the tests
     return 1
 }
 
+run_pip() { # pip's words; every 5 s it prints how far it is, because pip is silent while it unpacks
+    local started=$SECONDS status=0 beat
+    # not beyond this script: what runs in the background does not hear Ctrl-C
+    while sleep 5 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+        echo "  $((SECONDS - started)) s, $(du -sm "$venv" 2>/dev/null | cut -f1) MB in $venv" >&2
+    done &
+    beat=$!
+    "$python" -m pip install --quiet "$@" || status=$?
+    kill "$beat" 2>/dev/null
+    wait "$beat" 2>/dev/null || true
+    return "$status"
+}
+
 install() {
     local torch target="$here"
     [[ -n "$extras" ]] && target="$here[$extras]"
     torch="$(sed -n '/^torch==/p' "$constraints")"
-    echo "installing shardtrain and $torch into $venv (once)" >&2
+    echo "installing shardtrain and $torch into $venv (once; about 1,000 MB, a minute or a few)" >&2
     if [[ "$constraints" == */default.txt ]]; then
-        "$python" -m pip install --quiet "$torch" || fail "pip could not install $torch; its message is above"
-    elif ! "$python" -m pip install --quiet "$torch" 2>/dev/null; then
+        run_pip "$torch" || fail "pip could not install $torch; its message is above"
+    elif ! run_pip "$torch" 2> >(grep --line-buffered '^  [0-9]* s, ' >&2); then
         echo "$torch is not on the configured index; taking it from PyTorch's own" >&2
-        "$python" -m pip install --quiet --index-url https://download.pytorch.org/whl/cpu "$torch" ||
+        run_pip --index-url https://download.pytorch.org/whl/cpu "$torch" ||
             fail "pip could not install $torch; its message is above"
     fi
-    "$python" -m pip install --quiet --constraint "$constraints" --editable "$target" ||
+    run_pip --constraint "$constraints" --editable "$target" ||
         fail "pip could not install the package; its message is above"
 }
 

@@ -6,7 +6,7 @@ Writes shards of random tokens (uint16, documents of about 500 tokens), opens th
 of 8 sequences of 2,048 tokens with everything that the trainer pays for: shuffle, packing, targets, positions, the
 order hash. Tokens per second of CPU time of this process, so that a busy machine does not decide; the pages are in
 memory from writing. Seeking is timed from the call to the first batch, and opening from the folder to the first batch.
-Then the same from one JSONL of so many MB, read as training goes on with the byte-level tokenizer: tokens per CPU
+Then the same from one JSONL of so many MB, read while training runs with the byte-level tokenizer: tokens per CPU
 second with tokenizing, and by how much reading raised the resident memory of the process.
 """
 

@@ -20,18 +20,62 @@ from pathlib import Path
 from typing import Any
 
 import shardtrain
+from shardtrain.config import stages
 from shardtrain.config.schema import Parallelism
 from shardtrain.tools.plan import hardware, job, memory, planning, schedule, shapes, timing
 
 TORCHTITAN = Path(__file__).with_name("plan_torchtitan.jsonl")
+OTHERS = Path(__file__).with_name("plan_others.jsonl")
 DEVICES = (
-    ("A100.*40", "a100-40gb"),
+    (r"A100.*PCI.*\b40 ?GB|A100.*\b40 ?GB.*PCI", "a100-pcie-40gb"),
+    ("A100.*PCI", "a100-pcie-80gb"),
+    (r"A100.*\b40 ?GB", "a100-40gb"),
+    ("A800", "a800"),
     ("A100", "a100-80gb"),
     ("GH200", "gh200"),
+    ("GB300", "gb300"),
+    ("GB200", "gb200"),
+    ("B300", "b300"),
+    ("B200", "b200"),
+    ("H100.*PCI", "h100-pcie"),
+    ("H100.*NVL", "h100-nvl"),
     ("H100", "h100"),
     ("H200", "h200"),
-    ("B200", "b200"),
+    ("H800", "h800"),
+    ("H20", "h20"),
+    ("V100.*PCI.*16|V100.*16.*PCI", "v100-pcie-16gb"),
+    ("V100.*PCI", "v100-pcie-32gb"),
+    ("V100.*16", "v100-16gb"),
+    ("V100", "v100-32gb"),
+    ("MI210", "mi210"),
+    ("MI250", "mi250x"),
+    ("MI300A", "mi300a"),
     ("MI300X", "mi300x"),
+    ("MI325", "mi325x"),
+    ("MI355", "mi355x"),
+    ("Gaudi.?3", "gaudi3"),
+    ("Gaudi", "gaudi2"),
+    ("PRO 6000", "rtx-pro-6000"),
+    ("6000 Ada", "rtx-6000-ada"),
+    ("A6000", "rtx-a6000"),
+    ("A5000", "rtx-a5000"),
+    ("A30", "a30"),
+    ("A10G", "a10g"),
+    ("A40", "a40"),
+    ("L40S", "l40s"),
+    ("4090", "rtx-4090"),
+    ("5090", "rtx-5090"),
+    ("3090", "rtx-3090"),
+    (r"\bL4\b", "l4"),
+    (r"\bT4\b", "t4"),
+    ("Max 1550|PVC", "max-1550"),
+    ("TPU.?v3", "tpu-v3"),
+    ("TPU.?v4", "tpu-v4"),
+    ("TPU.?v5e", "tpu-v5e"),
+    ("TPU.?v5p", "tpu-v5p"),
+    ("TPU.?v6e|Trillium", "tpu-v6e"),
+    ("Trainium.?2|trn2", "trainium2"),
+    ("Trainium|trn1", "trainium1"),
 )
 
 
@@ -48,6 +92,8 @@ class Score:
     gib: float
     measured_gib: float | None
     costs: tuple[tuple[str, float], ...] = ()
+    fits: bool = True
+    ran: bool = True
 
     @property
     def error(self) -> float | None:
@@ -65,10 +111,10 @@ def is_held_back(row_id: str) -> bool:
     return hashlib.sha256(row_id.encode()).digest()[0] % 3 == 0
 
 
-def read(path: Path) -> list[dict[str, Any]]:
-    """The fully stated rows with a device that hardware.toml knows."""
+def read(path: Path, everything: bool = False) -> list[dict[str, Any]]:
+    """The fully stated rows with a device that hardware.toml knows; with ``everything`` others of such a device too."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    return [row for row in rows if row["fully_specified"] and device_of(row)]
+    return [row for row in rows if (row["fully_specified"] or everything) and device_of(row)]
 
 
 def device_of(row: dict[str, Any]) -> str | None:
@@ -76,38 +122,148 @@ def device_of(row: dict[str, Any]) -> str | None:
     return next((name for pattern, name in DEVICES if re.search(pattern, row["hardware"]["gpu"])), None)
 
 
+SCHEDULES = {
+    "gpipe": "GPipe",
+    "1f1b": "1F1B",
+    "interleaved 1f1b": "Interleaved1F1B",
+    "zb-h1": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "zb-v": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+    "bfs": "LoopedBFS",
+}
+
+
 def score(row: dict[str, Any]) -> Score:
-    """Predict one row."""
-    m, p, h = row["model"], row["parallel"], row["hardware"]
+    """Predict one row; what a row does not state is taken as ``job_of`` says."""
+    device = device_with_links(row)
+    model, run = model_of(row), job_of(row, device)
+    orders = schedule.orders(run.schedule, run.pp, len(run.stages), run.num_microbatches)
+    time = timing.of_step(model, run, device, orders)
+    # LitGPT's norms are made of single operations in float32, as those of this package are on a CPU
+    ranks = memory.of_ranks(model, run, orders, "cpu" if "LitGPT" in (row["software"] or "") else "cuda")
+    held, reserved = (max(getattr(one, name) for one in ranks) for name in ("peak", "reserved"))
+    measured = row["derived"].get("step_s") or row["measured"].get("step_s")
+    what = f"{row['model']['name']}, {row['hardware']['count']} x {device.name}, {row['seq_len']} tokens"
+    gib = row["measured"].get("mem")
+    if gib and not str(row["measured"].get("mem_unit", "GiB")).startswith("GiB"):
+        gib *= 1e9 / 2**30
+    fits = held + planning.overhead(held, device) <= device.memory_bytes
+    ran = not row["measured"].get("oom", False)
+    return Score(
+        row["id"], row["series"], what, is_held_back(row["id"]), time.seconds, measured, reserved / 2**30, gib,
+        tuple(time.largest(4)), fits, ran,
+    )  # fmt: skip
+
+
+def device_with_links(row: dict[str, Any]) -> hardware.Device:
+    """The device of a row, in its nodes and on its network where they are stated."""
+    h = row["hardware"]
     device = hardware.find(device_of(row) or "")
     gigabits = re.search(r"(\d+) ?(?:Gbps|Gb/s) per node", h["interconnect"] or "")
     if gigabits:
         rate = float(gigabits[1]) / 8 * 1e9 / h["gpus_per_node"]
         device = replace(device, network=replace(device.network, bytes_per_second=rate))
-    if h["gpus_per_node"]:
-        device = device.with_nodes_of(h["gpus_per_node"])
-    model = shapes.decoder(
-        m["name"], m["layers"], m["hidden"], m["heads"], m["kv_heads"], m["ffn"], m["vocab"], row["seq_len"],
-        gated=m["gated_ffn"], tied=m["tied_embeddings"], layer_norm="Llama" not in m["name"],
-    )  # fmt: skip
-    sharding, precision, software = row["sharding"], row["precision"], row["software"]
+    return device.with_nodes_of(h["gpus_per_node"]) if h["gpus_per_node"] else device
+
+
+def model_of(row: dict[str, Any]) -> shapes.ModelShape:
+    """The shape of a row's model; experts in all layers but the first ``dense_layers``."""
+    m = row["model"]
+    heads, kv_heads = m["heads"], m["kv_heads"] or m["heads"]
+    sizes = (m["hidden"], heads, kv_heads, m["ffn"], m["vocab"], row["seq_len"])
+    options: dict[str, Any] = {
+        "gated": m["gated_ffn"],
+        "tied": m["tied_embeddings"],
+        "layer_norm": not m["gated_ffn"],
+        "head_dim": m.get("head_dim"),
+    }
+    if not m.get("experts"):
+        model = shapes.decoder(m["name"], m["layers"], *sizes, **options)
+        return frozen(model, row["precision"]) if m.get("task") == "LoRA" else model
+    experts = shapes.Experts(m["experts"], m["top_k"], m["moe_ffn"])
+    shared = m.get("shared_experts", 0) * m["moe_ffn"]
+    dense = m.get("dense_layers", 0)
+    sparse = shapes.decoder(m["name"], m["layers"] - dense, *sizes, **options, experts=experts, shared_ffn=shared)
+    if not dense:
+        return sparse
+    first = shapes.decoder(m["name"], dense, *sizes, **options)
+    ends = sum(p.numel for p in (*first.first, *first.last)) * (1 if not m["tied_embeddings"] else 0)
+    return replace(
+        sparse,
+        layers=(*first.layers, *sparse.layers),
+        num_params=sparse.num_params + first.num_params - ends,
+        flops_per_token=sparse.flops_per_token + first.flops_per_token - 6 * sum(p.numel for p in first.last),
+    )
+
+
+def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
+    """A model whose own weights learn nothing, in 4 bits where the precision says so; the adapters are left out."""
+
+    def still(parameters: tuple[shapes.Parameter, ...]) -> tuple[shapes.Parameter, ...]:
+        return tuple(replace(one, trained=False) for one in parameters)
+
+    layer = model.layers[0]
+    low = "nf4" in precision
+    weights = [one for one in layer.parameters if len(one.shape) == 2]
+    held = sum(one.numel for one in weights)
+    layer = replace(
+        layer,
+        parameters=still(tuple(one for one in layer.parameters if not low or one not in weights)),
+        linears=tuple(replace(one, trained=False) for one in layer.linears),
+        low_bits_bytes=int(held * (0.5 + (1 / 16 if "dq" not in precision else 1 / 60))) if low else 0,
+        restored_numel=max(one.numel for one in weights) if low else 0,
+    )
+    return replace(model, layers=(layer,) * len(model.layers), first=still(model.first), last=still(model.last))
+
+
+def job_of(row: dict[str, Any], device: hardware.Device) -> job.Job:
+    """The layout of a row in this package's terms.
+
+    What is not stated: recomputation is none, sharding is that of the parallel sizes, and of systems known to replicate
+    their optimizer's state none is sharded.
+    """
+    m, p, h = row["model"], row["parallel"], row["hardware"]
+    sharding, precision, software = row["sharding"] or "", row["precision"] or "", row["software"] or ""
     replicas, shards = p.get("dp") or 1, p.get("fsdp") or 1
     if p.get("fsdp_group"):
         shards, replicas = p["fsdp_group"], h["count"] // p["fsdp_group"]
-    pure = "pure bf16" in precision or precision == "bf16"
-    pp = p.get("pp") or 1
-    interleaved = (p.get("vpp") or 1) > 1
-    name = "Interleaved1F1B" if interleaved else "1F1B"
+    fsdp = shards > 1 or "ZeRO-3" in sharding or bool(p.get("fsdp"))
+    pp, per_rank = p.get("pp") or 1, p.get("vpp") or 1
+    name = SCHEDULES.get(str(p.get("schedule") or "").lower(), "Interleaved1F1B" if per_rank > 1 else "1F1B")
+    if name in stages.V_SHAPED:
+        per_rank = 2
     pipeline = Parallelism(
         pipeline_parallel_degree=pp,
         pipeline_parallel_schedule=name,
-        pipeline_parallel_layers_per_stage=m["layers"] // (pp * p["vpp"]) if interleaved else None,
         pipeline_parallel_first_stage_less_layers=0,
         pipeline_parallel_last_stage_less_layers=0,
+        pipeline_parallel_layers_per_stage=max(1, m["layers"] // (pp * per_rank)) if per_rank > 1 else None,
+    )
+    layers = (
+        job.layers_of_stages(pipeline, m["layers"])
+        if m["layers"] % (pp * per_rank) == 0
+        else uneven(m["layers"], pp * per_rank)
     )
     micro = row["micro_batch"]
-    count = round(row["global_batch"] / (micro * replicas * shards))
-    run = job.Job(
+    batch = row["global_batch"] or micro * replicas * shards
+    count = round(batch / (micro * replicas * shards))
+    pure = "pure bf16" in precision or "true" in precision
+    deepspeed = precision == "bf16" and "DeepSpeed" in software
+    pure = pure or deepspeed
+    mixed = (
+        not pure and not fsdp and "Lightning" not in software
+    )  # Megatron and DeepSpeed: half weights beside float32 ones
+    shards_states = bool(re.search(r"ZeRO-[12]|distributed optimizer", sharding)) and replicas > 1
+    nvidia = "Megatron-Core" in software  # with kernels of Transformer Engine and cuDNN
+    recompute = row["recompute"] or "none"
+    mode = "full" if recompute.startswith("full") else "op" if recompute.startswith("selective") else "none"
+    if mode == "op" and re.search("Megatron|NeMo|nanotron", software):
+        mode = "core"  # what Korthikanti et al. call selective
+    loss = "whole" if "LitGPT" in software else "chunked"
+    if re.search("(?<!no )Liger|fused[^,]*CE", software):
+        loss = "fused"
+    return job.Job(
         seq_len=row["seq_len"],
         rows=micro,
         num_microbatches=max(1, count),
@@ -116,47 +272,62 @@ def score(row: dict[str, Any]) -> Score:
         dp_shard=shards,
         tp=p.get("tp") or 1,
         cp=p.get("cp") or 1,
+        ep=p.get("ep") or 1,
         schedule=name,
-        stages=job.layers_of_stages(pipeline, m["layers"]),
-        recompute="full" if row["recompute"].startswith("full") else "none",
+        stages=layers,
+        recompute=mode,
         reshard="never" if "SHARD_GRAD_OP" in sharding else "always",
-        shard_states="ZeRO-1" in sharding and replicas > 1,
-        stored_width=2 if pure else 4,
-        state_width=2 if "pure" in precision else 4,
+        shard_states=shards_states,
+        stored_width=2 if pure or mixed else 4,
+        gradient_width=4 if mixed and "DeepSpeed" not in software else 2 if pure or mixed else 4,
+        states=3 if mixed or deepspeed else 2,  # with float32 copies of the weights
+        state_width=2 if pure and not deepspeed else 4,
         reduce_width=2,
-        fused=("torch.compile" in software and "no compile" not in software) or "fused" in software,
-        flash="Flash" in software or "FA3" in software,
-        split_sequence=not software.startswith("Megatron-LM 2"),
+        fsdp=fsdp or "DDP" in sharding,
+        fused=bool(re.search("(?<!no )torch.compile|fused|TE", software)) or nvidia,
+        float8="fp8" in precision,
+        float8_experts="fp8" in precision,
+        flash=not software.startswith("Megatron-LM 2"),
+        overlaps="DeepSpeed 2022" not in software and not software.startswith("Megatron-LM 2"),
+        split_sequence=p.get("sp") is not False and not software.startswith("Megatron-LM 2"),
         offload="optimizer" if "CPU-offloaded" in sharding else "nothing",
-        loss="fused" if "Liger" in software else "chunked",
-        compute_dtype="bfloat16",
+        reduces_once=not fsdp,
+        attention_speed=1.52 if re.search("FA[34]", software) or nvidia else 1.0,
+        loss=loss,
+        compute_dtype="float16" if "fp16" in precision or "V100" in h["gpu"] else "bfloat16",
     )
-    orders = schedule.orders(run.schedule, run.pp, len(run.stages), run.num_microbatches)
-    time = timing.of_step(model, run, device, orders)
-    held = max(one.total for one in memory.of_ranks(model, run, orders, "cuda"))
-    measured = row["derived"].get("step_s") or row["measured"].get("step_s")
-    what = f"{m['name']}, {h['count']} x {device.name}, {row['seq_len']} tokens"
-    gib = row["measured"].get("mem")
-    return Score(
-        row["id"], row["series"], what, is_held_back(row["id"]), time.seconds, measured, held / 2**30, gib,
-        tuple(time.largest(4)),
-    )  # fmt: skip
 
 
-def score_torchtitan(row: dict[str, Any]) -> Score:
-    """Predict one row of plan_torchtitan.jsonl: presets of this package, with torchtitan's published speed and memory.
+def uneven(layers: int, count: int) -> tuple[range, ...]:
+    """Stages of a model whose layers they do not divide: the first ones have one more."""
+    sizes = [layers // count + (place < layers % count) for place in range(count)]
+    return tuple(range(sum(sizes[:place]), sum(sizes[: place + 1])) for place in range(count))
 
-    None of them is held back, and of them only the three of 8B on 8 devices set a constant: those of h100-96gb.
+
+def score_planned(row: dict[str, Any]) -> Score:
+    """Predict one row of plan_torchtitan.jsonl or plan_others.jsonl: models of this package, planned by their options.
+
+    ``job`` are fields of the Job that another system has otherwise; ``seen`` rows set a constant: not held back.
     """
-    plan = shardtrain.plan(row["preset"], row["options"], gpus=row["gpus"], device=row["device"])
-    model = shapes.read(shardtrain.load_config(row["preset"], row["options"]).config)
-    plan = planning.of_job(model, replace(plan.job, loss="whole"), plan.device)  # torchtitan's loss has all logits
-    measured = plan.job.tokens_per_step / row["gpus"] / row["tps"]
-    options = ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in row["options"].items())
-    what = f"{row['preset']}, {row['gpus']} x {row['device']}, {options}"
+    plan = shardtrain.plan(row.get("preset"), row["options"], gpus=row["gpus"], device=row["device"])
+    model = shapes.read(shardtrain.load_config(row.get("preset"), row["options"]).config)
+    others = {"loss": "whole", **row.get("job", {})}  # torchtitan's loss has all logits
+    if "stages" in others:
+        others["stages"] = tuple(range(*pair) for pair in others["stages"])
+    changed = replace(plan.job, **others)
+    device = plan.device
+    if row.get("gpus_per_node"):
+        device = device.with_nodes_of(row["gpus_per_node"], row.get("link"))
+    plan = planning.of_job(model, changed, device)
+    measured = plan.job.tokens_per_step / row["gpus"] / row["tps"] if row.get("tps") else None
+    if row.get("mfu"):
+        measured = plan.time.seconds * plan.mfu / row["mfu"]
+    allocated = row.get("allocated", False)  # else what the allocator reserved, as most systems tell
+    most = max(one.peak if allocated else one.reserved for one in plan.ranks)
+    gib = most / 2**30 * (1 if allocated else 1 + planning.FRAGMENTS)
     return Score(
-        row["id"], "torchtitan", what, False, plan.time.seconds, measured, plan.peak_bytes / 2**30, row["gib"],
-        tuple(plan.time.largest(4)),
+        row["id"], row["series"], row["what"], is_held_back(row["id"]) and not row.get("seen"), plan.time.seconds,
+        measured, gib, row.get("gib"), tuple(plan.time.largest(4)), plan.fits, row.get("ran", True),
     )  # fmt: skip
 
 
@@ -171,22 +342,34 @@ def order_right(scores: Sequence[Score]) -> tuple[int, int]:
     return right, pairs
 
 
-def summary(scores: Sequence[Score]) -> list[tuple[str, int, float, float]]:
-    """Median and 90th percentile of the absolute errors of the step time, by series; held-back rows apart."""
+def spread(errors: Sequence[float]) -> tuple[float, float]:
+    """Median and 90th percentile."""
+    ordered = sorted(errors)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]
+
+
+def summary(scores: Sequence[Score]) -> list[tuple[str, int, float, float, int, float | None]]:
+    """By series, held-back rows apart: rows with a time, median and 90th percentile of its absolute errors, rows with
+    memory and the median of its errors.
+    """
     lines = []
     for name in sorted({one.series for one in scores}):
         for held_back in (False, True):
-            errors = sorted(
-                abs(one.error)
-                for one in scores
-                if one.series == name and one.held_back == held_back and one.error is not None
-            )
-            if errors:
-                worst = errors[min(len(errors) - 1, round(0.9 * (len(errors) - 1)))]
-                lines.append(
-                    (f"{name}{', held back' if held_back else ''}", len(errors), statistics.median(errors), worst)
-                )
+            own = [one for one in scores if one.series == name and one.held_back == held_back]
+            errors = [abs(one.error) for one in own if one.error is not None]
+            of_memory = [abs(one.memory_error) for one in own if one.memory_error is not None]
+            if errors or of_memory:
+                median, worst = spread(errors) if errors else (math.nan, math.nan)
+                found = statistics.median(of_memory) if of_memory else None
+                label = f"{name}{', held back' if held_back else ''}"
+                lines.append((label, len(errors), median, worst, len(of_memory), found))
     return lines
+
+
+def fitting_right(scores: Sequence[Score]) -> tuple[int, int, int, int]:
+    """Rows that ran and are said to fit, of all that ran; rows out of memory that are said not to, of all of them."""
+    ran, failed = [one for one in scores if one.ran], [one for one in scores if not one.ran]
+    return sum(one.fits for one in ran), len(ran), sum(not one.fits for one in failed), len(failed)
 
 
 def scatter(scores: Sequence[Score]) -> str:
@@ -205,7 +388,7 @@ def scatter(scores: Sequence[Score]) -> str:
         y1, y2 = (size - place(factor * max(low, low / factor)), size - place(factor * min(high, high / factor)))
         return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" {style}/>'
 
-    colours = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777")
+    colours = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#777777", "#000000", "#ff8800")
     names = sorted({one.series for one in shown})
     total = size + 2 * margin
     parts = [
@@ -229,7 +412,8 @@ def scatter(scores: Sequence[Score]) -> str:
         parts.append(f"{where}><title>{one.id} {one.error:+.1%}</title></circle>")
     for number, name in enumerate(names):
         y = 18 + 16 * number
-        parts.append(f'<circle cx="14" cy="{y - 4}" r="4" fill="{colours[number]}"/><text x="24" y="{y}">{name}</text>')
+        fill = colours[number % len(colours)]
+        parts.append(f'<circle cx="14" cy="{y - 4}" r="4" fill="{fill}"/><text x="24" y="{y}">{name}</text>')
     parts.append(f'<text x="{size / 2}" y="{size + 36}" text-anchor="middle">measured step time, seconds</text>')
     parts.append(f'<text transform="rotate(-90)" x="{-size / 2}" y="-34" text-anchor="middle">planned</text></g></svg>')
     return "\n".join(parts) + "\n"
@@ -239,18 +423,23 @@ def main() -> None:
     """Print every row, or with --markdown the tables of docs/plan.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("rows", type=Path, nargs="?", default=Path(__file__).with_name("plan_published.jsonl"))
+    parser.add_argument("--all", action="store_true", help="rows that are not fully stated, too")
     parser.add_argument("--markdown", action="store_true")
     parser.add_argument("--costs", action="store_true", help="also print what the time goes to")
     parser.add_argument("--svg", type=Path, help="also draw them into this file")
     asked = parser.parse_args()
-    scores = [score(row) for row in read(asked.rows)]
-    scores += [score_torchtitan(json.loads(line)) for line in TORCHTITAN.read_text(encoding="utf-8").splitlines()]
+    scores = [score(row) for row in read(asked.rows, asked.all)]
+    if asked.rows == parser.get_default("rows"):
+        for path in (TORCHTITAN, OTHERS):
+            scores += [score_planned(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     if asked.svg:
         asked.svg.write_text(scatter(scores), encoding="utf-8")
     if asked.markdown:
-        print("| series | rows | median error | 90th percentile |\n|---|---|---|---|")
-        for name, count, median, worst in summary(scores):
-            print(f"| {name} | {count} | {median:.1%} | {worst:.1%} |")
+        print("| series | rows | time: median error | 90th percentile | rows | memory: median error |")
+        print("|---|---|---|---|---|---|")
+        for name, count, median, worst, others, found in summary(scores):
+            text = f"{others} | {found:.1%}" if found is not None else " |"
+            print(f"| {name} | {count} | {median:.1%} | {worst:.1%} | {text} |")
         print("\n| row | run | held back | predicted s | measured s | error |\n|---|---|---|---|---|---|")
         for one in scores:
             if one.error is not None:
@@ -267,11 +456,15 @@ def main() -> None:
             gib = f"{one.gib:8.1f} GiB of {one.measured_gib}" if one.measured_gib else ""
             costs = ", ".join(f"{name} {s:.3g}" for name, s in one.costs) if asked.costs else ""
             seconds = f"{one.seconds:9.3f} s {one.measured_seconds or 0:9.3f}"
-            print(f"{one.id:22}{'*' if one.held_back else ' '} {seconds} {error} {gib} {costs}")
-        for name, count, median, worst in summary(scores):
-            print(f"{name:34}{count:4} rows, median {median:6.1%}, 90th percentile {worst:6.1%}")
+            wrong = "" if one.fits == one.ran else f" said to {'fit' if one.fits else 'not fit'}"
+            print(f"{one.id:22}{'*' if one.held_back else ' '} {seconds} {error} {gib}{wrong} {costs}")
+        for name, count, median, worst, others, found in summary(scores):
+            of_memory = f", {others} of memory, median {found:6.1%}" if found is not None else ""
+            print(f"{name:34}{count:4} rows, median {median:6.1%}, 90th percentile {worst:6.1%}{of_memory}")
     right, pairs = order_right(scores)
-    print(f"\norder right in {right} of {pairs} pairs ({right / max(1, pairs):.1%})")
+    ran, of_ran, failed, of_failed = fitting_right(scores)
+    print(f"\nran and said to fit: {ran} of {of_ran}; out of memory and said not to fit: {failed} of {of_failed}")
+    print(f"order right in {right} of {pairs} pairs ({right / max(1, pairs):.1%})")
 
 
 if __name__ == "__main__":

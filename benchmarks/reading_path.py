@@ -1,20 +1,23 @@
 """How many files and lines a reader meets: the functions of this package that a real run executes, by file.
 
-    python benchmarks/reading_path.py [--nproc 2] [--files]
+    python benchmarks/reading_path.py [--nproc 2] [--files] [--functions]
 
 Two traces of rank 0 of ``shardtrain train debug`` with FSDP: all that happens from the command line to the first
 update, and one steady step (the fifth). Every thread is traced. Lines are those of whole files, docs and blanks
-included: a reader opens files. ``compute`` leaves out what watches, saves, logs and configures.
+included: a reader opens files. ``compute`` leaves out what watches, saves, logs and configures; ``main thread`` leaves
+out what threads beside the training do meanwhile: the watchdog.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import os
 import shutil
 import sys
 import tempfile
+import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +28,7 @@ import shardtrain
 
 PACKAGE = Path(shardtrain.__file__).parent
 STEADY_STEP = 5
+CHECKS = ("config/", "train/preflight/")
 COMPUTE = ("train/", "models/", "distributed/", "ops/", "data/", "optim/", "tasks/", "layout.py")
 
 
@@ -33,33 +37,40 @@ class Trace:
 
     def __init__(self) -> None:
         self._codes: set[CodeType] = set()
+        self._main: set[CodeType] = set()
 
     def _note(self, frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
             self._codes.add(frame.f_code)
+            if threading.get_ident() == threading.main_thread().ident:
+                self._main.add(frame.f_code)
 
     def start(self) -> None:
         """Forget what was seen and begin."""
-        self._codes = set()
+        self._codes, self._main = set(), set()
         threading.setprofile_all_threads(self._note) if sys.version_info >= (3, 12) else threading.setprofile(
             self._note
         )
         sys.setprofile(self._note)
 
-    def stop(self) -> dict[str, int]:
-        """The functions seen, by file of the package."""
+    def stop(self) -> dict[str, dict[str, list[str]]]:
+        """The functions seen, by file of the package: of all threads, and of the main one."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        found: dict[str, int] = {}
-        for code in self._codes.copy():  # threads that run already keep their profile function until 3.12, and add
-            path = Path(code.co_filename)
-            if path.is_relative_to(PACKAGE) and code.co_name != "<module>":
-                name = path.relative_to(PACKAGE).as_posix()
-                found[name] = found.get(name, 0) + 1
-        return found
+        # threads that run already keep their profile function until 3.12, and add
+        return {"all": _by_file(self._codes.copy()), "main": _by_file(self._main.copy())}
 
 
-def trace(nproc: int, folder: Path) -> dict[str, dict[str, int]]:
+def _by_file(codes: set[CodeType]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for code in sorted(codes, key=lambda code: code.co_firstlineno):
+        path = Path(code.co_filename)
+        if path.is_relative_to(PACKAGE) and code.co_flags & inspect.CO_OPTIMIZED:  # no module, no body of a class
+            found.setdefault(path.relative_to(PACKAGE).as_posix(), []).append(code.co_name)
+    return found
+
+
+def trace(nproc: int, folder: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
     """Train a few steps in a process of its own and give both traces of rank 0."""
     pid = os.fork()
     if pid == 0:
@@ -81,7 +92,7 @@ def _train(nproc: int, folder: Path) -> int:
     seen, original = Trace(), trainer.step
     steps = 0
 
-    def write(name: str, found: dict[str, int]) -> None:
+    def write(name: str, found: dict[str, dict[str, list[str]]]) -> None:
         (folder / f"{name}.json").write_text(json.dumps(found))
 
     def step(run: Any) -> Any:
@@ -103,23 +114,29 @@ def _train(nproc: int, folder: Path) -> int:
     return cli.main(["train", "debug", "--nproc", str(nproc), *options])
 
 
-def table(traces: dict[str, dict[str, int]], size_of: Callable[[str], int]) -> list[str]:
+def table(traces: dict[str, dict[str, dict[str, list[str]]]], size_of: Callable[[str], int]) -> list[str]:
     """Files, functions and lines of each trace."""
     lines = [f"{'':34}{'files':>7}{'functions':>11}{'lines':>8}"]
     for name, title in (("step", "a steady step"), ("first_update", "from the command to the first update")):
-        found = traces[name]
-        compute = {file: count for file, count in found.items() if file.startswith(COMPUTE)}
-        for label, files in ((title, found), ("  of which compute", compute)):
+        found, main = traces[name]["all"], traces[name]["main"]
+        compute = {file: names for file, names in found.items() if file.startswith(COMPUTE)}
+        checks = {file: names for file, names in found.items() if file.startswith(CHECKS)}
+        parts = ((title, found), ("  of which in the main thread", main), ("  of which compute", compute))
+        if checks:
+            parts = (*parts, ("  of which reads and checks options", checks))
+        for label, files in parts:
             total = sum(size_of(file) for file in files)
-            lines.append(f"{label:38}{len(files):>3}{sum(files.values()):>11,}{total:>8,}")
+            functions = sum(map(len, files.values()))
+            lines.append(f"{label:38}{len(files):>3}{functions:>11,}{total:>8,}")
     return lines
 
 
 def main() -> None:
-    """Print the table, and with ``--files`` every file."""
+    """Print the table, and with ``--files`` or ``--functions`` what is in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nproc", type=int, default=2)
     parser.add_argument("--files", action="store_true", help="print every file with its functions and lines")
+    parser.add_argument("--functions", action="store_true", help="the same, and the names of the functions")
     options = parser.parse_args()
 
     def size_of(name: str) -> int:
@@ -131,11 +148,14 @@ def main() -> None:
     finally:
         shutil.rmtree(folder)
     print("\n".join(table(traces, size_of)))
-    if options.files:
+    if options.files or options.functions:
         for name, found in traces.items():
-            print(f"\n{name}")
-            for file, count in sorted(found.items()):
-                print(f"  {file:52}{count:>4}{size_of(file):>6}")
+            print(f"\n{name} (* is entered by threads beside the training alone)")
+            for file, functions in sorted(found["all"].items()):
+                beside = "" if file in found["main"] else " *"
+                print(f"  {file:52}{len(functions):>4}{size_of(file):>6}{beside}")
+                if options.functions:
+                    print(textwrap.fill(" ".join(functions), 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 
 if __name__ == "__main__":

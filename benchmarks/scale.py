@@ -5,7 +5,9 @@
 ``slow_ranks``   seconds to judge one window of steps of N ranks (Stragglers.add)
 ``metrics``      seconds and MiB to continue a metrics.jsonl of N records, and to give TensorBoard its history
 ``shards``       seconds and files opened to open a prepared folder of N shards
+``many_files``   seconds and MiB to open a folder of N JSONL files that are read while training runs
 ``whole_documents``  seconds and MiB to open N documents that are kept whole (packing "first_fit" and "padded")
+``prepared_documents``  the same of prepared documents, whose fits ``data prepare`` has kept, and seconds of a row
 ``commit``       seconds of the first rank after N ranks have written their files: sizes, manifest, rename; of a look
                  whether all are there; and to read the word of each rank, for a save in the background
 ``saving``       of a model of 405B and of a mixture of 10^12 parameters, optimizer included, on meshes of 8 to 16,384
@@ -35,9 +37,12 @@ from shardtrain.checkpoint.grids import Axis, Grid
 from shardtrain.checkpoint.holders import Table
 from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor, parse
 from shardtrain.checkpoint.storage import LocalStorage
+from shardtrain.config import load
 from shardtrain.data import shard_index
-from shardtrain.data.fitted import pack
-from shardtrain.data.packing import Packing
+from shardtrain.data.fit_table import FitTableWriter, open_table, table_name
+from shardtrain.data.fitted import BLOCK_DOCUMENTS, documents_of_block, fit_block, num_blocks, pack
+from shardtrain.data.loader import open_dataloader
+from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.metrics.sinks.jsonl import JsonlFile
@@ -95,6 +100,23 @@ def shards(count: int) -> dict[str, Any]:
     return {"seconds": seconds, "files_looked_at": len(looked)}
 
 
+def many_files(count: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(count):
+            path = Path(folder, f"{number // 1000:06d}", f"{number:08d}.jsonl")
+            if number % 1000 == 0:
+                path.parent.mkdir()
+            path.write_bytes(b'{"text": "a document of several words"}\n' * 10)
+        words = ["--training.dataset", "jsonl", "--training.dataset_path", folder, "--data.mode", "stream"]
+        config = load("debug", words).config
+        before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+        seconds, loader = timed(lambda: open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1))
+        cpu = time.process_time() - cpu
+        next(loader)
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return {"seconds": seconds, "cpu_seconds": round(cpu, 2), "mib": round(grown, 1)}
+
+
 class Lengths:
     """Documents of which only lengths are known."""
 
@@ -119,6 +141,51 @@ def whole_documents(count: int) -> dict[str, Any]:
         seconds, rows = timed(lambda: pack(line, Packing(2048, kind)))  # type: ignore[arg-type]  # noqa: B023
         found |= {"rows": rows.num_rows, f"{kind}_seconds": seconds, f"{kind}_mib": round(mib, 1)}
     return found
+
+
+class PeriodicLengths:
+    """Documents of which only lengths are known, the same in each block, so that none are held."""
+
+    has_mask, num_tokens = False, 2**62
+
+    def __init__(self, count: int) -> None:
+        lengths = np.random.default_rng(1).integers(2, 2000, BLOCK_DOCUMENTS)
+        self._starts, self._period, self.num_documents = np.cumsum(lengths) - lengths, int(lengths.sum()), count
+
+    def document_starts(self) -> Any:
+        return self
+
+    def __len__(self) -> int:
+        return self.num_documents
+
+    def __getitem__(self, which: Any) -> Any:
+        numbers = np.arange(which.start, which.stop) if isinstance(which, slice) else np.int64(which)
+        return self._starts[numbers % BLOCK_DOCUMENTS] + numbers // BLOCK_DOCUMENTS * self._period
+
+    def tokens(self, start: int, stop: int) -> Any:
+        return np.zeros(stop - start, np.int64)
+
+
+def prepared_documents(count: int) -> dict[str, Any]:
+    line, packing = PeriodicLengths(count), Packing(2048, "first_fit")
+    fit = fit_block(*documents_of_block(line, 0), packing)  # type: ignore[arg-type]
+    counts = {name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped")}
+    blocks = num_blocks(line)  # type: ignore[arg-type]
+    with tempfile.TemporaryDirectory() as folder:
+        writer = FitTableWriter(Path(folder), packing, "", BLOCK_DOCUMENTS, blocks)
+        writer.add((counts, fit.to_bytes()) for _ in range(blocks))
+        writer.finish()
+        size = (Path(folder) / table_name(packing)).stat().st_size
+        facts: Any = {"fingerprint": "", "num_documents": count, "block_documents": BLOCK_DOCUMENTS, "option": "o"}
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        seconds, table = timed(lambda: open_table(Path(folder), packing, **facts))
+        rows, out = pack(line, packing, table), Sequences(1, packing)  # type: ignore[arg-type]
+        asked = np.random.default_rng(2).integers(0, (blocks - 1) * fit.num_rows, 1000).tolist()
+        row_seconds, _ = timed(lambda: [rows.write(row, out, 0) for row in asked])
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return {
+        "seconds": seconds, "mib": round(grown, 1), "seconds_of_a_row": row_seconds / 1000, "file_bytes": size
+    }  # fmt: skip
 
 
 def llama3_405b() -> dict[str, tuple[int, ...]]:
@@ -248,7 +315,7 @@ def main() -> None:
     ranks = (8, 64, 512, 4096, 16384)
     asked: list[tuple[Callable[[Any], dict[str, Any]], tuple[Any, ...]]] = [
         (slow_ranks, ranks), (metrics, (10**4, 10**6, 10**7)), (shards, (100, 1000, 10_000)),
-        (whole_documents, (10**6, 10**7)),
+        (many_files, (10**4, 10**5, 10**6)), (whole_documents, (10**6, 10**7)), (prepared_documents, (10**6, 10**9)),
         (saving, tuple(MESHES)), (commit, ranks),
     ]  # fmt: skip
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

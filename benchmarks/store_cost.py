@@ -31,7 +31,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
 from shardtrain.launch import environment
 from shardtrain.metrics import Metrics
-from shardtrain.resilience.phases import Phases
+from shardtrain.resilience.progress import Phases
 from shardtrain.resilience.watchdog import beating
 from shardtrain.train import trainer
 from shardtrain.train.run_facts import ReduceOverMesh, run_facts

@@ -19,7 +19,14 @@ author = "the authors of shardtrain"
 release = version = shardtrain.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
-include_patterns = ["docs/*.md", "docs/migrate/*.md", "recipes/*.md", "examples/*/README.md", "*.md"]
+include_patterns = [
+    "docs/*.md",
+    "docs/migrate/*.md",
+    "docs/tutorials/*.md",
+    "recipes/*.md",
+    "examples/*/README.md",
+    "*.md",
+]
 exclude_patterns = ["README.md", "outputs"]
 html_theme = "furo"
 html_title = f"shardtrain {release}"

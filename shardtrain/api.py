@@ -25,6 +25,7 @@ from shardtrain.config.schema import Validation
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.launch import failure, local
 from shardtrain.ops import cpu_kernels
+from shardtrain.resilience.resilience import Resilience
 from shardtrain.tools.evaluate import sets
 from shardtrain.tools.evaluate.request import KINDS
 from shardtrain.tools.generate.answer import Answers
@@ -107,7 +108,7 @@ class Trainer:
         size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         try:
             with self._environment.noted():
-                preflight.require(self._loaded, preflight.here(self._loaded, None, size, local_size))
+                preflight.require(self._loaded, preflight.this_machine(self._loaded, None, size, local_size))
         except BaseException:
             self.close()
             raise
@@ -136,7 +137,9 @@ class Trainer:
             raise shutdown.explain(error, run) from error
         if outcome is None:
             return None
-        shutdown.save_when_due(run, checkpoints, nullcontext)
+        checkpoints.poll()
+        if checkpoints.is_due(run.state.step, run.total_steps):
+            shutdown.save_after_step(run, checkpoints, nullcontext)
         total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
         tokens = outcome.global_tokens
         return StepResult(run.state.step, total / max(tokens, 1), outcome.grad_norm, outcome.lr, tokens)
@@ -147,21 +150,21 @@ class Trainer:
         Raises:
             ShardtrainError: as the command line would end with; ``exit.json`` in the run's folder says the same.
         """
-        here, run, checkpoints = self._opened()
+        world, run, checkpoints = self._opened()
         folder = Path(self.config.job.dump_folder)
         try:
             if self.config.checkpoint.create_seed_checkpoint:
                 shutdown.save_seed(run, checkpoints)
                 state = run.state
             else:
-                state = trainer.run_to_end(self._loaded, here, run, checkpoints)
+                state = trainer.run_to_end(self._loaded, world, run, checkpoints)
         except BaseException as error:
-            told = failure.describe(error, here.rank)
-            if told.exit_code and not told.leaves_folder_alone:
+            told = failure.describe(error, world.rank)
+            if not told.leaves_folder_alone:
                 failure.write_exit(folder, told, told.exit_code)
             raise
         else:
-            if here.rank == 0:
+            if world.rank == 0:
                 failure.write_exit(folder, None, 0)
         finally:
             self.close()
@@ -184,16 +187,16 @@ class Trainer:
         if self._closed:
             raise ShardtrainError("this Trainer is closed; make another one, which continues from the last checkpoint")
         if self._open is None:
-            phases = trainer.Phases()
+            resilience = Resilience()
             try:
                 with self._environment.noted():
                     local.prepare(Path(self.config.job.dump_folder))
-                    here = self._stack.enter_context(trainer.joined(self._loaded, phases))
-                    run, checkpoints = self._stack.enter_context(trainer.opened(self._loaded, here, phases))
+                    world = self._stack.enter_context(trainer.joined(self._loaded, resilience))
+                    run, checkpoints = self._stack.enter_context(trainer.opened(self._loaded, world, resilience))
             except BaseException:
                 self.close()
                 raise
-            self._open = here, run, checkpoints
+            self._open = world, run, checkpoints
         return self._open
 
 
@@ -346,7 +349,9 @@ def _path() -> str:
 def _arguments(options: Mapping[str, Any] | None) -> list[str]:
     words: list[str] = []
     for name, value in (options or {}).items():
-        if isinstance(value, list | tuple) and value:
+        if isinstance(value, Mapping):
+            words += _arguments({f"{name}.{key}": one for key, one in value.items()})
+        elif isinstance(value, list | tuple) and value:
             words += [f"--{name}", *map(_text, value)]
         else:
             words.append(f"--{name}={_text(value)}")

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import importlib
 import os
 import sys
+import tempfile
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain import __version__
+from shardtrain.config import help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
 from shardtrain.utils import process
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
@@ -34,7 +38,7 @@ usage: shardtrain VERB ...
   verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...]    prove that meshes change no number (--help: all options)
   init NEW.toml [PRESET] [--section.key VALUE ...]            write a configuration to begin with, with comments
   config show  [CONFIG.toml] [--section.key VALUE ...]        print every option with its origin
-  config check [CONFIG.toml] [--for-machine none|here|NAME]   tell what train would refuse; starts nothing
+  config check [CONFIG.toml] [--for-machine none|here|NAME]   list what train would refuse; start nothing
   config help  [SECTION[.KEY]]                                explain the options
   config schema                                               a JSON Schema of all options, for editors of TOML
   config migrate FILE... -o NEW.toml                          write a configuration of another system as TOML
@@ -77,17 +81,55 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
     if arguments is None:
         process.own_process()
     try:
-        return action(words)
+        code = action(words)
+        if arguments is None:
+            sys.stdout.flush()
+        return code
+    except SystemExit as error:
+        if error.code or _is_of_argparse(error):
+            raise
+        # of a file of the user's, or of a library: a status of 0 would say that the verb has done its work
+        return _complain(1, ["sys.exit was called before the verb had ended"])
     except ShardtrainError as error:
         return _complain(error.exit_code, [str(problem) for problem in getattr(error, "problems", [error])])
     except ModuleNotFoundError as error:
         if error.name not in ("torch", "numpy"):
             raise
         return _complain(2, [f"{error.name} is not installed here; pip install torch numpy, or `launch` it elsewhere"])
-    except BrokenPipeError:
+    except OSError as error:
+        return _complain_of_system(error)
+
+
+def _is_of_argparse(error: SystemExit) -> bool:
+    """Whether an end is that of ``--help`` of a verb that Python's own parser reads."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).name == "argparse.py"
+
+
+def _complain_of_system(error: OSError) -> int:
+    """The status of what the system refused to a verb, in a line where that says all; raises it where it does not."""
+    if error is process.lost_output():
+        _discard_output()
         # the reader of our output has left, as in `shardtrain config show | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return 0 if isinstance(error, BrokenPipeError) else _complain(8, [f"cannot write to stdout: {error.strerror}"])
+    if error.errno in process.REFUSED:
+        where = f" ({os.fsdecode(error.filename)})" if isinstance(error.filename, str | bytes) else ""
+        code = 7 if error.errno == errno.ENOMEM else 8
+        return _complain(code, [f"the system refused{where}: {error.strerror}; {process.REFUSED[error.errno]}"])
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return _complain(2, ["the working folder of this process was deleted; cd into one that is there"])
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        return _complain(8, ["no folder for temporary files can be written; set TMPDIR to one that can"])
+    raise error
+
+
+def _discard_output() -> None:
+    """What is still to be written to stdout, as at the end of this process, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(words: list[str]) -> int:
@@ -96,6 +138,8 @@ def _dispatch(words: list[str]) -> int:
         names = [name for name in VERBS if not name.startswith("-")]
         near = [_OTHER_NAMES[verb]] if verb in _OTHER_NAMES else difflib.get_close_matches(verb, names, 1)
         fix = (f"did you mean {near[0]}? " if near else "") + f"use one of {', '.join(names)}"
+        if verb.startswith("-") and not near:
+            fix = "the verb comes first, as in shardtrain train debug --nproc 2"
         raise ConfigError(Problem("shardtrain", verb, "is not a verb", fix, "command line"))
     return VERBS[verb](rest)
 
@@ -133,12 +177,12 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
         return migrate.open_file(path, overrides, int(world) if world.isdecimal() else None, verb=verb)[0], arguments
     asked = environment.asked_processes(arguments.nproc, os.environ)
     nodes = arguments.nnodes or ""
-    here = migrate.Here(
+    machine = migrate.ThisMachine(
         nproc=asked.count if asked else None,
         nodes=int(nodes) if nodes.isdecimal() else None,
         devices=environment.count_accelerators(),
     )
-    loaded, said = migrate.open_file(path, overrides, here=here, verb=verb)
+    loaded, said = migrate.open_file(path, overrides, machine=machine, verb=verb)
     own = {name: value for name, value in said.items() if getattr(arguments, name) is None}
     return loaded, dataclasses.replace(arguments, **own)
 
@@ -163,6 +207,10 @@ def _load_flags(arguments: CommandLine) -> Loaded:
 
 def _config(words: list[str]) -> int:
     """Show, check or explain a configuration; migrate one of another system."""
+    asks_help = any(word in ("--help", "-h") for word in words[:2])
+    if asks_help and words[0] in ("--help", "-h", "show", "help", "schema"):
+        print(help_pages.CONFIG, end="")
+        return 0
     if words[:1] == ["migrate"]:
         return _module("shardtrain.tools.migrate.command")(words[1:])
     if words[:1] == ["check"]:
@@ -175,7 +223,8 @@ def _train(words: list[str]) -> int:
     """Train: as one rank where a launcher started this process, else with as many ranks as fit this machine."""
     arguments = split(words)
     if arguments.help:
-        return _help(words)
+        print(help_pages.TRAIN, end="")
+        return 0
     from shardtrain.launch import agent, environment, nodes
 
     loaded, arguments = _open(arguments, "train", keep_problems=True)
@@ -192,7 +241,7 @@ def _train(words: list[str]) -> int:
         from shardtrain.train import preflight
 
         def require(world_size: int | None, local_ranks: int) -> None:
-            preflight.require(loaded, preflight.here(loaded, None, world_size, local_ranks))
+            preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
 
         return agent.train(loaded, arguments, several, require)
     return _train_here(loaded, arguments, words)
@@ -212,7 +261,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
     if "SHARDTRAIN_PARENT" in os.environ:
         local.leave(local.run_child(loaded, _trainer()))
-    preflight.require(loaded, preflight.here(loaded, None, world_size, local_ranks))
+    preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
     local.leave(local.run_rank(loaded, _trainer(), world_size))
 
 
@@ -220,6 +269,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     """Check the configuration, choose the number of ranks, and run them from this process."""
     from shardtrain.launch import environment, local
     from shardtrain.train import preflight
+    from shardtrain.utils.heartbeat import heartbeat
 
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
@@ -229,7 +279,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
     # each rank the import of torch: measured in docs/launch.md.
     forks = accelerators == 0 and sys.platform == "linux" and (choice.count > 1 or restarts > 0)
-    machine = preflight.here(loaded, None, choice.count, choice.count)
+    machine = preflight.this_machine(loaded, None, choice.count, choice.count)
     # what it has to tell without stopping is in the rank's log
     if forks:
         from shardtrain import config
@@ -238,7 +288,8 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
             _trainer()  # the import of torch is needed, and the child need not pay for it again
         preflight.require_in_child(loaded, machine)
     else:
-        preflight.require(loaded, machine)
+        with heartbeat("checking configuration, data, tokenizer and model"):
+            preflight.require(loaded, machine)
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
@@ -277,15 +328,19 @@ def _planned(code: int, loaded: Loaded, world_size: int, machine: Machine) -> li
 def _show_sample(loaded: Loaded) -> None:
     """Continue ``metrics.sample_prompt`` with the weights that the run has saved; a failure costs the text alone."""
     config = loaded.config
-    if not config.metrics.sample_prompt or not config.checkpoint.enable or config.checkpoint.load_only:
+    prompt = config.metrics.sample_prompt
+    if not prompt or not config.checkpoint.enable or config.checkpoint.load_only:
         return
     from shardtrain.tools.generate import command
 
-    print("a sample, drawn at temperature 0.8:", file=sys.stderr, flush=True)
-    words = ["--from", config.job.dump_folder, "--prompt", config.metrics.sample_prompt, "--max_new_tokens", "200"]
+    print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)
+    words = ["--from", config.job.dump_folder, "--prompt", prompt, "--max_new_tokens", "160"]
     try:
-        command.main([*words, "--temperature", "0.8", "--top_p", "0.9", "--seed", "1"])
-    except ShardtrainError as error:
+        command.main([*words, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
+        sys.stdout.flush()
+    except (ShardtrainError, OSError) as error:
+        if error is process.lost_output():
+            _discard_output()
         print(f"note: no sample: {error}", file=sys.stderr)
 
 
@@ -301,8 +356,8 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
     if activate:
         found.append(activate)
     if config.checkpoint.enable and not config.checkpoint.load_only:
-        if config.metrics.sample_prompt:
-            found.append(f"shardtrain generate --from {folder} --prompt {shlex.quote(config.metrics.sample_prompt)}")
+        if prompt := config.metrics.sample_prompt.split("\n")[-1].strip():
+            found.append(f"shardtrain generate {folder} --prompt {shlex.quote(prompt)} --temperature 0.7")
         steps = f"--training.steps={2 * config.training.steps}"
         kept = [word for word in words if not word.startswith("--training.steps=")]
         for place in [place for place, word in enumerate(kept) if word == "--training.steps"][::-1]:
@@ -314,7 +369,10 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
 
 
 def _trainer() -> Callable[[Loaded], object]:
-    from shardtrain.train.trainer import main
+    from shardtrain.utils.heartbeat import heartbeat
+
+    with heartbeat("importing PyTorch"):  # its thread has ended when ranks are forked
+        from shardtrain.train.trainer import main
 
     return main
 
@@ -322,6 +380,18 @@ def _trainer() -> Callable[[Loaded], object]:
 def _module(name: str, function: str = "main") -> Callable[..., int]:
     """What a module answers by itself, imported when it is called."""
     return lambda *words: int(getattr(importlib.import_module(name), function)(*words))
+
+
+def _long(verb: str, function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
+    """The same, which says every few seconds how long it has taken: for verbs that read and write whole models."""
+
+    def run(words: list[str]) -> int:
+        from shardtrain.utils.heartbeat import heartbeat
+
+        with heartbeat(f"shardtrain {verb}"):
+            return function(words)
+
+    return run
 
 
 def _checkpoint_of_others(words: list[str]) -> int:
@@ -342,7 +412,8 @@ def _completion(words: list[str]) -> int:
     from shardtrain.config import completion
 
     if words[:1] in (["--help"], ["-h"]):
-        return _help(words)
+        print(help_pages.COMPLETION, end="")
+        return 0
     if len(words) != 1 or words[0] not in completion.SHELLS:
         told = "is not a shell that is known" if len(words) == 1 else "takes the name of one shell"
         fix = 'write eval "$(shardtrain completion bash)" into ~/.bashrc; zsh alike; for fish pipe it to source'
@@ -369,28 +440,31 @@ _OTHER_NAMES = {
     **dict.fromkeys(("ls", "list", "ps"), "runs"),
     **dict.fromkeys(("submit", "sbatch", "srun"), "launch"),
     **dict.fromkeys(("download", "tokenize", "prepare"), "data"),
+    **dict.fromkeys(("version", "-v", "-V"), "--version"),
     "check": "config check", "new": "init", "estimate": "plan", "tail": "watch", "trace": "profile",
 }  # fmt: skip
 """What other programs call the verbs."""
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "plan": _module("shardtrain.tools.plan.command"),
+    "plan": _long("plan", _module("shardtrain.tools.plan.command")),
     "verify": _module("shardtrain.tools.verify"),
     "init": _module("shardtrain.config.init_file"),
     "config": _config,
     "data": _module("shardtrain.tools.data.command"),
-    "checkpoint": lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others),
+    "checkpoint": _long(
+        "checkpoint", lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others)
+    ),
     "test": lambda words: _module("shardtrain.tools.test.command")(words, lambda found: _open(found, "test")),
     "generate": _module("shardtrain.tools.generate.command"),
     "evaluate": _module("shardtrain.tools.evaluate.command"),
-    "import": _module("shardtrain.tools.convert.command", "import_main"),
-    "export": _module("shardtrain.tools.convert.command", "export_main"),
-    "merge": _module("shardtrain.tools.convert.adapters"),
+    "import": _long("import", _module("shardtrain.tools.convert.command", "import_main")),
+    "export": _long("export", _module("shardtrain.tools.convert.command", "export_main")),
+    "merge": _long("merge", _module("shardtrain.tools.convert.adapters")),
     "goodput": _module("shardtrain.resilience.goodput.command"),
-    "report": _module("shardtrain.tools.report.command"),
+    "report": _long("report", _module("shardtrain.tools.report.command")),
     "runs": _module("shardtrain.tools.report.runs"),
     "watch": _module("shardtrain.tools.watch.command"),
-    "profile": _module("shardtrain.tools.profile.command"),
+    "profile": _long("profile", _module("shardtrain.tools.profile.command")),
     "doctor": _module("shardtrain.tools.doctor"),
     "launch": lambda words: _module("shardtrain.launch.command")(words, _refuse_unfit),
     "replay": _module("shardtrain.tools.replay"),

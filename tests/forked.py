@@ -10,6 +10,7 @@ that ``/proc`` shows, and that modules are there already: laws about these start
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import gc
 import logging
@@ -140,7 +141,9 @@ def _run(words: list[str]) -> NoReturn:
     code = 0
     try:
         if words[1] == "-m":
-            sys.path[:0] = [os.getcwd(), *_python_path()]
+            with contextlib.suppress(FileNotFoundError):  # it was deleted
+                sys.path.insert(0, os.getcwd())
+            sys.path[1:1] = _python_path()
             sys.argv = ["-m", *words[3:]]
             runpy.run_module(words[2], run_name="__main__", alter_sys=True)
         else:

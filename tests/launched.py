@@ -70,6 +70,6 @@ def newest(folder: Path) -> int:
 def losses(folder: Path) -> dict[int, tuple[float, str]]:
     whole = (
         (folder / "metrics.jsonl").read_text().rpartition("\n")[0]
-    )  # of a run that goes on, the last may be half there
+    )  # of a run that continues, the last may be half there
     lines = [json.loads(line) for line in whole.splitlines()]
     return {line["step"]: (line["loss"], line["order_hash"]) for line in lines if "loss" in line}

@@ -7,8 +7,18 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "models" / "others"
 FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
 
+NEWER = (
+    *("phi", "falcon40b", "gemma3", "minicpm", "ngpt", "differential", "temperature", "olmo2_grouped", "dense_moe"),
+    *("lfm", "kerple", "dynamic_tanh", "nemotron", "stablelm2", "layer_scale"),
+)
+"""Files that the rest runs, on fewer meshes, besides those of which the layers see more than one another's output."""
+NO_CHAIN = ("unet", "value_residual", "per_layer_embeddings", "looped")
+
 # file -> mesh -> why it is not possible there: reasons that tests/models/test_others.py finds true of the engine too
 NOT_POSSIBLE = {
+    **{name: {"pp=2": "forward is a chain"} for name in NO_CHAIN},
+    "lfm": {"cp=2": "names no attention core"},
+    "kerple": {"cp=2": "is given more than queries, keys, values"},
     "falcon": {"tp=2": "does not divide the 1 KV heads"},
     "rwkv": {"cp=2": "names no attention core"},
     "sinks": {"cp=2": "is given more than queries, keys, values"},

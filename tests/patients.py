@@ -12,7 +12,7 @@ from tiny import tiny_config
 from shardtrain.config import Loaded
 from shardtrain.tools.doctor import network, storage
 from shardtrain.tools.doctor import rank as doctor
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Said
 from shardtrain.tools.doctor.store_channel import StoreChannel
 
@@ -44,7 +44,7 @@ def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
     network.BYTES = network.PAIR_BYTES = {"cpu": 2**18}
     store = dist.FileStore(f"{folder}/doctor-store", size)
     line = StoreChannel(store, rank, size, limit_seconds)
-    here = Here(loaded_of(rank), rank, size, rank, size, "cpu", limit_seconds, store, line)
+    here = RankContext(loaded_of(rank), rank, size, rank, size, "cpu", limit_seconds, store, line)
     if spoil and spoil(rank) == ABSENT:
         line.hear("end", END_SECONDS)
         return None

@@ -1,6 +1,7 @@
 """A search that never ends: random configurations, each refused before a rank starts, or equal to one process.
 
     python tests/search.py --seed 1 --count 500          search; 0 where nothing was found, else 1
+    python tests/search.py --families llama4,gpt_oss     search these families alone
     python tests/search.py --try --parallelism...        one configuration, given by its options
 
 A third verdict is a fault, and is one of these: ``differs`` without a word, ``crashes``, ``hangs``, ``refused late``
@@ -11,7 +12,7 @@ as long as it stays. Cases are those of ``search_space.draw``: number N of a see
 Compared are two steps of the trainer itself: losses to 1e-5, the gradient norm to 1e-6 of itself, each gradient to 1e-5
 of its norm or of a twentieth of the norm of all, whichever is more, weights after the steps to 1e-6; reduced precision
 as loosely as it rounds, see ``TOLERANCES``. Where a case has a second mesh, the run is saved after a step, ends, and
-goes on there, and is compared with one that went through.
+continues there, and is compared with one that went through.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ import torch.distributed as dist
 from search_space import (
     CP,
     DDP,
+    FAMILIES,
     FSDP,
     LOCAL,
     NEW_HEAD,
@@ -544,7 +546,11 @@ class Found:
 
 
 def search(
-    seed: int, numbers: Sequence[int], say: Callable[[str], None], shrinking: bool = True
+    seed: int,
+    numbers: Sequence[int],
+    say: Callable[[str], None],
+    shrinking: bool = True,
+    families: Sequence[str] = FAMILIES,
 ) -> tuple[Counter[str], list[Found]]:
     """Judge cases of a seed; gives the count of each verdict, and the faults."""
     counts: Counter[str] = Counter()
@@ -553,7 +559,7 @@ def search(
         searcher = Searcher(Path(folder))
         for start in range(0, len(numbers), 3 * AT_ONCE):
             some = numbers[start : start + 3 * AT_ONCE]
-            cases = [draw(seed, number) for number in some]
+            cases = [draw(seed, number, families) for number in some]
             for number, case, verdict in zip(some, cases, searcher.judge(cases), strict=True):
                 if verdict.is_fault:
                     again = searcher.judge([case])[0]  # in ranks of its own
@@ -587,6 +593,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
+    parser.add_argument("--families", help="families to draw from, with commas between them")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--try", dest="options", nargs=argparse.REMAINDER, help="one configuration: its options")
     given = parser.parse_args(words)
@@ -599,7 +606,10 @@ def main(words: list[str]) -> int:
         return int(verdict.is_fault)
     started = time.monotonic()
     numbers = range(given.first, given.first + given.count)
-    counts, faults = search(given.seed, numbers, lambda line: print(line, flush=True), not given.no_shrink)
+    families = given.families.split(",") if given.families else FAMILIES
+    if unknown := set(families) - SHAPES.keys():
+        parser.error(f"--families: {', '.join(sorted(unknown))} is none of {', '.join(SHAPES)}")
+    counts, faults = search(given.seed, numbers, lambda line: print(line, flush=True), not given.no_shrink, families)
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(one.ru_utime + one.ru_stime for one in usage)
     print(f"seed {given.seed}, cases {given.first} to {given.first + given.count - 1}: {dict(counts)}")

@@ -56,8 +56,10 @@ class Fault:
 class Shim:
     """Stands before the calls that touch what lies below a folder; counts them, and lets the one that is due fail."""
 
-    def __init__(self, folder: Path, fault: Fault | None) -> None:
+    def __init__(self, folder: Path, fault: Fault | None, data: str | None = None) -> None:
+        """``data`` is watched in place of the run's folder, where the calls are noted all the same."""
         self._folder, self._fault, self._own = str(folder), fault, set[int]()
+        self._watches = f"{data or folder}/"
         self._count, self._pid = 0, 0
         self._until = multiprocessing.get_context("fork").Value("d", 0.0)
         for name in BY_PATH + BY_DESCRIPTOR:
@@ -83,7 +85,7 @@ class Shim:
             return what in self._own
         if isinstance(what, int) or not isinstance(what, str | os.PathLike):
             return False
-        return f"{what}/".startswith(f"{self._folder}/")
+        return f"{what}/".startswith(self._watches)
 
     def _meet(self, name: str, what: Any) -> None:
         if self._pid != os.getpid():
@@ -119,16 +121,18 @@ def run(
     fault: Fault | None,
     counts: bool = False,
     main: Callable[[Loaded], object] = trainer.main,
+    of_data: bool = False,
 ) -> tuple[int, str]:
     """Train in forked ranks with a fault, or with none; gives the exit status and what stood on the terminal.
 
-    ``counts`` notes the calls of each process in files beside the folder, for ``calls``.
+    ``counts`` notes the calls of each process in files beside the folder, for ``calls``. ``of_data`` lets calls on
+    training.dataset_path meet the fault, and none on the run's folder.
     """
     folder = Path(config.job.dump_folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     terminal = folder.with_name(f"{folder.name}.terminal")
     process = multiprocessing.get_context("fork").Process(
-        target=_launch, args=(config, ranks, fault, counts, terminal, main)
+        target=_launch, args=(config, ranks, fault, counts, terminal, main, of_data)
     )
     process.start()
     process.join(patience.seconds(120))
@@ -142,7 +146,13 @@ def run(
 
 
 def _launch(
-    config: Config, ranks: int, fault: Fault | None, counts: bool, terminal: Path, main: Callable[[Loaded], object]
+    config: Config,
+    ranks: int,
+    fault: Fault | None,
+    counts: bool,
+    terminal: Path,
+    main: Callable[[Loaded], object],
+    of_data: bool,
 ) -> None:
     descriptor = os.open(terminal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for standard in (1, 2):
@@ -153,7 +163,7 @@ def _launch(
     os.environ["OMP_NUM_THREADS"] = "1"
     lease.PATIENCE_SECONDS = PATIENCE_SECONDS  # this process is the launcher of one run
     if fault or counts:
-        Shim(Path(config.job.dump_folder), fault)
+        Shim(Path(config.job.dump_folder), fault, config.training.dataset_path if of_data else None)
     try:
         code = local.launch(Loaded(config), ranks, main=main)
     except ShardtrainError as error:  # as the command line does

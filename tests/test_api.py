@@ -27,6 +27,8 @@ SHAPE = {"dim": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "head_di
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
     return {
+        "model.hf_assets_path": "bytes",
+        "metrics.sample_freq": 0,
         "model.overrides": "{" + ", ".join(f"{name} = {value}" for name, value in SHAPE.items()) + "}",
         "training.dataset": "text",
         "training.dataset_path": text_file(),

@@ -53,7 +53,7 @@ def flip(path: Path, chosen: random.Random) -> tuple[bytes, str]:
 
 
 def newest(config: Config) -> str:
-    """The checkpoint that a start would go on from; empty where it would stop."""
+    """The checkpoint that a start would continue from; empty where it would stop."""
     kept = Checkpoints(config)
     try:
         return str(kept.to_continue() or "")
@@ -68,9 +68,9 @@ def judge(config: Config, path: Path, whole: dict[str, Any]) -> str:
     folder = Path(config.job.dump_folder)
     found = newest(config)
     if path.parent.name.startswith("step-"):
-        return f"goes on from {found}" if found == str(path.parent) else ""
+        return f"continues from {found}" if found == str(path.parent) else ""
     if found != whole["newest"]:
-        return f"goes on from {found!r}"
+        return f"continues from {found!r}"
     if path.name == "metrics.jsonl":
         JsonlFile(path, STEPS).close()
         steps = [record["step"] for record in read_records(path)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -16,13 +17,17 @@ import patience
 import pytest
 
 from shardtrain import __version__, cli
-from shardtrain.config import command_line
+from shardtrain.config import command_line, presets
+from shardtrain.config.options import options
 from shardtrain.tools.data import command
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("*.toml"))
 ONE_STEP = ["--training.steps=1", "--training.seq_len=32", "--training.local_batch_size=1", "--training.device=cpu"]
-TINY = ["--model.overrides.num_layers=1", "--lr_scheduler.warmup_steps=1", "--metrics.enable_tensorboard=false"]
+TINY = [
+    "--model.hf_assets_path=bytes", "--model.overrides.num_layers=1", "--lr_scheduler.warmup_steps=1",
+    "--metrics.enable_tensorboard=false",
+]  # fmt: skip
 
 
 def answer(capsys, *words):
@@ -43,12 +48,33 @@ def shell(*words, **environment):
     )
 
 
-@pytest.mark.parametrize("words", [(), ("help",), ("--help",), ("-h",), ("train", "--help")])
+@pytest.mark.parametrize("words", [(), ("help",), ("--help",), ("-h",)])
 def test_help_lists_the_verbs(capsys, words):
     code, out, err = answer(capsys, *words)
     assert (code, err) == (0, "")
     for verb in ("train", "config show", "config check", "config help", "data", "--version"):
         assert verb in out
+
+
+@pytest.mark.parametrize("verb", [verb for verb in cli.VERBS if not verb.startswith("-") and verb != "help"])
+def test_each_verb_explains_itself_with_an_example(capsys, verb):
+    try:
+        code = cli.main([verb, "--help"])
+    except SystemExit as end:  # argparse's own
+        code = end.code
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "") and out.startswith(f"usage: shardtrain {verb}")
+    written = re.findall(rf"^(?:example: |  )(?:eval \"\$\()?(shardtrain {verb}\b.+)", out, flags=re.MULTILINE)
+    assert written, out
+    assert all(len(line) <= 120 for line in out.splitlines())
+
+
+def test_options_and_files_that_the_help_of_train_names_are_there(capsys):
+    assert cli.main(["train", "--help"]) == 0
+    out = capsys.readouterr().out
+    named = re.findall(r"--([a-z_]+\.[a-z_]+)", out)
+    assert len(set(named)) >= 10 and set(named) <= {*options(), "section.key"}
+    assert all(presets.find(Path(name)).exists() for name in re.findall(r"shardtrain train (llama\w+)", out))
 
 
 @pytest.mark.parametrize("words", [("data",), ("data", "--help"), ("data", "-h"), ("data", "help")])
@@ -105,7 +131,7 @@ def test_version_is_that_of_the_package(capsys):
         (("config",), ["needs an action", "show, help, schema, check, migrate"]),
         (("config", "shwo"), ["shwo", "did you mean show?", "show, help, schema, check, migrate"]),
         (("config", "help", "training.stps"), ["training.stps", "option"]),
-        (("train", "--nproc"), ["--nproc", "whole number", "--nproc 2"]),
+        (("train", "--nproc"), ["--nproc", "has no value", "--nproc 2"]),
         (("train", "--nproc", "0"), ["--nproc", "above 0"]),
         (("train", "--nproc=two"), ["--nproc", "two"]),
         (("train", "--training.stps", "3"), ["training.stps", "did you mean training.steps"]),
@@ -137,7 +163,7 @@ def test_all_problems_are_told_at_once_and_before_any_process_is_started(capsys)
     lines = err.splitlines()
     assert all(line.startswith("error[2]: ") for line in lines)
     assert any("training.steps=0" in line for line in lines)
-    assert any("tensor_parallel_degree=3 does not divide the 16 attention heads" in line for line in lines)
+    assert any("tensor_parallel_degree=3 does not divide the 8 attention heads" in line for line in lines)
     assert any('validation.dataset="" is not set' in line and "name a dataset" in line for line in lines)
 
 
@@ -212,7 +238,8 @@ def test_one_process_needs_no_launcher(tmp_path):
     assert "no configuration is named: this is the preset debug" in done.stderr
     told = done.stderr.splitlines()[-4:]
     assert [line[6:].split(" --")[0] for line in told] == [
-        "source here/bin/activate", "shardtrain generate", "shardtrain train", f"shardtrain report {tmp_path}",
+        "source here/bin/activate", f"shardtrain generate {tmp_path}", "shardtrain train",
+        f"shardtrain report {tmp_path}",
     ], told  # fmt: skip
     assert told[0].startswith("next: ") and told[2].endswith("--training.steps=2") and "a sample" in done.stderr
 
@@ -287,3 +314,11 @@ def test_a_killed_rank_of_a_real_run_is_named_and_stops_the_run(tmp_path):
     assert (record["code"], record["rank"], record["retryable"]) == (6, 1, True)
     assert record["last_step"] >= 20
     assert not Path(f"/proc/{children[0]}").exists()
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "export", "import", "merge", "report", "watch", "profile"])
+def test_the_help_of_a_verb_lists_its_common_options_first_and_no_more_than_ten(capsys, verb):
+    assert cli.main([verb, "--help"]) == 0
+    common = capsys.readouterr().out.partition("options that few need:")[0]
+    named = re.findall(r"^  (?:-\w(?: \w+)?, )?--(\w+)", common, flags=re.MULTILINE)
+    assert 1 <= len(set(named) - {"help"}) <= 10

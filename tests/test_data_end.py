@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from once import made_once
 from ranks import run_ranks
-from tiny import Ended, tiny_config, train_whole
+from tiny import Ended, shallow_config, train_whole
 
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import ConfigError, DataError
@@ -30,7 +31,7 @@ def write_data(folder: Path) -> None:
 def config_of(folder: Path, data: dict[str, Any], **training: Any) -> Config:
     path = str(folder.parent / "data.jsonl")
     options = {"dataset": "jsonl", "dataset_path": path, "seq_len": 64, "local_batch_size": 4, "steps": 100}
-    return tiny_config(
+    return shallow_config(
         job={"dump_folder": str(folder)},
         training={**options, **training},
         data=data,
@@ -46,31 +47,34 @@ def runs_of(rank: int, root: Path) -> dict[str, Ended]:
             config = config_of(root / f"{kind}-{policy}", data, on_data_end=policy)
             results[f"{kind} {policy}"] = train_whole(rank, config)
         going_on = config_of(root / f"{kind}-stop", data, on_data_end="repeat", steps=STEPS)
-        results[f"{kind} goes on"] = train_whole(rank, going_on)
+        results[f"{kind} continues"] = train_whole(rank, going_on)
         straight = config_of(root / f"{kind}-straight", data, on_data_end="repeat", steps=STEPS)
         results[f"{kind} straight"] = train_whole(rank, straight)
     # fewer rows than ranks: 102 tokens are two rows for eight rows of a step
     path = str(root / "few.jsonl")
     training = {"dataset": "jsonl", "dataset_path": path, "seq_len": 64, "local_batch_size": 4, "steps": 5}
     training["on_data_end"] = "stop"
-    few = tiny_config(job={"dump_folder": str(root / "few")}, training=training)
+    few = shallow_config(job={"dump_folder": str(root / "few")}, training=training)
     results["few"] = train_whole(rank, few)
     return results
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("data-end")
+    return made_once(tmp_path_factory, "data-end", lambda: make_root(tmp_path_factory.mktemp("data-end")))
+
+
+def make_root(root: Path) -> Path:
     write_data(root)
+    for kind in ("memory", "stream"):
+        for name in ("error", "stop", "straight"):
+            (root / f"{kind}-{name}").mkdir()
     return root
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path) -> list[dict[str, Ended]]:
-    for kind in ("memory", "stream"):
-        for name in ("error", "stop", "straight"):
-            (root / f"{kind}-{name}").mkdir()
-    return run_ranks(2, runs_of, root)
+def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
+    return made_once(tmp_path_factory, "data-end-runs", lambda: run_ranks(2, runs_of, root))
 
 
 @pytest.mark.parametrize("kind", ["memory", "stream"])
@@ -118,18 +122,19 @@ def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, E
 
 
 def test_a_run_that_ended_goes_on_when_told_to_repeat(runs: list[dict[str, Ended]]) -> None:
-    ended, going_on, straight = (runs[0][f"memory {name}"] for name in ("stop", "goes on", "straight"))
+    ended, going_on, straight = (runs[0][f"memory {name}"] for name in ("stop", "continues", "straight"))
     assert going_on.error is None and straight.error is None
     assert len(going_on.losses) == STEPS - ended.state["step"]
     # the end cut a step short; the next begins with the first row that was not read
     ids = [
         i for step in range(len(ended.losses)) for rank in runs for i in rank["memory stop"].sample_ids[step] if i >= 0
     ]
-    ids += [i for step in range(len(going_on.losses)) for rank in runs for i in rank["memory goes on"].sample_ids[step]]
+    later = [rank["memory continues"].sample_ids for rank in runs]
+    ids += [i for step in range(len(going_on.losses)) for rank in later for i in rank[step]]
     expected = [i for step in range(STEPS) for rank in runs for i in rank["memory straight"].sample_ids[step]]
     assert ids[: len(expected)] == expected[: len(ids)]
-    assert runs[0]["stream goes on"].error is None
-    assert runs[0]["stream goes on"].state["step"] == STEPS
+    assert runs[0]["stream continues"].error is None
+    assert runs[0]["stream continues"].state["step"] == STEPS
 
 
 def test_fewer_rows_than_ranks_are_one_step(runs: list[dict[str, Ended]]) -> None:
@@ -162,7 +167,7 @@ def prompts_alone(rank: int, root: Path) -> list[Ended]:
     return [
         train_whole(
             rank,
-            tiny_config(
+            shallow_config(
                 job={"dump_folder": str(root / f"alone-{steps}")},
                 training={**options, "global_batch_size": 4, "steps": steps, "on_data_end": "repeat"},
                 data={"format": "prompt_completion"},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import Ended, assert_bitwise, assert_same_numbers, make_run, tiny_config, train_steps, train_whole, whole
+from tiny import Ended, assert_bitwise, assert_same_numbers, make_run, shallow_config, train_steps, train_whole, whole
 
 from shardtrain import config as configs
 from shardtrain.config.schema import Config
@@ -20,7 +20,7 @@ LARGE_SEEDS = (17982163893102248868, 2**64 - 1)
 
 
 def config(seed: int = 42, num_ranks: int = 2, folder: str = ".", deterministic: bool = False) -> Config:
-    return tiny_config(
+    return shallow_config(
         job={"dump_folder": folder},
         training={"steps": 3, "local_batch_size": 8 // num_ranks},
         debug={"seed": seed, "deterministic": deterministic},
@@ -51,7 +51,7 @@ def of_seeds(rank: int, num_ranks: int) -> dict[str, object]:
     found["other"] = train_steps(rank, config(7, num_ranks), 1)
     found["draws"] = drawn_by_each_step(rank, config(num_ranks=num_ranks))
     if num_ranks == 2:
-        tensor = tiny_config(training={"local_batch_size": 8}, parallelism={"tensor_parallel_degree": 2})
+        tensor = shallow_config(training={"local_batch_size": 8}, parallelism={"tensor_parallel_degree": 2})
         found["tensor draws"] = drawn_by_each_step(rank, tensor)
         found["initial"] = whole(make_run(rank, config()))
     return found

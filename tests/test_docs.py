@@ -34,7 +34,17 @@ SMALLER = {
     ),
     "NGPU=2 LOG_RANK=0,1 ./run_train.sh --parallelism.tensor_parallel_degree 2 "
     "--job.dump_folder outputs/tensor": f"--training.steps 2 {TRAIN}",
-    "shardtrain train configs/debug.toml": f"--training.steps 2 {TRAIN}",
+    "shardtrain train debug": f"--training.steps 2 {TRAIN}",
+    "shardtrain train outputs/books.toml --job.dump_folder outputs/run_a": f"--training.steps 2 {TRAIN}",
+    "shardtrain train outputs/books.toml --optimizer.lr 1e-3 "
+    "--job.dump_folder outputs/run_b": f"--training.steps 2 {TRAIN}",
+    "shardtrain train configs/debug.toml --training.steps 20 --job.dump_folder outputs/base": TRAIN,
+    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.initial_load_path outputs/base_hf "
+    f"--checkpoint.initial_load_in_hf {CHATS} --optimizer.lr 5e-4 --job.dump_folder outputs/answers": TRAIN,
+    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.interval 5 "
+    "--job.dump_folder outputs/crash": TRAIN,
+    "shardtrain train configs/debug.toml --training.steps 25 --checkpoint.interval 5 "
+    "--job.dump_folder outputs/crash": TRAIN,
     "shardtrain train configs/debug.toml --training.dataset tokens --training.dataset_path outputs/tokens "
     "--job.dump_folder outputs/of_tokens": (f"--training.steps 2 {TRAIN}"),
     "shardtrain train configs/debug.toml --nproc 4 --parallelism.tensor_parallel_degree 2 "
@@ -50,7 +60,8 @@ SMALLER = {
     "shardtrain train configs/debug.toml --training.steps 20 --job.dump_folder outputs/pretrained": TRAIN,
     "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.initial_load_path "
     f"outputs/model --checkpoint.initial_load_in_hf {CHATS} --job.dump_folder outputs/tuned": TRAIN,
-    "shardtrain train configs/debug_lora.toml --training.steps 20 --lora.random_base false --checkpoint.enable "
+    "shardtrain train configs/debug_lora.toml --model.flavor 2.6M --model.hf_assets_path outputs/model "
+    "--training.steps 20 --lora.random_base false --checkpoint.enable "
     "--checkpoint.initial_load_path outputs/model --checkpoint.initial_load_in_hf "
     f"{CHATS} --job.dump_folder outputs/adapted": TRAIN,
     "shardtrain train configs/debug.toml --task.name preference --training.dataset jsonl --training.dataset_path "
@@ -79,6 +90,7 @@ SMALLER = {
     ),
 }
 NOT_RUN = {
+    "source .venv/bin/activate": "tests do not change the environment that they run in",
     ".ci/run": "it runs these tests",
     "python tests/search.py --seed 0 --count 500": "it takes half an hour; tests/test_search.py runs it in parts",
     "shardtrain verify my_model.py": "the file is the reader's; tests/tools/verify write some of their own",
@@ -88,7 +100,6 @@ NOT_RUN = {
     ),
     "python scripts/download_hf_assets.py --repo_id meta-llama/Llama-3.1-8B --assets tokenizer": "likewise",
     "sbatch multinode_trainer.slurm --training.steps 1000": "it needs a cluster; tests/launch/test_slurm.py runs it",
-    "tensorboard --logdir outputs/tb": "it serves until it is stopped",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     "-m shardtrain train configs/llama3_8b.toml": "it needs two machines",
     "torchrun --nnodes 1:2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id my-run "
@@ -177,10 +188,11 @@ def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, p
         is_training = bool(re.search(r"shardtrain train\s|_train\.sh", line))
         assert not is_training or line in SMALLER, f"say in SMALLER how to make `{line}` small"
         # the checkpointed pair continues one run; every other run starts from scratch
-        folder = tmp_path / ("continued" if "--checkpoint.enable" in line else f"run-{number}")
+        name = "outputs" if line == "./run_train.sh" else f"run-{number}"  # pages go on with what it has made
+        folder = tmp_path / ("continued" if "--checkpoint.enable" in line else name)
         where = f" --job.dump_folder {folder}" if is_training and "--job.dump_folder" not in line else ""
         # what is there may be of another Python's text
-        inside = re.sub(r"([ =])outputs(?=/|$)", rf"\1{tmp_path}/outputs", line)
+        inside = re.sub(r"([ ='])outputs(?=/|$| )", rf"\1{tmp_path}/outputs", line)
         done = shell(f"{inside} {SMALLER.get(line, '')}{where}")
         assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     if (tmp_path / "continued").exists():
@@ -233,6 +245,10 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings} | set(named)
 
 
-def test_the_first_screen_shows_both_commands():
-    first = "\n".join((ROOT / "README.md").read_text().splitlines()[:12])
-    assert "$ ./run_train.sh" in first and "$ ./run_tests.sh" in first
+def test_the_first_screen_is_a_sentence_a_picture_three_commands_and_measured_numbers():
+    first = (ROOT / "README.md").read_text().split("\n## ")[0]
+    assert first.index("docs/first_run.svg") < first.index("$ ./run_train.sh") < first.index("| Measured |")
+    assert len([line for line in first.splitlines() if line.startswith("$ ")]) == 3
+    rows = [line for line in first.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) >= 5 and all(re.search(r"\]\(docs/\w+\.md\)", row) for row in rows)
+    assert "./run_tests.sh" in (ROOT / "README.md").read_text()

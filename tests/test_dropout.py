@@ -1,4 +1,4 @@
-"""A model that drops at random goes on, bit for bit, as if it had never ended: accumulation, FSDP, an epoch's edge."""
+"""A model with dropout continues, bit for bit, as if it had never ended: accumulation, FSDP, an epoch's edge."""
 
 from __future__ import annotations
 

@@ -13,16 +13,16 @@ import patience
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import Ended, text_file, tiny_config, train_whole
+from tiny import Ended, shallow_config, text_file, train_whole
 
 from shardtrain import config as configs
 from shardtrain import data
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
-from shardtrain.metrics import profiling
 from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.resilience.goodput.account import BINS
+from shardtrain.utils import garbage_collection
 from shardtrain.utils.errors import ConfigError
 
 BINS_OF_GOODPUT = ["goodput", *(f"goodput_{name}_seconds" for name in BINS)]
@@ -34,7 +34,7 @@ KEYS = [
 
 
 def full_config(folder: Path) -> Config:
-    return tiny_config(
+    return shallow_config(
         job={"dump_folder": str(folder), "save_config_file": "asked/for.toml", "description": 'a "quoted" run é'},
         training={"steps": 10, "local_batch_size": 4, "gc_freq": 3},
         metrics={"log_freq": 4, "enable_tensorboard": True},
@@ -48,7 +48,7 @@ def full_run(rank: int, folder: Path) -> tuple[Ended, list[int], list[tuple[int,
     """The run, the generations that were collected, and (files written so far, limit) of each change of the limit."""
     collected: list[int] = []
     limits: list[tuple[int, int]] = []
-    profiling.gc = SimpleNamespace(  # type: ignore[assignment]
+    garbage_collection.gc = SimpleNamespace(  # type: ignore[assignment]
         isenabled=lambda: True, enable=lambda: None, disable=lambda: None, collect=collected.append
     )
     set_timeout = process_group.set_timeout
@@ -193,7 +193,7 @@ def other_runs(rank: int, root: Path) -> dict[str, Ended]:
 
     def run(name: str, **changes: Any) -> Ended:
         job = {"dump_folder": str(root / name)}
-        return train_whole(rank, tiny_config(job=job, training={**training, **changes}))
+        return train_whole(rank, shallow_config(job=job, training={**training, **changes}))
 
     return {
         "epochs": run("epochs", epochs=3, steps=7),
@@ -245,7 +245,7 @@ def test_ranks_with_other_data_stop_before_the_first_step(others: list[dict[str,
 
 def late(rank: int, folder: Path, limit: int) -> tuple[str, int, str, float]:
     """Rank 1 comes late to step 3; gives (type, exit code, text, seconds since the start of the step) of its error."""
-    config = tiny_config(
+    config = shallow_config(
         job={"dump_folder": str(folder)}, training={"local_batch_size": 4}, comm={"train_timeout_seconds": limit}
     )
     original, pulled = data.DataLoader.__next__, []

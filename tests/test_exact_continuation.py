@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from tiers import cases, chosen
-from tiny import Ended, assert_bitwise, tiny_config, train_whole
+from tiny import Ended, assert_bitwise, shallow_config, train_whole
 
 from shardtrain.config.schema import Config
 from shardtrain.ops.dtensor import to_full
@@ -47,7 +47,7 @@ SAME: dict[str, dict[str, Any]] = {
     "float16": {"training": {"mixed_precision_param": "float16", "loss_scale_growth_interval": 3}},
     "muon": {"optimizer": {"name": "Muon", "lr": 1e-3}},
 }
-"""Two ranks that go on as two."""
+"""Two ranks that continue as two."""
 
 OTHER: dict[str, tuple[str, int, dict[str, Any]]] = {
     "2 to 1": ("fsdp", 1, {}),
@@ -71,7 +71,7 @@ def config(folder: Path, kind: str, sections: dict[str, Any], num_ranks: int, **
     training = {"steps": STEPS, "seq_len": 32, "local_batch_size": 8 // num_ranks, **sections.get("training", {})}
     if sections.get("parallelism") in (TP, PP):
         training["local_batch_size"] *= 2
-    one = tiny_config(
+    one = shallow_config(
         **{
             **sections,
             "job": {"dump_folder": str(folder)},
@@ -99,7 +99,7 @@ def run(rank: int, one: Config) -> tuple[Ended, list[str], dict[str, torch.Tenso
 
     def noted(run: trainer.Run) -> Any:
         if not states and run.state.step == SAVED:
-            begun = {**resume.weights(run), **resume.optimizer_state(run)}
+            begun = {**resume.weights(run), **run.optimizer_state_dict()}
             tensors.update({name: to_full(tensor.detach()).clone() for name, tensor in begun.items()})
         outcome = step(run)
         states.append(generators())
@@ -129,7 +129,7 @@ def begin(rank: int, root: Path, kinds: set[str]) -> dict[str, Any]:
     }
 
 
-def go_on(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
+def check_cancelled(rank: int, root: Path, names: set[str]) -> dict[str, Any]:
     """The second half, in new processes: on the same mesh, and on others of this many ranks."""
     size, found = dist.get_world_size(), {}
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # else it has no workers
@@ -156,7 +156,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def names(request: pytest.FixtureRequest) -> set[str]:
-    """The runs that go on in the tests that are going to run."""
+    """The runs that continue in the tests that are going to run."""
     return chosen(request, "kind") | chosen(request, "change")
 
 
@@ -169,7 +169,7 @@ def straight(root: Path, names: set[str]) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def resumed(root: Path, straight: Any, names: set[str]) -> dict[str, list[Any]]:
-    started = (run_ranks(num_ranks, go_on, root, names) for num_ranks in (2, 1, 4))
+    started = (run_ranks(num_ranks, check_cancelled, root, names) for num_ranks in (2, 1, 4))
     return {name: views for ranks in started for name, views in joined(ranks).items()}
 
 

@@ -4,7 +4,7 @@ Two steps in float32: losses to 1e-5, each gradient to 1e-5 of its norm, gradien
 bitwise, weights after the steps to 1e-6. Sums in another order differ by about 1e-7 of their size. Time goes to the
 number of layers and of forward and backward passes, whatever their size, and to what PyTorch learns of a mesh on the
 first of them: the second step is there to follow an update, a step has as few parts as show their sum, a model has as
-many layers as its stages, and one launch of ranks runs all families on a mesh.
+many layers as its stages, and one launch of ranks runs many families and meshes.
 """
 
 from __future__ import annotations
@@ -73,14 +73,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 MIXTURES = ("qwen3_moe", "mixtral", "llama4", "gpt_oss", "deepseek_v3")
-# These are built of the same parts as others: the default tier has them on the meshes where a window, biases or a layer
-# of their own matter.
-RELATIVES = {
-    "mistral": ("fsdp", "tp", "cp gather", "cp ring", "cp ulysses", "tp x cp"),
-    "qwen2": ("tp", "fsdp x tp"),
-    "neox": ("fsdp", "tp", "cp ring", "pp 1F1B", "fsdp x tp"),
-}
-
 DDP, TP, CP, PP, EP = (
     {f"{axis}_degree": 2}
     for axis in (
@@ -150,29 +142,37 @@ EXPERT_MESHES: dict[int, dict[str, dict[str, Any]]] = {
 ALL = {num_ranks: {**meshes, **EXPERT_MESHES.get(num_ranks, {})} for num_ranks, meshes in MESHES.items()}
 CASES = [(num_ranks, mesh) for num_ranks, meshes in ALL.items() for mesh in meshes]
 
+# The default tier: an array in which each axis and each pair of axes has some family, and each family is alone on an
+# axis and on a pair. One launch of ranks runs the meshes of a group, one after the other: what PyTorch learns on the
+# first is half of what each costs. All else, and products of three axes, are nightly.
+FIRST: dict[tuple[int, str], dict[str, str]] = {
+    (2, "data"): {"ddp": "mixtral", "fsdp": "neox", "zero-1": "qwen3_moe"},
+    (2, "layers"): {"tp": "qwen2", "ep": "deepseek_v3"},
+    (2, "context"): {"cp gather": "llama4", "cp ring": "gpt_oss", "cp ulysses": "mistral"},
+    (2, "pipeline"): {
+        "pp 1F1B": "qwen3",
+        "pp GPipe": "neox",
+        "pp Interleaved1F1B": "deepseek_v3",
+        "pp LoopedBFS": "mistral",
+        "pp InterleavedZeroBubble": "qwen2",
+        "pp ZBVZeroBubble": "llama3",
+        "pp DualPipeV": "gpt_oss",
+    },
+    (4, "data"): {"hsdp": "llama3", "fsdp x tp": "neox", "fsdp x ep": "qwen3_moe"},
+    (4, "context"): {"fsdp x cp": "llama4", "tp x cp": "mistral", "cp x pp": "gpt_oss"},
+    (4, "layers"): {"fsdp x pp": "qwen3", "tp x pp": "qwen2", "tp x ep": "mixtral", "pp x ep": "deepseek_v3"},
+}
+DEFAULT = {(num_ranks, *pair) for (num_ranks, _), group in FIRST.items() for pair in group.items()}
+
 
 def families_of(num_ranks: int, mesh: str) -> list[str]:
     return list(FAMILIES if mesh in MESHES[num_ranks] else MIXTURES)
 
 
-def first_of() -> dict[tuple[int, str], list[str]]:
-    """The families of the default tier on each mesh: one, alone on an axis or a schedule, and on products of two axes.
-
-    Always the one that has had fewest, so that each family is alone on an axis and on a product, and each pair of axes
-    has some family. The others, and all products on eight ranks, are nightly.
-    """
-    chosen: dict[tuple[int, str], list[str]] = {}
-    times = dict.fromkeys(FAMILIES, 0)
-    for num_ranks, mesh in CASES:
-        families = [family for family in families_of(num_ranks, mesh) if mesh in RELATIVES.get(family, (mesh,))]
-        number = 1 if num_ranks in (2, 4) else 0
-        fewest = sorted(families, key=lambda family: times[family])[:number]
-        # a relative is on one product of two axes alone
-        families = [one for one in families if num_ranks == 4 and one in RELATIVES] or fewest
-        for family in families:
-            times[family] += 1
-        chosen[num_ranks, mesh] = families
-    return chosen
+OTHERS = {
+    (num_ranks, mesh): [one for one in families_of(num_ranks, mesh) if (num_ranks, mesh, one) not in DEFAULT]
+    for num_ranks, mesh in CASES
+}
 
 
 def config(family: str, parallelism: dict[str, Any], local_batch_size: int = BATCH) -> Config:
@@ -204,9 +204,10 @@ def one_process(family: str, num_layers: int) -> Result:
     return run_tiny(1, replace(whole, model=replace(whole.model, overrides=overrides)), STEPS)[0]
 
 
-def run_families(rank: int, num_ranks: int, mesh: str, families: list[str]) -> dict[str, Result]:
-    keys = ALL[num_ranks][mesh]
-    return {family: train_steps(rank, on_mesh(family, num_ranks, keys), STEPS) for family in families}
+def run_pairs(rank: int, num_ranks: int, pairs: list[tuple[str, str]]) -> dict[tuple[str, str], Result]:
+    """Two steps of each mesh and family."""
+    meshes = ALL[num_ranks]
+    return {(mesh, one): train_steps(rank, on_mesh(one, num_ranks, meshes[mesh]), STEPS) for mesh, one in pairs}
 
 
 def differences(result: Result, expected: Result) -> list[str]:
@@ -227,41 +228,38 @@ def differences(result: Result, expected: Result) -> list[str]:
     return found
 
 
-FIRST = first_of()
-OTHERS = {case: [family for family in families_of(*case) if family not in FIRST[case]] for case in CASES}
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("num_ranks", "mesh", "families"),
+    ("num_ranks", "pairs"),
     cases(
-        [pytest.param(*case, families, id="{}-{}".format(*case)) for case, families in FIRST.items() if families],
+        [
+            pytest.param(num_ranks, list(group.items()), id=f"{num_ranks}-{name}")
+            for (num_ranks, name), group in FIRST.items()
+        ],
         nightly=[
-            pytest.param(*case, families, id="{}-{}-others".format(*case))
-            for case, families in OTHERS.items()
-            if families
+            pytest.param(num_ranks, [(mesh, family) for family in families], id=f"{num_ranks}-{mesh}-others")
+            for (num_ranks, mesh), families in OTHERS.items()
         ],
     ),
 )
-def test_each_family_has_the_numbers_of_one_process(num_ranks: int, mesh: str, families: list[str]) -> None:
-    layers = num_layers(ALL[num_ranks][mesh])
-    held: dict[str, set[str]] = {family: set() for family in families}
-    for rank, results in enumerate(run_ranks(num_ranks, run_families, num_ranks, mesh, families)):
-        assert list(results) == families
-        for family, result in results.items():
-            assert differences(result, one_process(family, layers)) == [], f"{family} on {mesh}, rank {rank}"
-            held[family].update(result.final)
-    for family, weights in held.items():  # stages hold some of the weights each, and all of them together
-        assert weights == one_process(family, layers).final.keys(), family
+def test_each_family_has_the_numbers_of_one_process(num_ranks: int, pairs: list[tuple[str, str]]) -> None:
+    held: dict[tuple[str, str], set[str]] = {pair: set() for pair in pairs}
+    for rank, results in enumerate(run_ranks(num_ranks, run_pairs, num_ranks, pairs)):
+        assert list(results) == pairs
+        for (mesh, family), result in results.items():
+            expected = one_process(family, num_layers(ALL[num_ranks][mesh]))
+            assert differences(result, expected) == [], f"{family} on {mesh}, rank {rank}"
+            held[mesh, family].update(result.final)
+    for (mesh, family), weights in held.items():  # stages hold some of the weights each, and all of them together
+        assert weights == one_process(family, num_layers(ALL[num_ranks][mesh])).final.keys(), f"{family} on {mesh}"
 
 
 def test_every_family_is_on_a_mesh_and_every_mesh_has_a_family() -> None:
-    on = {case: FIRST[case] + OTHERS[case] for case in CASES}
-    assert all(on.values()) and {family for families in on.values() for family in families} == set(FAMILIES)
-    for family in FAMILIES:  # in the default tier: alone on an axis, and on a product of two
-        assert {num_ranks for (num_ranks, _), families in FIRST.items() if family in families} >= {2, 4}, family
-    named = {mesh for meshes in RELATIVES.values() for mesh in meshes}
-    assert named <= {mesh for _, mesh in CASES}
+    assert all(OTHERS.values()) and {family for families in OTHERS.values() for family in families} == set(FAMILIES)
+    for num_ranks, mesh, family in DEFAULT:
+        assert family in families_of(num_ranks, mesh)
+    for num_ranks in (2, 4):  # in the default tier: alone on an axis, and on a product of two
+        assert {family for ranks, _, family in DEFAULT if ranks == num_ranks} == set(FAMILIES), num_ranks
 
 
 def test_a_stage_without_experts_joins_their_mesh() -> None:

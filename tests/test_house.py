@@ -139,6 +139,14 @@ HOME_MADE = {
     r"\bnone of ours\b": "not written by shardtrain",
     r"\botherwise than others\b": "differently from",
     r"\bhomeless\b": "unmapped",
+    r"\b(?:go|goes|going|went) on\b(?! the layout)": "continue",
+    r"\bin vain\b": "for ever, without an answer",
+    r"\bas one likes\b": "say what is allowed",
+    r"\bof its own fault\b|\bby a fault of its own\b": "has failed",
+    r"\b(?:cannot|can|may|must) stand in (?!for)": "be in",
+    r"\bis told once\b|\bare told once\b": "reported once",
+    r"\b(?:goes|go)_on\b": "say what is asked: still_writing, check_cancelled",
+    r"\bgive_up\b|\bgiven_up\b|\bGivenUp\b": "cancel, cancelled, Cancelled",
 }
 """Words that earlier versions had for what the field calls otherwise; see the glossary of CONTRIBUTING.md."""
 
@@ -158,6 +166,17 @@ def test_the_field_s_words_are_used() -> None:
     assert {page.name: found for page in pages if (found := home_made(page.read_text(encoding="utf-8")))} == {}
 
 
+def test_no_variable_is_called_here() -> None:
+    """It says where and not what: a rank is a ``world`` or has a ``context``, a part of a tensor is ``rows``."""
+
+    def found(name: str) -> list[str]:
+        nodes = ast.walk(trees()[name])
+        return [ast.unparse(node) for node in nodes if getattr(node, "id", getattr(node, "arg", "")) == "here"]
+
+    assert offenders(found) == {}
+
+
 def test_home_made_words_are_found() -> None:
     assert home_made("it is no folder") and home_made("the step is passed over") and home_made("to mend it")
+    assert home_made("while goes_on:") and home_made("the run goes on") and home_made("it waits in vain")
     assert not home_made("there is no folder, it is no longer there, and that is no more than 3; a command")

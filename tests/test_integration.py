@@ -16,6 +16,7 @@ from tiers import cases
 ROOT = Path(__file__).parents[1]
 SMALL = (
     "--training.steps 4 --training.seq_len 64 --training.local_batch_size 2 --metrics.log_freq 1 --training.device cpu"
+    " --model.hf_assets_path bytes --metrics.sample_freq 0"
 )
 SAVE = "--checkpoint.enable --checkpoint.interval 2"
 WEIGHTS_ONLY = "--checkpoint.enable --checkpoint.last_save_model_only --checkpoint.export_dtype"
@@ -57,7 +58,7 @@ def train(preset: str, overrides: str, folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-FIRST = ("experts, ep 2", "weights only, bfloat16")
+FIRST = ("one process",)
 
 
 @pytest.mark.integration

@@ -15,7 +15,7 @@ import patience
 import pytest
 import torch
 from tiers import cases
-from tiny import tiny_config
+from tiny import shallow_config
 
 from shardtrain import data
 from shardtrain.config import Loaded
@@ -31,7 +31,7 @@ def config_of(folder: Path, kind: str) -> Config:
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"text": TEXT[start : start + 50]} for start in range(0, len(TEXT), 50)]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return tiny_config(
+    return shallow_config(
         job={"dump_folder": str(folder)},
         training={
             "dataset": "jsonl",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import patience
 import pytest
+import slurm_cluster
 import yaml
 
 import shardtrain
@@ -17,12 +20,27 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed here")
-@pytest.mark.parametrize("target", ["setup", "check", "test", "test-all", "docs", "bench"])
+@pytest.mark.parametrize("target", ["setup", "check", "test", "test-all", "docs", "bench", "audit", "sbom"])
 def test_each_target_runs_scripts_that_are_there(target: str) -> None:
     limit = patience.seconds(60)
     done = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True, timeout=limit)
     named = re.findall(r"\./[\w./]+\.sh|[\w/]+\.py\b", done.stdout)
     assert all((ROOT / name).exists() for name in named) and done.stdout.strip()
+
+
+def test_hosted_ci_runs_actions_of_a_known_commit_and_may_only_read() -> None:
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        text = path.read_text()
+        assert yaml.safe_load(text)["permissions"] == {"contents": "read"}, path
+        used = re.findall(r"uses: (\S+)(.*)", text)
+        assert used and all(re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", name) and "# v" in rest for name, rest in used), path
+        assert "${{ github." not in text, "a branch's name may be a command"
+
+
+def test_each_version_that_is_tested_is_one_version() -> None:
+    for path in (ROOT / "constraints").glob("*.txt"):
+        lines = [line.strip() for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+        assert all(re.fullmatch(r"[\w.-]+==[\w.+]+|-c \w+\.txt", line) for line in lines), path
 
 
 def test_the_citation_names_this_version() -> None:
@@ -53,3 +71,28 @@ def test_hosted_ci_and_hooks_run_what_this_repository_has() -> None:
 def test_templates_ask_which_numbers_changed() -> None:
     for name in ("PULL_REQUEST_TEMPLATE.md", "ISSUE_TEMPLATE/wrong.md"):
         assert "Which numbers changed, and why" in (ROOT / ".github" / name).read_text()
+
+
+def test_what_a_plain_run_of_the_tests_leaves_out_is_listed_with_its_last_pass() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("## What a plain run leaves out")[2].partition("\n## ")[0]
+    rows = [
+        line for line in text.splitlines() if line.startswith("| ") and not line.startswith(("| Variable", "| Needs"))
+    ]
+    assert len(rows) > 20
+    for row in rows:
+        last = row.split("|")[-2].strip()
+        assert re.match(r"never$|\d+ [A-Z][a-z]{2} \d{4}", last), row
+    sources = [path.read_text() for path in (*(ROOT / "tests").rglob("*.py"), ROOT / "conftest.py")]
+    read = r'environ(?:\.get\(|\[)\s*"(SHARDTRAIN_\w+)"|"(SHARDTRAIN_\w+)" not in os\.environ'
+    asked = {one or other for source in sources for one, other in re.findall(read, source)}
+    # of the package, and of the runner of the tests itself
+    asked -= {"SHARDTRAIN_PARENT", "SHARDTRAIN_TEST_COSTS", "SHARDTRAIN_TEST_FAILURES", "SHARDTRAIN_TEST_PATIENCE"}
+    assert asked == set(re.findall(r"`(SHARDTRAIN_\w+)`", text))
+    programs = {name for source in sources for name in re.findall(r'\bwhich\(\s*"([\w-]+)"', source)}
+    programs |= {*slurm_cluster.PROGRAMS, "unshare", "nsenter", "ip", "kubectl", "openssl"}
+    assert not {name for name in programs if f"`{name}`" not in text}
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*extras["dependencies"], *extras["optional-dependencies"]["dev"]]
+    modules = {name for source in sources for name in re.findall(r'importorskip\(\s*"(\w+)', source)}
+    modules -= {*sys.stdlib_module_names}
+    assert not {name for name in modules if not any(one.startswith(name.replace("_", "-")) for one in wanted)}

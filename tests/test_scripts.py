@@ -24,6 +24,7 @@ case "$*" in
     "-m pip --version") exit 0 ;;
     "-m pip install"*)
         echo "pip ${*:4}" >>"$CALLS"
+        sleep "${PIP_SECONDS:-0}"
         [[ -z "${NO_CPU_WHEEL:-}" || "$*" != *torch==*+cpu* || "$*" == *--index-url* ]] || exit 1 ;;
     *) echo "${SHARDTRAIN_ACTIVATE:-}" >>"$CALLS.activate"; echo "$$ $PWD" >>"$CALLS"; printf '%s\n' "$@" >>"$CALLS" ;;
 esac
@@ -81,6 +82,16 @@ def test_a_fresh_machine_gets_an_environment_and_trains_the_default_configuratio
     assert trained(calls) == ["-m", "shardtrain", "train", f"{repository}/configs/debug.toml", "--training.steps", "5"]
     assert (repository / ".venv/bin/python").exists()
     assert any("--editable" in call and "--constraint" in call for call in calls)
+
+
+@pytest.mark.nightly(
+    "it waits for twelve seconds, as pip would",
+    by="tests/test_scripts.py::test_a_fresh_machine_gets_an_environment_and_trains_the_default_configuration",
+)
+def test_an_installation_tells_every_five_seconds_how_far_it_is(repository):
+    code, _, err, _ = run(repository, "run_train.sh", PIP_SECONDS="5.8")
+    told = re.findall(r"^  (\d+) s, \d+ MB in ", err, flags=re.M)
+    assert code == 0 and [int(seconds) for seconds in told] == [5, 5], err
 
 
 def test_a_second_call_installs_nothing(repository):
@@ -232,7 +243,7 @@ def test_as_many_tests_run_at_once_as_there_are_cores_whatever_threads_are_allow
         _, calls, _, _ = run(repository, "run_tests.sh", **({"OMP_NUM_THREADS": threads} if threads else {}))
         asked.append(int(calls[calls.index("-n") + 1]))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert asked == [min(16, 2 * cores)] * 3
+    assert asked == [min(16, 3 * cores)] * 3
 
 
 @pytest.mark.parametrize(

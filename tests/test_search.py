@@ -9,7 +9,7 @@ import os
 import shlex
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,12 @@ from search import Searcher, Verdict, command, parse, refusal, shrink
 from search_space import (
     CP,
     DDP,
+    FAMILIES,
     FSDP,
     LOCAL,
     LOOPED,
     MICRO,
+    NEWER,
     PP,
     SCHEDULE,
     SHAPES,
@@ -40,14 +42,16 @@ from search_space import (
 )
 from tiers import cases
 
-from shardtrain import config as configs
+from shardtrain.config import problems as config_problems
 from shardtrain.distributed import fsdp, pipeline_parallel
 from shardtrain.utils.errors import ConfigError, Problem
 
 SEED = int(os.environ.get("SHARDTRAIN_SEARCH_SEED", "0"))
 COUNT = int(os.environ.get("SHARDTRAIN_SEARCH", "20"))
-PARTS = 25
-"""Parts of 20 cases are 500 together. The default tier has the first 20 of two ranks and few passes, of any part."""
+PARTS, NEWER_PARTS = 25, 3
+"""Parts of 20 cases are 500 together."""
+SMALL_COUNTS = ((COUNT * 7 // 10, FAMILIES), (COUNT - COUNT * 7 // 10, NEWER))
+"""Of the default tier, 20 together: the first of two ranks and few passes, of any part."""
 SMALL, SMALL_PIPELINE = 2, 8
 """Passes of layers in a step of one rank, which time goes to."""
 
@@ -62,6 +66,11 @@ FOUND = {
     "experts dealt by a rank's own count": "--model.name qwen3_moe --parallelism.data_parallel_shard_degree 2 "
     "--debug.moe_force_load_balance true --training.local_batch_size 3 --training.seq_len 14",
 }
+COMPILED = {
+    "process groups in a compiled graph, whose size the compiler asked": "--parallelism.tensor_parallel_degree 2 "
+    "--activation_checkpoint.mode memory_budget --compile.enable true --compile.backend aot_eager",
+}
+"""Found too, and dearer."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,8 +83,8 @@ def searcher(tmp_path: Path) -> Searcher:
     return Searcher(tmp_path)
 
 
-def small_ones() -> Iterator[int]:
-    """The first COUNT cases of the seed that two ranks run in few passes."""
+def small_ones(how_many: int, families: Sequence[str]) -> Iterator[int]:
+    """The first cases of the seed that two ranks run in few passes."""
 
     def is_small(case: Case) -> bool:
         piped = case.number(PP) > 1
@@ -83,24 +92,41 @@ def small_ones() -> Iterator[int]:
         passes *= case.number(f"{M}num_layers")
         return case.num_ranks == 2 and passes <= (SMALL_PIPELINE if piped else SMALL)
 
-    return islice((number for number in count() if is_small(draw(SEED, number))), COUNT)
+    return islice((number for number in count() if is_small(draw(SEED, number, families))), how_many)
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("part", cases(["small"], range(PARTS)))
-def test_random_configurations_are_refused_or_equal_to_one_process(part: int | str) -> None:
+@pytest.mark.parametrize(
+    ("families", "numbers"),
+    cases(
+        [
+            pytest.param(families, list(small_ones(how_many, families)), id=f"{name}-small")
+            for name, (how_many, families) in zip(("all", "newer"), SMALL_COUNTS, strict=True)
+        ],
+        nightly=[
+            pytest.param(families, range(part * COUNT, (part + 1) * COUNT), id=f"{name}-{part}")
+            for name, families, parts in (("all", FAMILIES, PARTS), ("newer", NEWER, NEWER_PARTS))
+            for part in range(parts)
+        ],
+    ),
+)
+def test_random_configurations_are_refused_or_equal_to_one_process(
+    families: Sequence[str], numbers: Sequence[int]
+) -> None:
     lines: list[str] = []
-    numbers = small_ones() if part == "small" else range(int(part) * COUNT, (int(part) + 1) * COUNT)
-    counts, faults = search.search(SEED, list(numbers), lines.append)
+    counts, faults = search.search(SEED, numbers, lines.append, families=families)
     assert not faults, "\n".join(lines)
-    assert sum(counts.values()) == COUNT
+    assert sum(counts.values()) == len(numbers)
     assert counts["equal"] > counts["refused"]  # a search of refusals would prove little
 
 
 @pytest.mark.timeout(600)
-def test_what_a_search_has_found_stays_mended(searcher: Searcher) -> None:
-    verdicts = searcher.judge([parse(shlex.split(options)) for options in FOUND.values()])
-    assert dict(zip(FOUND, verdicts, strict=True)) == dict.fromkeys(FOUND, Verdict("equal"))
+@pytest.mark.parametrize(
+    "found", cases([pytest.param(FOUND, id="first")], nightly=[pytest.param(COMPILED, id="compiled")])
+)
+def test_what_a_search_has_found_stays_mended(found: dict[str, str], searcher: Searcher) -> None:
+    verdicts = searcher.judge([parse(shlex.split(options)) for options in found.values()])
+    assert dict(zip(found, verdicts, strict=True)) == dict.fromkeys(found, Verdict("equal"))
 
 
 def test_a_case_is_the_same_in_every_search_and_its_command_gives_it_back() -> None:
@@ -131,7 +157,8 @@ def test_cases_reach_every_kind_of_option() -> None:
     for case in cases:
         for name, value in case.resolved().items():
             seen.setdefault(name, Counter())[value] += 1
-    assert seen["model.name"].keys() == SHAPES.keys()
+    assert seen["model.name"].keys() == set(FAMILIES) == SHAPES.keys() - set(NEWER)
+    assert {draw(4, number, NEWER).value("model.name") for number in range(20)} == set(NEWER)
     assert {*SINGLE, *LOOPED, *V_SHAPED} <= seen[SCHEDULE].keys()
     for degree in (PP, DDP, FSDP, CP, TP):
         assert {"2", "4"} <= seen[degree].keys(), degree
@@ -215,7 +242,7 @@ def test_a_refusal_is_held_against_the_rules(searcher: Searcher, monkeypatch: py
     def strict(loaded: Any) -> Any:
         yield Problem("optimizer.lr", 1, "is refused", "for nothing")
 
-    monkeypatch.setattr(configs, "check", lambda loaded: list(strict(loaded)))
+    monkeypatch.setattr(config_problems, "check", lambda loaded: list(strict(loaded)))
     needless, misnamed = searcher.judge([Case(), odd])
     assert needless.kind == misnamed.kind == "refused without need"
     assert "names optimizer.lr" in misnamed.text

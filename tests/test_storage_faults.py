@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import patience
 import pytest
 import storage_faults
 from once import made_once
 from storage_faults import KINDS, Fault
 from tiers import cases
-from tiny import tiny_config
+from tiny import shallow_config, text_file
 
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
+from shardtrain.data.shard_writer import ShardWriter
+from shardtrain.data.tokenizer import ByteTokenizer
 from shardtrain.train import trainer
 
 KILLS = int(os.environ.get("SHARDTRAIN_RUN_KILLS", "2"))
@@ -37,7 +43,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 
 def config_of(folder: Path, mode: str, **sections: Any) -> Config:
     checkpoint = {"enable": True, "interval": 2, "async_mode": mode, "keep_latest_k": 2}
-    return tiny_config(**{"job": {"dump_folder": str(folder)}, "checkpoint": checkpoint, **SECTIONS, **sections})
+    return shallow_config(**{"job": {"dump_folder": str(folder)}, "checkpoint": checkpoint, **SECTIONS, **sections})
 
 
 def undisturbed(
@@ -55,7 +61,7 @@ def undisturbed(
 
 
 def wrong(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) -> str:
-    """What is not as promised of a run with a fault and of the one that goes on from it; empty when all is."""
+    """What is not as promised of a run with a fault and of the one that continues from it; empty when all is."""
     folder = Path(config.job.dump_folder)
     code, told = storage_faults.run(config, ranks, fault)
     if "Traceback" in told or "Logging error" in told:
@@ -74,7 +80,7 @@ def wrong(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) 
 
 
 def _after(config: Config, ranks: int, expected: dict[int, float]) -> str:
-    """What is wrong with the rows that are there, and with the run that goes on."""
+    """What is wrong with the rows that are there, and with the run that continues."""
     folder = Path(config.job.dump_folder)
     try:
         seen = storage_faults.losses(config)
@@ -90,9 +96,9 @@ def _after(config: Config, ranks: int, expected: dict[int, float]) -> str:
         again, told = storage_faults.run(config, ranks, None)
     found = storage_faults.losses(config)
     if again != 0 or not (folder / "checkpoint" / f"step-{STEPS}" / "manifest.json").is_file():
-        return f"goes on with exit {again}: {told}"
+        return f"continues with exit {again}: {told}"
     if any(expected[step] != loss for step, loss in found.items()):
-        return f"losses {found} after going on"
+        return f"losses {found} after continuing"
     left = [path.name for path in (folder / "checkpoint").iterdir() if ".tmp" in path.name or ".trash" in path.name]
     return f"left behind: {left}" if left else ""
 
@@ -163,6 +169,54 @@ def test_storage_that_does_not_answer_for_a_while_costs_no_more_than_a_retry(
     assert not wrong(config_of(tmp_path / "run", mode), ranks, fault, expected)
 
 
+def data_of(places: pytest.TempPathFactory, kind: str) -> dict[str, Any]:
+    """The options of [training] for data on disk: prepared shards, or text that is read as it is needed."""
+
+    def make() -> str:
+        folder = places.mktemp(kind)
+        content = Path(text_file()).read_bytes()
+        if kind == "text":
+            (folder / "words.txt").write_bytes(content)
+            return str(folder)
+        writer = ShardWriter(folder / "shards", ByteTokenizer().vocab_size, 10_000)
+        writer.add_documents(np.array([len(content)]))
+        writer.add_tokens(np.frombuffer(content, dtype=np.uint8).astype(np.int64))
+        writer.finish(tokenizer=ByteTokenizer.fingerprint, tokenizer_name="bytes")
+        return str(folder / "shards")
+
+    dataset = "tokens" if kind == "shards" else "text"
+    return {"training": {**SECTIONS["training"], "dataset": dataset, "dataset_path": made_once(places, kind, make)}}
+
+
+@pytest.mark.parametrize(("ranks", "kind"), cases([(1, "shards")], nightly=[(1, "text"), (2, "shards"), (2, "text")]))
+@pytest.mark.nightly(
+    "at any call",
+    by="tests/data/test_shards_damage.py::test_storage_that_does_not_answer_is_no_damage",
+)
+def test_a_fault_of_the_storage_of_the_data_is_worth_a_retry_or_told_as_a_file_that_is_gone(
+    ranks: int, kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    sections = data_of(tmp_path_factory, kind)
+    counted = config_of(tmp_path / "counted", "async", **sections)
+    code, told = storage_faults.run(counted, ranks, None, counts=True, of_data=True)
+    assert code == 0, told
+    expected, calls = storage_faults.losses(counted), storage_faults.calls(counted)
+    chosen, failures = random.Random(f"data {ranks} {kind}"), []
+    for number in range(FAULTS):
+        process = chosen.choice(sorted(calls))
+        place = chosen.randrange(1, calls[process] + 1)
+        fault = Fault(process, place, chosen.choice(list(KINDS)), chosen.choice([1, 1, 3]))
+        config = config_of(tmp_path / str(number), "async", **sections)
+        code, told = storage_faults.run(config, ranks, fault, of_data=True)
+        gone = fault.kind == "ENOENT" and code in (2, 3) and sections["training"]["dataset_path"] in told
+        if (code not in (0, 8) and not gone) or "Traceback" in told:
+            failures.append(f"{fault}: exit {code}: {told}")
+        elif left := _after(config, ranks, expected):
+            failures.append(f"{fault}: {left}")
+        shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+    assert not failures, "\n".join(failures)
+
+
 def deletes_its_folder(loaded: Loaded) -> object:
     """Train, and lose all of the run's folder before the fourth step."""
     step = trainer.step
@@ -199,3 +253,49 @@ def test_a_folder_that_is_deleted_under_a_run_is_made_again(
     assert sorted(seen) == [4, 5, 6] and all(expected[step] == loss for step, loss in seen.items())
     assert "saved checkpoint" in (folder / "logs" / "rank-0.log").read_text()
     assert "was gone and is written again" in told
+
+
+def becomes_read_only(loaded: Loaded) -> object:
+    """Train, and let the folder of the checkpoints become read-only before the fourth step, for root too."""
+    step, folder = trainer.step, Path(loaded.config.job.dump_folder, "checkpoint")
+    assert ctypes.CDLL(None).unshare(_NEW_MOUNTS) == 0  # while there is one thread: others would keep the old mounts
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+
+    def noted(run: trainer.Run) -> Any:
+        if run.state.step == 3 and os.environ["RANK"] == "0":
+            limit = time.monotonic() + patience.seconds(60)
+            while not (folder / "step-2").exists() and time.monotonic() < limit:
+                time.sleep(0.01)
+            subprocess.run(["mount", "--bind", folder, folder], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", folder], check=True)
+        return step(run)
+
+    trainer.step = noted
+    return trainer.main(loaded)
+
+
+_NEW_MOUNTS = 0x00020000
+"""CLONE_NEWNS."""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("mount"), reason="mounts folders: needs root"
+)
+@pytest.mark.parametrize(
+    ("ranks", "mode"), cases([(1, "disabled")], nightly=[(1, "async"), (2, "disabled"), (2, "async")])
+)
+@pytest.mark.nightly(
+    "mounts folders",
+    by="tests/test_storage_faults.py::test_a_fault_of_the_storage_ends_in_the_right_losses_or_in_a_retry_that_loses_nothing",
+)
+def test_a_folder_that_becomes_read_only_is_named_and_its_last_checkpoint_continues(
+    ranks: int, mode: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    expected, _ = undisturbed(tmp_path_factory, ranks, mode)
+    config = config_of(tmp_path / "run", mode)
+    code, told = storage_faults.run(config, ranks, None, main=becomes_read_only)
+    record = json.loads((tmp_path / "run/exit.json").read_text())
+    assert code == record["code"] == 8 and record["retryable"] and record["rank"] == 0, told
+    (line,) = [line for line in told.splitlines() if line.startswith("error[8]")]
+    assert "cannot write checkpoint" in line and "Read-only file system" in line
+    assert not _after(config, ranks, expected)

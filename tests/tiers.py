@@ -25,8 +25,11 @@ from typing import Any
 import patience
 import pytest
 import pytest_timeout
+import workers
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would fight for cores
+# what a command prints is compared whole, also on a machine so busy that it takes seconds
+os.environ.setdefault("SHARDTRAIN_HEARTBEAT_SECONDS", "0")
 # Each collection of a forked rank would look through all that the tests have imported, and so copy its pages: 28 %
 # of what a rank of two steps costs
 os.register_at_fork(after_in_child=gc.freeze)
@@ -127,6 +130,7 @@ def is_chosen(item: pytest.Item, config: pytest.Config) -> bool:
     return marker is not None and share_of(item.nodeid, count) == number
 
 
+PACKAGE = Path(__file__).parents[1] / "shardtrain"
 COSTLY = Path(__file__).with_name("costly.txt")
 """Cases that are as good as marked nightly, because of what they were measured to cost."""
 NAMED = pytest.StashKey[bool]()
@@ -163,6 +167,25 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"left out: --minutes {minutes:g} are over")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Of the package, only what has an example is looked through for examples."""
+    if collection_path.suffix == ".py" and collection_path.is_relative_to(PACKAGE):
+        return True if b">>>" not in collection_path.read_bytes() else None
+    return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the collector of garbage: what is made stays, and it would look at all of it many times."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @pytest.hookimpl(tryfirst=True)  # before -k and -m choose among them
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Choose what runs now; what takes longest first, so that no core is idle at the end."""
@@ -191,6 +214,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
     if hasattr(config, "workeroutput"):
         config.workeroutput["laws"] = {key: asdict(law) for key, law in laws.items()}
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers of xdist from one process that has imported the tests."""
+    if len(specs) < 2 or not workers.is_possible() or any(not spec.popen or spec.python for spec in specs):
+        return
+    server = workers.Server(["--rootdir", str(config.rootpath), *config.args])
+    config.add_cleanup(server.close)
+    for spec in specs:
+        spec.python = server.command()
 
 
 @pytest.hookimpl(optionalhook=True)

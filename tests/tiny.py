@@ -92,6 +92,14 @@ def deep_config(**sections: dict[str, Any]) -> Config:
     return tiny_config(model={**model, "overrides": overrides}, **sections)
 
 
+def shallow_config(**sections: dict[str, Any]) -> Config:
+    """The tiny run with one layer, or two where they are stages: for laws about whole runs, their data and files."""
+    model = sections.pop("model", {})
+    stages = sections.get("parallelism", {}).get("pipeline_parallel_degree", 1)
+    overrides = {"num_layers": stages, **model.get("overrides", {})}
+    return tiny_config(model={**model, "overrides": overrides}, **sections)
+
+
 @dataclass(frozen=True)
 class Result:
     """What a run came to: per step the global mean loss and the gradient norm; weights before and after, whole."""

@@ -23,6 +23,7 @@ from shardtrain.checkpoint.collectives import any_ranks
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import Place
+from shardtrain.ops import accelerator
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.utils.errors import StorageError
 
@@ -31,7 +32,7 @@ LOOK_SECONDS = 0.5
 NOTHING = [0.0, 0.0, 0.0]
 
 
-class GivenUp(Exception):
+class Cancelled(Exception):
     """Another rank could not write: what this one writes is of no use any more."""
 
 
@@ -44,7 +45,7 @@ class Writing:
         """From the beginning to the end of the action."""
         self._action = action
         self._error: BaseException | None = None
-        self._given_up, self._ended = threading.Event(), threading.Event()
+        self._cancelled, self._ended = threading.Event(), threading.Event()
         self._begun = time.monotonic()
         threading.Thread(target=self._run, name="checkpoint-write", daemon=True).start()
 
@@ -62,27 +63,27 @@ class Writing:
         """Wait for the end; gives ``ended``."""
         return self._ended.wait(max(0.0, seconds))
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Ask the thread to end soon."""
-        self._given_up.set()
+        self._cancelled.set()
 
     @property
-    def given_up(self) -> bool:
+    def cancelled(self) -> bool:
         """Whether it has ended because it was asked to."""
-        return isinstance(self._error, GivenUp)
+        return isinstance(self._error, Cancelled)
 
     def result(self) -> None:
         """Raise the error that ended the thread, unless it was cancelled."""
-        if self._error is not None and not isinstance(self._error, GivenUp):
+        if self._error is not None and not isinstance(self._error, Cancelled):
             raise self._error
 
     def _run(self) -> None:
-        def go_on() -> None:
-            if self._given_up.is_set():
-                raise GivenUp
+        def check_cancelled() -> None:
+            if self._cancelled.is_set():
+                raise Cancelled
 
         try:
-            self._action(go_on)
+            self._action(check_cancelled)
         except BaseException as error:  # raised by the trainer later: a thread has no caller to raise it to
             self._error = error
         self.seconds = time.monotonic() - self._begun
@@ -98,11 +99,11 @@ def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
         late = deadline is not None and time.monotonic() >= deadline
         # failed before ended: it may end between the two
         failed = writing.failed
-        goes_on, has_failed, is_late = any_ranks([not writing.ended, failed, late])
-        if not goes_on:
+        still_writing, has_failed, is_late = any_ranks([not writing.ended, failed, late])
+        if not still_writing:
             return True
         if has_failed:
-            writing.give_up()
+            writing.cancel()
             deadline = None
         elif is_late:
             return False
@@ -113,6 +114,8 @@ class Saving:
 
     def __init__(self) -> None:
         self.writing: Writing | None = None
+        self.by_clock = False
+        """Whether saves are due by the clock of the first rank, and not by the number of the step."""
         self.is_time: Callable[[], bool] = lambda: False
         """Whether the clock of the first rank says that a save is due; False on all others."""
         self._heard = list(NOTHING)
@@ -137,7 +140,7 @@ class Saving:
     def has_ended(self, world_size: int) -> bool:
         """Whether the save in flight has ended on all ranks, or has failed on one: equal on all ranks."""
         ended, failed, _ = self._heard
-        return self.writing is not None and (ended >= world_size or failed > 0)
+        return ended >= world_size or failed > 0
 
     @property
     def due(self) -> bool:
@@ -164,15 +167,14 @@ class Staging:
             begin += source.numel()
             devices.add(source.device)
         for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+            accelerator.finish_stream(device)
         return memoryview(self._buffer.numpy().data)[:begin]
 
 
-def pieces(data: memoryview, go_on: Callable[[], None]) -> Iterator[memoryview]:
+def pieces(data: memoryview, check_cancelled: Callable[[], None]) -> Iterator[memoryview]:
     """Bytes in pieces, as long as it is of use to write them."""
     for begin in range(0, len(data), files.PIECE_BYTES):
-        go_on()
+        check_cancelled()
         yield data[begin : begin + files.PIECE_BYTES]
 
 
@@ -189,11 +191,11 @@ def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None
         os.rename(part, path)
 
 
-def wait_for_marker(folder: Place, rank: int, token: str, go_on: Callable[[], None]) -> StoredFile:
-    """The file that a rank has written, once it says so; raises what ``go_on`` raises while it waits."""
+def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Callable[[], None]) -> StoredFile:
+    """The file that a rank has written, once it says so; raises what ``check_cancelled`` raises while it waits."""
     path, pause = _word_of(folder, rank), 0.005
     while True:
-        go_on()
+        check_cancelled()
         try:
             return _read_word(path, token)
         except OSError as error:

@@ -57,7 +57,7 @@ class Best:
         return {**state, "value": value, "without_improvement": self.without_improvement}
 
     def load(self, state: Any, folder: Place | None) -> None:
-        """Go on from a checkpoint's state; ``folder`` holds the run's own checkpoints, None for another run's.
+        """Continue from a checkpoint's state; ``folder`` holds the run's own checkpoints, None for another run's.
 
         A state that is none, or of another metric, is skipped, with a warning: only what is kept hangs on it.
         """

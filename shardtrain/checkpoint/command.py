@@ -35,6 +35,10 @@ usage: shardtrain checkpoint VERB ...
 TIME is 90, "90s", "2min" or "7.9h".
 FOLDER is a run's folder, its checkpoint folder, one step, or a Hugging Face folder; DIR, A and B are step-N folders in
 one. All may be addresses of an object store, such as s3://bucket/run/step-500; FILE is a local file.
+
+  shardtrain checkpoint ls outputs
+  shardtrain checkpoint verify outputs
+  shardtrain checkpoint diff outputs/checkpoint/step-500 other/checkpoint/step-500
 """
 
 

@@ -26,7 +26,9 @@ class Exporter(Protocol):
     def is_due(self, step: int, last: bool) -> bool:
         """Whether the checkpoint of a step is to be written; ``last`` is that of the run's last step."""
 
-    def write_share(self, checkpoint: Path, draft: Path, rank: int, size: int, go_on: Callable[[], None]) -> None:
+    def write_share(
+        self, checkpoint: Path, draft: Path, rank: int, size: int, check_cancelled: Callable[[], None]
+    ) -> None:
         """Write one rank's share of the files, and read it back."""
 
     def write_rest(self, checkpoint: Path, draft: Path) -> None:
@@ -48,15 +50,15 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
     nonce, token = first_rank(prepare)
     draft = _draft(checkpoint, nonce)
 
-    def write(go_on: Callable[[], None]) -> None:
+    def write(check_cancelled: Callable[[], None]) -> None:
         if rank < size:
-            exporter.write_share(checkpoint, draft, rank, size, go_on)
+            exporter.write_share(checkpoint, draft, rank, size, check_cancelled)
         if rank:
             if rank < size:
                 async_save.write_marker(draft, rank, token, StoredFile("share", 0, ""))
             return
         for other in range(1, size):
-            async_save.wait_for_marker(draft, other, token, go_on)
+            async_save.wait_for_marker(draft, other, token, check_cancelled)
         exporter.write_rest(checkpoint, draft)
         files.sync_folder(draft)
         lease.check()

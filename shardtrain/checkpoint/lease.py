@@ -218,8 +218,8 @@ def why_free(holder: dict[str, Any], age: float) -> str:
 
 def is_seen_from_here(holder: dict[str, Any]) -> bool:
     """Whether a holder's process can be seen: of this host, and not of a container with process numbers of its own."""
-    here = _pid_namespace()
-    return holder.get("host") == socket.gethostname() and holder.get("pid_namespace", here) == here
+    own_namespace = _pid_namespace()
+    return holder.get("host") == socket.gethostname() and holder.get("pid_namespace", own_namespace) == own_namespace
 
 
 def read(path: Path | ObjectPath) -> dict[str, Any]:

@@ -191,9 +191,28 @@ def open_address(address: str, option: str = "checkpoint.folder") -> ObjectPath:
     except ImportError as error:
         raise ConfigError(_not_installed(option, address, f"{scheme} ({error})")) from error
     except ValueError as error:
-        rule = f"names a store that fsspec does not know: {error}"
-        raise ConfigError(Problem(option, address, rule, "use for example s3:// or gs://, or a folder")) from error
+        raise ConfigError(_unknown_store(option, address, error)) from error
     return ObjectPath(store, address.rstrip("/"))
+
+
+def refuse_unknown_store(address: str, option: str = "checkpoint.folder") -> None:
+    """Raise what ``open_address`` would for want of a library, without opening anything. Raises ConfigError."""
+    scheme = address.partition(MARK)[0]
+    try:
+        import fsspec
+    except ImportError:
+        raise ConfigError(_not_installed(option, address, "fsspec")) from None
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError as error:
+        raise ConfigError(_not_installed(option, address, f"{scheme} ({error})")) from error
+    except ValueError as error:
+        raise ConfigError(_unknown_store(option, address, error)) from error
+
+
+def _unknown_store(option: str, address: str, error: ValueError) -> Problem:
+    rule = f"names a store that fsspec does not know: {error}"
+    return Problem(option, address, rule, "use for example s3:// or gs://, or a folder")
 
 
 def _not_installed(option: str, address: str, what: str) -> Problem:

@@ -92,7 +92,7 @@ class _Machine:
     def pop(self) -> Any:
         value = self._stack.pop()
         if isinstance(value, _Mark):
-            raise ValueError("a mark stands where a value is needed")
+            raise ValueError("a mark is found where a value is needed")
         return value
 
     def step(self, name: str, argument: Any) -> None:

@@ -102,15 +102,18 @@ def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, s
 
     Multiples of ``forever`` stay, unless it is 0, and so does step ``spare``.
     """
-    # steps after this one are another history, which the user went back from: no part of what is counted here
-    own = [step for step in steps(folder) if step <= saved]
-    if not keep or len(own) <= keep:
+    if not keep:
         return
-    whole = {step for step in own[-keep:] if is_whole(folder / f"step-{step}")}
-    if len(whole) < keep:
-        whole = {step for step in own if is_whole(folder / f"step-{step}")}
+    # steps after this one are another history, which the user went back from: no part of what is counted here. Of
+    # those that stay for ever only names are looked at: there may be thousands, and a store asks for each apart
+    found = (step_of(path) for path in folder.glob("step-*"))
+    own = sorted(step for step in found if step is not None and step <= saved)
+    whole: list[int] = []
+    for step in reversed(own):
+        if len(whole) < keep and is_whole(folder / f"step-{step}"):
+            whole.append(step)
     for step in to_delete(own, keep, whole):
-        if step == spare or (forever and step % forever == 0):
+        if step == spare or (forever and step % forever == 0) or not (folder / f"step-{step}" / MANIFEST).is_file():
             continue
         try:
             discard(folder / f"step-{step}")

@@ -44,7 +44,7 @@ FAILURES_IN_A_ROW = 2
 """Failed saves after which a run may continue."""
 CRASH_SECONDS = 3.0
 """How long a rank that ends with an error waits for the save in flight: the others are waiting to be ended."""
-GIVE_UP_SECONDS = 1.0
+CANCEL_SECONDS = 1.0
 """And for its thread to notice that it is cancelled, between two pieces of a file."""
 
 
@@ -68,7 +68,8 @@ class Saver:
         self.best = Best(config)
         self.interval = Interval(self._options)
         self.saving = Saving()
-        if self._is_first and self._saves:
+        self.saving.by_clock = self._saves and self._options.interval_type != "steps"
+        if self._is_first and self.saving.by_clock:
             self.saving.is_time = self.interval.is_time
         self.saved_step = 0
         """The newest step that is on disk, or that the run began with; equal on all ranks."""
@@ -95,7 +96,9 @@ class Saver:
         first = options.enable_first_step_checkpoint and step == 1
         by_number = options.interval_type == "steps" and step % options.interval == 0
         by_number |= options.hf_interval > 0 and step % options.hf_interval == 0
-        return first or step == total_steps or by_number or self.saving.due or self.best.is_new(step)
+        by_clock = self.saving.by_clock and self.saving.due
+        is_best = bool(options.keep_best) and self.best.is_new(step)
+        return first or step == total_steps or by_number or by_clock or is_best
 
     def save(
         self,
@@ -168,7 +171,7 @@ class Saver:
         Raises:
             StorageError: as ``save`` does.
         """
-        if self.saving.has_ended(dist.get_world_size()):
+        if self.saving.writing is not None and self.saving.has_ended(dist.get_world_size()):
             self._finish_one()
 
     def finish(self, limit_seconds: float | None = None) -> bool:
@@ -201,7 +204,7 @@ class Saver:
                 self.on_written(writing.seconds)
                 self.interval.note_write(writing.seconds)
                 self._export_if_due(writing.step, wait=False, must=False)
-            elif any_rank(writing.given_up):
+            elif any_rank(writing.cancelled):
                 self._abandon(writing.step)
                 logger.warning(f"{self._name(writing)} was cancelled: there was no time for it")
             else:
@@ -217,11 +220,11 @@ class Saver:
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, True)
         self._export_if_due(step, wait=True, must=True)
 
-    def give_up_export(self) -> None:
+    def cancel_export(self) -> None:
         """There is no time for one: end what is in flight without result, and begin no other."""
         self._export_is_due, self.exporter, writing = False, None, self.saving.writing
         if writing is not None and writing.is_export:
-            writing.give_up()
+            writing.cancel()
             self.finish()
 
     def close(self) -> None:
@@ -229,8 +232,8 @@ class Saver:
         writing = self.saving.writing
         if writing is not None:
             if not writing.wait(CRASH_SECONDS):
-                writing.give_up()
-                writing.wait(GIVE_UP_SECONDS)
+                writing.cancel()
+                writing.wait(CANCEL_SECONDS)
             if self._is_first:
                 if writing.ended and not writing.failed:
                     logger.info(f"saved checkpoint {self._name(writing)}")
@@ -278,15 +281,18 @@ class Saver:
         draft = self._draft(step, nonce)
         others = [rank for rank in range(1, size) if shares.bytes_of[rank]]
 
-        def write(go_on: Callable[[], None]) -> None:
-            file, blocks = None, async_save.pieces(staged[0], go_on)
+        def write(check_cancelled: Callable[[], None]) -> None:
+            file, blocks = None, async_save.pieces(staged[0], check_cancelled)
             if shares.bytes_of[rank]:
                 file = tensor_files.write_blocks(blocks, rank, size, draft)
             if not self._is_first:
                 if file:
                     async_save.write_marker(draft, rank, token, file)
                 return
-            found = [*([file] if file else []), *(async_save.wait_for_marker(draft, r, token, go_on) for r in others)]
+            found = [
+                *([file] if file else []),
+                *(async_save.wait_for_marker(draft, r, token, check_cancelled) for r in others),
+            ]
             self._commit(draft, self._manifest(step, found, shares, facts))
             self._tidy(step, facts)
 
@@ -304,7 +310,7 @@ class Saver:
         advice = "no checkpoint is known to be without it: start from scratch"
         if known is not None:
             path = self._folder / f"step-{known}"
-            advice = f"the last checkpoint known to be without it is {path}: go on with checkpoint.load_step={known}"
+            advice = f"the last checkpoint known to be without it is {path}: continue with checkpoint.load_step={known}"
         raise NumericalError(
             f"step {step}: {odd}, where equal bits were due: a device computes wrongly, or ranks ran other programs; "
             f"nothing of it was saved; {advice}, without that device"
@@ -360,11 +366,11 @@ class Saver:
     def _tolerate(self, error: BaseException, must: bool) -> None:
         """Raise the error of a save, unless the run is to continue without it; the same on all ranks."""
         self.failures_in_a_row += 1
-        goes_on = self._options.on_save_error == "continue" and self.failures_in_a_row <= FAILURES_IN_A_ROW
-        if must or not goes_on or not isinstance(error, StorageError):
+        tolerated = self._options.on_save_error == "continue" and self.failures_in_a_row <= FAILURES_IN_A_ROW
+        if must or not tolerated or not isinstance(error, StorageError):
             raise error
         logger.warning(
-            f"{error}: training goes on with the checkpoint of step {self.saved_step} as the newest "
+            f"{error}: training continues with the checkpoint of step {self.saved_step} as the newest "
             f"(checkpoint.on_save_error; {self.failures_in_a_row} of {FAILURES_IN_A_ROW} in a row)"
         )
 

@@ -195,7 +195,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "float8.moe_fqns": Alias(
             None, list[str], why=f"{_DROPPED}; experts compute in float8 with quantize.grouped_mm.float8.fqns"
         ),
-        "float8.force_recompute_fp8_weight_in_bwd": Alias(None, bool, why="torchao decides this by itself now"),
+        "float8.force_recompute_fp8_weight_in_bwd": Alias(None, bool, why="weights are always rounded again"),
         **_same("mx", "quantize.linear.mx", _MX),
         **_same("quantize.dense.float8", "quantize.linear.float8", {**_FLOAT8, "filter_fqns": list[str]}),
         **_same("quantize.dense.mx", "quantize.linear.mx", _MX),

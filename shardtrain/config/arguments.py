@@ -48,6 +48,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
         option = _option_of(name, kinds)
         kind = _kind(name, option, kinds)
         if not equals and not negated:
+            # a list takes every word up to the next option, a bool only a word that can be one: a file may follow it
             limit = _most_values(kind)
             while at < len(arguments) and not arguments[at].startswith("--") and len(values) < limit:
                 if _is_bool(kind) and arguments[at].lower() not in ("true", "false", "none"):

@@ -15,9 +15,12 @@ from shardtrain.utils.errors import Problem
 # (option, whether a value of it asks for something that is not here, what is not here, what to do)
 UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("job.custom_config_module", bool, "sections of your own", "remove it"),
-    ("model.converters", bool, "replacing modules (float8, MX)", "set model.converters = []"),
-    ("model.print_after_conversion", bool, "replacing modules (float8, MX)", "remove it"),
-    ("optimizer.early_step_in_backward", bool, "updating in backward, which would come before clipping", "remove it"),
+    (
+        "model.converters",
+        lambda names: any(name.endswith(".mx") for name in names),
+        "microscaling types (MXFP8, NVFP4: products of GPUs of compute capability 10 and above)",
+        'use "quantize.linear.float8" and "quantize.grouped_mm.float8": from 8.9 on, and with emulate = true anywhere',
+    ),
     ("parallelism.expert_parallel_comm_backend", lambda v: v != "standard", "DeepEP", 'set it to "standard"'),
     (
         "comm.mode",

@@ -1,7 +1,7 @@
-"""What an option that changed between a checkpoint and the run that continues it means: free, told, data or course.
+"""What an option that changed between a checkpoint and the run that continues it means: ignore, warn, data or error.
 
-A continued run is the run that was saved. An option that would set it on another course stops it until the change is
-accepted; one that alters nothing but speed, place or what is written is free.
+A continued run is the run that was saved. An option that would make it another run is an error until the change is
+accepted; one that alters nothing but speed, place or what is written is ignored.
 """
 
 from __future__ import annotations
@@ -19,78 +19,79 @@ from shardtrain.config.options import default_text, nearest, options
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import ConfigError, Problem
 
-Class = Literal["free", "told", "data", "course"]
-"""free: the numbers stay the same, to rounding. told: meant to be changed, though it bends the schedule; the log says
-so. data: the data's own fingerprint decides, so that a file that only moved is free. course: other numbers from the
-next step on."""
+Class = Literal["ignore", "warn", "data", "error"]
+"""ignore: the numbers stay the same, to rounding. warn: meant to be changed, though it bends the schedule. data: the
+data's own fingerprint decides, so that a file that only moved is the same. error: other numbers from the next step
+on."""
 
 ALL = "all"
 ACCEPT = "checkpoint.accept_changes"
 
 SECTIONS: dict[str, Class] = {
-    "job": "free",
-    "profiling": "free",
-    "metrics": "free",
-    "model": "course",
-    "lora": "course",
-    "optimizer": "course",
-    "lr_scheduler": "course",
-    "parallelism": "free",  # the mesh changes no number
-    "checkpoint": "free",
-    "activation_checkpoint": "free",
-    "compile": "free",
-    "quantize": "course",
-    "comm": "free",
-    "memory_estimation": "free",
-    "fault_tolerance": "free",
-    "validation": "free",
-    "experimental": "free",
-    "launch": "free",
+    "job": "ignore",
+    "profiling": "ignore",
+    "metrics": "ignore",
+    "model": "error",
+    "lora": "error",
+    "optimizer": "error",
+    "lr_scheduler": "error",
+    "parallelism": "ignore",  # the mesh changes no number
+    "checkpoint": "ignore",
+    "activation_checkpoint": "ignore",
+    "compile": "ignore",
+    "quantize": "error",
+    "comm": "ignore",
+    "memory_estimation": "ignore",
+    "fault_tolerance": "ignore",
+    "validation": "ignore",
+    "experimental": "ignore",
+    "launch": "ignore",
 }
 """Sections of which a new option has the class of the others; in those that are not here each option is named."""
 
 OPTIONS: dict[str, Class] = {
     "model.hf_assets_path": "data",
     "model.tokenizer_path": "data",
-    "model.print_after_conversion": "free",
-    "optimizer.implementation": "free",
-    "optimizer.early_step_in_backward": "free",
+    "model.print_after_conversion": "ignore",
+    "optimizer.implementation": "ignore",
+    "optimizer.early_step_in_backward": "ignore",
     "training.dataset": "data",
     "training.dataset_path": "data",
-    "training.on_data_end": "free",
+    "training.on_data_end": "ignore",
     "training.last_batch": "data",
-    "training.local_batch_size": "free",  # accumulation makes up for it
-    "training.global_batch_size": "course",
+    "training.local_batch_size": "ignore",  # accumulation makes up for it
+    "training.global_batch_size": "error",
     "training.seq_len": "data",
-    "training.max_norm": "course",
-    "training.steps": "told",
-    "training.epochs": "told",
-    "training.enable_cpu_offload": "free",
-    "training.dtype": "course",
-    "training.mixed_precision_param": "course",
-    "training.mixed_precision_reduce": "course",
-    "training.initial_loss_scale": "free",  # a continued run has its own
-    "training.loss_scale_growth_interval": "course",
-    "training.nonfinite_policy": "free",
-    "training.nonfinite_max_skips": "free",
-    "training.nonfinite_max_skip_fraction": "free",
-    "training.spike_policy": "course",
-    "training.spike_window": "course",
-    "training.spike_sigmas": "course",
-    "training.spike_rewind_steps": "course",
-    "training.spike_skip_steps": "course",
-    "training.max_rewinds": "free",
-    "training.replica_check_interval": "free",
-    "training.device": "free",
-    "training.cpu_kernels": "free",
-    "training.gc_freq": "free",
-    "training.gc_debug": "free",
-    "training.dataloader.num_workers": "free",
-    "training.dataloader.persistent_workers": "free",
-    "training.dataloader.pin_memory": "free",
-    "training.dataloader.prefetch_factor": "free",
-    "lora.initial_load_path": "free",
-    "lora.random_base": "free",  # the base has a fingerprint
+    "training.max_norm": "error",
+    "training.steps": "warn",
+    "training.epochs": "warn",
+    "training.enable_cpu_offload": "ignore",
+    "training.dtype": "error",
+    "training.mixed_precision_param": "error",
+    "training.mixed_precision_reduce": "error",
+    "training.initial_loss_scale": "ignore",  # a continued run has its own
+    "training.loss_scale_growth_interval": "error",
+    "training.nonfinite_policy": "ignore",
+    "training.nonfinite_max_skips": "ignore",
+    "training.nonfinite_max_skip_fraction": "ignore",
+    "training.spike_policy": "error",
+    "training.spike_window": "error",
+    "training.spike_sigmas": "error",
+    "training.spike_rewind_steps": "error",
+    "training.spike_skip_steps": "error",
+    "training.max_rewinds": "ignore",
+    "training.replica_check_interval": "ignore",
+    "training.device": "ignore",
+    "training.flash_attention": "ignore",
+    "training.cpu_kernels": "ignore",
+    "training.gc_freq": "ignore",
+    "training.gc_debug": "ignore",
+    "training.dataloader.num_workers": "ignore",
+    "training.dataloader.persistent_workers": "ignore",
+    "training.dataloader.pin_memory": "ignore",
+    "training.dataloader.prefetch_factor": "ignore",
+    "lora.initial_load_path": "ignore",
+    "lora.random_base": "ignore",  # the base has a fingerprint
     "data.mode": "data",
     "data.readers": "data",
     "data.format": "data",
@@ -106,41 +107,45 @@ OPTIONS: dict[str, Class] = {
     "data.separator": "data",
     "data.packing": "data",
     "data.long_documents": "data",
-    "data.document_mask": "course",
+    "data.document_mask": "error",
     "data.split": "data",
     "data.subset": "data",
     "data.streaming": "data",
-    "data.bad_rows": "free",
-    "data.bad_rows_max_fraction": "free",
+    "data.bad_rows": "ignore",
+    "data.bad_rows_max_fraction": "ignore",
     "data.max_row_bytes": "data",
-    "data.artefact_memory_bytes": "free",
-    "data.artefact_seconds": "free",
+    "data.artefact_memory_bytes": "ignore",
+    "data.artefact_seconds": "ignore",
     "data.sources": "data",
     "data.stages": "data",
-    "task.name": "course",
+    "task.name": "error",
     "task.labels": "data",
     "task.num_labels": "data",
     "task.label_field": "data",
     "task.pair_field": "data",
-    "task.beta": "course",
-    "task.gamma": "course",
-    "task.desirable_weight": "course",
-    "task.undesirable_weight": "course",
+    "task.beta": "error",
+    "task.gamma": "error",
+    "task.desirable_weight": "error",
+    "task.undesirable_weight": "error",
     "task.group_size": "data",
-    "task.teacher_path": "free",  # what lies there has a fingerprint
-    "task.kd_ratio": "course",
-    "task.temperature": "course",
-    "task.divergence": "course",
-    "task.jsd_beta": "course",
+    "task.teacher_path": "ignore",  # what lies there has a fingerprint
+    "task.kd_ratio": "error",
+    "task.temperature": "error",
+    "task.divergence": "error",
+    "task.jsd_beta": "error",
     "task.chosen_field": "data",
     "task.rejected_field": "data",
-    "task.test_dataset_path": "free",
-    "task.test_split": "free",
-    "task.options": "course",
+    "task.test_dataset_path": "ignore",
+    "task.test_split": "ignore",
+    "task.options": "error",
+    "quantize.linear.float8.enable_fsdp_float8_all_gather": "ignore",
+    "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": "ignore",
+    "quantize.linear.float8.emulate": "ignore",
+    "quantize.grouped_mm.float8.emulate": "ignore",
     "debug.seed": "data",
-    "debug.deterministic": "free",
-    "debug.deterministic_warn_only": "free",
-    "debug.moe_force_load_balance": "course",
+    "debug.deterministic": "ignore",
+    "debug.deterministic_warn_only": "ignore",
+    "debug.moe_force_load_balance": "error",
 }
 
 FREED: dict[str, tuple[str, ...]] = {
@@ -171,21 +176,21 @@ def class_of(option: str) -> Class | None:
     """The class of an option, or None where the tables do not know it.
 
     >>> class_of("optimizer.lr"), class_of("metrics.log_freq"), class_of("training.steps")
-    ('course', 'free', 'told')
+    ('error', 'ignore', 'warn')
     """
     return OPTIONS.get(option, SECTIONS.get(option.partition(".")[0]))
 
 
 def to_record(config: Config, world_size: int) -> dict[str, Any]:
-    """What a checkpoint keeps of its configuration: every option that is not free, as JSON."""
-    kept = {name: _plain(value_of(config, name)) for name in options() if class_of(name) != "free"}
+    """What a checkpoint keeps of its configuration: every option whose change matters, as JSON."""
+    kept = {name: _plain(value_of(config, name)) for name in options() if class_of(name) != "ignore"}
     # what was written as "whatever this mesh gives" is the number that it gave
     kept["training.global_batch_size"] = derived.global_batch_size(config, world_size)
     return kept
 
 
 def find(saved: Any, config: Config, world_size: int, excluded: Sequence[str] = ()) -> list[Change]:
-    """The options that differ from a checkpoint's record; options that only one of the two versions has are not told.
+    """The options that differ from a checkpoint's record; options that only one of the two versions has are left out.
 
     A record of another program version, or none at all, is not an error: what it does not name is not compared. A value
     that says what was so without it, as the number of steps in ``lr_scheduler.total_steps``, is not a change.
@@ -198,7 +203,7 @@ def find(saved: Any, config: Config, world_size: int, excluded: Sequence[str] = 
     found = []
     for name, new in now.items():
         if name in saved and saved[name] != new and name not in same and not (freed and name.startswith(freed)):
-            found.append(Change(name, saved[name], new, class_of(name) or "course"))
+            found.append(Change(name, saved[name], new, class_of(name) or "error"))
     return found
 
 
@@ -231,15 +236,15 @@ _SPELT_OUT: tuple[tuple[Callable[[Mapping[str, Any], Mapping[str, Any]], bool], 
 
 def check_accepted(loaded: Loaded) -> Iterator[Problem]:
     """Names in checkpoint.accept_changes that no change could have."""
-    known = [name for name in options() if class_of(name) == "course"]
+    known = [name for name in options() if class_of(name) == "error"]
     for word in loaded.config.checkpoint.accept_changes:
         if word in known or word == ALL:
             continue
         kind = class_of(word) if word in options() else None
         rule = {
             None: f'holds "{word}", which is not an option',
-            "free": f'holds "{word}", which may be changed freely',
-            "told": f'holds "{word}", which may be changed freely',
+            "ignore": f'holds "{word}", which may be changed freely',
+            "warn": f'holds "{word}", which may be changed freely',
             "data": f'holds "{word}", which the data decide: other data begin at their first sample',
         }[kind]
         near = nearest(word, [*known, ALL])

@@ -92,11 +92,15 @@ def _toml_value(text: str, otherwise: Value) -> Value:
     return table["value"] if table.keys() == {"value"} else otherwise
 
 
+_SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""Short names of types, as other programs have them."""
+
+
 def _literal(value: Value, allowed: tuple[Any, ...]) -> Value:
     """Return a value out of a fixed set of words."""
     if any(value == item and type(value) is type(item) for item in allowed):
         return value
-    near = nearest(str(value), map(str, allowed))
+    near = nearest(_SHORT.get(str(value), str(value)), map(str, allowed))
     words = ", ".join(f'"{item}"' for item in allowed)
     raise Unfit(f"must be one of {words}", f'did you mean "{near}"?' if near else f'use "{allowed[0]}"')
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 from shardtrain import config
@@ -44,12 +43,12 @@ def _help(words: list[str], _open: Opener) -> int:
 
 
 def _schema(words: list[str], _open: Opener) -> int:
-    from shardtrain.config.json_schema import json_schema
+    from shardtrain.config.json_schema import json_schema_text
 
     if words:
         rule, fix = "takes no argument", "shardtrain config schema > shardtrain.schema.json"
         raise ConfigError(Problem("shardtrain config schema", words[0], rule, fix, "command line"))
-    print(json.dumps(json_schema(), indent=1))
+    print(json_schema_text(), end="")
     return 0
 
 

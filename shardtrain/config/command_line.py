@@ -1,13 +1,121 @@
-"""The words after ``train`` and ``config``: a file, a few shardtrain's options, and overrides of the configuration."""
+"""The command line of a verb that reads a configuration: options of the verb's own, a file, and overrides.
+
+``take`` is for every such verb. ``split`` takes what ``train`` has, and verbs that start ranks like it. A verb that
+has options of its own alone reads them with ``utils.arguments.Arguments``.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardtrain.config.settings import COMMAND_LINE
 from shardtrain.utils.errors import ConfigError, Problem
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a verb's own that has a value."""
+
+    read: Callable[[str], Any] = str
+    """Gives the value of a text, or raises ValueError with the rule that it breaks."""
+    example: str = "VALUE"
+    """Told with an error: ``write it like --nproc 2``."""
+    is_list: bool = False
+    """Whether it takes all words up to the next option, and may be given again."""
+    once: bool = False
+    """Whether a second one is an error; else the last one counts."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A verb's own options by name (without those that were not given), and the words that are left."""
+
+    own: dict[str, Any] = field(default_factory=dict)
+    rest: tuple[str, ...] = ()
+    help: bool = False
+
+    def places(self, most: int = 1) -> tuple[list[str], tuple[str, ...]]:
+        """Words before the first override, such as the configuration file, and the overrides.
+
+        They stand first because an override may take several values.
+
+        >>> Taken({}, ("run.toml", "--training.steps", "8")).places()
+        (['run.toml'], ('--training.steps', '8'))
+        """
+        count = 0
+        while count < min(most, len(self.rest)) and not self.rest[count].startswith("-"):
+            count += 1
+        return list(self.rest[:count]), self.rest[count:]
+
+    def configuration(self) -> tuple[str | None, tuple[str, ...]]:
+        """The configuration file and the overrides, as ``config.load`` takes them."""
+        files, overrides = self.places()
+        return files[0] if files else None, overrides
+
+
+def take(words: Sequence[str], options: Mapping[str, Option], flags: Sequence[str] = ()) -> Taken:
+    """Take a verb's own ``options`` (``--nproc 2`` or ``--nproc=2``) and ``flags`` out of its words.
+
+    Raises:
+        ConfigError: an option has no value, or one that its reader refuses, or is given twice and may not be.
+
+    >>> take(["run.toml", "--processes", "4", "--training.seq_len", "8"], {"--processes": Option(int)})
+    Taken(own={'--processes': 4}, rest=('run.toml', '--training.seq_len', '8'), help=False)
+    """
+    own: dict[str, Any] = {}
+    rest: list[str] = []
+    remaining = list(words)
+    while remaining:
+        word = remaining.pop(0)
+        if word in ("--help", "-h"):
+            return Taken(help=True)
+        name, equals, value = word.partition("=")
+        if word in flags:
+            own[word] = True
+            continue
+        option = options.get(name)
+        if option is None:
+            rest.append(word)
+            continue
+        if option.once and name in own:
+            raise _wrong(name, None, "is given twice", "give it once")
+        texts = [value] if equals else []
+        while not equals and remaining and (option.is_list or not texts):
+            if remaining[0].startswith("-" if option.is_list else "--"):
+                break
+            texts.append(remaining.pop(0))
+        if not any(texts):
+            raise _wrong(name, None, "has no value", f"write it like {name} {option.example}")
+        try:
+            values = [option.read(text) for text in texts]
+        except ValueError as error:
+            raise _wrong(name, texts[0], str(error), f"write it like {name} {option.example}") from None
+        own[name] = [*own.get(name, []), *values] if option.is_list else values[0]
+    return Taken(own, tuple(rest))
+
+
+def number_of(what: str = "", least: int = 1) -> Callable[[str], int]:
+    """A reader of a whole number, with or without underscores; ``what`` names in the error what is counted.
+
+    >>> number_of("processes")("1_000")
+    1000
+    """
+
+    def read(text: str) -> int:
+        digits = text.replace("_", "")
+        if not (digits.isascii() and digits.isdecimal() and len(digits) < 19) or int(digits) < least:
+            of = f" of {what}" if what else ""
+            raise ValueError(f"must be a whole number{of}{f' above {least - 1}' if least else ''}")
+        return int(digits)
+
+    return read
+
+
+def _wrong(name: str, value: str | None, rule: str, fix: str) -> ConfigError:
+    return ConfigError(Problem(name, value, rule, fix, COMMAND_LINE))
 
 
 @dataclass(frozen=True)
@@ -24,23 +132,22 @@ class CommandLine:
     rdzv_endpoint: str | None = None
 
 
-OWN: dict[str, tuple[int | None, str, str]] = {
-    "--nproc": (1, "must be a whole number of processes above 0", "write it like --nproc 2"),
-    "--max_restarts": (0, "must be a whole number of restarts", "write it like --max_restarts 3"),
-    "--nnodes": (None, "must be a number of nodes", "write it like --nnodes 2, or 1:4 for an elastic run"),
-    "--node_rank": (0, "must be the number of this node", "count from 0"),
-    "--rdzv_endpoint": (None, "must be HOST:PORT", "write it like --rdzv_endpoint node1:29500"),
+OWN = {
+    "--nproc": Option(number_of("processes"), "2"),
+    "--max_restarts": Option(number_of("restarts", least=0), "3"),
+    "--nnodes": Option(example="2, or 1:4 for an elastic run"),
+    "--node_rank": Option(number_of("a node", least=0), "0"),
+    "--rdzv_endpoint": Option(example="node1:29500"),
+    "--job.config_file": Option(example="FILE"),
+    "--job.config-file": Option(example="FILE"),
 }
-"""Options that are not the configuration's: the least number (None: any text), the rule and the fix."""
-
-CONFIG_FILE_FLAGS = ("--job.config_file", "--job.config-file")
-"""How torchtitan's commands name the file."""
+"""Options that are not the configuration's. The last two are how torchtitan's commands name the file."""
 
 
 def two_files(named: str, path: str) -> Problem:
     """Of a command that names one file by ``--job.config_file`` and another by its place."""
     rule = f"is a second file, beside {path}"
-    return Problem("job.config_file", named, rule, "give one configuration file, and options after it", "command line")
+    return Problem("job.config_file", named, rule, "give one configuration file, and options after it", COMMAND_LINE)
 
 
 def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> CommandLine:
@@ -67,32 +174,12 @@ def split(words: Sequence[str]) -> CommandLine:
     Raises:
         ConfigError: one of shardtrain's options has no value, or a wrong one, or two files are named.
     """
-    path: str | None = None
-    named: str | None = None
-    own: dict[str, Any] = {}
-    overrides: list[str] = []
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
-        name, equals, value = word.partition("=")
-        if word in ("--help", "-h"):
-            return CommandLine(path, None, (), help=True)
-        if name in OWN:
-            least, rule, fix = OWN[name]
-            text = value if equals else (remaining.pop(0) if remaining else "")
-            if not text or (least is not None and not (text.isdecimal() and int(text) >= least)):
-                raise ConfigError(Problem(name, text, rule, fix, "command line"))
-            own[name[2:]] = text if least is None else int(text)
-        elif name in CONFIG_FILE_FLAGS and named is None:
-            named = value if equals else (remaining.pop(0) if remaining else "")
-            if not named or named.startswith("--"):
-                rule, fix = "has no value", f"write {name} FILE"
-                raise ConfigError(Problem(name, named or None, rule, fix, "command line"))
-        elif path is None and not overrides and not word.startswith("-"):
-            path = word
-        else:
-            overrides.append(word)
-    if path is not None and named is not None and path != named:
-        raise ConfigError(two_files(named, path))
-    path = path if named is None else named
-    return CommandLine(path, own.pop("nproc", None), tuple(overrides), **own)
+    taken = take(words, OWN)
+    path, overrides = taken.configuration()
+    own = {name[2:]: value for name, value in taken.own.items() if not name.startswith("--job.")}
+    for name in ("--job.config_file", "--job.config-file"):
+        named = taken.own.get(name)
+        if named is not None and path not in (None, named):
+            raise ConfigError(two_files(named, str(path)))
+        path = named or path
+    return CommandLine(path, own.pop("nproc", None), overrides, taken.help, **own)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config.assets import is_built_in
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import DEFAULT
 from shardtrain.utils.errors import Problem, ShardtrainError
@@ -41,7 +42,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
         rule = f"takes sizes from a folder, and {model.name} is a model file of yours"
         return Problem("model.flavor", model.flavor, rule, "name one of its flavors", where)
     if asked and not has and "path" not in model.overrides:
-        is_there = folder.exists() or model.hf_assets_path == "bytes"
+        is_there = folder.exists() or is_built_in(model.hf_assets_path)
         what = "has no config.json" if is_there else "does not exist"
         rule = f"takes sizes from model.hf_assets_path={model.hf_assets_path!r}, which {what}"
         fix = "name a Hugging Face folder there, or a flavor"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardtrain.config import presets
 from shardtrain.config.command_line import split
+from shardtrain.config.json_schema import FILE, json_schema_text
 from shardtrain.config.load import Loaded, load
 from shardtrain.config.options import options
 from shardtrain.config.show import set_toml
@@ -19,11 +20,12 @@ from shardtrain.utils.errors import ConfigError, Problem, StorageError
 USAGE = """usage: shardtrain init NEW.toml [PRESET] [--section.key VALUE ...]
 
 Write a configuration to begin with: that of a preset (debug unless named) with your overrides, and the options that
-most runs set, each with a line that explains it. On a terminal, without a preset and overrides, it asks four questions.
+most runs set, each with a line that explains it. Editors of TOML (Taplo, Even Better TOML) complete and check the file
+by the schema that is written beside it. On a terminal, without a preset and overrides, it asks four questions.
 
-  shardtrain init my_run.toml llama3_8b --training.dataset text --training.dataset_path data/*.txt
+  shardtrain init my_run.toml llama3_8b --training.dataset text --training.dataset_path "data/*.txt"
 
-presets: {presets}
+{presets}
 """
 FIRST = (
     "job.dump_folder",
@@ -51,7 +53,8 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     """Write the file; raises ConfigError for wrong words and options, StorageError where it cannot be written."""
     arguments = [word for word in words if word not in ("--help", "-h")]
     if len(arguments) < len(words):
-        print(USAGE.format(presets=", ".join(presets.names())), end="")
+        known = textwrap.fill(f"presets: {', '.join(presets.names())}", 100, subsequent_indent="  ")
+        print(USAGE.format(presets=known), end="")
         return 0
     if not arguments or arguments[0].startswith("--"):
         rule, fix = "needs the file to write", "shardtrain init my_run.toml"
@@ -70,9 +73,11 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_io.write(path, text)
+        atomic_io.write(path.with_name(FILE), json_schema_text())
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; name another file") from error
-    print(f"wrote {path}; next:\n  shardtrain config check {path}\n  shardtrain plan {path}\n  shardtrain train {path}")
+    print(f"wrote {path}, and {FILE} for editors; next:")
+    print("\n".join(f"  shardtrain {verb} {path}" for verb in ("config check", "plan", "train")))
     return 0
 
 
@@ -91,10 +96,9 @@ def _asked(ask: Callable[[str], str]) -> list[str]:
 
 
 def _head(path: Path, name: str) -> Iterator[str]:
+    yield f"#:schema ./{FILE}"
     yield f"# Written by `shardtrain init` from {name}. Train it with `shardtrain train {path.name}`."
     yield "# Override options there, for example --training.steps 100. All options: `shardtrain config help`."
-    yield "# For completion in an editor: `shardtrain config schema > shardtrain.schema.json`, and this first line:"
-    yield "# #:schema ./shardtrain.schema.json"
     yield ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -10,12 +11,19 @@ from shardtrain.config.options import options, options_of, sections
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 """What Taplo and the editors built on it (VS Code's Even Better TOML, Helix, Neovim) read."""
+FILE = "shardtrain.schema.json"
+"""The file that the first line of a TOML names, ``#:schema ./shardtrain.schema.json``; presets have it beside them."""
 
 
 def json_schema() -> dict[str, Any]:
     """The schema of a whole configuration; a key that the options do not have is an error in it."""
     root: dict[str, Any] = {"$schema": DIALECT, "title": "shardtrain", **_table("")}
     return root
+
+
+def json_schema_text() -> str:
+    """The schema as the text of a file."""
+    return json.dumps(json_schema(), indent=1) + "\n"
 
 
 def _table(section: str) -> dict[str, Any]:

@@ -137,6 +137,7 @@ def _resolve(
     problems += rewritten.problems
     renames = tuple(notice for notice in rewritten.notices if notice not in rewritten.changes)
     seen: dict[tuple[str, bool], Setting] = {}
+    # the file first: what the command line sets is entered over it
     for setting in sorted(rewritten.settings, key=lambda s: s.where == COMMAND_LINE):
         place = (setting.option, setting.where == COMMAND_LINE)
         if place in seen and seen[place].value == setting.value and seen[place].is_text == setting.is_text:
@@ -149,11 +150,12 @@ def _resolve(
         seen[place] = setting
         _take(setting, values, origins, problems)
         if len(problems) >= MAX_PROBLEMS:
-            problems.append(Problem("the file", None, "has more mistakes than are told", "correct these first"))
+            problems.append(Problem("the file", None, "has more mistakes than are listed", "correct these first"))
             break
     if problems and not keep_problems:
         raise ConfigError(problems)
     config = _build("", values)
+    # model.name may be a folder of Hugging Face, whose config.json sets options that nobody has given
     followed = with_folder(config, origins) if follow else Followed(config)
     if isinstance(followed, Problem):
         if not keep_problems:
@@ -175,6 +177,7 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
         if place is not None:
             nested.take(place, setting, values.setdefault(place.option.name, {}))
             if place.entry:
+                # an entry has many keys: it is said to be from where the first one was
                 origins.setdefault(f"{place.option.name}.{place.entry}", setting.where)
             if origins[place.option.name] == DEFAULT or setting.where == COMMAND_LINE:
                 origins[place.option.name] = setting.where

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import glob
 import importlib.util
 import json
@@ -12,14 +14,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardtrain.config.derived import other_degrees
+from shardtrain.config.assets import tokenizer_folder
+from shardtrain.config.derived import compute_dtype, other_degrees
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.checkpoint import check_pinned
 from shardtrain.config.rules.data import datasets
 from shardtrain.config.rules.experts import check_experts_of_world
+from shardtrain.config.rules.float8 import needs_products
 from shardtrain.config.rules.model import model_shape
 from shardtrain.config.rules.pipeline import check_microbatches, known_rows
 from shardtrain.config.rules.values import any_of, problem
+from shardtrain.config.schema import Config
 from shardtrain.config.stages import num_stages
 from shardtrain.utils.errors import Problem
 
@@ -31,7 +36,7 @@ def machine_notes(
 ) -> list[Problem]:
     """Return the problems that a config has on this machine.
 
-    ``device`` is "cpu" or "cuda", where training would run; ``num_devices`` counts the CUDA devices of this host.
+    ``device`` is "cpu", "cuda" or "xpu", where training would run; ``num_devices`` counts such devices of this host.
     What is None is unknown, and no rule about it is applied.
     """
     found = list(mesh_notes(loaded, world_size)) if world_size is not None else []
@@ -89,6 +94,7 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         if known_rows(loaded) is None and rows and isinstance(layers, int):
             yield from check_microbatches(loaded, rows, num_stages(loaded.config.parallelism, layers))
     shard = world_size // others if shard == -1 else shard
+    yield from _accumulation(loaded, p.data_parallel_replicate_degree * shard)
     t, data_ranks = loaded.config.training, p.data_parallel_replicate_degree * shard
     per_pass = t.local_batch_size * data_ranks
     if t.global_batch_size >= 1 and per_pass >= 1 and t.global_batch_size % per_pass:
@@ -98,17 +104,55 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         yield problem(loaded, "training.global_batch_size", rule, f"use {any_of(nearby)}, or -1")
 
 
+def _accumulation(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
+    """An update in backward sees the gradients of one pass alone."""
+    config, size = loaded.config, loaded.config.training.global_batch_size
+    if config.optimizer.early_step_in_backward and size > config.training.local_batch_size * data_ranks >= 1:
+        rule = f"is more than one pass of {data_ranks} data-parallel ranks, and early_step_in_backward updates in each"
+        yield problem(loaded, "training.global_batch_size", rule, "set it to -1, or raise local_batch_size")
+
+
 def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iterator[Problem]:
     """What the config asks of the device is there."""
     c = loaded.config
-    if c.training.device == "cuda" and (num_devices == 0 or device == "cpu"):
-        yield problem(loaded, "training.device", "finds no CUDA device here", 'use "cpu" or "auto"')
-    if device is None or device == "cuda":
+    if c.training.device not in ("auto", "cpu") and (num_devices == 0 or device == "cpu"):
+        yield problem(loaded, "training.device", "finds no such device here", 'use "cpu" or "auto"')
+    if device is None:
         return
+    if device != "cpu":
+        yield from _split_sequences(loaded)
+    if device == "cuda":
+        return
+    if needs_products(loaded):
+        rule = "needs a device that multiplies in float8, and a CPU computes in float32 and bfloat16"
+        fix = "set emulate = true in its section to compute the same numbers without one, slowly, or remove it"
+        yield problem(loaded, "model.converters", rule, fix)
     if c.parallelism.enable_async_tensor_parallel:
         yield problem(loaded, "parallelism.enable_async_tensor_parallel", "needs CUDA", "set it to false")
+    if c.training.flash_attention != "FA2":
+        yield problem(loaded, "training.flash_attention", "needs CUDA", "remove it")
     if c.profiling.enable_memory_snapshot:
         yield problem(loaded, "profiling.enable_memory_snapshot", "needs CUDA", "set it to false")
+
+
+def without_effect_on_a_cpu(config: Config) -> list[str]:
+    """What is told of options that move tensors from a device to the host, where the device is the host."""
+    options = {
+        "training.enable_cpu_offload": config.training.enable_cpu_offload,
+        "activation_checkpoint.cpu_offload": config.activation_checkpoint.cpu_offload,
+    }
+    rule = "has no effect on a CPU, whose memory is the host's"
+    return [f"{option}=true {rule}" for option, is_set in options.items() if is_set]
+
+
+def _split_sequences(loaded: Loaded) -> Iterator[Problem]:
+    """What attends to parts of the keys is a flash kernel, which accelerators have for two bytes alone."""
+    p, option = loaded.config.parallelism, "training.mixed_precision_param"
+    ring = p.context_parallel_degree > 1 and p.context_parallel_method == "ring"
+    if ring and compute_dtype(loaded.config) == "float32":
+        rule = "has no flash attention kernel on an accelerator, which splitting a sequence needs"
+        fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
+        yield problem(loaded, option, rule, fix)
 
 
 def _compiler(loaded: Loaded, device: str | None) -> Iterator[Problem]:
@@ -143,13 +187,19 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
     if c.checkpoint.enable and not c.checkpoint.load_only and os.path.isabs(c.checkpoint.folder):
         written["checkpoint.folder"] = c.checkpoint.folder
     for option, folder in written.items():
-        if folder and "://" not in folder and (why := _why_not_writable(Path(folder).expanduser().absolute())):
+        if not folder or "://" in folder:
+            continue
+        if folder.startswith("~"):  # --job.dump_folder=~/runs: shells expand it after a blank alone
+            yield problem(loaded, option, "begins with ~, which is not expanded", f"write {os.path.expanduser(folder)}")
+        elif why := _why_not_writable(Path(folder).absolute()):
             yield problem(loaded, option, why, "choose another folder")
 
 
 def _why_not_writable(path: Path) -> str:
     """Why a folder cannot be made or written; empty where it can, and where storage does not answer now."""
     try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(path / _LONGEST_BELOW)
         there = next(one for one in (path, *path.parents) if one.exists() or one.is_symlink())
         if not there.is_dir():
             return f"cannot be made: {there} is {'a file' if there.exists() else 'a link to nothing'}"
@@ -158,12 +208,14 @@ def _why_not_writable(path: Path) -> str:
         virtual = there != path and (there.is_relative_to("/proc") or there.is_relative_to("/sys"))
         if not os.access(there, os.W_OK | os.X_OK) or read_only or virtual:
             return f"cannot be written: {there} is not writable here"
-    except OSError:
-        return ""
+    except OSError as error:
+        return "is longer than the file system allows" if error.errno == errno.ENAMETOOLONG else ""
     return ""
 
 
 _ABSENT = ("does not exist", "correct the path")
+_LONGEST_BELOW = "checkpoint/step-1000000.tmp-0123456789ab/.rank-00000.bin.01234567.tmp"
+"""As long as what a run writes below its folder, of which the system limits the whole path."""
 
 
 def _is_pattern(path: str) -> bool:
@@ -195,7 +247,7 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
         return
     if model.tokenizer_path and value.endswith(".py"):
         return  # code of the user's: the trainer opens it, and compares its ids with the model's
-    path = Path(value).expanduser()
+    path = tokenizer_folder(value)
     fix = 'download the tokenizer of the model\'s Hugging Face repository ("shardtrain data download"), or use "bytes"'
     if not path.exists():
         yield problem(loaded, option, "does not exist", fix)
@@ -231,11 +283,11 @@ def _count_ids(file: Path) -> int | None:
 def _packages(loaded: Loaded) -> Iterator[Problem]:
     """Optional packages that the config needs are installed."""
     c = loaded.config
-    low_precision = any(name.startswith("quantize.") for name in c.model.converters)
     for option, needed, package, name in (
         ("metrics.enable_wandb", c.metrics.enable_wandb, "wandb", "wandb"),
         ("metrics.enable_tensorboard", c.metrics.enable_tensorboard, "tensorboard", "tensorboard"),
-        ("model.converters", low_precision, "torchao", "torchao"),
+        ("training.flash_attention", c.training.flash_attention == "FA3", "flash_attn_interface", "flash-attn-3"),
+        ("training.flash_attention", c.training.flash_attention == "FA4", "flash_attn", "flash-attn-4"),
     ):
         if needed and importlib.util.find_spec(package) is None:
             yield problem(loaded, option, f"needs the package {name}", f"run `pip install {name}`, or turn it off")

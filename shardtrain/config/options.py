@@ -136,9 +136,35 @@ _WAYS = {
     "gradient_accumulation_steps": "set training.global_batch_size, the sequences of a step over all ranks",
     "vocab_size": "set model.overrides.vocab_size",
     "dataset_name": "did you mean training.dataset?",
+    **dict.fromkeys(
+        ("batch_size", "micro_batch_size", "train_batch_size", "per_device_train_batch_size"),
+        "did you mean training.local_batch_size, or training.global_batch_size over all ranks?",
+    ),
+    **dict.fromkeys(("output", "output_dir", "out_dir", "save_dir", "log_dir"), "did you mean job.dump_folder?"),
+    **dict.fromkeys(("learning_rate", "max_lr"), "did you mean optimizer.lr?"),
+    **dict.fromkeys(("max_steps", "num_steps", "train_iters", "max_iters"), "did you mean training.steps?"),
+    **dict.fromkeys(("save_steps", "save_every", "save_interval"), "did you mean checkpoint.interval?"),
+    **dict.fromkeys(("wandb", "use_wandb", "report_to"), "did you mean metrics.enable_wandb?"),
+    "tensorboard": "did you mean metrics.enable_tensorboard?",
+    **dict.fromkeys(("fsdp", "zero", "zero_stage"), "did you mean parallelism.data_parallel_shard_degree?"),
+    "ddp": "did you mean parallelism.data_parallel_replicate_degree?",
+    "tp": "did you mean parallelism.tensor_parallel_degree?",
+    "pp": "did you mean parallelism.pipeline_parallel_degree?",
+    "cp": "did you mean parallelism.context_parallel_degree?",
+    **dict.fromkeys(("bf16", "fp16", "precision", "amp"), "did you mean training.mixed_precision_param?"),
+    **dict.fromkeys(
+        ("gpu", "gpus", "nprocs", "num_gpus", "nproc_per_node", "num_processes"),
+        "the number of processes is --nproc N, and for plan the number of devices --gpus N",
+    ),
+    **dict.fromkeys(
+        ("model_name_or_path", "pretrained", "base_model"),
+        "set checkpoint.initial_load_path to its folder, with --checkpoint.initial_load_in_hf",
+    ),
     **dict.fromkeys(("wandb_project", "wandb_group", "wandb_name", "wandb_run_name", "wandb_entity"), _ENVIRONMENT),
 }
-"""What users of other trainers write, by its last word, where the nearest name is another thing."""
+"""What users of other programs write, by its last word, where the nearest name is another thing or none comes close."""
+_FEW_SECTIONS = 3
+"""Up to so many that have a key, such as ``steps``, the first is offered; ``enable`` is of too many to tell."""
 
 
 def suggestion(name: str, extra: Iterable[str] = ()) -> str:
@@ -158,16 +184,19 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
     match = nearest(key, within, 0.75)
     if match:
         return f"did you mean {within[match]}?"
-    same_key = [other for other in options() if other.rpartition(".")[2] == key]
-    if same_key:
-        return f"did you mean {same_key[0]}?"
+    same_key = {other.rpartition(".")[0]: other for other in options() if other.rpartition(".")[2] == key}
+    alike = nearest(section, same_key)
+    if alike is None and 1 <= len(same_key) <= _FEW_SECTIONS:
+        alike = next(iter(same_key))
+    if alike is not None:
+        return f"did you mean {same_key[alike]}?"
     known_sections = {other.rpartition(".")[0] for other in known} | {s for s in sections() if s}
     other_section = nearest(section, known_sections)
     if other_section and section not in known_sections:
         if f"{other_section}.{key}" in options():
             return f"did you mean {other_section}.{key}?"
         return f"did you mean a key of [{other_section}]?"
-    match = nearest(name, known, 0.75)
+    match = None if same_key else nearest(name, known, 0.75)
     if match and nearest(key, [match.rpartition(".")[2]], 0.75):  # a common section alone is not a likeness
         return f"did you mean {match}?"
     where = section if section in sections() and section else ""

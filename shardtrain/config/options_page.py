@@ -1,4 +1,4 @@
-"""Render the page of all options from the schema; run as a module, it writes docs/options.md."""
+"""Render the page of all options; run as a module, it writes docs/options.md and configs/shardtrain.schema.json."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_origin
 
+from shardtrain.config.json_schema import FILE, json_schema_text
 from shardtrain.config.options import Option, default_text, kind_text, options, options_of, sections
 
-PAGE = Path("docs") / "options.md"
+PAGE, SCHEMA = Path("docs") / "options.md", Path("configs") / FILE
 _HEAD = """# Options
 
 Every option of a run, as `[section]` and `key` in a TOML file or `--section.key VALUE` on the command line. The command
@@ -52,3 +53,4 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(options_page(), encoding="utf-8")
+    SCHEMA.write_text(json_schema_text(), encoding="utf-8")

@@ -22,7 +22,7 @@ def without(unread: Sequence[Problem], found: Iterable[Problem]) -> list[Problem
 
 
 def distinct(problems: Iterable[Problem]) -> list[Problem]:
-    """Each problem once: no line is told twice."""
+    """Each problem once: no line is repeated."""
     found: dict[str, Problem] = {}
     for problem in problems:
         text = str(problem)

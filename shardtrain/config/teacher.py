@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config import derived
+from shardtrain.config.assets import tokenizer_folder
 from shardtrain.config.folder_model import NAME, with_folder
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.experts import check_experts
@@ -141,7 +142,7 @@ def _difference(own: str, teacher: str) -> str:
 
 
 def _file(path: str, name: str) -> Path | None:
-    found = Path(path)
+    found = tokenizer_folder(path)
     found = found / name if found.is_dir() else found
     return found if found.name == name and found.is_file() and found.stat().st_size <= _MAX_BYTES else None
 

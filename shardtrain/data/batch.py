@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.ops import document_mask
+from shardtrain.ops.accelerator import to_device
 from shardtrain.ops.targets import FILLER_DOCUMENT, IGNORE
 
 
@@ -41,8 +42,8 @@ class Batch:
         return int((self.sample_ids_B >= 0).sum().item())
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
-        """The same batch on a device; ``non_blocking`` overlaps the copy when the batch is in pinned memory."""
-        moved = self._each(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """The same batch on a device; with ``non_blocking`` the copy does not wait for the device's other work."""
+        moved = self._each(lambda tensor: to_device(tensor, device) if non_blocking else tensor.to(device))
         if self.documents_BT is not None and moved.documents_BT is not None:
             document_mask.remember(moved.documents_BT, self.documents_BT)
         return moved
@@ -52,11 +53,14 @@ class Batch:
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        documents_BT = None if self.documents_BT is None else change(self.documents_BT)
-        lengths_B = None if self.lengths_B is None else change(self.lengths_B)
-        columns = (self.tokens_BT, self.targets_BT, self.positions_BT, self.sample_ids_B)
-        tokens_BT, targets_BT, positions_BT, sample_ids_B = map(change, columns)
-        return Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT, lengths_B)
+        return Batch(
+            tokens_BT=change(self.tokens_BT),
+            targets_BT=change(self.targets_BT),
+            positions_BT=change(self.positions_BT),
+            sample_ids_B=change(self.sample_ids_B),
+            documents_BT=None if self.documents_BT is None else change(self.documents_BT),
+            lengths_B=None if self.lengths_B is None else change(self.lengths_B),
+        )
 
 
 def mark_filler(batches: Sequence[Batch]) -> list[Batch]:

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +14,7 @@ from typing import Protocol
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sandbox, sources
-from shardtrain.data.document import Encoder
+from shardtrain.data.document import Document, Encoder
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.ends import described
 from shardtrain.data.feed import Feed, IndexedFeed
@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_ROWS = 8
 """Rows that a template is tried on before all are read."""
+_TELL_SECONDS = 5.0
+"""Time between two lines of the log while a dataset is tokenized."""
 MEMORY_BYTES = 64 * 2**20
 """Bytes of input up to which data.mode="auto" reads the whole dataset at start."""
 
@@ -224,15 +226,27 @@ def _open_feed(
             passes=passes,
             vocab_size=tokenizer.vocab_size,
         )
-        logger.info("dataset %s is read as training goes on, by %d virtual readers", named.name, feed.num_readers)
+        logger.info("dataset %s is read while training runs, by %d virtual readers", named.name, feed.num_readers)
         return feed
     policy, tally = BadRows.of(config.data), RowStats()
-    line = MemoryTokenBuffer(read_documents(source, encoder, policy, tally), tokenizer.vocab_size)
+    documents = _told(read_documents(source, encoder, policy, tally), named.name, getattr(source, "num_rows", None))
+    line = MemoryTokenBuffer(documents, tokenizer.vocab_size)
     policy.judge(tally, f"dataset {named.name}")
     for reason in tally.reasons():
         level = logging.WARNING if tally.num_bad else logging.INFO  # empty texts alone are nothing to worry about
         logger.log(level, "dataset %s: left out %s", named.name, reason)
     return _indexed(line, packing, seed, passes, named, source.files(), started)
+
+
+def _told(documents: Iterable[Document], name: str, num_rows: int | None) -> Iterator[Document]:
+    """The documents; where reading them takes long, the log says every few seconds how far it is."""
+    said = time.monotonic()
+    for count, document in enumerate(documents):
+        yield document
+        if time.monotonic() - said >= _TELL_SECONDS:
+            said = time.monotonic()
+            of = f" of {num_rows:,} rows" if num_rows else " documents"
+            logger.info(f"dataset {name}: tokenized {count + 1:,}{of}")
 
 
 def check_template(source: Table | Shards, encoder: Encoder, named: NamedDataset) -> None:
@@ -283,13 +297,13 @@ def _streams(
     size = "of unknown size" if source.total_bytes is None else f"of {source.total_bytes / 2**20:.0f} MiB"
     way_out = 'run "shardtrain data prepare" and use dataset "tokens", or set data.mode="memory"'
     if config.data.bad_rows == "skip":
-        rule = f"cannot count the bad rows of a dataset {size} that is read as training goes on"
+        rule = f"cannot count the bad rows of a dataset {size} that is read while training runs"
         raise ConfigError(Problem("data.bad_rows", "skip", rule, way_out))
     if isinstance(section, Training) and section.epochs is not None:
-        rule = f"needs to know how many rows the dataset {named.name} {size} has, which is read as training goes on"
+        rule = f"needs to know how many rows the dataset {named.name} {size} has, which is read while training runs"
         raise ConfigError(Problem("training.epochs", section.epochs, rule, way_out))
     if passes is not None and config.data.sources and len(config.data.sources) > 1:
-        rule = f"needs to know how many rows the dataset {size} has, which is read as training goes on"
+        rule = f"needs to know how many rows the dataset {size} has, which is read while training runs"
         raise ConfigError(Problem(f"data.sources.{named.name}.epochs", passes, rule, way_out))
     return True
 

@@ -76,7 +76,7 @@ def _render(
 def _check_calls(template: ChatTemplate, chat: list[Message], tools: list[Any] | None) -> None:
     """Refuse a template that skips tool calls: the model would learn to say nothing where it has to call.
 
-    Names are replaced by words of their own, for a short name may stand in the text for other reasons.
+    Names are replaced by words of their own, for a short name may be in the text for other reasons.
     """
     if not any("tool_calls" in message for message in chat):
         return

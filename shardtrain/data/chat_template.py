@@ -133,7 +133,7 @@ class ChatTemplate:
         if not self._told_date:
             self._told_date = True
             day = FIXED_DATE.date().isoformat()
-            logger.warning(f"the chat template asks for the date; it is told {day}, so that tokens stay the same")
+            logger.warning(f"the chat template asks for the date; it gets {day}, so that tokens stay the same")
         return FIXED_DATE.strftime(form)
 
 

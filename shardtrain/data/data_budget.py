@@ -1,9 +1,12 @@
-"""Whether the data last for the steps of a run: said when the run begins, where that is known then."""
+"""Whether the data are enough for a run: how long they last, and whether they have anything to learn from."""
 
 from __future__ import annotations
 
-from shardtrain.config.schema import Training
+from shardtrain.config.schema import Config, Training
 from shardtrain.utils.errors import DataError
+
+STEPS_WITHOUT_TARGETS = 10
+"""A run ends after so many steps if none of them had a token with loss."""
 
 
 def check_enough(training: Training, step: int, steps_left: int, total_steps: int) -> str:
@@ -24,3 +27,18 @@ def check_enough(training: Training, step: int, steps_left: int, total_steps: in
             f'training.steps={last}, or set training.on_data_end to "repeat" (begin again) or "stop" (exit 0)'
         )
     return f"the data end after step {last} of {total_steps}; then training.on_data_end={training.on_data_end}"
+
+
+def check_has_targets(config: Config, step: int, total_steps: int) -> None:
+    """Stop a run that has seen no target on any rank, such as one whose prompts fill each row: no answer is left of it.
+
+    Raises:
+        DataError: when no token of its first steps had a loss.
+    """
+    if step < min(STEPS_WITHOUT_TARGETS, total_steps):
+        return
+    raise DataError(
+        f"the first {step} steps had no token with loss (training.seq_len={config.training.seq_len}, "
+        f'data.format="{config.data.format}"); where prompts fill the rows raise training.seq_len; look at '
+        "them with shardtrain data show"
+    )

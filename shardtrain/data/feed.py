@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Protocol
 
@@ -11,12 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data.file_hashes import WholeFile
-from shardtrain.data.fitted import pack
+from shardtrain.data.fitted import pack, table_of
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.token_buffer import TokenBuffer
-from shardtrain.data.watch import Watch
 from shardtrain.utils.errors import DataError, Problem
 
 Cursor = tuple[int, int, int]
@@ -41,7 +40,6 @@ class Feed(Protocol):
     num_readers:  cursors that say where the feed is; 0 where k alone says it.
     fingerprint:  SHA-256 in hex of all that decides the rows and their order.
     files:        name of each file -> fingerprint of its content, to name the one that differs.
-    whole_files:  those of which that fingerprint is not made of all bytes, see ``file_hashes.py``.
     passes:       passes after which the data end; None repeats them.
     """
 
@@ -50,12 +48,15 @@ class Feed(Protocol):
     ends_without_notice: bool
     fingerprint: str
     files: Mapping[str, str]
-    whole_files: list[WholeFile]
     passes: int | None
 
     @property
     def num_rows(self) -> int | None:
         """Rows of one pass; None where only reading tells."""
+        ...
+
+    def whole_files(self) -> list[WholeFile]:
+        """Those of which the fingerprint is not made of all bytes, see ``file_hashes.py``."""
         ...
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
@@ -77,6 +78,24 @@ class Feed(Protocol):
         ...
 
 
+class Watch:
+    """Looks now and then whether the files that a feed reads are still what they were.
+
+    Every 16 rows for each file, up to every 256 rows; of very many files, 16 a row.
+    """
+
+    def __init__(self, check: Callable[[], None], num_files: int) -> None:
+        self._check, self._every = check, max(min(256, 16 * num_files), num_files // 16, 1)
+        self._left = self._every
+
+    def __call__(self) -> None:
+        """Count a row. Raises ConfigError where a file was changed or removed."""
+        self._left -= 1
+        if self._left <= 0:
+            self._check()
+            self._left = self._every
+
+
 class IndexedFeed:
     """Rows of a line in memory or in prepared shards: row k is a permutation of the slot k % num_rows, at once."""
 
@@ -93,7 +112,8 @@ class IndexedFeed:
         option: str,
         files: Mapping[str, str],
     ) -> None:
-        self._line, self._rows, self._seed, self.passes = line, pack(line, packing), seed, passes
+        table = table_of(line, packing, option) if isinstance(line, ShardTokenBuffer) else None
+        self._line, self._rows, self._seed, self.passes = line, pack(line, packing, table), seed, passes
         self._watch = Watch(line.check_unchanged, len(files))
         self.num_rows: int = self._rows.num_rows
         self.num_tokens = line.num_tokens
@@ -102,8 +122,10 @@ class IndexedFeed:
             raise DataError(str(Problem(option, None, rule, fix)))
         self.mean_targets = self._rows.num_targets / self.num_rows
         self.files = files
-        self.whole_files: list[WholeFile] = line.whole_files() if isinstance(line, ShardTokenBuffer) else []
         self.fingerprint = digest(line.fingerprint, asdict(packing), seed)
+
+    def whole_files(self) -> list[WholeFile]:
+        return self._line.whole_files() if isinstance(self._line, ShardTokenBuffer) else []
 
     @property
     def changed_documents(self) -> tuple[int, int]:

@@ -54,14 +54,15 @@ class Contents:
         self._notes = None if run_folder is None else run_folder / NOTES
         self._known: dict[str, str] = {}
         self._expected: dict[str, str] = {}
-        self._problem: ConfigError | None = None
+        self.problem: ConfigError | None = None
+        """What the run must stop for: a file holds something else than the checkpoint or its own index says."""
         self._since = ""
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._seconds = self._bytes = 0.0
 
     def look(self) -> None:
-        """Take what earlier starts have found, and hash a small dataset at once. Raises ConfigError, see ``check``."""
+        """Take what earlier starts have found, and hash a small dataset at once; raises ``problem``."""
         noted, left = self._read_notes(), []
         for file in self._files.values():
             with contextlib.suppress(OSError):
@@ -75,7 +76,8 @@ class Contents:
             for _, file in left:
                 self._hash(file, 1.0)
             self._write_notes()
-        self.check()
+        if self.problem is not None:
+            raise self.problem
 
     def expect(self, contents: Any) -> list[str]:
         """Names of files that are known not to hold what a checkpoint says; what is not known yet is compared later."""
@@ -100,15 +102,6 @@ class Contents:
         self._thread = threading.Thread(target=self._run, args=(left,), name="data-hash", daemon=True)
         self._thread.start()
 
-    def check(self) -> None:
-        """Stop a run whose data are found to be others.
-
-        Raises:
-            ConfigError: a file does not hold what the checkpoint or its own index says; names it.
-        """
-        if self._problem is not None:
-            raise self._problem
-
     def record(self) -> dict[str, str]:
         """For the facts of a checkpoint: SHA-256 of each file that is known whole, by name."""
         return {name: mark for name, mark in {**self._expected, **self._known}.items() if name in self._files}
@@ -120,14 +113,14 @@ class Contents:
             return
         self._thread.join(timeout=5.0)
         left = len(self._files) - len(self._known)
-        if left and self._problem is None:
+        if left and self.problem is None:
             logger.info("%d of %d data files were not hashed whole when the run ended", left, len(self._files))
 
     def _run(self, left: Sequence[WholeFile]) -> None:
         try:
             for file in left:
                 self._hash(file, SHARE)
-                if self._ended.is_set() or self._problem is not None:
+                if self._ended.is_set() or self.problem is not None:
                     break
             else:
                 rate = self._bytes / max(self._seconds, 1e-9) / 1e9
@@ -164,11 +157,11 @@ class Contents:
         if file.said and file.said != sha256:
             rule, fix = "does not hold what index.json says of it", 'run "shardtrain data prepare" again, or restore it'
         elif self._since and self._expected.get(file.name, sha256) != sha256:
-            rule = f"has other content than in the checkpoint that the run went on from, at equal size; {self._since}"
+            rule = f"has other content than in the checkpoint that the run continued from, at equal size; {self._since}"
             fix = 'put the old file back, or restart the data with checkpoint.exclude_from_loading=["dataloader"]'
         else:
             return
-        self._problem = ConfigError(Problem(file.option, file.path, rule, fix))
+        self.problem = ConfigError(Problem(file.option, file.path, rule, fix))
 
     def _read_notes(self) -> Mapping[str, Any]:
         if self._notes is None:

@@ -6,23 +6,26 @@ alone. What is left of a row has no target.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from shardtrain.data.first_fit import first_fit
+from shardtrain.data.fit_table import NO_ORDER, BlockFit, FitTable, Order, open_table
 from shardtrain.data.packing import ConcatRows, Packing, Rows, Sequences
+from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.token_buffer import TokenBuffer, Tokens
+from shardtrain.utils.errors import ConfigError, Problem
 
 BLOCK_DOCUMENTS = 8192
-"""Documents that are fitted together; rows of a prepared dataset hang on it, so it never changes."""
+"""Documents that are fitted together; rows of a prepared dataset depend on it, so it never changes."""
+MAX_DOCUMENTS = 100_000_000
+"""Of prepared shards without a table of fits: two minutes of each rank at each start, and 0.3 GB."""
 
 
-def pack(line: TokenBuffer, packing: Packing) -> Rows:
-    """The rows of a line of documents."""
-    return ConcatRows(line, packing) if packing.kind == "concat" else FittedRows(line, packing)
+def pack(line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> Rows:
+    """The rows of a line of documents; ``table`` knows how those of prepared shards are fitted."""
+    return ConcatRows(line, packing) if packing.kind == "concat" else FittedRows(line, packing, table)
 
 
 @dataclass(frozen=True)
@@ -61,50 +64,101 @@ def pieces_of(document_starts: Tokens, document_stops: Tokens, packing: Packing)
     )
 
 
+def fit_block(document_starts: Tokens, document_stops: Tokens, packing: Packing) -> BlockFit:
+    """Fit the documents of one block into rows."""
+    pieces = pieces_of(document_starts, document_stops, packing)
+    lengths = pieces.stops - pieces.starts - 1
+    num_targets = int(lengths.sum())
+    if packing.kind == "padded":
+        return BlockFit(len(lengths), num_targets, pieces.cut, pieces.dropped, NO_ORDER, NO_ORDER)
+    rows = first_fit(lengths, packing.seq_len)
+    num_rows = int(rows.max()) + 1 if len(rows) else 0
+    small = np.uint16 if len(rows) < 2**16 else np.uint32  # a long document is many pieces
+    order: Order = np.argsort(rows, kind="stable").astype(small)
+    ends: Order = np.cumsum(np.bincount(rows, minlength=num_rows)).astype(small)
+    return BlockFit(num_rows, num_targets, pieces.cut, pieces.dropped, order, ends)
+
+
+def num_blocks(line: TokenBuffer) -> int:
+    """Blocks of documents that are fitted together."""
+    return -(-line.num_documents // BLOCK_DOCUMENTS)
+
+
+def documents_of_block(line: TokenBuffer, block: int) -> tuple[Tokens, Tokens]:
+    """Token numbers at which the documents of a block start and stop."""
+    begins = line.document_starts()
+    first = block * BLOCK_DOCUMENTS
+    last = min(first + BLOCK_DOCUMENTS, line.num_documents)
+    stops = np.append(begins[first + 1 : last], begins[last] if last < len(begins) else line.num_tokens)
+    return np.asarray(begins[first:last]), stops.astype(np.int64)
+
+
+def table_of(line: ShardTokenBuffer, packing: Packing, option: str, *, refuses_many: bool = True) -> FitTable | None:
+    """The table that was prepared for this packing, if there is one.
+
+    Raises:
+        ConfigError: when it is damaged, or where there is none and fitting would take each rank minutes at each start.
+    """
+    if packing.kind == "concat":
+        return None
+    table = open_table(
+        line.folder,
+        packing,
+        fingerprint=line.fingerprint,
+        num_documents=line.num_documents,
+        block_documents=BLOCK_DOCUMENTS,
+        option=option,
+    )
+    if table is None and refuses_many and packing.kind == "first_fit" and line.num_documents > MAX_DOCUMENTS:
+        rule = (
+            f'is "first_fit", and {line.folder} has {line.num_documents:,} documents that are not fitted into rows of '
+            f"{packing.seq_len}: beyond {MAX_DOCUMENTS:,} each rank would compute for minutes at each start"
+        )
+        fix = 'run "shardtrain data prepare" with this configuration, which fits them once, or use "concat"'
+        raise ConfigError(Problem("data.packing", None, rule, fix))
+    return table
+
+
 class FittedRows:
     """Whole documents, several or one to a row; what they do not fill has no targets.
 
-    Held are two bytes per piece of a document, and nothing where each has a row: where pieces begin and end is worked
-    out again, block by block, from where documents begin.
+    Held are two bytes per piece of a document, and nothing where each has a row, or where a ``FitTable`` of prepared
+    shards knows: where pieces begin and end is worked out again, block by block, from where documents begin.
 
     cut, dropped: documents that lost their end, or that were left out because they are too long.
     """
 
-    def __init__(self, line: TokenBuffer, packing: Packing) -> None:
-        self._line, self.packing = line, packing
+    def __init__(self, line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> None:
+        self._line, self.packing, self._table = line, packing, table
+        self._fits: list[BlockFit] = []
+        self._last: tuple[int, Pieces, Order, Order] | None = None
+        if table is not None:
+            self.num_rows, self.num_targets, self._rows_up_to = table.num_rows, table.num_targets, table.rows_up_to
+            self.cut, self.dropped = table.cut, table.dropped
+            return
         self.num_targets = self.cut = self.dropped = 0
-        self._orders: list[npt.NDArray[np.uint16 | np.uint32]] = []
-        """Of each block the pieces in the order of their rows; empty where each has a row of its own."""
-        self._ends: list[npt.NDArray[np.uint16 | np.uint32]] = []
-        """Of each block the number of pieces up to the end of each row."""
         rows_up_to = [0]
-        for block in range(-(-line.num_documents // BLOCK_DOCUMENTS)):
-            pieces = self._pieces(block)
-            lengths = pieces.stops - pieces.starts - 1
-            self.num_targets += int(lengths.sum())
-            self.cut += pieces.cut
-            self.dropped += pieces.dropped
-            num_rows = len(lengths)
+        for block in range(num_blocks(line)):
+            fit = fit_block(*documents_of_block(line, block), packing)
+            self.num_targets += fit.num_targets
+            self.cut += fit.cut
+            self.dropped += fit.dropped
+            rows_up_to.append(rows_up_to[-1] + fit.num_rows)
             if packing.kind == "first_fit":
-                rows = first_fit(lengths, packing.seq_len)
-                num_rows = int(rows.max()) + 1 if len(rows) else 0
-                small = np.uint16 if len(rows) < 2**16 else np.uint32  # a long document is many pieces
-                self._orders.append(np.argsort(rows, kind="stable").astype(small))
-                self._ends.append(np.cumsum(np.bincount(rows, minlength=num_rows)).astype(small))
-            rows_up_to.append(rows_up_to[-1] + num_rows)
+                self._fits.append(fit)
         self._rows_up_to = np.array(rows_up_to, np.int64)
         self.num_rows = rows_up_to[-1]
-        self._last: tuple[int, Pieces] | None = None
 
     def write(self, row: int, out: Sequences, slot: int) -> None:
         block = int(np.searchsorted(self._rows_up_to, row, side="right")) - 1
         if self._last is None or self._last[0] != block:
-            self._last = block, self._pieces(block)
-        pieces, row = self._last[1], row - int(self._rows_up_to[block])
-        indices: Iterable[int] = [row]
-        if self._orders:
-            first = int(self._ends[block][row - 1]) if row else 0
-            indices = self._orders[block][first : int(self._ends[block][row])].tolist()
+            pieces = pieces_of(*documents_of_block(self._line, block), self.packing)
+            self._last = block, pieces, *self._order_of(block, len(pieces.starts))
+        _, pieces, order, ends = self._last
+        row -= int(self._rows_up_to[block])
+        indices = [row]
+        if self.packing.kind == "first_fit":
+            indices = order[int(ends[row - 1]) if row else 0 : int(ends[row])].tolist()
         column, columns = 0, []
         for index in indices:
             start, stop = int(pieces.starts[index]), int(pieces.stops[index])
@@ -114,10 +168,10 @@ class FittedRows:
             columns.append(column)
         out.number_documents(slot, np.array(columns, dtype=np.int64))
 
-    def _pieces(self, block: int) -> Pieces:
-        """The pieces of the documents of a block."""
-        begins = self._line.document_starts()
-        first = block * BLOCK_DOCUMENTS
-        last = min(first + BLOCK_DOCUMENTS, self._line.num_documents)
-        stops = np.append(begins[first + 1 : last], begins[last] if last < len(begins) else self._line.num_tokens)
-        return pieces_of(np.asarray(begins[first:last]), stops.astype(np.int64), self.packing)
+    def _order_of(self, block: int, num_pieces: int) -> tuple[Order, Order]:
+        """Pieces of a block in the order of their rows, and how many there are up to the end of each row."""
+        if self.packing.kind != "first_fit":
+            return NO_ORDER, NO_ORDER
+        if self._table is not None:
+            return self._table.order_of(block, num_pieces)
+        return self._fits[block].order, self._fits[block].ends

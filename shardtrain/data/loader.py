@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -20,10 +21,12 @@ from shardtrain.data.batch import Batch
 from shardtrain.data.build_dataset import DataPipeline, open_data
 from shardtrain.data.checksum import hash_rows
 from shardtrain.data.feed import CursorUpdate, digest
+from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.packing import Sequences
 from shardtrain.data.reader_cursors import ReaderCursors
 from shardtrain.data.tokenization_work import warn_duplicate_tokenization
 from shardtrain.data.workers import death_of_worker, in_order
+from shardtrain.ops import accelerator
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 logger = logging.getLogger(__name__)
@@ -74,21 +77,28 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
         """The rows at ``position`` and after."""
         count, opened = self._share.local_batch_size, self._opened
         rows = Sequences(count, opened.packing)
-        positions = np.arange(position, position + count, dtype=np.int64)
+        # a row that nothing is written to is filler: after the end of the data every rank still has its batches, since
+        # the step is a collective
         sample_ids = np.full(count, -1, dtype=np.int64)
         moved: dict[tuple[int, int], CursorUpdate] = {}
-        located = opened.mixture.locate(positions)
-        for slot, (source, number) in enumerate(zip(*(part.tolist() for part in located), strict=True)):
+        sources, numbers = opened.mixture.locate(np.arange(position, position + count, dtype=np.int64))
+        for slot in range(count):
             if opened.end is not None and position + slot >= opened.end:
                 break
-            sample, move = opened.feeds[source].write(number, rows, slot)
-            sample_ids[slot] = sample + (source << SOURCE_BITS) if sample >= 0 else -1
+            source = int(sources[slot])
+            sample, move = opened.feeds[source].write(int(numbers[slot]), rows, slot)
+            if sample >= 0:
+                sample_ids[slot] = sample + (source << SOURCE_BITS)
             if move is not None:
-                moved[source, move.reader] = move
-        columns = (rows.tokens_BT, rows.targets_BT, rows.positions_BT, sample_ids, rows.lengths_B)
-        tokens_BT, targets_BT, positions_BT, sample_ids_B, lengths_B = map(torch.from_numpy, columns)
-        documents_BT = None if rows.documents_BT is None else torch.from_numpy(rows.documents_BT)
-        batch = Batch(tokens_BT, targets_BT, positions_BT, sample_ids_B, documents_BT, lengths_B)
+                moved[source, move.reader] = move  # the last row of a reader says where it is after the batch
+        batch = Batch(
+            tokens_BT=torch.from_numpy(rows.tokens_BT),
+            targets_BT=torch.from_numpy(rows.targets_BT),
+            positions_BT=torch.from_numpy(rows.positions_BT),
+            sample_ids_B=torch.from_numpy(sample_ids),
+            documents_BT=None if rows.documents_BT is None else torch.from_numpy(rows.documents_BT),
+            lengths_B=torch.from_numpy(rows.lengths_B),
+        )
         return batch, [(source, move) for (source, _), move in moved.items()]
 
 
@@ -133,16 +143,21 @@ class DataLoader:
             for source, feed in zip(opened.names, opened.feeds, strict=True)
             for name, mark in feed.files.items()
         }
-        self.whole_files = [
-            replace(file, name=f"{source}: {file.name}") if several else file
-            for source, feed in zip(opened.names, opened.feeds, strict=True)
-            for file in feed.whole_files
-        ]
         self._opened, self._share, self._options = opened, share, options
-        self._pins = options.pin_memory and torch.cuda.is_available()
+        self._pins = options.pin_memory and accelerator.pins_memory()
         self._places = [ReaderCursors(feed.num_readers) for feed in opened.feeds]
         self._batches: Iterator[BatchWithCursors | ShardtrainError] | None = None
         self.seek(samples_consumed)
+
+    @cached_property
+    def whole_files(self) -> list[WholeFile]:
+        """The files of all sources, to be hashed; made when the first rank asks for them."""
+        several = len(self._opened.feeds) > 1
+        return [
+            replace(file, name=f"{source}: {file.name}") if several else file
+            for source, feed in zip(self._opened.names, self._opened.feeds, strict=True)
+            for file in feed.whole_files()
+        ]
 
     @property
     def samples_consumed(self) -> int:
@@ -162,7 +177,7 @@ class DataLoader:
         """Stand where all ranks together have consumed this many samples.
 
         ``cursors`` are what ``cursors()`` gave there, over all ranks. Without them datasets that are read as training
-        goes on are read again up to this point; all others are there at once. Worker processes end, and others begin
+        continues are read again up to this point; all others are there at once. Worker processes end, and others begin
         with the next batch.
         """
         self._batches = None
@@ -179,6 +194,14 @@ class DataLoader:
     def has_ended(self) -> bool:
         """Whether the data are known to have ended before the step that comes, or is being read."""
         return self.end is not None and self.samples_consumed >= self.end
+
+    @property
+    def rows_of_sources(self) -> dict[str, int]:
+        """Rows of each source consumed so far, where there are several."""
+        opened = self._opened
+        if len(opened.names) < 2:
+            return {}
+        return dict(zip(opened.names, opened.mixture.rows_before(self.samples_consumed).tolist(), strict=True))
 
     def cursors(self, samples_consumed: int | None = None) -> npt.NDArray[np.int64]:
         """Where the readers of all feeds stand, (readers, 3): -1 for those of which another rank knows.
@@ -204,8 +227,9 @@ class DataLoader:
         if self._handed % self._share.accumulation == 0:
             if self.has_ended:
                 raise StopIteration
-            for places in self._places:
-                places.mark()
+            if self.num_readers:
+                for places in self._places:
+                    places.mark()
             self.step_hash = 0
             after = self._opened.mixture.rows_before(self.samples_consumed + self.global_batch)
             for source, epoch in enumerate(self._epochs_after(after.tolist())):
@@ -276,7 +300,8 @@ def open_dataloader(
             raise ConfigError(Problem(f"{word}.{key}", getattr(section, key), "must be at least 1", "use 1 or more"))
     opened = open_data(config, section, shuffle=shuffle, loop=loop)
     share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
-    if section.dataloader.pin_memory and not torch.cuda.is_available():
-        logger.warning("%s.dataloader.pin_memory=true has no effect without a CUDA device", word)
-    warn_duplicate_tokenization(opened, share, max(1, section.dataloader.num_workers))
+    if section.dataloader.pin_memory and not accelerator.pins_memory():
+        logger.warning("%s.dataloader.pin_memory=true has no effect without an accelerator", word)
+    if any(feed.num_readers for feed in opened.feeds):
+        warn_duplicate_tokenization(opened, share, max(1, section.dataloader.num_workers))
     return DataLoader(opened, share, section.dataloader, samples_consumed)

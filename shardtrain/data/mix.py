@@ -38,18 +38,15 @@ class Mixture:
         self.num_sources = len(stages[0].weights)
         self.fingerprint = repr(list(stages)) if self.num_sources > 1 else ""
         self._cycles = [_cycle(stage.weights) for stage in stages]
-        # before[i][s]: rows of source i among the first s of a cycle
-        self._before = []
-        for cycle in self._cycles:
-            counts = np.zeros((self.num_sources, CYCLE + 1), dtype=np.int64)
-            for source in range(self.num_sources):
-                np.cumsum(cycle == source, out=counts[source, 1:])
-            self._before.append(counts)
+        # rows of each source in a cycle, and before[s]: rows of the source at place s among the places before it. Not
+        # a table of all sources at all places: with 500 of them that is a quarter of a gigabyte a stage
+        self._per_cycle = [np.bincount(cycle, minlength=self.num_sources) for cycle in self._cycles]
+        self._before = [_rows_before(cycle) for cycle in self._cycles]
         self.unread = [
             (number, source)
             for number, stage in enumerate(stages)
             for source, weight in enumerate(stage.weights)
-            if weight > 0 and not self._before[number][source, CYCLE]
+            if weight > 0 and not self._per_cycle[number][source]
         ]
         self._starts = [0, *(stage.stop or 0 for stage in stages[:-1])]
         self._stops = [*self._starts[1:], None]
@@ -65,13 +62,13 @@ class Mixture:
         sources, numbers = np.empty_like(positions), np.empty_like(positions)
         stages = np.searchsorted(np.asarray(self._starts), positions, side="right") - 1
         for stage in np.unique(stages).tolist():
-            here = stages == stage
-            place = positions[here] - self._starts[stage]
+            in_stage = stages == stage
+            place = positions[in_stage] - self._starts[stage]
             cycles, within = place // CYCLE, place % CYCLE
             source = self._cycles[stage][within].astype(np.int64)
-            before = self._before[stage]
-            sources[here] = source
-            numbers[here] = self._given[stage][source] + cycles * before[source, CYCLE] + before[source, within]
+            sources[in_stage] = source
+            earlier = self._given[stage][source] + cycles * self._per_cycle[stage][source]
+            numbers[in_stage] = earlier + self._before[stage][within]
         return sources, numbers
 
     def rows_before(self, position: int) -> _Ints:
@@ -82,20 +79,27 @@ class Mixture:
     def first_position_beyond(self, source: int, rows: int) -> int | None:
         """The position that would be row number ``rows`` of a source, or None if it never gives so many."""
         for stage, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True)):
-            wanted, before = rows - int(self._given[stage][source]), self._before[stage][source]
-            per_cycle = int(before[CYCLE])
-            if per_cycle == 0:
+            own = np.flatnonzero(self._cycles[stage] == source)
+            if not len(own):
                 continue
-            cycles, rest = divmod(wanted, per_cycle)
-            # the place at which this many of the cycle's rows were given and one more is
-            place = start + cycles * CYCLE + int(np.searchsorted(before, rest, side="right")) - 1
+            cycles, rest = divmod(rows - int(self._given[stage][source]), len(own))
+            place = start + cycles * CYCLE + int(own[rest])
             if stop is None or place < stop:
                 return place
         return None
 
     def _count(self, stage: int, length: int) -> _Ints:
-        before = self._before[stage]
-        return (length // CYCLE) * before[:, CYCLE] + before[:, length % CYCLE]
+        cycles, rest = divmod(length, CYCLE)
+        return cycles * self._per_cycle[stage] + np.bincount(self._cycles[stage][:rest], minlength=self.num_sources)
+
+
+def _rows_before(cycle: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
+    """At each place of a cycle, how many rows of its source came before it."""
+    order = np.argsort(cycle, kind="stable")  # the places of source 0, of source 1, ...
+    counts = np.bincount(cycle)
+    found = np.empty(CYCLE, dtype=np.int32)
+    found[order] = np.arange(CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)
+    return found
 
 
 def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:

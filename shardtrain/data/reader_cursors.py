@@ -32,9 +32,12 @@ class ReaderCursors:
 
     def at(self, rows: int) -> npt.NDArray[np.int64]:
         """Cursors after this many rows of the feed, -1 where this rank's is an earlier one."""
-        due, found = _due(rows, len(self._rows)), np.full_like(self._cursors, -1)
-        for places, cursors in (self._before, (self._rows, self._cursors)):
-            found = np.where((places == due)[:, None], cursors, found)
+        due = _due(rows, len(self._rows))
+        found = np.full_like(self._cursors, -1)
+        # a save may come when this rank has read the next step already: then the cursors before that step count
+        for rows_of_readers, cursors in (self._before, (self._rows, self._cursors)):
+            is_there = rows_of_readers == due
+            found[is_there] = cursors[is_there]
         return found
 
 

@@ -27,6 +27,7 @@ from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.order import sample_at
 from shardtrain.data.reader_cursors import ReaderCursors
 from shardtrain.data.workers import in_order
+from shardtrain.ops import accelerator
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 Rows = Sequence[Any]
@@ -166,7 +167,7 @@ class RowDataLoader(DataLoader):
         self.end = None if feed.passes is None else feed.passes * self.places_per_epoch
         self.num_readers, self.ends_without_notice = 0, False
         self._opened, self._share, self._options = _Opened(feed), share, options  # type: ignore[assignment]
-        self._pins = options.pin_memory and torch.cuda.is_available()
+        self._pins = options.pin_memory and accelerator.pins_memory()
         self._places = [ReaderCursors(0)]
         self.seek(0)
 

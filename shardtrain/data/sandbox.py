@@ -141,7 +141,7 @@ def _bound(memory_bytes: int, seconds: int) -> None:
 
 
 def _open_tokenizer(request: Mapping[str, Any]) -> None:
-    from shardtrain.data.tokenizer import open_content
+    from shardtrain.data.tokenizers.open_file import open_content
 
     path = Path(request["path"])
     _bound(request["memory_bytes"], request["seconds"])

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 VERSION = 1
 INDEX = "index.json"
 STARTS = "starts.bin"
 UNFINISHED = "unfinished"
-"""Folder inside, of what ``shardtrain data prepare`` needs to go on."""
+"""Folder inside, of what ``shardtrain data prepare`` needs to continue."""
 DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "int32": np.dtype("<i4")}
 MAX_INDEX_BYTES = 2**28
 """A larger index is refused unread: one of 100,000 shards has 64 MiB."""
@@ -162,7 +162,7 @@ def _load(folder: Path, path: Path, option: str) -> dict[str, Any]:
         raise ConfigError(Problem(option, str(folder), rule, 'name a folder made by "shardtrain data prepare"'))
     if not path.is_file():
         if (folder / UNFINISHED).is_dir():
-            fix = 'start the same "shardtrain data prepare" again: it goes on where it stopped'
+            fix = 'start the same "shardtrain data prepare" again: it continues where it stopped'
             raise ConfigError(Problem(option, str(folder), "is not prepared to its end", fix))
         inner = sorted(f.parent.name for f in folder.glob(f"*/{INDEX}"))
         rule = f"has no {INDEX}"
@@ -174,7 +174,8 @@ def _load(folder: Path, path: Path, option: str) -> dict[str, Any]:
         table = json.loads(path.read_bytes())
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
-        raise ConfigError(Problem(option, str(path), rule, "make the file readable")) from error
+        unreadable = ConfigError(Problem(option, str(path), rule, "make the file readable"))
+        raise reading.trouble(path, error) or unreadable from error
     except (ValueError, RecursionError) as error:
         raise _broken(path, option, f"is not JSON ({error})") from error
     if not isinstance(table, dict):
@@ -243,7 +244,8 @@ def check_file(folder: Path, stored: StoredFile, option: str) -> None:
         raise _broken(path, option, "is missing") from None
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
-        raise ConfigError(Problem(option, str(path), rule, "make the file readable")) from error
+        unreadable = ConfigError(Problem(option, str(path), rule, "make the file readable"))
+        raise reading.trouble(path, error) or unreadable from error
     if size != stored.bytes:
         raise _broken(path, option, f"has {size} bytes, and {INDEX} says {stored.bytes}")
     if ends != stored.ends_sha256:

@@ -249,7 +249,7 @@ def storing(folder: Path) -> Iterator[None]:
             free = ""
         raise StorageError(
             f"cannot write {error.filename or folder}: {error.strerror or error}{free}; make room and start the same "
-            "command again: it goes on where it stopped"
+            "command again: it continues where it stopped"
         ) from error
 
 

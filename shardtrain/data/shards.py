@@ -23,6 +23,7 @@ from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.shard_index import DTYPES, INDEX, STARTS, Index, StoredFile, check_file, read_index
 from shardtrain.data.token_buffer import Mask, Tokens
 from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 _MAX_OPEN_FILES = 64
@@ -150,7 +151,8 @@ class _OpenFiles:
                     raise _changed(self._folder / stored.name, self._option)
                 at += count
         except OSError as error:
-            raise _changed(self._folder / stored.name, self._option, error.strerror) from error
+            path = self._folder / stored.name
+            raise reading.trouble(path, error) or _changed(path, self._option, error.strerror) from error
         return buffer
 
     def _descriptor(self, stored: StoredFile) -> int:
@@ -249,7 +251,9 @@ def _wrong_values(name: str, values: npt.NDArray[Any], index: Index, previous: i
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
         facts = path.stat()
-    except OSError:
+    except OSError as error:
+        if (trouble := reading.trouble(path, error)) is not None:
+            raise trouble from error
         return None
     return facts.st_size, facts.st_mtime_ns, facts.st_ino
 

@@ -1,4 +1,4 @@
-"""Rows tokenized as training goes on, by a fixed number of virtual readers among which the documents are dealt.
+"""Rows tokenized while training runs, by a fixed number of virtual readers among which the documents are dealt.
 
 Row k of a stream belongs to reader k % V, whatever the number of ranks or workers; whoever needs a row runs its reader.
 Over a table, reader v owns the slots v, v + V, v + 2V, ... of the epoch's permutation of all rows; over shards, it owns
@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data.document import Document, Encoder
-from shardtrain.data.feed import Cursor, CursorUpdate, digest
+from shardtrain.data.feed import Cursor, CursorUpdate, Watch, digest
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing import Packing, Sequences
@@ -28,7 +28,6 @@ from shardtrain.data.read_documents import BadRows
 from shardtrain.data.sources import BadRow, Row, Shards, Table
 from shardtrain.data.sources._files import FileSource
 from shardtrain.data.stream_pack import FRUITLESS_PASSES, Place, packer
-from shardtrain.data.watch import Watch
 from shardtrain.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ class StreamFeed:
         self._readers: dict[int, _Reader] = {}
         self._epoch = 0
         self._rows, self._cursors = 0, np.zeros((self.num_readers, 3), dtype=np.int64)
-        self.whole_files: list[WholeFile] = source.whole_files() if isinstance(source, FileSource) else []
         self._watch = Watch(source.check_unchanged, len(self.files))
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
@@ -100,6 +98,9 @@ class StreamFeed:
             self._cursors = cursors
         parts = self._cursors[:, 0].tolist()
         self._epoch = max(part // self.walk(reader).parts_per_epoch for reader, part in enumerate(parts))
+
+    def whole_files(self) -> list[WholeFile]:
+        return self.source.whole_files() if isinstance(self.source, FileSource) else []
 
     def epoch_after(self, rows: int) -> int:
         """See Feed: that of the foremost reader at the last ``seek``; what they give later tells the rest."""

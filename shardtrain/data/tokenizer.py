@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copyreg
 import hashlib
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.config import assets
 from shardtrain.data import sandbox
-from shardtrain.data.tokenizers import json_file, sentencepiece_model, tiktoken_model
 from shardtrain.data.tokenizers.byte import ByteTokenizer
+from shardtrain.data.tokenizers.json_file import JsonTokenizer
+from shardtrain.data.tokenizers.open_file import open_content
 from shardtrain.data.tokenizers.own import OwnTokenizer
+from shardtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from shardtrain.data.tokenizers.tiktoken_model import TiktokenTokenizer
+from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 __all__ = ["ByteTokenizer", "Ids", "Spans", "Tokenizer", "open_tokenizer"]
@@ -38,7 +43,7 @@ class Tokenizer(Protocol):
     """
 
     spec: str
-    """What ``open_tokenizer`` opens as this tokenizer: "bytes" or a path."""
+    """What ``open_tokenizer`` opens as this tokenizer: "bytes", "python_bpe" or a path."""
     vocab_size: int
     bos_id: int | None
     eos_id: int | None
@@ -80,7 +85,7 @@ class Tokenizer(Protocol):
 
 
 def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer:
-    """Open the tokenizer at a path: "bytes", a file, or a folder with ``tokenizer.json`` or else ``tokenizer.model``.
+    """Open "bytes", "python_bpe", a file, or a folder with ``tokenizer.json`` or else ``tokenizer.model``.
 
     The kind of a file is known by what it holds: ``tokenizer.json`` of the tokenizers library, a sentencepiece model,
     or the base64 ranks of tiktoken, which are taken as Llama 3's. A file of the user's that ends in .py is opened for
@@ -89,16 +94,16 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     Raises:
         ConfigError: when there is no such file, it cannot be read, or a library is missing.
     """
-    if path == "bytes":
+    if path == assets.BYTES:
         return ByteTokenizer()
     if path.endswith(".py") and option == OWN:
         # a path in the user's own config is code that the user chose; other options name artefacts
         return OwnTokenizer(path, option)
-    file = Path(path)
+    file = assets.tokenizer_folder(path)
     try:
         if file.is_dir():
             file = next((file / name for name in _NAMES if (file / name).exists()), file / _NAMES[0])
-        if not file.exists() and not Path(path).exists():
+        if not file.exists() and not assets.tokenizer_folder(path).exists():
             fix = 'name a tokenizer\'s file or folder, get one with "shardtrain data download", or use "bytes"'
             raise ConfigError(Problem(option, path, "does not exist", fix))
         if not file.is_file():
@@ -110,7 +115,8 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
         content = file.read_bytes()
     except OSError as error:
         fix = "make the file readable"
-        raise ConfigError(Problem(option, path, f"cannot be read ({error.strerror})", fix)) from error
+        unreadable = ConfigError(Problem(option, path, f"cannot be read ({error.strerror})", fix))
+        raise reading.trouble(path, error) or unreadable from error
     if not content:
         raise ConfigError(Problem(option, str(file), "is empty", "copy or download it again"))
     if content.startswith(b"version https://git-lfs"):
@@ -119,19 +125,11 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     digest = hashlib.sha256(content).hexdigest()
     request = {"path": str(file.absolute()), "sha256": digest, "option": option, "spec": path}
     try:
-        sandbox.prove("tokenizer", request, digest)
+        if not assets.is_built_in(path):
+            sandbox.prove("tokenizer", request, digest)
     except sandbox.Refused as refused:
         raise ConfigError(Problem(option, str(file), str(refused), "use another tokenizer's files")) from None
     return open_content(file, content, option, path)
-
-
-def open_content(file: Path, content: bytes, option: str, path: str) -> Tokenizer:
-    """Open a tokenizer whose file has been read, in this process. Raises as ``open_tokenizer``."""
-    if file.suffix == ".json" or content[:1] == b"{":
-        return json_file.JsonTokenizer(file, content, option, path)
-    if tiktoken_model.looks_like(content):
-        return tiktoken_model.TiktokenTokenizer(file, content, option, path)
-    return sentencepiece_model.SentencePieceTokenizer(file, content, option, path)
 
 
 def reopen(spec: str, option: str, fingerprint: str) -> Tokenizer:
@@ -144,3 +142,12 @@ def reopen(spec: str, option: str, fingerprint: str) -> Tokenizer:
     if tokenizer.fingerprint != fingerprint:
         raise ConfigError(Problem(option, spec, "was changed while it was in use", "start again with files at rest"))
     return tokenizer
+
+
+def _by_reopening(tokenizer: Any) -> tuple[Callable[..., Tokenizer], tuple[str, str, str]]:
+    return reopen, (tokenizer.spec, tokenizer.option, tokenizer.fingerprint)
+
+
+# libraries' tokenizers cannot be pickled, or not without their files' content: the copy opens the same file again
+for _kind in (JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, OwnTokenizer):
+    copyreg.pickle(_kind, _by_reopening)

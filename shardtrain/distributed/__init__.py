@@ -13,6 +13,7 @@ from shardtrain.distributed import (
     compile,
     context_parallel,
     expert_parallel,
+    float8,
     fsdp,
     pipeline_parallel,
     reading,
@@ -21,8 +22,7 @@ from shardtrain.distributed import (
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
 from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
 from shardtrain.layout import Layout
-from shardtrain.ops import cpu_kernels, onednn_linear
-from shardtrain.ops.cross_entropy import ChunkFunction, split_vocabulary_chunk_loss
+from shardtrain.ops import cpu_kernels, onednn_linear, rms_norm
 
 __all__ = ["BATCH_AXES", "LOSS_AXES", "STEPS", "Mesh", "Runner", "build", "parallelize"]
 
@@ -38,25 +38,35 @@ STEPS: tuple[Callable[[nn.Module, Layout, Mesh, Config], None], ...] = (
 """What happens to each part of a model, in order; cutting it into pipeline stages comes before."""
 
 
+def use_chosen_kernels(model: nn.Module) -> None:
+    """Let a model's linear layers and norms be computed by the kernels that this CPU has chosen, in place."""
+    if cpu_kernels.chosen().uses("onednn_linear"):
+        onednn_linear.use(model)
+    if cpu_kernels.chosen().uses("rms_norm"):
+        rms_norm.use(model)
+
+
 def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vocab_size: int) -> Runner:
     """Cut, swap and shard a model that is still on the meta device; no memory is used before ``materialize``."""
     if config.training.dtype != "float32":
         model.to(getattr(torch, config.training.dtype))
     if layout.expert:
         expert_parallel.mesh_of_experts(mesh, config)  # by all ranks together, also those of a stage without experts
-    context_parallel.check_cores(model, layout, mesh, config)
-    if mesh.device.type == "cpu" and cpu_kernels.chosen().uses("onednn_linear"):
-        onednn_linear.use(model)
+    if mesh.size("cp", "tp") > 1:
+        context_parallel.check_cores(model, layout, mesh, config)
+    if config.model.converters:
+        float8.convert(model, layout, mesh, config)
+    if mesh.device.type == "cpu":
+        use_chosen_kernels(model)
+    has_experts = expert_parallel.has_experts([model])
     piped = mesh.size("pp") > 1
     modules = pipeline_parallel.cut(model, layout, mesh, config) if piped else [model]
     for module in modules:
         for step in STEPS:
             step(module, layout, mesh, config)
-    parts = ModelParts(modules, mesh, config, _chunk_loss(mesh, config, vocab_size))
-    return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size) if piped else PlainRunner(parts)
-
-
-def _chunk_loss(mesh: Mesh, config: Config, vocab_size: int) -> ChunkFunction | None:
+    vocabulary = None
     if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
-        return split_vocabulary_chunk_loss(tensor_parallel.SplitVocabulary(mesh, vocab_size))
-    return compile.compiled_chunk_loss(config)
+        vocabulary = tensor_parallel.SplitVocabulary(mesh, vocab_size)
+    chunk_loss = compile.compiled_chunk_loss(config) if vocabulary is None else None
+    parts = ModelParts(modules, mesh, config, chunk_loss, vocabulary, has_experts)
+    return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size) if piped else PlainRunner(parts)

@@ -20,15 +20,15 @@ from shardtrain.config import stages
 from shardtrain.config.schema import ActivationCheckpoint, Config
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
-from shardtrain.ops import document_mask, onednn_linear  # noqa: F401  they register operations that are named below
+from shardtrain.ops import accelerator, document_mask, onednn_linear  # noqa: F401  they register operations that are named below
 
 _LINEAR = (torch.ops.aten.linear.default, torch.ops.shardtrain.onednn_product.default)
 """Matmuls that are given the weight as it is; the others are given its transpose."""
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *_LINEAR)
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default, *_LINEAR)
 
 
 def _weight_shape(operation: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """The (out, in) shape of the weight that a matmul multiplies by."""
+    """The (out, in) shape of the weight that a matmul multiplies by; one in float8 is given its transpose too."""
     if operation in _LINEAR:
         return tuple(arguments[1].shape)
     return tuple(reversed(arguments[2 if operation is torch.ops.aten.addmm.default else 1].shape))
@@ -49,7 +49,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         if index % every == 0:
             path = f"{layout.layers}.{name}"
             contexts = _selective_contexts(layer, path, options, repeats) if per_operation else None
-            _recompute(layer, options, contexts, pin_memory=mesh.device.type == "cuda")
+            _recompute(layer, options, contexts, pin_memory=accelerator.pins_memory(mesh.device))
 
 
 def _recompute(
@@ -168,6 +168,9 @@ def _set_memory_budget(options: ActivationCheckpoint, dump_folder: str) -> None:
     import torch._functorch.config as compiler  # loads the compiler; needed by this mode alone
 
     compiler.activation_memory_budget = options.memory_budget
+    # of split layers the graph has process groups, which hold no tensors, and whose size PyTorch 2.13 will not guess
+    if hasattr(compiler, "unsafe_treat_script_objects_as_zero_size"):
+        compiler.unsafe_treat_script_objects_as_zero_size = True
     if options.visualize_memory_budget_pareto:
         compiler.visualize_memory_budget_pareto = True
         compiler.memory_budget_pareto_dir = f"{dump_folder}/memory_budget_pareto"

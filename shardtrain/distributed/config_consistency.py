@@ -23,6 +23,7 @@ from shardtrain.utils.errors import ConfigError, PeerError
 OWN_TO_A_NODE = ("job.dump_folder",)
 """Options that nodes without a shared filesystem may set differently."""
 _POLL_SECONDS = 0.05
+_ASKED_AT_A_TIME = 32
 _HEARD_SECONDS = 5.0
 """How long the first rank waits, after a difference, for the others to read of it."""
 _OPTIONS = "options"
@@ -33,7 +34,7 @@ def facts_of(config: Config, world_size: int) -> dict[str, str]:
     return {
         "number of ranks": str(world_size),
         "shardtrain": __version__,
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),  # its own type parses both versions in each comparison
         "python": platform.python_version(),
         _OPTIONS: hashlib.sha256(json.dumps(_flat(config)).encode()).hexdigest(),
     }
@@ -78,18 +79,23 @@ def _compare(store: Any, config: Config, own: Mapping[str, str], world_size: int
     """What differs between ranks, as a sentence; empty when nothing does."""
     deadline = time.monotonic() + config.comm.init_timeout_seconds
     found: dict[int, tuple[dict[str, str], dict[str, Any]]] = {0: (dict(own), {})}
-    missing = list(range(1, world_size))
-    while missing and not any(facts != own for facts, _ in found.values()):
-        here = [rank for rank in missing if store.check([f"facts-{rank}"])]
-        for rank in here:
+    missing, differs = list(range(1, world_size)), False
+    while missing and not differs:
+        # some at a time, and those that have not come again after all others: what the store is asked while ranks are
+        # awaited does not grow with their number
+        asked, missing = missing[:_ASKED_AT_A_TIME], missing[_ASKED_AT_A_TIME:]
+        arrived = [rank for rank in asked if store.check([f"facts-{rank}"])]
+        for rank in arrived:
             facts, differing = json.loads(store.get(f"facts-{rank}"))
             found[rank] = facts, differing
-        missing = [rank for rank in missing if rank not in found]
+            differs |= facts != own
+        missing += [rank for rank in asked if rank not in found]
         if missing and time.monotonic() > deadline:
+            missing.sort()
             ranks = ", ".join(map(str, missing[:8])) + ("" if len(missing) < 9 else f" and {len(missing) - 8} more")
             limit = f"comm.init_timeout_seconds={config.comm.init_timeout_seconds}"
             raise PeerError(f"rank {ranks} has not come within {limit}; look at its log, or raise the limit")
-        time.sleep(_POLL_SECONDS if missing else 0)
+        time.sleep(0 if arrived else _POLL_SECONDS)
     return "; ".join(_differences(own, found, _flat(config)))
 
 

@@ -114,18 +114,13 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
         return
     if layout.context:
         _check_each_core(model, layout, mesh, config)
-    broken, axis, option = None, AXIS, "parallelism.context_parallel_degree"
-    if split and layout.context:
-        broken = token_mixing.outside_of_cores(model, layout)
-    if broken is None and dealt and config.task.name in OF_NEXT_TOKENS:  # other tasks may take the first token
-        broken, axis, option = (
-            token_mixing.outside_of_gathered(model, layout),
-            "tp",
-            "parallelism.tensor_parallel_degree",
-        )
-    if broken:
-        rule = f"splits sequences, and the model {broken.rule}"
-        raise ConfigError(Problem(option, mesh.size(axis), rule, f"{broken.fix}, or set the degree to 1"))
+    if split and layout.context and (broken := token_mixing.outside_of_cores(model, layout)):
+        rule, fix = f"splits sequences, and the model {broken.rule}", f"{broken.fix}, or set the degree to 1"
+        raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
+    # between layers tensor parallelism splits sequences too; another task than the next token may take the first one
+    if dealt and config.task.name in OF_NEXT_TOKENS and (broken := token_mixing.outside_of_gathered(model, layout)):
+        rule, fix = f"splits sequences, and the model {broken.rule}", f"{broken.fix}, or set the degree to 1"
+        raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size("tp"), rule, fix))
 
 
 def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -179,4 +174,4 @@ def document_argument(batches: Sequence[Batch]) -> dict[str, Tensor]:
         return {}
     if len(given) < len(all_documents):
         raise ValueError("of the micro-batches of a step, some have documents_BT and some have none")
-    return {"documents_BT": given[0] if len(given) == 1 else torch.cat(given)}
+    return {"documents_BT": document_mask.joined(given)}

@@ -11,8 +11,7 @@ from shardtrain.distributed import context_parallel
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.mesh import LOSS_AXES
-from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
-from shardtrain.distributed.tensor_parallel import AXIS, SplitVocabulary
+from shardtrain.distributed.runner import PlainRunner, Runner
 from shardtrain.ops.distillation_loss import Mix, distillation_sum
 from shardtrain.ops.targets import IGNORE
 
@@ -20,12 +19,10 @@ from shardtrain.ops.targets import IGNORE
 class DistillationRunner(PlainRunner):
     """See PlainRunner; ``teacher`` is put there before the first step. ``evaluate`` is the student's cross-entropy."""
 
-    def __init__(self, plain: Runner, mix: Mix, vocab_size: int) -> None:
-        super().__init__(ModelParts(plain.parts, plain._mesh, plain._config, plain._chunk_loss))
+    def __init__(self, plain: Runner, mix: Mix) -> None:
+        super().__init__(plain.model_parts)
         self.teacher: nn.Module | None = None
-        self._mix, self._vocabulary = mix, None
-        if self._mesh.size(AXIS) > 1 and not self._config.parallelism.disable_loss_parallel:
-            self._vocabulary = SplitVocabulary(self._mesh, vocab_size)
+        self._mix = mix
         self._sums_3 = torch.zeros(3, dtype=torch.float64, device=self._mesh.device)
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
@@ -45,7 +42,7 @@ class DistillationRunner(PlainRunner):
 
     def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
         assert self.teacher is not None, "the teacher is opened before the first step"
-        tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, self._mesh, self._config)
+        tokens_Bt, targets_Bt, positions_Bt = self._cut(batch)
         documents = context_parallel.document_argument([batch])
         with torch.no_grad():
             teacher_BtV = self.teacher(tokens_Bt, positions_Bt, **documents)

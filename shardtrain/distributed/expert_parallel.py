@@ -27,6 +27,7 @@ from shardtrain.distributed.local_weights import use_local_weights
 from shardtrain.distributed.mesh import LOSS_AXES, Mesh
 from shardtrain.layout import Layout, matches
 from shardtrain.lora.linear import is_adapter
+from shardtrain.ops.accelerator import read
 from shardtrain.ops.row_order import inverse_of, permute
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -124,11 +125,12 @@ def load(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def update_biases(parts: Sequence[nn.Module], mesh: Mesh) -> None:
+def update_biases(parts: Sequence[nn.Module], mesh: Mesh, applies: Tensor | None = None) -> None:
     """Raise the bias of experts that got fewer tokens than the mean, lower that of others (Wang et al. 2024).
 
     bias += load_balance_coeff * sign(mean - count), once per optimizer step, with the tokens of all ranks and batches;
-    the comparison is exact, so no mesh changes it. A collective: one small sum per token axis.
+    the comparison is exact, so no mesh changes it. A collective: one small sum per token axis. Where ``applies`` is
+    false nothing changes.
     """
     routers_learn = (moe for moe in _all_blocks(parts) if moe.router.gate.weight.requires_grad)
     blocks = [moe for moe in routers_learn if moe.router.expert_bias is not None]
@@ -138,6 +140,8 @@ def update_biases(parts: Sequence[nn.Module], mesh: Mesh) -> None:
     summed = mesh.sum(torch.cat(counts), over=TOKEN_AXES).split([count.numel() for count in counts])
     for moe, count_E in zip(blocks, summed, strict=True):
         direction_E = (count_E.sum() - count_E * count_E.numel()).sign()
+        if applies is not None:
+            direction_E = direction_E * applies
         moe.router.expert_bias.add_(direction_E, alpha=moe.routing.load_balance_coeff)
 
 
@@ -180,8 +184,8 @@ class AllToAllDispatch(nn.Module):
         received_E = torch.empty_like(count_E)  # (rank, expert here): what each rank sends to each expert of this one
         dist.all_to_all_single(received_E, count_E.contiguous(), group=self._group)
         count_re, received_re = count_E.view(ranks, -1), received_E.view(ranks, -1)
-        # the one wait of the host for the device: sizes of messages are numbers of the host
-        sent, received = torch.stack((count_re.sum(1), received_re.sum(1))).tolist()
+        # sizes of messages are numbers of the host, which waits for them: once for each layer and micro-batch
+        sent, received = read(torch.stack((count_re.sum(1), received_re.sum(1))), "rows of experts to exchange")
         rows_PD = _Exchange.apply(x_RD, received, sent, self._group)
         local_E = torch.arange(received_re.size(1), device=x_RD.device).repeat(ranks)
         expert_P = local_E.repeat_interleave(received_E, output_size=sum(received))

@@ -6,19 +6,23 @@ gradients reduced in the reduce type, on one process as on thousands. Must run l
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional as F
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.distributed import expert_parallel
+from shardtrain.distributed import expert_parallel, shared_memory
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout
+from shardtrain.ops import accelerator
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -26,7 +30,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 def is_needed(mesh: Mesh, config: Config) -> bool:
     """Whether one process has anything to do here: other ranks, another compute type, or offloading."""
     mixed = derived.compute_dtype(config) != config.training.dtype
-    return mesh.device_mesh.size() > 1 or mixed or config.training.enable_cpu_offload
+    return mesh.device_mesh.size() > 1 or mixed or offloads(config, mesh.device)
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -38,6 +42,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
                 module.forward = partial(_embedding_summed_in_float32, module)  # type: ignore[method-assign]
     if not is_needed(mesh, config):
         return
+    if not config.model.name.endswith(".py"):
+        # FSDP warns of in-place operations on outputs that are views; models of this package have none
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     _check_parameters(model, layout)
     options: dict[str, Any] = {
         "mesh": mesh.data_mesh(),
@@ -61,12 +68,35 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             if with_parameters:
                 fully_shard(with_parameters, reshard_after_forward=reshard and not keep, **options)
     fully_shard(model, reshard_after_forward=reshard and not keep_last, **options)
+    if accelerator.is_accelerator(mesh.device):
+        gather_ahead(model, layout)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are sums: the loss was divided once, by the global count of tokens. gloo has no PREMUL_SUM,
             # which a divide factor of one would otherwise use, so plain sums are forced first.
             module.set_force_sum_reduction_for_comms(True)
             module.set_gradient_divide_factor(1.0)
+    if mesh.device.type == "cpu" and dist.get_backend() == "gloo":
+        shared_memory.use(model)
+
+
+def gather_ahead(model: nn.Module, layout: Layout) -> None:
+    """Let each unit of FSDP ask for the parameters of the next layer, with its experts, before it computes itself.
+
+    Without it a unit is asked for when it is reached. That is early enough while the host is ahead of its device, which
+    it is not where it waits within a layer, as for the rows of experts, or where layers are short. One more layer is
+    held in forward, as in backward anyway. Only of use where copies and collectives have queues of their own.
+    """
+    named = [*layout.first, *(f"{layout.layers}.{name}" for name in getattr(model, layout.layers)), *layout.last]
+    order = [units for name in named if (units := _units(model.get_submodule(name)))]
+    for unit, following in pairwise(order):
+        unit[0].set_modules_to_forward_prefetch(following)
+        following[0].set_modules_to_backward_prefetch(unit)
+
+
+def _units(module: nn.Module) -> list[FSDPModule]:
+    """A module that FSDP shards by itself and those within it; empty where it belongs to another unit."""
+    return [one for one in module.modules() if isinstance(one, FSDPModule)] if isinstance(module, FSDPModule) else []
 
 
 def _embedding_summed_in_float32(module: nn.Embedding, ids_BT: Tensor) -> Tensor:
@@ -152,8 +182,14 @@ def _reshard_after_forward(config: Config, mesh: Mesh) -> bool:
 
 
 def _offload_policy(config: Config, device: torch.device) -> OffloadPolicy:
-    # pinning needs an accelerator; on the CPU the parameters are in host memory anyway
-    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
+    if not offloads(config, device):
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=accelerator.pins_memory(device))
+
+
+def offloads(config: Config, device: torch.device) -> bool:
+    """Whether parameters lie in another memory than that of the device: on a CPU there is no other."""
+    return config.training.enable_cpu_offload and accelerator.is_accelerator(device)
 
 
 def _share_parameters(first: list[nn.Module], last: list[nn.Module]) -> bool:

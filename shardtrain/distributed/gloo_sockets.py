@@ -91,5 +91,5 @@ def _refuse_others(inodes: set[str]) -> None:
         if user is not None and row[9] != "0" and row[7] != user:
             raise PeerError(
                 f"the user with id {row[7]} of this machine connected to this run while its ranks did; no step was "
-                "made with it: start again, in a container or network namespace of its own if that goes on"
+                "made with it: start again, in a container or network namespace of its own if this persists"
             )

@@ -45,8 +45,8 @@ class Mesh:
         """This rank's place along the axes together, the last axis running fastest."""
         place = 0
         for axis in axes:
-            here = self.device_mesh.get_local_rank(axis) if self._exists(axis) else 0
-            place = place * self.sizes[axis] + here
+            rank = self.device_mesh.get_local_rank(axis) if self._exists(axis) else 0
+            place = place * self.sizes[axis] + rank
         return place
 
     def submesh(self, *axes: str) -> DeviceMesh:
@@ -75,7 +75,7 @@ class Mesh:
         return self._reduce(tensor, over, dist.ReduceOp.SUM)
 
     def sum_of_all(self, tensor: Tensor) -> Tensor:
-        """The sum of a small tensor over all ranks, in one collective."""
+        """The sum of a small tensor over all ranks, in one collective; one of the host's travels by gloo."""
         if self.device_mesh.size() > 1:
             tensor = tensor.clone()
             dist.all_reduce(tensor)

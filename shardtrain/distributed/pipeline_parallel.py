@@ -150,9 +150,12 @@ class PipelineRunner(Runner):
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """See Runner; all batches are micro-batches of one pass through the schedule."""
-        expert_parallel.before_step(self.parts, weight)
+        if self._has_experts:
+            expert_parallel.before_step(self.parts, weight)
         self._weight = weight
         self._ties.copy_weights(self.parts)
+        if self._before_pass:
+            self._before_pass()
         loss = self._run(self._schedule.step, batches)
         self._ties.sum_gradients(self.parts)
         return loss
@@ -161,11 +164,13 @@ class PipelineRunner(Runner):
         """See Runner; the batch must have as many rows as a training step."""
         self._weight = torch.ones((), device=self._mesh.device)
         self._ties.copy_weights(self.parts)
+        if self._before_pass:
+            self._before_pass()
         with torch.no_grad():
             return self._run(self._schedule.eval, [batch])
 
     def _run(self, method: Any, batches: Sequence[Batch]) -> Tensor:
-        pieces = [context_parallel.cut(batch, self._mesh, self._config) for batch in batches]
+        pieces = [self._cut(batch) for batch in batches]
         tokens_Bt, targets_Bt, positions_Bt = (torch.cat(column) for column in zip(*pieces, strict=True))
         losses: list[Tensor] = []
         keywords: dict[str, Any] = {self._positions_name: positions_Bt, **context_parallel.document_argument(batches)}
@@ -179,7 +184,7 @@ class PipelineRunner(Runner):
         return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
 
     def _loss(self, logits_BtV: Tensor, targets_Bt: Tensor) -> Tensor:
-        return cross_entropy_sum(logits_BtV, targets_Bt, self._weight, chunk=self._chunk_loss)
+        return cross_entropy_sum(logits_BtV, targets_Bt, self._weight, self._vocabulary, self._chunk_loss)
 
     def _build_schedule(self) -> Any:
         p = self._config.parallelism

@@ -15,6 +15,7 @@ from shardtrain.config.schema import Comm
 from shardtrain.distributed import gloo_sockets, signed_store
 from shardtrain.distributed.rendezvous import store_of_attempt
 from shardtrain.distributed.signed_store import ForgedError
+from shardtrain.ops import accelerator
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import STORE
 
@@ -32,11 +33,14 @@ class World:
 
 
 def pick_device_type(wanted: str) -> str:
-    """ "cpu" or "cuda" for ``training.device``; raises ConfigError where the device asked for is missing."""
-    available = torch.cuda.is_available()
-    if wanted == "cuda" and not available:
-        raise ConfigError(Problem("training.device", wanted, "finds no CUDA device", 'use "cpu" or "auto"'))
-    return "cuda" if available and wanted != "cpu" else "cpu"
+    """The type of device for ``training.device``; raises ConfigError where the one asked for is missing."""
+    found = accelerator.found()
+    if wanted == "auto":
+        return found if found in accelerator.CAN_TRAIN else "cpu"
+    if wanted not in ("cpu", found):
+        rule = f"finds no such device{f', and PyTorch finds {found} here' if found else ''}"
+        raise ConfigError(Problem("training.device", wanted, rule, 'use "cpu" or "auto"'))
+    return wanted
 
 
 @contextmanager
@@ -52,12 +56,10 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device_type = pick_device_type(device)
-    torch_device = torch.device(device_type, local_rank) if device_type == "cuda" else torch.device("cpu")
-    if device_type == "cuda":
-        torch.cuda.set_device(torch_device)
+    torch_device = accelerator.of_rank(device_type, local_rank)
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     given = STORE in os.environ
-    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    backend = accelerator.collectives(device_type)
     if size > gloo_sockets.MOST_IN_A_FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:

@@ -29,6 +29,7 @@ from shardtrain.utils.process import STORE
 
 POLL_SECONDS = 0.02
 _ASKED = "shardtrain/asked"
+_MOST_AT_ONCE = 65_536
 
 
 @contextmanager
@@ -98,7 +99,7 @@ def _answer(store: dist.Store | FolderStore, name: str, done: threading.Event) -
     seen, open_numbers = 0, set[int]()
     while not done.wait(POLL_SECONDS):
         try:
-            count = store.add(_ASKED, 0)
+            count = min(store.add(_ASKED, 0), seen + _MOST_AT_ONCE)  # anybody may count, and must not fill the memory
             open_numbers.update(range(seen + 1, count + 1))
             seen = count
             # a rank that was killed between taking a number and asking never does

@@ -8,20 +8,23 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import context_parallel, expert_parallel, fsdp
+from shardtrain.distributed import context_parallel, expert_parallel, float8, fsdp, grad_clip, loss_at_head
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.distributed.update_in_backward import UpdateInBackward
 from shardtrain.distributed.zero1 import SplitStates
 from shardtrain.layout import Draw
 from shardtrain.ops import init_weights
-from shardtrain.ops.cross_entropy import ChunkFunction, cross_entropy_sum
+from shardtrain.ops.cross_entropy import ChunkFunction, Vocabulary, cross_entropy_sum
 from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import tie, tied_names
+from shardtrain.utils.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,23 @@ class ModelParts:
     mesh: Mesh
     config: Config
     chunk_loss: ChunkFunction | None
+    vocabulary: Vocabulary | None = None
+    """How the columns of the logits are split over ranks, where they are."""
+    has_experts: bool = False
+    """Whether the whole model has experts, be they in this rank's share or not."""
 
 
 class Runner(ABC):
     """A model on a mesh."""
 
     def __init__(self, parts: ModelParts) -> None:
-        self.parts = parts.modules
+        self.model_parts, self.parts = parts, parts.modules
         self._mesh, self._config, self._chunk_loss = parts.mesh, parts.config, parts.chunk_loss
+        self._vocabulary = parts.vocabulary
+        self._has_experts = parts.has_experts
         self._split_states: SplitStates | None = None
+        self._before_pass: float8.BeforePass | None = None
+        self._in_backward: UpdateInBackward | None = None
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
@@ -62,18 +73,23 @@ class Runner(ABC):
     @property
     def counts_filler(self) -> bool:
         """Whether it matters which tokens of a batch are filler: to experts it does (``data.mark_filler``)."""
-        return expert_parallel.has_experts(self.parts)
+        return self._has_experts and expert_parallel.has_experts(self.parts)
 
     def own_targets(self, batches: Sequence[Batch]) -> int:
         """Target tokens whose loss this rank computes: with context parallelism those of its part of each sequence."""
         if not self.has_loss:
             return 0
-        targets = (context_parallel.cut(batch, self._mesh, self._config)[1] for batch in batches)
-        return sum(int((targets_Bt != IGNORE).sum()) for targets_Bt in targets)
+        return sum(int((self._cut(batch)[1] != IGNORE).sum()) for batch in batches)
+
+    def _cut(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, targets and positions of this rank's part of each sequence, each (B, T / cp)."""
+        if self._mesh.size("cp") == 1:
+            return batch.tokens_BT, batch.targets_BT, batch.positions_BT
+        return context_parallel.cut(batch, self._mesh, self._config)
 
     def materialize(self, draws: Mapping[str, Draw], seed: int) -> None:
         """Give the parameters memory and their initial values, equal on every mesh."""
-        offload = self._config.training.enable_cpu_offload
+        offload = fsdp.offloads(self._config, self._mesh.device)
         for part in self.parts:
             ties = tied_names(part)
             part.to_empty(device="cpu" if offload else self._mesh.device)
@@ -83,6 +99,7 @@ class Runner(ABC):
                     module._buffers[name] = torch.zeros_like(buffer, device=self._mesh.device)  # see LAYOUT.buffers
         for name, parameter in self.parameters().items():
             init_weights.draw_(parameter, name, draws[name], seed)
+        self._before_pass = float8.before_pass(self.parts, self._mesh, self._config)
         if self._config.parallelism.shard_optimizer_states:
             trained = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
             self._split_states = SplitStates(trained, self._mesh)
@@ -101,20 +118,45 @@ class Runner(ABC):
 
     def measures(self) -> dict[str, float]:
         """What a model of this kind reports of the last ``forward_backward``, equal on all ranks (a collective)."""
-        return expert_parallel.measure(self.parts, self._mesh)
+        return expert_parallel.measure(self.parts, self._mesh) if self._has_experts else {}
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates: the parameters, or this replica's slices of them."""
         return self.parameters() if self._split_states is None else self._split_states.slices
 
-    def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer change the parameters by their gradients, which are reduced, unscaled and clipped."""
+    def update_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer change each parameter in backward from now on; its learning rate is to be set before."""
+        self._in_backward = UpdateInBackward(optimizer, self.optimizer_parameters().values(), self._mesh)
+
+    def gradient_norm(self) -> Tensor:
+        """L2 norm of all gradients of the step, see ``grad_clip.gradient_norm`` (a collective)."""
+        if self._in_backward is not None:
+            return self._in_backward.norm()
+        return grad_clip.gradient_norm(self.counted_parameters().values(), self._mesh)
+
+    def update(self, optimizer: torch.optim.Optimizer, applies: Tensor | None = None) -> None:
+        """Let the optimizer change the parameters by their gradients, which are reduced, unscaled and clipped.
+
+        With ``applies``, a boolean scalar of the device, nothing changes where it is false; see
+        ``optim.decides_on_device``.
+        """
+        if self._in_backward is not None:
+            if self._has_experts:
+                expert_parallel.update_biases(self.parts, self._mesh)
+            return
         if self._split_states is not None:
             self._split_states.before_update()
+        if applies is not None:
+            # the fused kernels read this number on the device, and change neither weights nor state where it is 1:
+            # PyTorch's GradScaler skips an update by it, too
+            optimizer.found_inf = (~applies).float()  # type: ignore[attr-defined]
         optimizer.step()
+        if applies is not None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
         if self._split_states is not None:
             self._split_states.after_update()
-        expert_parallel.update_biases(self.parts, self._mesh)
+        if self._has_experts:
+            expert_parallel.update_biases(self.parts, self._mesh, applies)
 
     def forget_gradients(self) -> None:
         """Free all gradients."""
@@ -125,9 +167,17 @@ class Runner(ABC):
 class PlainRunner(Runner):
     """One whole model: forward, backward, one batch after the other."""
 
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__(parts)
+        self._loss_at_head: dict[int, bool] = {}
+        """By the tokens of a batch: whether the head gives the loss and not logits, decided once for each number."""
+
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """See Runner; the last batch's backward communicates the gradients of all."""
-        expert_parallel.before_step(self.parts, weight)
+        if self._has_experts:
+            expert_parallel.before_step(self.parts, weight)
+        if self._before_pass:
+            self._before_pass()
         # float64: hundreds of micro-batches, and then ranks, are added one by one
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for index, batch in enumerate(batches):
@@ -138,10 +188,31 @@ class PlainRunner(Runner):
         return total
 
     def evaluate(self, batch: Batch) -> Tensor:
+        if self._before_pass:
+            self._before_pass()
         with torch.no_grad():
             return self._loss(batch, torch.ones((), device=self._mesh.device))
 
     def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
-        tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, self._mesh, self._config)
-        logits_BtV = self.parts[0](tokens_Bt, positions_Bt, **context_parallel.document_argument([batch]))
-        return cross_entropy_sum(logits_BtV, targets_Bt, weight, chunk=self._chunk_loss)
+        model = self.parts[0]
+        tokens_Bt, targets_Bt, positions_Bt = self._cut(batch)
+        # documents are not cut: attention needs those of all tokens
+        documents = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
+        num_tokens = targets_Bt.numel()
+        if num_tokens not in self._loss_at_head:
+            self._loss_at_head[num_tokens] = loss_at_head.saves(model, num_tokens, self._mesh, self._config)
+        if self._loss_at_head[num_tokens]:
+            with loss_at_head.in_place_of_logits(model, targets_Bt, weight, self._chunk_loss):
+                return model(tokens_Bt, positions_Bt, **documents)  # type: ignore[no-any-return]
+        logits_BtV = model(tokens_Bt, positions_Bt, **documents)
+        _require_logits(logits_BtV, targets_Bt, self._config)
+        return cross_entropy_sum(logits_BtV, targets_Bt, weight, self._vocabulary, self._chunk_loss)
+
+
+def _require_logits(out: Any, targets_BT: Tensor, config: Config) -> None:
+    """Raise ConfigError where a model gives something else than logits (B, T, V) of the tokens that it was given."""
+    if isinstance(out, Tensor) and out.ndim == 3 and out.shape[:2] == targets_BT.shape:
+        return
+    given = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+    rule = f"gives {given} for tokens of shape {tuple(targets_BT.shape)}"
+    raise ConfigError(Problem("model.name", config.model.name, rule, "return one tensor of logits, (B, T, V)"))

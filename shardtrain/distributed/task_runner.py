@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.distributed import expert_parallel
-from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
+from shardtrain.distributed.runner import PlainRunner, Runner
 
 
 class TaskLoss(Protocol):
@@ -32,16 +32,11 @@ class TaskLoss(Protocol):
         ...
 
 
-def with_loss(runner: Runner, task: TaskLoss | None) -> Runner:
-    """The same parts of a model under the loss of a task; the runner itself where there is none."""
-    return runner if task is None else TaskRunner(runner, task)
-
-
 class TaskRunner(PlainRunner):
-    """See PlainRunner; batches are ``data.row_stream.RowBatch``."""
+    """The same parts of a model under the loss of a task; batches are ``data.row_stream.RowBatch``."""
 
     def __init__(self, plain: Runner, task: TaskLoss) -> None:
-        super().__init__(ModelParts(plain.parts, plain._mesh, plain._config, plain._chunk_loss))
+        super().__init__(plain.model_parts)
         self.task = task
 
     @property
@@ -61,7 +56,8 @@ class TaskRunner(PlainRunner):
             return loss.float(), self.task.predictions(outputs, batch)
 
     def _loss(self, batch: Any, weight: Tensor) -> Tensor:
-        expert_parallel.count(self.parts, bool(batch.num_rows))
+        if self._has_experts:
+            expert_parallel.count(self.parts, bool(batch.num_rows))
         outputs = self.task.forward(self.parts[0], batch)
         return self.task.loss_sum(outputs, batch, _weight(batch, weight)).float()
 

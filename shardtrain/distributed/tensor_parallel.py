@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -63,6 +64,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         rule = "needs LAYOUT.tensor of the model, which names no module"
         fix = f"give every weight one of the words {', '.join(TENSOR_WORDS)}, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
+    if problems := misnamed(model, layout):
+        raise ConfigError(problems)
     if config.parallelism.enable_async_tensor_parallel:
         _overlap_with_matmuls(mesh)
     ties, factors = tied_names(model), adapters.set_aside(model, partial(word_of, layout))
@@ -71,6 +74,27 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     adapters.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
     _deal_slopes(model, layout, mesh)
     _watch_dropout(model, layout, mesh, config)
+
+
+def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:
+    """Rules of LAYOUT.tensor that give the word of a linear to a module that is none; each rule is named once."""
+    fixes = {
+        "colwise": 'write "per_head" where dim 0 of its weights goes with the heads or features that a rank has, and '
+        'where it takes its sizes from them; else "replicate"',
+        "rowwise": "end in an nn.Linear",
+        "head": "end in an nn.Linear, which a module around it may scale or cap",
+    }
+    kinds = {"head": nn.Linear}
+    problems = {}
+    for path, module in model.named_modules():
+        rule = next((rule for rule in layout.tensor if matches(path, rule)), None)
+        word = "" if rule is None else layout.tensor[rule]
+        if word not in fixes or rule in problems or isinstance(module, nn.Identity):
+            continue
+        if not isinstance(module, kinds.get(word, nn.Linear | nn.Embedding)):
+            said = f"is for nn.Linear, and {path} is of class {type(module).__name__}"
+            problems[rule] = Problem(f"LAYOUT.tensor[{rule!r}]", word, said, fixes[word])
+    return list(problems.values())
 
 
 def _take_by_place(module: nn.Module) -> None:
@@ -305,13 +329,39 @@ class SplitHeadNumbers(ParallelStyle):
 
 
 class SplitEmbedding(RowwiseParallel):
-    """PyTorch's, with an output that has arrived: compiled modules lose the gradient of others (torch 2.13)."""
+    """PyTorch's, with an output that has arrived: compiled modules lose the gradient of others (torch 2.13).
+
+    A subclass with a forward of its own computes with rows that have arrived: what it makes of them may be no sum.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
+            own_forward = module.forward
+
+            def forward(*inputs: Any, **keywords: Any) -> Any:
+                with _ArrivedRows():
+                    return own_forward(*inputs, **keywords)
+
+            module.forward = forward  # type: ignore[method-assign]
+        return super()._apply(module, device_mesh)
 
     @staticmethod
     def _prepare_output_fn(
         output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Any, device_mesh: DeviceMesh
     ) -> Tensor:
+        if not isinstance(outputs, DTensor):
+            return outputs  # a part of the sequence already
         return outputs.redistribute(placements=output_layouts, async_op=False).to_local()  # type: ignore[no-any-return]
+
+
+class _ArrivedRows(TorchFunctionMode):
+    """What is looked up in a split table becomes this rank's part of the sequence at once, as a plain tensor."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is nn.functional.embedding and isinstance(result, DTensor):
+            return result.redistribute(placements=(Shard(1),), async_op=False).to_local()
+        return result
 
 
 class WholeEmbedding(WholeWeights):
@@ -393,3 +443,9 @@ class SplitVocabulary:
         """Sum over the ranks, in place."""
         dist.all_reduce(values, group=self._group)
         return values
+
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of each rank, along a new first dimension."""
+        ranks = [torch.empty_like(values) for _ in range(self._group.size())]
+        dist.all_gather(ranks, values, group=self._group)
+        return torch.stack(ranks)

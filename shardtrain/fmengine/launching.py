@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardtrain import cli, config
+from shardtrain.config.command_line import Option, take
 from shardtrain.tools import migrate
 from shardtrain.tools.migrate.fmengine import FLAG
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
@@ -17,12 +18,12 @@ from shardtrain.utils.errors import ConfigError, Problem, StorageError
 HOSTFILE = "/job/hostfile"
 """What DeepSpeed takes where no --hostfile is given."""
 _PROGRAM = re.compile(r"(^|.*/)cli/train\.py|train\.py")
-_VALUES = {
-    "--hostfile": "hostfile", "-H": "hostfile", "--include": "include", "-i": "include", "--exclude": "exclude",
-    "-e": "exclude", "--num_nodes": "num_nodes", "--num_gpus": "num_gpus", "--num_accelerators": "num_gpus",
-    "--master_port": "master_port", "--master_addr": "master_addr", "--launcher": "launcher",
-    "--launcher_args": "launcher_args", "--ssh_port": "ssh_port",
-}  # fmt: skip
+_VALUES = (
+    *("--hostfile", "--include", "--exclude", "--num_nodes", "--num_gpus", "--master_port", "--master_addr"),
+    *("--launcher", "--launcher_args", "--ssh_port"),
+)
+_ALSO = {"-H": "--hostfile", "-i": "--include", "-e": "--exclude", "--num_accelerators": "--num_gpus"}
+"""Other names of some of them."""
 _FLAGS = {"--force_multi", "--no_local_rank", "--enable_each_rank_log", "--save_pid", "--no_ssh_check"}
 """Options of DeepSpeed's launcher that change nothing of what is trained here."""
 _CARRIED = ("NCCL_", "UCX_", "PYTHONPATH")
@@ -100,27 +101,22 @@ def commands(words: list[str]) -> int:
 
 
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The launcher's options, and the program's flags."""
-    options: dict[str, str] = {}
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if not word.startswith("-"):
-            if not _PROGRAM.fullmatch(word):
-                rule = "is not FMEngine's cli/train.py, which alone is started so"
-                raise ConfigError(Problem("deepspeed", word, rule, "start other programs with DeepSpeed itself"))
-            return options, words
-        if name in _VALUES:
-            text = value if equals else (words.pop(0) if words else "")
-            if not text or text.startswith("--"):
-                raise ConfigError(Problem(name, text or None, "has no value", f"write {name} VALUE", "command line"))
-            options[_VALUES[name]] = text
-        elif word not in _FLAGS:
-            known = ", ".join([*_VALUES, *sorted(_FLAGS)])
+    """The launcher's options by name, without their dashes, and the program's flags."""
+    at = next((n for n, word in enumerate(words) if _PROGRAM.fullmatch(word)), len(words))
+    taken = take(words[:at], dict.fromkeys((*_VALUES, *_ALSO), Option()), sorted(_FLAGS))
+    for word in ("--help",) if taken.help else taken.rest:
+        if word.startswith("-"):
+            name, _, value = word.partition("=")
+            known = ", ".join([*_VALUES, *_ALSO, *sorted(_FLAGS)])
             raise ConfigError(Problem(name, value or None, "is not followed here", f"known are {known}", "deepspeed"))
-    raise ConfigError(
-        Problem("deepspeed", None, "names no program", "write cli/train.py and its flags", "command line")
-    )
+        rule = "is not FMEngine's cli/train.py, which alone is started so"
+        raise ConfigError(Problem("deepspeed", word, rule, "start other programs with DeepSpeed itself"))
+    if at == len(words):
+        raise ConfigError(
+            Problem("deepspeed", None, "names no program", "write cli/train.py and its flags", "command line")
+        )
+    given = {_ALSO.get(name, name): value for name, value in taken.own.items() if name not in _FLAGS}
+    return {name[2:]: value for name, value in given.items()}, words[at + 1 :]
 
 
 def _hosts(options: dict[str, str]) -> list[str]:

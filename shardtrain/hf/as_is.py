@@ -125,7 +125,7 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
             f"{weights.folder} holds {config.class_name} under names that transformers converts as it opens them, such "
             f"as {min(surplus)}; train it with a model file of this package, where there is one"
         )
-    if _is_another(config):
+    if config.class_name not in (architecture.read(config.path).architectures or []):
         new = [ours for ours in missing if not ours.partition(".")[2].startswith(prefix)]
         passed += [re.escape(name) for name in surplus if not name.startswith(prefix)]
         for ours in new:
@@ -203,7 +203,3 @@ def _same(weights: HubWeights, one: str, other: str) -> bool:
         return False
     box = [slice(0, size) for size in weights.shape(one)]
     return torch.equal(weights.read(one, box), weights.read(other, box))
-
-
-def _is_another(config: Any) -> bool:
-    return config.class_name not in (architecture.read(config.path).architectures or [])

@@ -98,22 +98,22 @@ class Writer:
                 raise CheckpointError(f"checkpoint {self.wanted.checkpoint}: {damage}; use another one")
 
     def write_weights(
-        self, folder: Path, file: str, go_on: Callable[[], None] = lambda: None, wait_seconds: float = 0.0
+        self, folder: Path, file: str, check_cancelled: Callable[[], None] = lambda: None, wait_seconds: float = 0.0
     ) -> StoredFile:
-        """Write one file of weights; ``go_on`` is called between pieces, and may raise. Raises OSError.
+        """Write one file of weights; ``check_cancelled`` is called between pieces, and may raise. Raises OSError.
 
         ``wait_seconds`` is how long the folder, which another node may have made, may take to be seen from here.
         """
-        return files.write_hashed(folder / file, self.blocks(file, go_on), wait_seconds)
+        return files.write_hashed(folder / file, self.blocks(file, check_cancelled), wait_seconds)
 
-    def blocks(self, file: str, go_on: Callable[[], None]) -> Iterator[memoryview]:
-        """The bytes of one file of weights, in pieces; ``go_on`` is called before each, and may raise."""
+    def blocks(self, file: str, check_cancelled: Callable[[], None]) -> Iterator[memoryview]:
+        """The bytes of one file of weights, in pieces; ``check_cancelled`` is called before each, and may raise."""
         names = self.files[file]
         yield header({name: (self._types[name], self._shapes[name]) for name in names})
         for name in names:
             for box in mapping.row_blocks(self._shapes[name]):
                 block = self._read_theirs(name, box)
-                yield from pieces(memoryview(block.reshape(-1).view(torch.uint8).numpy().data), go_on)
+                yield from pieces(memoryview(block.reshape(-1).view(torch.uint8).numpy().data), check_cancelled)
 
     def write_rest(self, folder: Path) -> None:
         """Write all but the weights: index, config.json and the tokenizer's files. Raises OSError."""
@@ -213,8 +213,8 @@ def export(wanted: Export) -> list[str]:
             synced: list[Future[None]] = []
             try:
                 for file in writer.files:
-                    go_on = partial(_stop_if_failed, (checked, *synced))
-                    files.write_unhashed(temporary / file, writer.blocks(file, go_on))
+                    check_cancelled = partial(_stop_if_failed, (checked, *synced))
+                    files.write_unhashed(temporary / file, writer.blocks(file, check_cancelled))
                     synced.append(syncing.submit(files.sync, temporary / file))
                 writer.write_rest(temporary)
                 _compare(temporary, writer)

@@ -95,6 +95,7 @@ def fill(
         CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
     """
     passed_over: Sequence[str]
+    # a network of transformers has the names of its own folder: nothing is recognised or renamed
     found = None if as_is.is_as_is(module) else recognise(folder)
     if found is None:
         as_is.check_same(config, folder)

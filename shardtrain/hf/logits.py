@@ -79,7 +79,7 @@ def own_model(wanted: Export) -> nn.Module:
 
 @contextmanager
 def _named(folder: Path) -> Iterator[None]:
-    """An exception of the library is told as what it is, with the way round it."""
+    """An exception of the library is named, with a workaround."""
     try:
         yield
     except ShardtrainError:

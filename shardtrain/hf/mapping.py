@@ -85,6 +85,7 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
     surplus: list[str] = []
     ignored: list[str] = []
     for name in sorted(there - set(expected)):
+        # a tied head is in some files a second time, and must then be the embedding
         known = hub.is_ignored(name) or any(re.fullmatch(pattern, name) for pattern in passed_over)
         (ignored if known or _repeats(name, translation, weights) else surplus).append(name)
     wrong = [
@@ -92,6 +93,7 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
         for name, shape in sorted(expected.items())
         if name in there and weights.shape(name) != shape
     ]
+    # integers and one-byte floats are quantised weights: their scales would be lost
     integral = [
         f"{name} {weights.dtype(name)}"
         for name in sorted(set(expected) & there)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardtrain import models, tasks
 from shardtrain.checkpoint import files
+from shardtrain.config.assets import tokenizer_folder
 from shardtrain.config.schema import Config
 from shardtrain.hf import origin
 from shardtrain.hf.exporting import SHARD_BYTES, Export, Writer, config_fields
@@ -26,7 +27,7 @@ class HubSaves:
         model, self._options = config.model, config.checkpoint
         module = models.find(model.name)
         shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-        assets = Path(model.tokenizer_path or model.hf_assets_path)
+        assets = tokenizer_folder(model.tokenizer_path or model.hf_assets_path)
         self._wanted = Export(
             Path(),
             Path(),
@@ -47,23 +48,19 @@ class HubSaves:
         if not any(one.has_tokenizer for one in self._wanted.sources()):
             logger.warning(f"no tokenizer will be in the Hugging Face folders: {str(assets)!r} is not a folder of one")
 
-    @staticmethod
-    def wanted(config: Config) -> bool:
-        """Whether a run asks for such folders."""
-        options = config.checkpoint
-        return options.enable and not options.load_only and (options.last_save_in_hf or options.hf_interval > 0)
-
     def is_due(self, step: int, last: bool) -> bool:
         interval = self._options.hf_interval
         return step > 0 and ((last and self._options.last_save_in_hf) or (interval > 0 and step % interval == 0))
 
-    def write_share(self, checkpoint: Path, draft: Path, rank: int, size: int, go_on: Callable[[], None]) -> None:
+    def write_share(
+        self, checkpoint: Path, draft: Path, rank: int, size: int, check_cancelled: Callable[[], None]
+    ) -> None:
         """See Exporter. The files of weights are dealt over the ranks, and so is the check of the checkpoint's own."""
         writer = self._writer(checkpoint)
         writer.check_source(rank, size)
         wait = files.SEEN_SECONDS if dist.get_world_size() > 1 else 0.0
         for name in list(writer.files)[rank::size]:
-            written = writer.write_weights(draft, name, go_on, wait)
+            written = writer.write_weights(draft, name, check_cancelled, wait)
             if damage := files.find_damage(draft, written):
                 raise StorageError(f"cannot write {draft}: {damage}; look after the disk, then start again")
 

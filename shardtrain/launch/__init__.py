@@ -1,1 +1,1 @@
-"""Starting the ranks of a run: what this process is, how many ranks to start, and how their failures are told."""
+"""Starting the ranks of a run: what this process is, how many ranks to start, and how their failures are reported."""

@@ -94,10 +94,10 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     if nodes.hosts_meeting is False:  # after the import, which the host of the meeting does at the same time
         _await_host(nodes)
     nodes = _with_address(nodes)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is told by its rank
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is reported by its rank
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     if nodes.least < nodes.most:
-        # or the first round alone publishes where its store is, and a node that joins a later one waits in vain
+        # or the first round alone publishes where its store is, and a node that joins a later one waits for ever
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with tempfile.TemporaryDirectory(prefix="shardtrain-") as records:
         try:
@@ -190,19 +190,19 @@ def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int,
     from shardtrain.launch import signed_meeting
 
     # in a job of Slurm the end of its time is one that ranks know of by themselves
-    goes_on = nodes.least < nodes.most and "SLURM_JOB_END_TIME" not in os.environ
+    is_elastic = nodes.least < nodes.most and "SLURM_JOB_END_TIME" not in os.environ
 
     class Agent(LocalElasticAgent):
         """Gives up at once where a new attempt would end as the last, or where the ranks were asked to stop.
 
         In an elastic run ranks also stop because another node is asked to go, or has come: those of a node that was
-        asked nothing itself (it would not be here then) have saved with the others, and go on with who is there.
+        asked nothing itself (it would not be here then) have saved with the others, and continue with who is there.
         """
 
         def _monitor_workers(self, worker_group: Any) -> Any:
             result = super()._monitor_workers(worker_group)
             codes = [one.exitcode for one in result.failures.values()] if result.is_failed() else []
-            if codes and goes_on and set(codes) <= {PREEMPTED, NOT_SAVED}:
+            if codes and is_elastic and set(codes) <= {PREEMPTED, NOT_SAVED}:
                 self._remaining_restarts += 1  # spent by PyTorch for this: nothing has failed
             elif codes and status_of(codes) not in RESTARTABLE:
                 self._remaining_restarts = 0

@@ -12,7 +12,7 @@ from pathlib import PurePosixPath
 
 from shardtrain import config
 from shardtrain.config import presets
-from shardtrain.config.command_line import split
+from shardtrain.config.command_line import Option, split, take
 from shardtrain.config.machine import mesh_notes
 from shardtrain.config.schema.launch import Launch
 from shardtrain.launch import hostfile, job_status
@@ -24,7 +24,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 HELP = """\
 usage: shardtrain launch {local,ssh,slurm,kubernetes,runai,FILE.py} [CONFIG.toml] [--dry-run] [--doctor]
                         [--section.key VALUE ...]
-       shardtrain launch {status,logs,stop} ID
+       shardtrain launch {status,logs,stop} [my_platform.py] ID
 
 Start a training where it belongs. --dry-run prints what would be submitted, and submits nothing. --doctor submits
 `shardtrain doctor` in place of the training, on the same nodes in the same way.
@@ -39,6 +39,9 @@ DeepSpeed's names of some: --num_nodes (--nodes), --num_gpus (--nproc), --master
 --master_port (launch.ssh.rendezvous_port).
 
 All options are keys of [launch] (shardtrain config help launch); what is not an option of launch goes to the run.
+
+  shardtrain launch ssh my_run.toml --hosts node1,node2
+  shardtrain launch slurm my_run.toml --nodes 4 --dry-run
 """
 
 SHORT = {
@@ -108,8 +111,11 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
         print(HELP, end="")
         return 0
     if action in FOLLOW:
+        if len(rest) == 2 and rest[0].endswith(".py"):
+            return _follow_own(action, *rest)
         if len(rest) != 1:
-            raise ConfigError(Problem(f"launch {action}", " ".join(rest) or None, "needs one id", "as slurm/1234"))
+            fix = "as slurm/1234; of a platform of yours name its file and the id"
+            raise ConfigError(Problem(f"launch {action}", " ".join(rest) or None, "needs one id", fix))
         return FOLLOW[action](rest[0])
     if action not in PLATFORMS and not action.endswith(".py"):
         near = config.nearest(action, [*PLATFORMS, *FOLLOW]) if action else None
@@ -179,18 +185,20 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     """Read the configuration with the short options spelt out, and check all of it that needs no cluster."""
     found = split(_spelt_out(words))
     if found.nnodes or found.node_rank is not None or found.rdzv_endpoint:
-        rule = "is what launch tells each node itself"
+        rule = "is set by launch on each node"
         raise ConfigError(Problem("--nnodes", found.nnodes, rule, "say --nodes", "command line"))
     loaded = config.load(found.path, found.overrides, preset=presets.FIRST)
     launch = loaded.config.launch
     problems = config.check(loaded)
     ranks = launch.nproc_per_node or launch.devices_per_node
-    if not problems and ranks and launch.min_nodes is None and (launch.nodes > 1 or not _hosts(loaded)):
+    hosts = launch.ssh.hosts or launch.ssh.hostfile  # with hosts the ranks are counted when those are read
+    if not problems and ranks and launch.min_nodes is None and (launch.nodes > 1 or not hosts):
         problems = list(mesh_notes(loaded, ranks * launch.nodes))
     if problems:
         raise ConfigError(problems)
     for entry in launch.slurm.sweep:
         try:
+            # each run of a sweep has a folder of its own below job.dump_folder
             more = [*without(found.overrides, "job.dump_folder"), *shlex.split(entry)]
             swept = config.load(found.path, more, preset=presets.FIRST)
             wrong: Sequence[object] = config.check(swept)
@@ -201,36 +209,24 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     return loaded, found.overrides
 
 
-def _hosts(loaded: config.Loaded) -> bool:
-    return bool(loaded.config.launch.ssh.hosts or loaded.config.launch.ssh.hostfile)
-
-
 def _spelt_out(words: list[str]) -> list[str]:
     """Options of launch by their full names, behind everything else, so that a file may stand after them.
 
     >>> _spelt_out(["--nodes", "1:4", "run.toml", "--hosts=a,b"])
     ['run.toml', '--launch.min_nodes', '1', '--launch.nodes', '4', '--launch.ssh.hosts', 'a', 'b']
     """
-    kept, spelt, remaining = list[str](), list[str](), list(words)
-    while remaining:
-        word = remaining.pop(0)
-        name, equals, value = word.partition("=")
-        if name not in SHORT:
-            kept.append(word)
-            continue
-        text = value if equals else (remaining.pop(0) if remaining else "")
-        if not text or (not equals and text.startswith("--")):
-            raise ConfigError(Problem(name, None, "has no value", f"write {name} VALUE", "command line"))
+    taken = take(words, {name: Option(once=True) for name in SHORT})
+    spelt: list[str] = []
+    for name, text in taken.own.items():
         least, colon, most = text.partition(":")
         if name == "--nodes" and colon:
             if not (least and most):
-                raise ConfigError(
-                    Problem(name, text, "is not a range", "write 2, or 1:4 for an elastic run", "command line")
-                )
+                fix = "write 2, or 1:4 for an elastic run"
+                raise ConfigError(Problem(name, text, "is not a range", fix, "command line"))
             spelt += ["--launch.min_nodes", least]
             text = most
         spelt += [f"--{SHORT[name]}", *(text.split(",") if name == "--hosts" else [text])]
-    return [*kept, *spelt]
+    return [*taken.rest, *spelt]
 
 
 def _forwarded(job: Job) -> None:
@@ -239,6 +235,15 @@ def _forwarded(job: Job) -> None:
     if missing:
         fix = f"set {missing[0]}, or leave it out"
         raise ConfigError(Problem("launch.forward_env", list(job.forwarded), f"names {missing[0]}, not set here", fix))
+
+
+def _follow_own(action: str, path: str, name: str) -> int:
+    """Status, log or end of a job by a function of the user's platform, which is given the id."""
+    fix = f"define {action}(id), as docs/extend.md shows"
+    told = getattr(own_file.load(path, "platform", f"launch {action}", (action,), fix), action)(name)
+    if told is not None:
+        print(told)
+    return 0
 
 
 def _own(path: str, asked: Asked) -> Plan:

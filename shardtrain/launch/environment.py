@@ -6,8 +6,10 @@ Nothing here imports torch unless a device file shows that there is an accelerat
 from __future__ import annotations
 
 import glob
+import importlib.util
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Mapping, MutableMapping
@@ -174,14 +176,38 @@ def count_accelerators(device: str = "auto") -> int:
     """
     if device == "cpu" or not has_device_files():
         return 0
-    import torch
+    from shardtrain.ops import accelerator
 
-    return torch.cuda.device_count()
+    found = accelerator.found()
+    usable = found in accelerator.CAN_TRAIN if device == "auto" else found == device
+    return accelerator.module(found).device_count() if usable else 0  # type: ignore[no-any-return]
+
+
+def device_type(wanted: str, accelerators: int) -> str:
+    """The type of device that ``training.device`` means here, given how many ``count_accelerators`` has found."""
+    if wanted != "auto":
+        return wanted
+    if not accelerators:
+        return "cpu"
+    from shardtrain.ops import accelerator
+
+    return accelerator.found()
 
 
 def has_device_files() -> bool:
-    """Whether the system shows the device file of a GPU: NVIDIA's, AMD's, or that of Windows' Linux subsystem."""
-    return any(glob.glob(pattern) for pattern in ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg"))
+    """Whether the system shows the device file of a GPU: NVIDIA's, AMD's, or that of Windows' Linux subsystem.
+
+    Intel's has the name that every graphics card has, and counts where PyTorch was built for it.
+    """
+    if any(glob.glob(pattern) for pattern in ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")):
+        return True
+    return bool(glob.glob("/dev/dri/renderD*")) and _is_built_for_xpu()
+
+
+def _is_built_for_xpu() -> bool:
+    package = importlib.util.find_spec("torch")
+    folders = (package.submodule_search_locations or ()) if package else ()
+    return any(Path(folder, "lib", "libtorch_xpu.so").exists() for folder in folders)
 
 
 def usable_cores() -> int:
@@ -310,6 +336,9 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
     exception says the same in one line). With ``alone`` all ranks are on this machine and talk over its loopback
     interface, so that nothing of the run can be reached from outside; and what a platform says of ranks, or another
     launcher has left, is taken away: a single rank would wait for the others.
+
+    Raises:
+        ConfigError: GLOO_SOCKET_IFNAME names an interface that is not there.
     """
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_ranks)),
@@ -323,6 +352,10 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
             environment.pop(name, None)
     for name, value in defaults.items():
         environment.setdefault(name, value)
+    named, own = environment.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    if any(name and name not in own for name in named.split(",")):
+        rule = "is not a network interface of this machine"
+        raise ConfigError(Problem("GLOO_SOCKET_IFNAME", named, rule, f"use {' or '.join(own)}, or unset it"))
 
 
 def _at_least_one(name: str, value: int | str, where: str) -> int:

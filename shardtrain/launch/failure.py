@@ -1,4 +1,4 @@
-"""How a failure is told: one line on the terminal, the full trace in the rank's log, ``exit.json`` for machines."""
+"""How a failure is reported: one line on the terminal, the full trace in the rank's log, ``exit.json`` for machines."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ IN = "in "
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ForgedError", "PeerError"}
 # what gloo, NCCL and the store say when the other end has gone; a rank that says so is not the cause
 _PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was abort")
+_OF_RANK = re.compile(r"rank (\d+) on (\S+): (.+)")
 _MEMORY_WORDS = ("can't allocate memory", "CUDA out of memory", "HIP out of memory")
 
 
@@ -73,10 +74,15 @@ def describe(error: BaseException, rank: int) -> Failure:
         return stopped(rank, str(error) or "SIGINT")
     kind = type(error).__name__
     text = visible(" ".join(str(error).split()))
+    if isinstance(error, SystemExit):
+        text = f"sys.exit({text or 'None'}) was called before the run had ended"
+    host, others = socket.gethostname(), _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
+    if others is not None:  # all ranks raise what one of them has met
+        rank, host, text = int(others[1]), others[2], others[3]
     is_peer = kind in _PEER_TYPES or (isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS))
     return Failure(
         rank=rank,
-        host=socket.gethostname(),
+        host=host,
         kind=kind,
         message=_shorten(redact(text)),
         where=_origin(error.__traceback__),
@@ -256,8 +262,8 @@ def last_step(metrics: Path) -> int | None:
 def _exit_code(error: BaseException, kind: str, text: str, is_peer: bool) -> int:
     if isinstance(error, ShardtrainError):
         return error.exit_code
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, SystemExit):  # of code of the user's or of a library; here nothing ends a run so
+        return GENERAL if not isinstance(error.code, int) or error.code in MEANINGS else error.code & 0xFF or GENERAL
     # torch.OutOfMemoryError by name: this module does not import torch
     if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(word in text for word in _MEMORY_WORDS):
         return OUT_OF_MEMORY

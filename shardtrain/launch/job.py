@@ -83,7 +83,7 @@ class Job:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the run may go on with fewer nodes."""
+        """Whether the run may continue with fewer nodes."""
         return self.min_nodes < self.nodes
 
 

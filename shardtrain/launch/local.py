@@ -29,7 +29,7 @@ from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 from shardtrain.resilience import signals
 from shardtrain.resilience.goodput import ledger
-from shardtrain.utils import atomic_io, private_network
+from shardtrain.utils import atomic_io, private_network, reading
 from shardtrain.utils.errors import StorageError
 
 if TYPE_CHECKING:
@@ -89,8 +89,6 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     except BaseException as error:
         stop.close()
         told = failure.describe(_of_storage(error, run_folder), rank)
-        if told.exit_code == 0:
-            return 0
         if not told.leaves_folder_alone:
             failure.append_trace(told, log_path(loaded, rank))
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
@@ -111,8 +109,13 @@ def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
     if not isinstance(error, OSError) or error.errno is None:
         return error
     name = os.path.abspath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
-    if not name.startswith(os.path.join(os.path.abspath(run_folder), "")) and error.errno not in _OF_DISKS:
-        return error
+    if not name.startswith(os.path.join(os.path.abspath(run_folder), "")):
+        trouble = reading.trouble(name, error) if name else None
+        if trouble is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # of data, or of weights
+            trouble.__cause__ = error
+            return trouble.with_traceback(error.__traceback__)
+        if error.errno not in _OF_DISKS:
+            return error
     fix = "free space or fix job.dump_folder, then start again"
     told = StorageError(f"cannot use {name or 'a file'}: {error.strerror}; {fix}")
     told.__cause__ = error
@@ -146,7 +149,7 @@ def launch(
     With ``main`` the ranks are forked from this process, which should have imported all that they need: no rank pays
     for the imports again. With ``command`` they are fresh processes, as CUDA demands. The first failing rank is
     named in one line, ``exit.json`` is written, and nothing is left running. A run that failed is started again up to
-    ``max_restarts`` times, and goes on from its last checkpoint; see ``restart``.
+    ``max_restarts`` times, and continues from its last checkpoint; see ``restart``.
     """
     watch = Watch(loaded.config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS)
     job, folder = ledger.new_job(), Path(loaded.config.job.dump_folder)
@@ -155,8 +158,9 @@ def launch(
         while True:
             code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
             if first and code != failure.PREEMPTED:
+                # a dead rank cannot say when it ended, and the goodput of the run needs that moment
                 ledger.note_death(folder, job, first.time_seconds)
-            status = code if watch.signal_number else restarts.after(code, first)
+            status = code if watch.signal_number else restarts.after(code, first)  # who was asked to stop stays stopped
             if status is None:
                 print(f"restart {restarts.used} of {max_restarts}", file=sys.stderr, flush=True)
                 continue
@@ -186,7 +190,7 @@ def _attempt(
         finally:
             watch.send(signal.SIGKILL)
         processes.close(timeout=1)
-        return _tell(loaded, run_folder, statuses, watch, records)
+        return _report(loaded, run_folder, statuses, watch, records)
 
 
 def _start(
@@ -215,7 +219,7 @@ def _start(
         # a fresh process gets this environment and nothing else
         envs = {rank: {**os.environ, **envs[rank], "SHARDTRAIN_PARENT": str(os.getpid())} for rank in ranks}
     if main:
-        _tell_of_threads()
+        _warn_of_threads()
     sys.stdout.flush()
     sys.stderr.flush()
     # PContext.start replaces the handlers of four signals for good; Watch sets its own, the rest go back
@@ -242,7 +246,7 @@ def _reaped(processes: PContext, rank: int) -> int | None:
     return int(status) if status is not None else None
 
 
-def _tell_of_threads() -> None:
+def _warn_of_threads() -> None:
     """Warn of threads in a process that is about to fork: a lock that one of them holds is never free in the ranks."""
     names = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     try:
@@ -274,8 +278,9 @@ def leave(code: int) -> NoReturn:
     The interpreter's own end would join or destroy threads of a process group whose peers have gone, and abort; in a
     fork, PyTorch's wrapper would wait for the parent to collect a return value.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a model's own prints to a full disk
+            stream.flush()
     atexit._run_exitfuncs()
     os._exit(code)
 
@@ -296,12 +301,11 @@ def run_child(loaded: Loaded, main: Main) -> int:
     except BaseException as error:
         stop.close()
         told = failure.describe(_of_storage(error, Path(loaded.config.job.dump_folder)), rank)
-        if told.exit_code:
-            # the record first: it is what the parent reads, and the parent may be about to end this rank
-            failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
-            if not told.leaves_folder_alone:
-                failure.append_trace(told, log_path(loaded, rank))
-            return told.exit_code
+        # the record first: it is what the parent reads, and the parent may be about to end this rank
+        failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
+        if not told.leaves_folder_alone:
+            failure.append_trace(told, log_path(loaded, rank))
+        return told.exit_code
     stop.close()
     # a status of 0 alone may be that of somebody's os._exit(0)
     _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).touch()
@@ -331,7 +335,7 @@ def _record_path(records: Path, rank: int) -> Path:
     return records / f"rank-{rank}.json"
 
 
-def _tell(
+def _report(
     loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path
 ) -> tuple[int, failure.Failure | None]:
     """Find the first cause, say it in one line, write ``exit.json``; gives the exit status and the cause."""

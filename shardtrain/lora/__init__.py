@@ -8,3 +8,5 @@ tensor-parallel ranks is in ``distributed/adapters.py``.
 
 FACT = "lora"
 """Name of what a checkpoint says of its adapters, among its facts."""
+PATH = "checkpoint.initial_load_path"
+"""The option that names the frozen weights."""

@@ -19,17 +19,17 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.hf import importing
 from shardtrain.hf.as_is import is_as_is
-from shardtrain.lora import FACT, quantize, spec
+from shardtrain.lora import FACT, PATH, quantize, spec
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
-from shardtrain.lora.linear import is_adapter
+from shardtrain.lora.frozen import Frozen
+from shardtrain.lora.linear import FrozenLinear, is_adapter
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger
+from shardtrain.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from shardtrain.distributed import Runner
     from shardtrain.train.run import Run
-
-PATH = "checkpoint.initial_load_path"
 
 
 def load(
@@ -48,7 +48,7 @@ def load(
     if config.checkpoint.initial_load_in_hf:
         tensors = _without_new_head(config, tensors)
     if config.lora.base_dtype != quantize.WHOLE:
-        quantize.load(config, runner, device, tensors)
+        _load_in_low_bits(config, runner, device, tensors)
         tensors = {}
     if config.lora.random_base:
         mark: dict[str, Any] = {"path": None, "fingerprint": random_fingerprint(config, device.type)}
@@ -63,6 +63,32 @@ def load(
         f"frozen weights: {mark['path'] or 'as initialised (lora.random_base)'}, {str(mark['fingerprint'])[:20]}"
     )
     return {**adapters.facts(), "base": mark}
+
+
+def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the other frozen weights, and pack those that were taken out, one at a time (a collective).
+
+    Raises:
+        ConfigError, CheckpointError: as ``Frozen`` does.
+    """
+    model = config.model
+    module = models.find(model.name)
+    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
+    packed_size = whole = 0
+    with Frozen(path, module, shape, config) as weights:
+        weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
+        for part in runner.parts:
+            for name, linear in part.named_modules():
+                if isinstance(linear, FrozenLinear) and linear.weight is None:
+                    weight = weights.read(f"{name}.weight", device)
+                    weight = weight.to(device, getattr(torch, config.training.dtype))
+                    weight = weight.t().contiguous() if linear.transposed else weight
+                    linear.low_bits = packed = quantize.Packed(weight, config.lora.base_dtype)
+                    packed_size, whole = packed_size + packed.bytes, whole + weight.nbytes
+    logger.info(
+        f"frozen weights in {config.lora.base_dtype}: {format_bytes(packed_size)} in place of {format_bytes(whole)}"
+    )
 
 
 def _without_new_head(config: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

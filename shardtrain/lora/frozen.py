@@ -21,7 +21,7 @@ from shardtrain.hf import as_is, importing, mapping
 from shardtrain.hf.block_fp8 import open_weights
 from shardtrain.hf.model import check_same, recognise, translation_of
 from shardtrain.hf.source import dtypes_of
-from shardtrain.lora import FACT, base_weights, quantize, stacks
+from shardtrain.lora import FACT, PATH, quantize, stacks
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import is_transposed
 from shardtrain.ops import init_weights
@@ -163,7 +163,7 @@ def find(
     mark = facts[FACT].get("base")
     said = mark.get("fingerprint") if isinstance(mark, dict) else None
     path = named or (Path(str(derived.initial_weights(config))) if not config.lora.random_base else None)
-    option = "--base" if named else base_weights.PATH
+    option = "--base" if named else PATH
     if path is None:
         found = random_fingerprint(config, "cpu")
     elif not path.is_dir():

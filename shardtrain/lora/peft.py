@@ -259,12 +259,12 @@ class PeftFolder:
 
     def _check_tied(self, group: Mapping[str, str], present: set[str]) -> None:
         """Modules that are one tensor here must be in the file all of them, and be equal."""
-        here = [their for name, their in group.items() if name in present]
-        held = [self._file.get_tensor(name) for name in here]
+        theirs = [their for name, their in group.items() if name in present]
+        held = [self._file.get_tensor(name) for name in theirs]
         if held and (len(held) < len(group) or not all(torch.equal(tensor, held[0]) for tensor in held)):
-            rest = ", ".join(sorted({*group.values()} - {here[0]}))
+            rest = ", ".join(sorted({*group.values()} - {theirs[0]}))
             raise CheckpointError(
-                f"{self.folder / WEIGHTS} has {here[0]} apart from {rest}, and both are one tensor of this model; "
+                f"{self.folder / WEIGHTS} has {theirs[0]} apart from {rest}, and both are one tensor of this model; "
                 "merge these adapters with PEFT, which unties them"
             )
 

@@ -8,25 +8,18 @@ layers whole: at half a byte or a byte per weight they are cheaper to hold than 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain import models
-from shardtrain.config import derived
 from shardtrain.layout import Layout, word_of
 from shardtrain.lora.linear import FrozenLinear, is_linear
 from shardtrain.utils.errors import ConfigError, Problem
-from shardtrain.utils.log import logger
-from shardtrain.utils.units import format_bytes
 
 if TYPE_CHECKING:
     from shardtrain.config.schema import Config
-    from shardtrain.distributed import Runner
 
 OPTION = "lora.base_dtype"
 WHOLE = "training"
@@ -136,35 +129,6 @@ def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
             linear = FrozenLinear(linear)
             setattr(model.get_submodule(owner), leaf, linear)
         linear.register_parameter("weight", None)
-
-
-def load(config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the other frozen weights, and pack those that were taken out, one at a time (a collective).
-
-    Raises:
-        ConfigError, CheckpointError: as ``frozen.Frozen`` does.
-    """
-    from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
-    from shardtrain.lora.frozen import Frozen
-
-    model = config.model
-    module = models.find(model.name)
-    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
-    packed_size = whole = 0
-    with Frozen(path, module, shape, config) as weights:
-        weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
-        for part in runner.parts:
-            for name, linear in part.named_modules():
-                if isinstance(linear, FrozenLinear) and linear.weight is None:
-                    weight = weights.read(f"{name}.weight", device)
-                    weight = weight.to(device, getattr(torch, config.training.dtype))
-                    weight = weight.t().contiguous() if linear.transposed else weight
-                    linear.low_bits = packed = Packed(weight, config.lora.base_dtype)
-                    packed_size, whole = packed_size + packed.bytes, whole + weight.nbytes
-    logger.info(
-        f"frozen weights in {config.lora.base_dtype}: {format_bytes(packed_size)} in place of {format_bytes(whole)}"
-    )
 
 
 def held(module: nn.Module) -> list[FrozenLinear]:

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardtrain.config.schema import Config
 from shardtrain.metrics.memory import read_peak
 from shardtrain.metrics.meters import Window, WindowMeans
 from shardtrain.metrics.progress import Progress, progress_allowed
 from shardtrain.metrics.record import Record, Reduce, RunFacts
-from shardtrain.metrics.sinks import Request, Sink, console, mlflow, prometheus, tensorboard, trackio, wandb
+from shardtrain.metrics.sinks import Request, Sink, console
 from shardtrain.metrics.sinks.jsonl import JsonlFiles
 from shardtrain.metrics.sinks.own import OwnSink
 from shardtrain.utils.errors import Problem
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Metrics", "Record", "Reduce", "RunFacts", "metrics_problems"]
 
-_OPTIONAL = (tensorboard, wandb, mlflow, trackio, prometheus)
-"""Sinks that an option turns on."""
 _MOST_LOSSES = 1000
 """That the curve of the summary is drawn from; of more, every second one goes."""
 
@@ -48,8 +46,33 @@ def metrics_problems(config: Config) -> list[Problem]:
     peak = config.metrics.peak_flops
     if peak is not None and not 0 < peak < float("inf"):
         problems.append(Problem("metrics.peak_flops", peak, "must be a positive number of FLOP/s", "e.g. 312e12"))
-    problems += [module.problem(config) for module in _OPTIONAL]
+    problems += [module.problem(config) for module in _optional_sinks(config)]
     return [problem for problem in problems if problem is not None]
+
+
+def _optional_sinks(config: Config) -> Iterator[Any]:
+    """The modules of the sinks that ``[metrics]`` turns on, in the order in which they are written."""
+    options = config.metrics
+    if options.enable_tensorboard:
+        from shardtrain.metrics.sinks import tensorboard
+
+        yield tensorboard
+    if options.enable_wandb:
+        from shardtrain.metrics.sinks import wandb
+
+        yield wandb
+    if options.enable_mlflow:
+        from shardtrain.metrics.sinks import mlflow
+
+        yield mlflow
+    if options.enable_trackio:
+        from shardtrain.metrics.sinks import trackio
+
+        yield trackio
+    if options.prometheus_port:
+        from shardtrain.metrics.sinks import prometheus
+
+        yield prometheus
 
 
 class Metrics:
@@ -205,7 +228,7 @@ class Metrics:
             files = JsonlFiles(self._run_folder, self._facts.start_step)
             yield files
             request = dataclasses.replace(request, records=files.records.history, validations=files.validations.history)
-        for module in _OPTIONAL:
+        for module in _optional_sinks(config):
             sink = module.open_sink(request)
             if sink is not None:
                 yield sink
@@ -237,7 +260,7 @@ class Metrics:
         steps = self._step - self._facts.start_step
         if not steps and self._step >= self._facts.total_steps:
             logger.info(
-                f"the run was finished already, at step {self._step}: to go on raise training.steps or epochs; "
+                f"the run was finished already, at step {self._step}: to continue, raise training.steps or epochs; "
                 "to start from scratch choose another job.dump_folder"
             )
             return

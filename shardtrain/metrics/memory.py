@@ -1,4 +1,4 @@
-"""Peak memory of this process: the allocator's on CUDA, resident memory of the process on CPU."""
+"""Peak memory of this process: the allocator's on an accelerator, resident memory of the process on CPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardtrain.utils.units import gib
 
 
 @dataclass(frozen=True)
-class CudaMemory:
-    """Peaks of the CUDA allocator since the last reading; counts since the start of the process."""
+class DeviceMemory:
+    """Peaks of the device's allocator since the last reading; counts since the start of the process."""
 
     max_active_gib: float
     max_reserved_gib: float
@@ -62,7 +62,7 @@ class HostMemory:
         return {"memory/max_rss(GiB)": self.max_rss_gib}
 
 
-MemoryPeak = CudaMemory | HostMemory
+MemoryPeak = DeviceMemory | HostMemory
 
 
 def max_rss_bytes() -> int:
@@ -73,20 +73,23 @@ def max_rss_bytes() -> int:
 
 
 def read_peak(device_type: str) -> MemoryPeak:
-    """Read this rank's memory peak, and on CUDA start a new one."""
-    if device_type != "cuda":
+    """Read this rank's memory peak, and on an accelerator start a new one."""
+    if device_type == "cpu":
         return HostMemory(gib(max_rss_bytes()))
     import torch
 
-    stats = torch.cuda.memory_stats()
-    capacity_bytes = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    from shardtrain.ops import accelerator
+
+    device = accelerator.module(device_type)
+    stats = device.memory_stats()
+    capacity_bytes = accelerator.total_memory_bytes(torch.device(device_type, device.current_device()))
     # A process that has allocated nothing yet has no statistics at all.
-    peak = CudaMemory(
+    peak = DeviceMemory(
         max_active_gib=gib(stats.get("active_bytes.all.peak", 0)),
         max_reserved_gib=gib(stats.get("reserved_bytes.all.peak", 0)),
         capacity_gib=gib(capacity_bytes),
         num_alloc_retries=stats.get("num_alloc_retries", 0),
         num_ooms=stats.get("num_ooms", 0),
     )
-    torch.cuda.reset_peak_memory_stats()
+    device.reset_peak_memory_stats()
     return peak

@@ -1,11 +1,10 @@
-"""Looking into a run: profiler traces, snapshots of device memory, and when Python collects garbage.
+"""Looking into a run: profiler traces and snapshots of device memory.
 
 torch is imported when a profiler starts, not with this module.
 """
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 import warnings
@@ -50,9 +49,9 @@ def profiling_problems(config: Config, device_type: str) -> list[Problem]:
 
 
 class Profiler:
-    """What ``profiler`` yields: call ``step`` at the end of each training step."""
+    """What ``profiler`` yields where something is recorded: call ``step`` at the end of each training step."""
 
-    def __init__(self, parts: Sequence[_Trace | _MemorySnapshot] = ()) -> None:
+    def __init__(self, parts: Sequence[_Trace | _MemorySnapshot]) -> None:
         self._parts = parts
 
     def step(self) -> None:
@@ -62,8 +61,10 @@ class Profiler:
 
 
 @contextmanager
-def profiler(config: Config, run_folder: Path, rank: int, device_type: str, start_step: int = 0) -> Iterator[Profiler]:
-    """Trace steps and snapshot memory as ``[profiling]`` says, while the context is open.
+def profiler(
+    config: Config, run_folder: Path, rank: int, device_type: str, start_step: int = 0
+) -> Iterator[Profiler | None]:
+    """Trace steps and snapshot memory as ``[profiling]`` says, while the context is open; None where it asks for none.
 
     Every ``profile_freq`` steps a trace goes to ``save_traces_folder/iteration_N/rankR_trace.json`` and a snapshot to
     ``save_memory_snapshot_folder/iteration_N/rankR_memory_snapshot.pickle``, below ``run_folder``; N is the step that
@@ -81,7 +82,7 @@ def profiler(config: Config, run_folder: Path, rank: int, device_type: str, star
             parts.append(_MemorySnapshot(snapshots, options.profile_freq, rank, start_step))
         if options.enable_profiling:
             parts.append(_Trace(config, folder, rank, device_type, start_step))
-        yield Profiler(parts)
+        yield Profiler(parts) if parts else None
     except BaseException as error:
         for part in parts:
             if isinstance(part, _MemorySnapshot) and _is_out_of_memory(error):
@@ -99,10 +100,12 @@ class _Trace:
         import torch
         from torch.profiler import ProfilerActivity
 
+        from shardtrain.ops import accelerator
+
         options = config.profiling
         activities = [ProfilerActivity.CPU]
-        if device_type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        if (own := accelerator.profiler_activity(device_type)) is not None:
+            activities.append(own)
         self._folder, self._rank = run_folder / options.save_traces_folder, rank
         self._in_step = False
         # Each trace holds its own steps: what the warning calls a loss is what is wanted.
@@ -145,7 +148,7 @@ class _Trace:
             profile.export_chrome_trace(str(temporary))
             os.replace(temporary, path)
         except (OSError, RuntimeError) as error:
-            logger.warning(f"cannot write the trace {path}: {error}; training goes on")
+            logger.warning(f"cannot write the trace {path}: {error}; training continues")
             return
         logger.info(f"trace written to {path} in {format_seconds(time.perf_counter() - start)}")
 
@@ -192,43 +195,3 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-class GarbageCollection:
-    """Collects Python's garbage every ``freq`` steps, on all ranks at the same step, and never in between.
-
-    A collection that starts by itself on one rank makes all others wait. ``debug`` collects everything every step
-    and logs what was found. ``close`` (or the end of the context) gives the collector back to Python. Raises
-    ConfigError for a ``freq`` below 1.
-    """
-
-    def __init__(self, freq: int, debug: bool = False) -> None:
-        if freq < 1:
-            raise ConfigError(Problem("training.gc_freq", freq, "must be at least 1", "set it to 50"))
-        self._freq, self._debug = freq, debug
-        self._was_enabled = gc.isenabled()
-        gc.disable()
-
-    def step(self, step: int) -> None:
-        """Collect where it is due; call it once per training step."""
-        if self._debug:
-            start = time.perf_counter()
-            unreachable = gc.collect()
-            seconds = format_seconds(time.perf_counter() - start)
-            logger.info(f"gc: step {step}: {unreachable} objects in cycles, {len(gc.garbage)} not freed, {seconds}")
-        elif step % self._freq == 0:
-            # The young generations only: a full collection walks every object of the process.
-            gc.collect(1)
-
-    def close(self) -> None:
-        """Let Python collect by itself again, if it did before."""
-        if self._was_enabled:
-            gc.enable()
-
-    def __enter__(self) -> GarbageCollection:
-        """Return itself."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Give the collector back."""
-        self.close()

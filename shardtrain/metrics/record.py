@@ -138,7 +138,7 @@ def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -
             if value is not None:
                 tags["mfu(%)"] = 100 * value
         elif key == "memory_gib":
-            tags["memory/max_reserved(GiB)" if device_type == "cuda" else "memory/max_rss(GiB)"] = value
+            tags["memory/max_reserved(GiB)" if device_type != "cpu" else "memory/max_rss(GiB)"] = value
         else:
             tags[_TAGS.get(key, key)] = math.nan if value is None else value
     step_seconds, data_seconds = fields.get("step_seconds"), fields.get("data_seconds")

@@ -7,11 +7,11 @@ fields of Config) and ``initial(config)`` (parameter pattern -> how it starts).
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import importlib
-import importlib.util
 import inspect
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardtrain import layout as layouts
 from shardtrain.layout import Layout
+from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 _PARTS = ("Config", "Model", "LAYOUT", "FLAVORS", "initial")
@@ -94,16 +95,31 @@ def build(module: ModuleType, model_config: Any) -> nn.Module:
     broken += _broken_promises(model, module.LAYOUT)
     starts = module.initial(model_config)
     broken += [
-        f"initial() has no rule for parameter {name}"
+        f"initial() has no rule for parameter {name}{_nearly(name, starts)}"
         for name in names
         if not any(layouts.matches(name, pattern) for pattern in starts)
     ]
     if broken:
+        broken = _of_all_layers(broken, module.LAYOUT.layers)
         # of a file its path, which its user knows
         own = module.__name__.startswith("shardtrain_model_file_")
         name = module.__file__ if own else module.__name__.rpartition(".")[2]
         raise ConfigError([f"model {name}: {sentence}" for sentence in broken])
     return model
+
+
+def _nearly(name: str, patterns: Iterable[str]) -> str:
+    """Which pattern would fit if its stars crossed dots, as those of a shell's file names do."""
+    found = next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
+    return "" if found is None else f": each * of {found!r} stops at a dot, so write one for each part of the name"
+
+
+def _of_all_layers(sentences: list[str], layers: str) -> list[str]:
+    """One sentence for what is wrong in many layers alike, with ``*`` for their numbers."""
+    alike: dict[str, list[str]] = {}
+    for sentence in sentences:
+        alike.setdefault(re.sub(rf"\b{re.escape(layers)}\.\w+(?=[. ]|$)", f"{layers}.*", sentence), []).append(sentence)
+    return [together if len(same) > 1 else same[0] for together, same in alike.items()]
 
 
 def check_documents(module: ModuleType, name: str) -> None:
@@ -160,10 +176,4 @@ def _load_path(path: Path) -> ModuleType:
     # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
     if not path.is_file():
         raise ConfigError(Problem("model.name", str(path), "is not a file", "give the path of an existing model file"))
-    name = f"shardtrain_model_file_{path.stem}"  # a prefix, so that no file can stand in for an installed package
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a .py path always has a loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    return module
+    return own_file.run(path, "model", "model.name")

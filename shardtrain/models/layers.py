@@ -175,12 +175,14 @@ class AttentionCore(nn.Module):
     def _attend(
         self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, sinks_N: Tensor | None
     ) -> Tensor:
-        scoring = attention_scores.scores_of(self)
-        documents_BT = document_mask.chunked(documents_BT, self.chunk, (q_BTNH.size(0), q_BTNH.size(1)), q_BTNH.device)
-        if not scoring.has_kernel:
-            return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scoring, sinks_N)
+        if self.chunk:
+            shape = (q_BTNH.size(0), q_BTNH.size(1))
+            documents_BT = document_mask.chunked(documents_BT, self.chunk, shape, q_BTNH.device)
+        if self.softcap or self.alibi_slopes:  # no fused kernel knows these
+            scores = attention_scores.scores_of(self)
+            return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scores, sinks_N)
         masked = documents_BT is not None or 0 < self.window < q_BTNH.size(1) or sinks_N is not None
-        if masked or document_mask.in_blocks(q_BTNH):
+        if masked or (q_BTNH.dtype == torch.bfloat16 and document_mask.in_blocks(q_BTNH)):
             return document_mask.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q_BNTH.size(1) != k_BKTH.size(1)
@@ -300,3 +302,6 @@ class Decoder(nn.Module):
         for layer in self.layers.values():
             x_BTD = layer(x_BTD, angles, documents_BT)
         return self.head(self.norm(x_BTD))
+
+    # the loss may be computed with the head, then: see distributed/loss_at_head.py
+    forward.gives_output_of_head = True  # type: ignore[attr-defined]

@@ -10,6 +10,16 @@ from shardtrain.models.llama import HUB, LAYOUT, Config, Model, initial
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 
 FLAVORS = {
+    "2.6M": {
+        "vocab_size": 2048,
+        "dim": 192,
+        "num_layers": 4,
+        "num_heads": 8,
+        "num_kv_heads": 8,
+        "head_dim": 24,
+        "ffn_dim": 512,
+        "rope_theta": 500000.0,
+    },
     "debugmodel": {
         "vocab_size": 2048,
         "dim": 256,

@@ -16,10 +16,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtrain.layout import Depth, Draw
 from shardtrain.models.layers import FeedForward
-from shardtrain.ops.row_order import inverse_of, permute, repeat_and_permute
+from shardtrain.ops.accelerator import has_grouped_matmul, is_accelerator, read
+from shardtrain.ops.row_order import Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
 
 
@@ -80,6 +82,7 @@ def expert_draws(std: float, depth: Depth) -> dict[str, Draw]:
 
 
 Gating = Callable[[Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Gate(nn.Linear):
@@ -258,7 +261,7 @@ def silu_gate(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
 class Experts(nn.Module):
     """E feed-forwards (SwiGLU) of equal size, in three weights whose dim 0 is the expert, and three biases or none.
 
-    ``gate`` makes (R, F) of the products of ``w1`` and of ``w3``.
+    ``gate`` makes (R, F) of the products of ``w1`` and of ``w3``; ``product`` may be replaced by one in float8.
     """
 
     w1_bias: Tensor | None
@@ -268,6 +271,7 @@ class Experts(nn.Module):
     def __init__(self, num_experts: int, dim: int, ffn_dim: int, bias: bool = False, gate: Gating = silu_gate) -> None:
         super().__init__()
         self.gate = gate
+        self.product: Product = product
         for name, size in (("w1_bias", ffn_dim), ("w2_bias", dim), ("w3_bias", ffn_dim)):
             self.register_parameter(name, nn.Parameter(torch.empty(num_experts, size)) if bias else None)
         self.w1 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
@@ -276,12 +280,19 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
         """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has."""
-        if self.gate is not silu_gate or self.w1_bias is not None:
+        if type(x_RD) is Tensor and x_RD.device.type == "cpu" and x_RD.element_size() < 4:
+            groups = Groups(count_E, x_RD.size(0))
+            if groups.multiple > 1:
+                return groups.collect(self._compute(groups.spread(x_RD), groups.count_E))
+        return self._compute(x_RD, count_E)
+
+    def _compute(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
+        if self.gate is not silu_gate or self.w1_bias is not None or self.product is not product:
             gate_RF, up_RF = (
-                add_bias(product(x_RD, count_E, w), count_E, b)
+                add_bias(self.product(x_RD, count_E, w), count_E, b)
                 for w, b in ((self.w1, self.w1_bias), (self.w3, self.w3_bias))
             )
-            return add_bias(product(self.gate(gate_RF, up_RF), count_E, self.w2), count_E, self.w2_bias)
+            return add_bias(self.product(self.gate(gate_RF, up_RF), count_E, self.w2), count_E, self.w2_bias)
         function = _grouped if _has_grouped_matmul(x_RD, self.w1) else _one_by_one
         return function(x_RD, count_E, self.w1, self.w2, self.w3)
 
@@ -290,8 +301,20 @@ def product(x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor) -> Tensor:
     """Each row (R, I), sorted by expert, times the weight of its expert: (R, O)."""
     if _has_grouped_matmul(x_RI, weight_EOI):
         return F.grouped_mm(x_RI, weight_EOI.transpose(-2, -1), offs=count_E.cumsum(0).to(torch.int32))
-    parts = zip(x_RI.split(count_E.tolist()), weight_EOI.unbind(), strict=True)
+    parts = zip(x_RI.split(_rows(count_E)), weight_EOI.unbind(), strict=True)
     return torch.cat([F.linear(x, weight_OI) for x, weight_OI in parts])
+
+
+_host_counts = WeakTensorKeyDictionary()
+
+
+def _rows(count_E: Tensor) -> list[int]:
+    """The counts as numbers of the host, which waits for an accelerator once for all products of a layer."""
+    if not is_accelerator(count_E.device):
+        return count_E.tolist()  # type: ignore[no-any-return]
+    if count_E not in _host_counts:
+        _host_counts[count_E] = read(count_E, "rows of each expert")
+    return _host_counts[count_E]  # type: ignore[no-any-return]
 
 
 def add_bias(x_RO: Tensor, count_E: Tensor, bias_EO: Tensor | None) -> Tensor:
@@ -303,10 +326,9 @@ def add_bias(x_RO: Tensor, count_E: Tensor, bias_EO: Tensor | None) -> Tensor:
 
 def _has_grouped_matmul(x_RD: Tensor, w1_EFD: Tensor) -> bool:
     # On a CPU it took 0.7 to 1.0 of the loop's time, forward and backward (8 to 128 experts, float32 and bfloat16).
-    # On CUDA its kernels are for bfloat16. It takes no empty batch, and rows of whole 16 bytes alone.
-    dtypes = (torch.bfloat16,) if x_RD.is_cuda else (torch.float32, torch.bfloat16)
+    # It takes no empty batch, and rows of whole 16 bytes alone.
     aligned = all(size * x_RD.element_size() % 16 == 0 for size in w1_EFD.shape[1:])
-    return hasattr(F, "grouped_mm") and x_RD.dtype in dtypes and x_RD.size(0) > 0 and aligned
+    return has_grouped_matmul(x_RD.device, x_RD.dtype) and x_RD.size(0) > 0 and aligned
 
 
 def _grouped(x_RD: Tensor, count_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
@@ -316,7 +338,7 @@ def _grouped(x_RD: Tensor, count_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) 
 
 
 def _one_by_one(x_RD: Tensor, count_E: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
-    parts = zip(x_RD.split(count_E.tolist()), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
+    parts = zip(x_RD.split(_rows(count_E)), w1.unbind(), w2.unbind(), w3.unbind(), strict=True)
     return torch.cat([F.linear(F.silu(F.linear(x, a)) * F.linear(x, c), b) for x, a, b, c in parts])
 
 

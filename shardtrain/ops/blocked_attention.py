@@ -13,6 +13,7 @@ P pairs of a row and a key-value head, n queries of a block, m keys of a block.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,11 +30,12 @@ CAUSAL = Band(-(1 << 62), 0)
 
 def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band = CAUSAL, scale: float | None = None) -> Tensor:
     """Attention (B, l, N, H) of queries to the keys that ``band`` lets them see; each query must see one."""
-    scale = q_BlNH.size(-1) ** -0.5 if scale is None else scale
     q_PGlH, k_PsH, v_PsH = _pairs(q_BlNH, k_BsKH), _heads_first(k_BsKH), _heads_first(v_BsKH)
+    k_PsH = k_PsH * _scale(q_BlNH, scale)
     out_PGlH = torch.empty_like(q_PGlH)
-    for pairs, queries, keys, hidden_nm in _blocks(q_PGlH, k_PsH, band):
-        p_PXm = _probabilities(q_PGlH[pairs, :, queries], k_PsH[pairs, keys], hidden_nm, scale)
+    for block in _blocks(q_PGlH, k_PsH, band):
+        pairs, queries, keys, _ = block
+        p_PXm = _probabilities(q_PGlH, k_PsH, block)
         out_PGlH[pairs, :, queries] = torch.bmm(p_PXm, v_PsH[pairs, keys]).unflatten(1, (q_PGlH.size(1), -1))
     return _as_given(out_PGlH.flatten(0, 1), q_BlNH)
 
@@ -50,49 +52,70 @@ def attend_backward(
 
     Those of keys and values are sums over blocks of queries, in float32.
     """
-    scale = q_BlNH.size(-1) ** -0.5 if scale is None else scale
-    q_PGlH, k_PsH, v_PsH = _pairs(q_BlNH, k_BsKH), _heads_first(k_BsKH), _heads_first(v_BsKH)
+    scale = _scale(q_BlNH, scale)
+    q_PGlH, k_PsH, v_PsH = _pairs(q_BlNH, k_BsKH), _heads_first(k_BsKH) * scale, _heads_first(v_BsKH)
     gradient_PGlH = _pairs(gradient_BlNH, k_BsKH)
     exact = torch.promote_types(q_BlNH.dtype, torch.float32)
     dq_PGlH = torch.empty_like(q_PGlH)
     dk_PsH, dv_PsH = torch.zeros_like(k_PsH, dtype=exact), torch.zeros_like(v_PsH, dtype=exact)
-    for pairs, queries, keys, hidden_nm in _blocks(q_PGlH, k_PsH, band):
-        k_PmH, v_PmH = k_PsH[pairs, keys], v_PsH[pairs, keys]
-        p_PXm = _probabilities(q_PGlH[pairs, :, queries], k_PmH, hidden_nm, scale)
+    for block in _blocks(q_PGlH, k_PsH, band):
+        pairs, queries, keys, _ = block
+        p_PXm = _probabilities(q_PGlH, k_PsH, block)
         q_PXH, gradient_PXH = (x[pairs, :, queries].flatten(1, 2) for x in (q_PGlH, gradient_PGlH))
         dv_PsH[pairs, keys] += torch.bmm(p_PXm.transpose(1, 2), gradient_PXH)
-        dp_PXm = torch.bmm(gradient_PXH, v_PmH.transpose(1, 2))
+        dp_PXm = torch.bmm(gradient_PXH, v_PsH[pairs, keys].transpose(1, 2))
         ds_PXm = torch.ops.aten._softmax_backward_data(dp_PXm, p_PXm, -1, p_PXm.dtype)
-        # the scale meets the products, so that it is rounded with them and not before
-        dq_PXH = torch.empty_like(q_PXH)
-        torch.baddbmm(dq_PXH, ds_PXm, k_PmH, beta=0, alpha=scale, out=dq_PXH)
-        dq_PGlH[pairs, :, queries] = dq_PXH.unflatten(1, (q_PGlH.size(1), -1))
+        dq_PGlH[pairs, :, queries] = torch.bmm(ds_PXm, k_PsH[pairs, keys]).unflatten(1, (q_PGlH.size(1), -1))
         dk_PsH[pairs, keys] += torch.bmm(ds_PXm.transpose(1, 2), q_PXH)
-    dk_PsH *= scale
+    dk_PsH *= scale  # dq has met it in the scaled keys
     return _as_given(dq_PGlH.flatten(0, 1), q_BlNH), _as_given(dk_PsH, k_BsKH), _as_given(dv_PsH, v_BsKH)
 
 
-def _blocks(q_PGlH: Tensor, k_PsH: Tensor, band: Band) -> Iterator[tuple[slice, slice, slice, Tensor]]:
-    """Pairs, queries and keys that meet at a time, and what is added to scores: minus infinity for hidden keys."""
+class Block(NamedTuple):
+    """Pairs, queries and keys that meet at a time, and those of the keys that some query must not see."""
+
+    pairs: slice
+    queries: slice
+    keys: slice
+    hidden: list[tuple[slice, Tensor]]
+    """Stretches of the block's keys, and what is added to their scores (n, m): minus infinity where hidden."""
+
+
+def _blocks(q_PGlH: Tensor, k_PsH: Tensor, band: Band) -> Iterator[Block]:
     num_pairs, groups, num_queries, _ = q_PGlH.shape
     num_keys = k_PsH.size(1)
     for start in range(0, num_queries, _QUERIES):
         stop = min(start + _QUERIES, num_queries)
         low, high = max(0, band.first + start), min(num_keys, band.last + stop)
-        hidden_nm = mask(stop - start, high - low, Band(band.first + start - low, band.last + start - low), q_PGlH)
+        # keys that all queries of the block see need no mask
+        open_low = min(max(low, band.first + stop - 1), high)
+        open_high = min(max(open_low, band.last + start + 1), high)
+        hidden = [
+            (
+                slice(begin - low, end - low),
+                mask(stop - start, end - begin, Band(band.first + start - begin, band.last + start - begin), q_PGlH),
+            )
+            for begin, end in ((low, open_low), (open_high, high))
+            if begin < end
+        ]
         scores_bytes = groups * (stop - start) * (high - low) * q_PGlH.element_size()
         at_once = max(1, _SCORES_BYTES // scores_bytes)
         for pair in range(0, num_pairs, at_once):
-            yield slice(pair, min(pair + at_once, num_pairs)), slice(start, stop), slice(low, high), hidden_nm
+            yield Block(slice(pair, min(pair + at_once, num_pairs)), slice(start, stop), slice(low, high), hidden)
 
 
-def _probabilities(q_PGnH: Tensor, k_PmH: Tensor, hidden_nm: Tensor, scale: float) -> Tensor:
-    """softmax(scale q k + hidden) over the keys, (P, G n, m)."""
-    q_PXH = q_PGnH.flatten(1, 2)
-    scores_PXm = q_PXH.new_empty(q_PXH.size(0), q_PXH.size(1), k_PmH.size(1))
-    torch.baddbmm(scores_PXm, q_PXH, k_PmH.transpose(1, 2), beta=0, alpha=scale, out=scores_PXm)
-    scores_PXm.unflatten(1, q_PGnH.shape[1:3]).add_(hidden_nm)
+def _probabilities(q_PGlH: Tensor, k_PsH: Tensor, block: Block) -> Tensor:
+    """softmax(q k + hidden) over the keys, (P, G n, m), of keys that are scaled."""
+    q_PGnH = q_PGlH[block.pairs, :, block.queries]
+    scores_PXm = torch.bmm(q_PGnH.flatten(1, 2), k_PsH[block.pairs, block.keys].transpose(1, 2))
+    scores_PGnm = scores_PXm.unflatten(1, q_PGnH.shape[1:3])
+    for keys, hidden_nm in block.hidden:
+        scores_PGnm[..., keys] += hidden_nm
     return torch.softmax(scores_PXm, dim=-1)
+
+
+def _scale(q_BlNH: Tensor, scale: float | None) -> float:
+    return float(q_BlNH.size(-1) ** -0.5) if scale is None else scale
 
 
 def _heads_first(x_BsKH: Tensor) -> Tensor:

@@ -14,28 +14,43 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain.ops import blocked_attention, onednn_linear
+from shardtrain.utils.log import logger
 
-WORTH_IT = 1.1
+WORTH_IT = 1.05
 """A kernel that is less than this much faster than PyTorch's own is not taken."""
-_ROUNDS = 4
+NARROW_HEAD = 32
+"""In float32 blocks are faster than the flash kernel for narrow heads alone: 1.17 times at 32 features, 0.9 at 64 and
+128 (AMD Zen 4)."""
+FAILED = -1.0
+"""In place of a speed: the kernel, or PyTorch's own beside it, raised an error when it was measured."""
+_CLEAR, _ENOUGH_SECONDS, _MOST_ROUNDS = 1.25, 0.06, 100
+"""A kernel that is 1.25 times as fast after two rounds, or as slow, is not measured any longer. Others are for 60 ms:
+what a machine measures while others work on it is remembered, too."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """For each kernel that can take the place of PyTorch's own, how many times as fast it is; 0 is not measured."""
+    """For each kernel that can take the place of PyTorch's own, how many times as fast it is; 0 where this build of
+    PyTorch has none, FAILED where it raised an error."""
 
     onednn_linear: float = 0.0
-    """Linear layers in float32 by oneDNN."""
+    """Linear layers in float32 by oneDNN, forward and the gradient of their input."""
+    onednn_weight_gradient: float = 0.0
+    """The gradient of their weight by oneDNN."""
     blocked_attention: float = 0.0
     """Attention in bfloat16 by matrix products."""
+    blocked_attention_float32: float = 0.0
+    """The same in float32, for heads of at most NARROW_HEAD features."""
+    rms_norm: float = 0.0
+    """RMSNorm some rows at a time."""
 
     def uses(self, name: str) -> bool:
         """Whether a kernel, by the name of its field, is taken."""
@@ -62,10 +77,15 @@ def describe(kernels: Kernels) -> str:
     """The choice in words, for the log."""
     told = {
         "onednn_linear": "linear layers in float32 by oneDNN",
+        "onednn_weight_gradient": "gradients of their weights too",
         "blocked_attention": "attention in bfloat16 by blocks",
+        "blocked_attention_float32": "attention in float32 with narrow heads by blocks",
+        "rms_norm": "RMSNorm by rows",
     }
     taken = [f"{words} ({getattr(kernels, name):.1f} x as fast)" for name, words in told.items() if kernels.uses(name)]
-    return f"CPU kernels: {', '.join(taken)}" if taken else "CPU kernels: PyTorch's own, none here is faster"
+    failed = [words for name, words in told.items() if getattr(kernels, name) == FAILED]
+    said = f"CPU kernels: {', '.join(taken)}" if taken else "CPU kernels: PyTorch's own, none here is faster"
+    return f"{said}; failed when measured, so PyTorch's own: {', '.join(failed)}" if failed else said
 
 
 def remembered_or_measured() -> Kernels:
@@ -89,29 +109,47 @@ def remembered_or_measured() -> Kernels:
 
 
 def measure() -> Kernels:
-    """Time each kernel beside PyTorch's own, forward and backward, on a small layer: some 100 ms on one core."""
+    """Time each kernel beside PyTorch's own, forward and backward, on a small layer: some 400 ms on one core."""
+    from shardtrain.ops import onednn_linear, rms_norm  # which ask for the choice
+
     generator = torch.Generator().manual_seed(0)
-    linear = attention = 0.0
+    linear = weight_gradient = 0.0
     if onednn_linear.is_available():
         x_RI, weight_OI, gradient_RO = (
-            torch.randn(*shape, generator=generator) for shape in ((256, 512), (1024, 512), (256, 1024))
+            torch.randn(*shape, generator=generator) for shape in ((512, 256), (768, 256), (512, 768))
         )
-        linear = _times_as_fast(
-            lambda: (F.linear(x_RI, weight_OI), gradient_RO @ weight_OI, gradient_RO.t() @ x_RI),
-            lambda: (
-                onednn_linear.product(x_RI, weight_OI),
-                onednn_linear.product(gradient_RO, weight_OI.t()),
-                onednn_linear.product(gradient_RO.t(), x_RI.t()),
-            ),
+        linear = _measured(
+            "linear layers by oneDNN",
+            lambda: (F.linear(x_RI, weight_OI), gradient_RO @ weight_OI),
+            lambda: (onednn_linear.product(x_RI, weight_OI), onednn_linear.product(gradient_RO, weight_OI.t())),
         )
-    q, k, v, gradient = (
-        torch.randn(1, 512, 4, 64, generator=generator).bfloat16() for _ in range(4)
-    )  # (B, T, heads, H)
-    attention = _times_as_fast(
-        lambda: _flash(q, k, v, gradient),
-        lambda: (blocked_attention.attend(q, k, v), blocked_attention.attend_backward(gradient, q, k, v)),
+        weight_gradient = _measured(
+            "gradients of weights by oneDNN",
+            lambda: gradient_RO.t() @ x_RI,
+            lambda: onednn_linear.product(gradient_RO.t(), x_RI.t()),
+        )
+    attention = {}
+    for dtype, times in ((torch.bfloat16, 1), (torch.float32, 2)):  # few rows say little of float32
+        q, k, v, gradient = (
+            torch.randn(times, 512, times * heads, NARROW_HEAD, generator=generator).to(dtype) for heads in (4, 2, 2, 4)
+        )  # (B, T, heads, H), grouped
+        speed = _measured(
+            f"attention in {str(dtype).removeprefix('torch.')} by blocks",
+            partial(_flash, q, k, v, gradient),
+            partial(_in_blocks, q, k, v, gradient),
+        )
+        attention[dtype] = round(speed, 2)
+    x_RD = torch.randn(1024, 256, generator=generator).requires_grad_()
+    norms = torch.nn.RMSNorm(256, eps=1e-5), rms_norm.RowwiseRMSNorm(256, eps=1e-5)
+    norm = _measured("RMSNorm by rows", *(partial(_forward_backward, one, x_RD) for one in norms))
+    return Kernels(
+        round(linear, 2), round(weight_gradient, 2), attention[torch.bfloat16], attention[torch.float32], round(norm, 2)
     )
-    return Kernels(round(linear, 2), round(attention, 2))
+
+
+def _forward_backward(module: torch.nn.Module, x_RD: Tensor) -> None:
+    with torch.enable_grad():
+        module(x_RD).backward(x_RD.detach())
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> None:
@@ -121,24 +159,48 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> None:
     flash_attention.attend_backward(gradient, q, k, v, out, lse, causal=True)
 
 
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> None:
+    from shardtrain.ops import blocked_attention
+
+    blocked_attention.attend(q, k, v)
+    blocked_attention.attend_backward(gradient, q, k, v)
+
+
+def _measured(words: str, one: Callable[[], object], other: Callable[[], object]) -> float:
+    """``_times_as_fast``, or FAILED with a warning: a build of PyTorch or a processor may lack what a kernel calls."""
+    try:
+        return _times_as_fast(one, other)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        reason = str(error).strip().splitlines() or [""]
+        logger.warning(
+            f"CPU kernels: {words} failed ({type(error).__name__}: {reason[0][:200]}); PyTorch's own is used"
+        )
+        return FAILED
+
+
 def _times_as_fast(one: Callable[[], object], other: Callable[[], object]) -> float:
     """How many times as fast ``other`` is, by the best of a few rounds in turns: a busy machine slows both."""
-    seconds = [float("inf"), float("inf")]
-    try:
-        with torch.no_grad():
-            for _ in range(_ROUNDS + 1):  # the first warms up
-                for place, function in enumerate((one, other)):
-                    began = time.perf_counter()
-                    function()
-                    seconds[place] = min(seconds[place], time.perf_counter() - began)
-    except RuntimeError:  # a build of PyTorch or a processor that has no such kernel
-        return 0.0
+    # others take a core away within a round; several threads wait for each other, which no CPU time shows
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    seconds, spent = [float("inf"), float("inf")], 0.0
+    with torch.no_grad():
+        for number in range(_MOST_ROUNDS):
+            for place, function in enumerate((one, other)):
+                began = clock()
+                function()
+                passed = clock() - began
+                if number:  # the first warms up
+                    seconds[place], spent = min(seconds[place], passed), spent + passed
+            is_clear = number >= 2 and not 1 / _CLEAR < seconds[0] / seconds[1] < _CLEAR
+            if is_clear or (number >= 3 and spent > _ENOUGH_SECONDS):
+                break
     return seconds[0] / seconds[1]
 
 
 def _cache_file() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    facts = [_processor(), torch.__version__, str(torch.get_num_threads())]
+    kernels = " ".join(field.name for field in fields(Kernels))
+    facts = [_processor(), torch.__version__, str(torch.get_num_threads()), kernels]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     return Path(root) / "shardtrain" / f"cpu_kernels-{name}.json"
 

@@ -52,6 +52,10 @@ class WholeVocabulary:
         """The values."""
         return values
 
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of the one rank."""
+        return values.unsqueeze(0)
+
 
 def distillation_sum(
     logits_BTV: Tensor,

@@ -7,7 +7,7 @@ Shape suffixes: B batch, T tokens, l queries, s keys, N heads, K key-value heads
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtrain.ops import attention_scores, blocked_attention, cpu_kernels, flash_attention
+from shardtrain.ops.accelerator import is_accelerator, to_device
 from shardtrain.ops.attention_scores import Scores
 from shardtrain.ops.sliding_window import blocks, queries_at_once
 
@@ -53,7 +54,7 @@ def attention(
     """
     if sinks_N is None and in_blocks(q_BTNH):
         return _blocked(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)  # type: ignore[no-any-return]
-    if q_BTNH.device.type in ("cpu", "meta") or (q_BTNH.is_cuda and flash_attention.has_flash(q_BTNH)):
+    if not is_accelerator(q_BTNH.device) or flash_attention.has_flash(q_BTNH):
         return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N, window, scale)[0]  # type: ignore[no-any-return]
     if sinks_N is not None:
         return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, Scores(scale), sinks_N)
@@ -62,8 +63,12 @@ def attention(
 
 def in_blocks(q_BTNH: Tensor) -> bool:
     """Whether attention is computed by ``blocked_attention``, which this machine has found to be faster."""
-    is_bfloat16 = q_BTNH.device.type == "cpu" and q_BTNH.dtype == torch.bfloat16
-    return is_bfloat16 and cpu_kernels.chosen().uses("blocked_attention")
+    if q_BTNH.device.type != "cpu":
+        return False
+    if q_BTNH.dtype == torch.float32:
+        narrow = q_BTNH.size(-1) <= cpu_kernels.NARROW_HEAD
+        return narrow and cpu_kernels.chosen().uses("blocked_attention_float32")
+    return q_BTNH.dtype == torch.bfloat16 and cpu_kernels.chosen().uses("blocked_attention")
 
 
 def masked_attention(
@@ -119,7 +124,7 @@ _chunks: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 def _on_device(on_host_BT: Tensor, device: torch.device) -> Tensor:
     """A copy that is read without waiting for the device."""
-    copy_BT = on_host_BT.to(device, non_blocking=True)
+    copy_BT = to_device(on_host_BT, device)
     remember(copy_BT, on_host_BT)
     return copy_BT
 
@@ -175,12 +180,30 @@ def remember(documents_BT: Tensor, on_host_BT: Tensor) -> None:
 
 
 def on_host(documents_BT: Tensor) -> Tensor:
-    """The numbers in host memory; copied from the device once per tensor, not once per layer."""
+    """The numbers in host memory; copied from the device once per tensor, not once per layer.
+
+    Of rows that were cut out of a tensor that is remembered nothing is copied: a pipeline's micro-batches are such.
+    """
     if documents_BT.device.type == "cpu":
         return documents_BT
     if documents_BT not in _host_copies:
-        _host_copies[documents_BT] = documents_BT.cpu()
+        whole_BT = documents_BT._base
+        if whole_BT is not None and whole_BT in _host_copies and documents_BT.shape[1:] == whole_BT.shape[1:]:
+            first = documents_BT.storage_offset() // max(1, whole_BT.stride(0))
+            _host_copies[documents_BT] = _host_copies[whole_BT][first : first + documents_BT.size(0)]
+        else:
+            _host_copies[documents_BT] = documents_BT.cpu()
     return _host_copies[documents_BT]  # type: ignore[no-any-return]
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of several tensors of documents as one, of which the host remembers what it does of the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    rows_BT = torch.cat(list(parts))
+    if rows_BT.device.type != "cpu":
+        remember(rows_BT, torch.cat([on_host(part) for part in parts]))
+    return rows_BT
 
 
 def ragged(documents_BT: Tensor) -> tuple[Tensor, int]:
@@ -203,8 +226,7 @@ def _ragged_on_device(documents_BT: Tensor) -> tuple[Tensor, int]:
     """``ragged`` with the starts on the documents' device; made once per tensor, without waiting for the device."""
     if documents_BT not in _ragged_copies:
         starts, longest = ragged(on_host(documents_BT))
-        # from page-locked memory: any other copy would first wait for all work that the device was given
-        _ragged_copies[documents_BT] = starts.pin_memory().to(documents_BT.device, non_blocking=True), longest
+        _ragged_copies[documents_BT] = to_device(starts, documents_BT.device), longest
     return _ragged_copies[documents_BT]  # type: ignore[no-any-return]
 
 
@@ -252,7 +274,7 @@ def _attention(
 def _without_sinks(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    if q_BTNH.is_cuda:
+    if is_accelerator(q_BTNH.device):
         starts, longest = _ragged_rows(q_BTNH, documents_BT)
         q_SNH, k_SKH, v_SKH = (x.flatten(0, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
         out_SNH, lse_NS = flash_attention.attend_ragged(q_SNH, k_SKH, v_SKH, starts, longest, window, scale)
@@ -298,7 +320,7 @@ def _attention_backward(
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = (q_BTNH, k_BTKH, v_BTKH)
-    if q_BTNH.is_cuda:
+    if is_accelerator(q_BTNH.device):
         starts, longest = _ragged_rows(q_BTNH, documents_BT)
         gradient, q, k, v, out = (x.flatten(0, 1) for x in (gradient_BTNH, *inputs, out_BTNH))
         lse_NS = lse_BNT.transpose(0, 1).flatten(1)

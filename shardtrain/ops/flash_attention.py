@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardtrain.ops import attention_scores
+from shardtrain.ops import accelerator, attention_scores
 from shardtrain.ops.attention_scores import PLAIN, Scores
 from shardtrain.ops.sliding_window import Band, mask
 from shardtrain.utils.errors import ConfigError, Problem
@@ -25,27 +25,23 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention output (B, l, N, H) and its log-sum-exp (B, N, l) in float32, by the device's flash kernel.
 
-    With a ``band``, which takes the place of ``causal``, each query must see a key. Scores that no kernel computes need
-    one: it says where the queries lie.
+    ``causal`` is for as many keys as queries. With a ``band``, which takes its place, each query must see a key. Scores
+    that no kernel computes need one: it says where the queries lie.
     """
     if not scores.has_kernel:
         assert band is not None
         return attention_scores.attend(q_BlNH, k_BsKH, v_BsKH, band, scores)
-    if band is not None and q_BlNH.device.type != "cpu":
+    if accelerator.is_accelerator(q_BlNH.device):
         _check_flash(q_BlNH)
         (q, k, v), rows = _end_to_end(q_BlNH, k_BsKH, v_BsKH), _Rows(q_BlNH, k_BsKH, band)
         out_SNH, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *rows.starts, *rows.lengths, 0.0, False, False, scale=scores.scale, **rows.window
+            q, k, v, *rows.starts, *rows.lengths, 0.0, causal and band is None, False, scale=scores.scale, **rows.window
         )
         return out_SNH.view_as(q_BlNH), lse_NS.unflatten(1, q_BlNH.shape[:2]).transpose(0, 1).contiguous()
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
-    if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale
-        )
-    else:
-        _check_flash(q)
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scores.scale)
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale
+    )
     return out.transpose(1, 2), lse.to(torch.promote_types(q.dtype, torch.float32))
 
 
@@ -64,7 +60,7 @@ def attend_backward(
     if not scores.has_kernel:
         assert band is not None
         return attention_scores.attend_backward(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, band, scores)
-    if band is not None and q_BlNH.device.type != "cpu":
+    if accelerator.is_accelerator(q_BlNH.device):
         (gradient, q, k, v, out), rows = (
             _end_to_end(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH),
             _Rows(q_BlNH, k_BsKH, band),
@@ -80,7 +76,7 @@ def attend_backward(
             *rows.starts,
             *rows.lengths,
             0.0,
-            False,
+            causal and band is None,
             *_no_randomness(q),
             scale=scores.scale,
             **rows.window,
@@ -89,29 +85,9 @@ def attend_backward(
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     gradient, out = (x.transpose(1, 2).contiguous() for x in (gradient_BlNH, out_BlNH))
     lse = lse_BNl.to(torch.promote_types(q.dtype, torch.float32)).contiguous()
-    if q.device.type == "cpu":
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale
-        )
-    else:
-        # lengths and random state of the forward call: dense inputs and no dropout, so neither is read
-        lengths = torch.empty(0, dtype=torch.int32, device=q.device)
-        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            lengths,
-            lengths,
-            q.size(2),
-            k.size(2),
-            0.0,
-            causal,
-            *_no_randomness(q),
-            scale=scores.scale,
-        )
+    grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        gradient, q, k, v, out, lse, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale
+    )
     dq, dk, dv = (x.transpose(1, 2) for x in grads[:3])
     groups = q_BlNH.size(2) // k_BsKH.size(2)
     if groups > 1:  # each key head served several query heads
@@ -120,9 +96,9 @@ def attend_backward(
 
 
 def has_flash(x_BTNH: Tensor) -> bool:
-    """Whether a CUDA device has a flash kernel for heads of this type and width."""
-    half = x_BTNH.dtype in (torch.float16, torch.bfloat16)
-    return half and x_BTNH.size(-1) % 8 == 0 and x_BTNH.size(-1) <= 256 and _device_has_flash(x_BTNH.device)
+    """Whether an accelerator has a flash kernel for heads of this type and width."""
+    half, width = x_BTNH.dtype in (torch.float16, torch.bfloat16), x_BTNH.size(-1)
+    return half and width % 8 == 0 and width <= 256 and accelerator.has_flash_attention(x_BTNH.device)
 
 
 def _mask(q_BNlH: Tensor, k_BNsH: Tensor, band: Band | None) -> Tensor | None:
@@ -130,13 +106,19 @@ def _mask(q_BNlH: Tensor, k_BNsH: Tensor, band: Band | None) -> Tensor | None:
 
 
 class _Rows:
-    """Rows of equal stretches of queries and keys as sequences laid end to end, which is how kernels take a window."""
+    """Rows of equal stretches of queries and keys as sequences laid end to end.
 
-    def __init__(self, q_BlNH: Tensor, k_BsKH: Tensor, band: Band) -> None:
+    That is how kernels take a window, and how they take grouped heads as they are: keys and values are not repeated.
+    """
+
+    def __init__(self, q_BlNH: Tensor, k_BsKH: Tensor, band: Band | None) -> None:
         self.lengths = q_BlNH.size(1), k_BsKH.size(1)
         self.starts = [
             torch.arange(0, (q_BlNH.size(0) + 1) * n, n, dtype=torch.int32, device=q_BlNH.device) for n in self.lengths
         ]
+        self.window: dict[str, int] = {}
+        if band is None:
+            return
         past = self.lengths[1] - self.lengths[0]  # kernels count from where the last query meets the last key
         self.window = {"window_size_left": past - band.first, "window_size_right": band.last - past}
 
@@ -216,11 +198,6 @@ def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor
 def _no_randomness(q: Tensor) -> tuple[Tensor, Tensor]:
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return random_state, random_state
-
-
-def _device_has_flash(device: torch.device) -> bool:
-    available = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)()
-    return available and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _check_flash(q: Tensor) -> None:

@@ -1,7 +1,8 @@
 """Linear layers in float32 by oneDNN, where it multiplies faster on a CPU than the library that PyTorch calls.
 
 PyTorch multiplies float32 by MKL, which on some processors of AMD reaches half of oneDNN's speed. oneDNN's own kernel
-is reached by the operator that PyTorch's compiler uses for inference; its backward here is two more of such products.
+is reached by the operator that PyTorch's compiler uses for inference; its backward here is two more of such products,
+or one, where the other library is faster for the gradient of the weight, whose factors oneDNN first has to turn.
 Shape suffixes: R rows, I inputs, O outputs, x any dimensions before the last.
 """
 
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from shardtrain.ops import cpu_kernels
 
 _SMALLEST_PRODUCT = 1 << 22
 """Multiplications below which setting up oneDNN's kernel takes longer than it saves."""
@@ -77,7 +80,9 @@ def _differentiate(ctx: Any, gradient_xO: Tensor) -> tuple[Tensor | None, Tensor
         dx_xI = _product(gradient_xO, weight_OI.t(), None)
     gradient_RO = gradient_xO.flatten(0, -2)
     if needs_weight:
-        dweight_OI = _product(gradient_RO.t(), x_xI.flatten(0, -2).t(), None)
+        x_RI = x_xI.flatten(0, -2)
+        by_onednn = cpu_kernels.chosen().uses("onednn_weight_gradient")
+        dweight_OI = _product(gradient_RO.t(), x_RI.t(), None) if by_onednn else gradient_RO.t() @ x_RI
     if ctx.has_bias and needs_bias:
         dbias_O = gradient_RO.sum(0)
     return dx_xI, dweight_OI, dbias_O

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from shardtrain.optim.build import build, set_learning_rate, state_tensors
+from shardtrain.optim.build import build, decides_on_device, state_tensors
 from shardtrain.optim.grad_scaler import LossScaler
+from shardtrain.optim.lr_scheduler import set_learning_rate
 from shardtrain.optim.muon import Muon
 from shardtrain.optim.own import check as check_own
 from shardtrain.optim.param_groups import parameter_groups
 
-__all__ = ["LossScaler", "Muon", "build", "check_own", "parameter_groups", "set_learning_rate", "state_tensors"]
+__all__ = [
+    "LossScaler",
+    "Muon",
+    "build",
+    "check_own",
+    "decides_on_device",
+    "parameter_groups",
+    "set_learning_rate",
+    "state_tensors",
+]

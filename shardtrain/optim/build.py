@@ -11,6 +11,8 @@ from torch.nn import Parameter
 from shardtrain.config.schema import Optimizer
 from shardtrain.optim import own
 from shardtrain.optim.adamw import CLASSES, adam, adam_zero_state
+from shardtrain.optim.low_bits import EIGHT_BITS, LowBitsAdam
+from shardtrain.optim.low_bits import is_wanted as is_low_bits
 from shardtrain.optim.muon import Muon, muon_groups
 from shardtrain.optim.param_groups import parameter_groups
 from shardtrain.utils.errors import ConfigError, Problem
@@ -20,19 +22,20 @@ def build(
     named_parameters: Iterable[tuple[str, Parameter]],
     config: Optimizer,
     all_names: Iterable[str] | None = None,
+    seed: int = 0,
 ) -> torch.optim.Optimizer:
     """The optimizer of the given parameters (plain or DTensor); those that need no gradient are left out.
 
     The rate starts at ``config.lr``; set that of each step with ``set_learning_rate``. ``all_names`` are the parameters
-    of the whole model, see ``parameter_groups``.
+    of the whole model, see ``parameter_groups``. ``seed`` is that of rounding by chance, see ``low_bits``.
 
     Raises:
         ConfigError: when the optimizer is unknown, a pattern of no_weight_decay or muon_adamw_patterns matches nothing,
             or no parameter needs a gradient.
     """
     is_own = config.name.endswith(".py")
-    if not is_own and config.name not in (*CLASSES, "Muon"):
-        fix = f"use one of {', '.join((*CLASSES, 'Muon'))}, or the path of a file of yours"
+    if not is_own and config.name not in (*CLASSES, EIGHT_BITS, "Muon"):
+        fix = f"use one of {', '.join((*CLASSES, EIGHT_BITS, 'Muon'))}, or the path of a file of yours"
         raise ConfigError(Problem("optimizer.name", config.name, "is not an optimizer", fix))
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if config.name == "Muon":
@@ -44,13 +47,17 @@ def build(
         raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", fix))
     if is_own:
         return own.build(groups, config)
+    if is_low_bits(config):
+        return LowBitsAdam(groups, config, {parameter: name for name, parameter in trained}, seed)
     return Muon(groups, config) if config.name == "Muon" else adam(groups, config)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the rate of the next update in every group."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a number on the device can keep an update from changing anything: the fused kernels of Adam and AdamW.
+
+    It is what PyTorch's GradScaler uses (``found_inf``); counts of steps are left as they were, too.
+    """
+    return isinstance(optimizer, tuple(CLASSES.values())) and all(group["fused"] for group in optimizer.param_groups)
 
 
 def state_tensors(
@@ -69,10 +76,12 @@ def state_tensors(
         if parameter not in groups:
             continue
         state = optimizer.state[parameter]
-        if not state and isinstance(optimizer, Muon | torch.optim.Adam):
+        if not state and isinstance(optimizer, Muon | LowBitsAdam | torch.optim.Adam):
             group = groups[parameter]
             if isinstance(optimizer, Muon):
                 state.update(optimizer.zero_state(parameter, group))
+            elif isinstance(optimizer, LowBitsAdam):
+                state.update(optimizer.zero_state(parameter))
             else:
                 state.update(adam_zero_state(parameter, group["fused"]))
         tensors.update({f"{name}.{key}": tensor for key, tensor in state.items()})

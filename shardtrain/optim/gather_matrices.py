@@ -124,18 +124,18 @@ class Bucket:
 
     def _hop(self, k: int) -> _Hop:
         """The k-th all-to-all: before it, this rank holds what it owns along the axes before k, of all ranks there."""
-        here, size = self._here, self._sizes[k]
-        mine = [m for m, matrix in enumerate(self._matrices) if matrix.owner[:k] == here[:k]]
+        place, size = self._here, self._sizes[k]
+        mine = [m for m, matrix in enumerate(self._matrices) if matrix.owner[:k] == place[:k]]
         before = list(product(*(range(n) for n in self._sizes[:k])))
         sent: list[list[Key]] = [[] for _ in range(size)]
         received: list[list[Key]] = [[] for _ in range(size)]
         for m in mine:
             owner = self._matrices[m].owner[k]
             for origin in before:
-                sent[owner].append((m, (*origin, *here[k:])))
-                if owner == here[k]:
+                sent[owner].append((m, (*origin, *place[k:])))
+                if owner == place[k]:
                     for sender in range(size):
-                        received[sender].append((m, (*origin, sender, *here[k + 1 :])))
+                        received[sender].append((m, (*origin, sender, *place[k + 1 :])))
         return _Hop(self._axes[k], sent, received)
 
     def _slices_of(self, key: Key) -> tuple[slice, slice]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from shardtrain.config.schema import LRScheduler, Optimizer
 
@@ -18,6 +19,12 @@ def learning_rate(optimizer: Optimizer, scheduler: LRScheduler, steps: int, step
     total = scheduler.total_steps or steps
     factor = _SCHEDULES[scheduler.name](scheduler, total, min(step, total - 1))
     return optimizer.lr * min(1.0, max(0.0, factor))
+
+
+def set_learning_rate(optimizer: Any, lr: float) -> None:
+    """Set the rate of the next update in every group of parameters of a ``torch.optim.Optimizer``."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
 
 
 def _warmup_stable_decay(scheduler: LRScheduler, total: int, step: int) -> float:

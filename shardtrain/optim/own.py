@@ -58,7 +58,7 @@ def check(config: Optimizer) -> None:
     for each, parameters in ((optimizer, whole), (other_optimizer, resumed)):
         _train(each, parameters, gradients[_STEPS:])
     if not all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, whole, strict=True)):
-        rule = "goes on otherwise after a resume: it keeps something that is not in the state of its parameters"
+        rule = "continues differently after a resume: it keeps something that is not in the state of its parameters"
         raise _problem(config, rule, "keep counts and means in state[parameter], as tensors that initial_state gives")
 
 

@@ -87,6 +87,8 @@ class StopRequest:
         self.can_save, self._grace_seconds, self._deadline = can_save, grace_seconds, math.inf
         self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
         self._reading = self._raised = self._closed = False
+        self.receiver: socket.socket | None = None
+        """Kept open when nobody reads any more: Python would print a trace for each signal that it cannot write."""
 
     @property
     def margin_seconds(self) -> float:
@@ -97,7 +99,8 @@ class StopRequest:
 
     def asked(self) -> bool:
         """Whether a request has come; the end of the job is one when ``margin_seconds`` are left."""
-        if not self.reason and self.can_save and time.monotonic() >= self._end - self.margin_seconds:
+        job_ends = self.can_save and self._end < math.inf
+        if job_ends and not self.reason and time.monotonic() >= self._end - self.margin_seconds:
             self._note(END_OF_JOB)
         return bool(self.reason)
 
@@ -145,7 +148,7 @@ class StopRequest:
             self._raised = True
             raise KeyboardInterrupt(f"{self.reason} (no checkpoints in this run)")
         if self._reading:
-            self._reading = False
+            self._reading = False  # once: a second signal must not raise while the first one is on its way out
             raise Interrupted
 
     def close(self) -> None:
@@ -177,6 +180,7 @@ class StopRequest:
                 if number in GRACEFUL:
                     self._note(signal.Signals(number).name)
                 if number == signal.SIGINT:
+                    # Ctrl-C and the launcher that passes it on are one request; a later one is a person in a hurry
                     if interrupted_at > -math.inf and time.monotonic() - interrupted_at > ONE_REQUEST_SECONDS:
                         hurry("a second SIGINT")
                     if interrupted_at == -math.inf:
@@ -214,6 +218,7 @@ def listen(
     global _current
     _current = stop = StopRequest(grace_seconds, can_save, end_time)
     receiver, sender = socket.socketpair()
+    stop.receiver = receiver
     sender.setblocking(False)
     for number in GRACEFUL:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which is how nohup asks for it
@@ -239,7 +244,7 @@ def _keep_from_children(sender: socket.socket, owner: int) -> None:
             signal.set_wakeup_fd(-1)
         sender.close()
         for number in GRACEFUL:
-            # a signal to the whole group: we decide, they go on until we end them
+            # a signal to the whole group: we decide, they continue until we end them
             signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.SIG_IGN)
         if threading.get_ident() == main and os.getppid() == owner:  # of another thread the kernel would end them early
             die_with_parent(signal.SIGKILL)

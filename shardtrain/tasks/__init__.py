@@ -10,8 +10,6 @@ task can run with beside those of the data-parallel axes.
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +17,7 @@ from shardtrain.config.schema import Config
 from shardtrain.config.task_file import task_names
 from shardtrain.tasks.language_model import LanguageModel
 from shardtrain.tasks.task import RowTask
+from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 __all__ = ["LanguageModel", "RowTask", "find", "open_task"]
@@ -54,9 +53,4 @@ def _load_path(path: Path) -> ModuleType:
     # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
     if not path.is_file():
         raise ConfigError(Problem("task.name", str(path), "is not a file", "give the path of an existing task file"))
-    name = f"shardtrain_task_file_{path.stem}"  # a prefix, so that no file can stand in for an installed package
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a .py path always has a loader
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return own_file.run(path, "task", "task.name")

@@ -2,77 +2,67 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import ModuleType
-from typing import Any
+from dataclasses import asdict
 
-from shardtrain import distributed, models, optim, tasks
+import torch
+
+from shardtrain import distributed, optim
+from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.distributed import BATCH_AXES, Mesh, Runner, process_group
-from shardtrain.distributed.distillation_runner import DistillationRunner
+from shardtrain.distributed import BATCH_AXES, process_group
 from shardtrain.distributed.process_group import World
-from shardtrain.distributed.task_runner import with_loss
-from shardtrain.lora import quantize
-from shardtrain.lora import spec as adapters
-from shardtrain.metrics.flops import count_model
-from shardtrain.ops import init_weights
-from shardtrain.tasks.distillation import Distillation
+from shardtrain.ops import cpu_kernels
+from shardtrain.ops.seeding import set_determinism
 from shardtrain.train import reference_models
+from shardtrain.train.model import build_model
 from shardtrain.train.run import Run
 from shardtrain.train.state import TrainState
+from shardtrain.utils.allocator import keep_freed_memory
+from shardtrain.utils.log import logger
 
 
-@dataclass(frozen=True)
-class Built:
-    """A model on a mesh, with its initial weights, under the loss of a task."""
-
-    task: tasks.LanguageModel | tasks.RowTask
-    module: ModuleType
-    shape: Any
-    runner: Runner
-    names: list[str]
-    num_params: int
-    flops_per_token: int
-    adapters: adapters.Spec | None = None
+def set_numerics(config: Config, device: torch.device) -> None:
+    """PyTorch's switches for determinism, and the kernels of a CPU, before anything is computed (a collective)."""
+    if config.debug.deterministic:
+        set_determinism(config.debug.deterministic_warn_only)
+    kernels = use_fastest_kernels(config, device)
+    if kernels is not None:
+        logger.info(cpu_kernels.describe(kernels))
 
 
-def build_model(config: Config, mesh: Mesh) -> Built:
-    """The model of a config; a second one of the same mesh is another model, which a task may hold frozen."""
-    task, module = tasks.open_task(config), models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    model = task.adapt(models.build(module, shape), module.LAYOUT)
-    spec, added = adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
-    num_params, flops = count_model(model, module.LAYOUT, shape, config.training.seq_len)
-    names = [name for name, _ in model.named_parameters()]
-    own = [name for name in names if name not in added]
-    draws = (
-        init_weights.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
-    )
-    quantize.check_installed(config.lora.base_dtype)
-    quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
-    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
-    if isinstance(task, Distillation):
-        runner = DistillationRunner(runner, task.mix, task.num_outputs(shape))
-    else:
-        runner = with_loss(runner, task.loss)
-    runner.materialize(draws, config.debug.seed)
-    return Built(task, module, shape, runner, names, num_params, flops, spec)
+def use_fastest_kernels(config: Config, device: torch.device) -> cpu_kernels.Kernels | None:
+    """Let models built from now on compute by the kernels that a CPU is fastest with (a collective).
+
+    None where that is not wanted: on other devices, and where the config asks for PyTorch's own.
+    """
+    if device.type != "cpu":
+        return None
+    if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
+        cpu_kernels.use(cpu_kernels.PYTORCH)
+        return None
+    # what is fastest depends on the processor, and ranks that computed differently would not agree to the last bit
+    keep_freed_memory()  # before the measurement, which would see pages cleared
+    kernels = cpu_kernels.Kernels(**first_rank(lambda: asdict(cpu_kernels.remembered_or_measured())))
+    cpu_kernels.use(kernels)
+    return kernels
 
 
-def build(config: Config, here: World) -> Run:
+def build(config: Config, world: World) -> Run:
     """Everything for the first step: mesh, model on it with its initial weights, optimizer, data."""
-    mesh = distributed.build(config, here)
+    mesh = distributed.build(config, world)
     built = build_model(config, mesh)
     task, runner, training = built.task, built.runner, config.training
-    optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, built.names)
+    optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, built.names, config.debug.seed)
+    if config.optimizer.early_step_in_backward:
+        runner.update_in_backward(optimizer)
     scaler = None
     if derived.compute_dtype(config) == "float16":
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
     stream = task.open_dataloader(
         batch_rank=mesh.rank(*BATCH_AXES),
         num_batch_ranks=mesh.size(*BATCH_AXES),
-        accumulation=derived.accumulation_steps(config, here.size),
+        accumulation=derived.accumulation_steps(config, world.size),
     )
     task.check(stream, built.module, built.shape)
     reference_models.hold(task, runner, config, mesh)

@@ -40,7 +40,7 @@ def refuse(run: Run, path: object, found: Sequence[Change], other_data: str) -> 
         f"checkpoint {path} was saved with another {change}; use the old value, or accept it with "
         f'{ACCEPT} = ["{change.option}"]'
         for change in found
-        if change.kind == "course" and change.option not in accepted and ALL not in accepted
+        if change.kind == "error" and change.option not in accepted and ALL not in accepted
     ]
     if other_data:
         by_option = "".join(f", {change}" for change in found if change.kind == "data")
@@ -57,10 +57,10 @@ def keep_history(run: Run, facts: Mapping[str, Any], found: Sequence[Change]) ->
     before = facts.get("accepted_changes")
     run.accepted_changes = [*before] if isinstance(before, list) else []
     for change in found:
-        if change.kind == "told":
+        if change.kind == "warn":
             logger.warning(f"{change}: the rest of the learning-rate schedule may differ from the one begun")
-        if change.kind == "course":
+        if change.kind == "error":
             logger.warning(f"{change}: accepted by {ACCEPT} at step {run.state.step}")
-        if change.kind in ("course", "told"):
+        if change.kind in ("error", "warn"):
             entry = {"step": run.state.step, "option": change.option, "old": change.old, "new": change.new}
             run.accepted_changes.append(entry)

@@ -9,22 +9,34 @@ document is computed behind another one and alone, by the very weights and on th
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from shardtrain import models
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.hf.as_is import is_as_is
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
+if TYPE_CHECKING:
+    from shardtrain.train.run import Run
+
 OPTION = "data.document_mask"
 _BEFORE, _LENGTH = 8, 8
 _SHARE = 0.1
 """Of what a document before changes without a mask, the most that it may change with one. A mask leaves what float32
 or bfloat16 rounds; a network that does not heed it is off by about as much as without one."""
+
+
+def check_run(run: Run) -> None:
+    """``check`` the model of a run whose rows hold several documents, and its frozen teacher."""
+    check(run.runner.parts[0], models.find(run.config.model.name), run.mesh)
+    teacher = getattr(run.runner, "teacher", None)
+    if teacher is not None and hasattr(teacher, "hf"):
+        check(teacher, models.find("transformers"), run.mesh)
 
 
 def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
@@ -39,7 +51,7 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
         return
     name, fix = model.config_name, 'set data.packing to "padded", or this to "off"'
     if "position_ids" not in inspect.signature(model.hf.forward).parameters:  # type: ignore[union-attr,arg-type]
-        raise ConfigError(Problem(OPTION, None, f"cannot be told to {name}, which takes no position_ids", fix))
+        raise ConfigError(Problem(OPTION, None, f"cannot be given to {name}, which takes no position_ids", fix))
     embedding = model.hf.get_input_embeddings().weight  # type: ignore[union-attr,operator]
     columns_1T = torch.arange(_BEFORE + _LENGTH, device=embedding.device)[None]
     tokens_1T = (columns_1T * 37 + 11) % int(embedding.shape[0])

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from shardtrain import data, distributed, models, optim, tasks
 from shardtrain.config import Loaded, derived, stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import fake_backend, pipeline_parallel, process_group
+from shardtrain.distributed import fake_backend, fsdp, pipeline_parallel, process_group
 from shardtrain.lora import quantize, spec
 from shardtrain.metrics.flops import count_model
 from shardtrain.ops import init_weights
@@ -60,6 +61,8 @@ class DryRun:
     traced: fake_backend.Traced
     frozen: tuple[Frozen, ...] = ()
     low_bits_bytes: int = 0
+    accumulates: bool = False
+    """Whether ``gradient_bytes`` are those of micro-batches that are added up before they are reduced."""
 
     @property
     def total_bytes(self) -> int:
@@ -79,12 +82,12 @@ def main(loaded: Loaded, rank: int, size: int, notices: Sequence[str] = ()) -> I
     )
     for notice in (*notices, *_left_out(loaded.config)):
         yield f"note: {notice}"
-    with fake_backend.join(rank, size) as here:
-        yield from report(build(loaded.config, here), loaded.config)
+    with fake_backend.join(rank, size) as world:
+        yield from report(build(loaded.config, world), loaded.config)
     yield f"checked in {format_seconds(time.perf_counter() - started)}; nothing was trained"
 
 
-def build(config: Config, here: process_group.World) -> DryRun:
+def build(config: Config, world: process_group.World) -> DryRun:
     """Build this rank's share of the model, and trace one micro-batch on it; the process group exists.
 
     Raises ConfigError where a run would.
@@ -93,7 +96,7 @@ def build(config: Config, here: process_group.World) -> DryRun:
         rule = "makes batches that are known when it reads its rows, and a dry run reads none"
         raise ConfigError(Problem("task.name", config.task.name, rule, "start the run on one machine instead"))
     config, task = _without_compiler(config), tasks.open_task(config)
-    mesh = distributed.build(config, here)
+    mesh = distributed.build(config, world)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model, layout = task.adapt(models.build(module, shape), module.LAYOUT), module.LAYOUT
@@ -113,7 +116,9 @@ def build(config: Config, here: process_group.World) -> DryRun:
         optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
         states = optim.state_tensors(optimizer, runner.optimizer_parameters().items())
         bytes_of_parameters, bytes_of_states = _local_bytes(parameters), _local_bytes(states.values())
-        bytes_of_gradients = _local_bytes(p for p in parameters if p.requires_grad)
+        trained = [p for p in parameters if p.requires_grad]
+        accumulated = _accumulated_bytes(trained, mesh, config)
+        bytes_of_gradients = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated)
         del optimizer, states
         traced = fake_backend.trace(runner, layout, mesh, config, _micro_batch(config, task.sequences_per_row), hidden)
     frozen = tuple(
@@ -123,7 +128,9 @@ def build(config: Config, here: process_group.World) -> DryRun:
     place = {axis: mesh.rank(axis) for axis in mesh.sizes}
     batch = tuple(describe_model(config, mesh, num_params))
     states_bytes = (bytes_of_parameters, bytes_of_gradients, bytes_of_states)
-    return DryRun(mesh.sizes, place, batch, num_params, flops, held, *states_bytes, traced, frozen, low_bits)
+    return DryRun(
+        mesh.sizes, place, batch, num_params, flops, held, *states_bytes, traced, frozen, low_bits, bool(accumulated)
+    )
 
 
 def _frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch) -> Frozen:
@@ -184,7 +191,7 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
     traced, stored = run.traced, config.training.dtype
     rows = [
         ("parameters", run.parameter_bytes, f"{stored}; counted over the rank's shards"),
-        ("gradients", run.gradient_bytes, f"{stored}; counted over the rank's shards"),
+        ("gradients", run.gradient_bytes, _of_gradients(run, config)),
         ("optimizer state", run.optimizer_bytes, f"{config.optimizer.name}; counted over the rank's shards"),
     ]
     if run.low_bits_bytes:
@@ -215,6 +222,14 @@ def _memory_table(run: DryRun, config: Config) -> list[str]:
     return ["  memory of this rank", *table, *end]
 
 
+def _of_gradients(run: DryRun, config: Config) -> str:
+    if run.accumulates:
+        return f"{config.training.mixed_precision_reduce}; whole until the last micro-batch's backward reduces them"
+    if config.optimizer.early_step_in_backward:
+        return f"{config.training.dtype}; most at once, the update in backward frees them"
+    return f"{config.training.dtype}; counted over the rank's shards"
+
+
 def _modules_of(part: nn.Module, layout: Any) -> str:
     layers = list(getattr(part, layout.layers))
     names = [name for name in layout.first if not isinstance(getattr(part, name), nn.Identity)]
@@ -227,6 +242,38 @@ def _modules_of(part: nn.Module, layout: Any) -> str:
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_tensor(tensor).nbytes for tensor in tensors)
+
+
+def _accumulated_bytes(parameters: Iterable[Tensor], mesh: distributed.Mesh, config: Config) -> int:
+    """Gradients before they are reduced: of several micro-batches FSDP adds them up whole, in the type of reduction."""
+    p, training = config.parallelism, config.training
+    rows = training.local_batch_size * derived.accumulation_steps(config, mesh.device_mesh.size())
+    at_once = p.pipeline_parallel_microbatch_size if mesh.size("pp") > 1 else training.local_batch_size
+    if rows <= at_once or not fsdp.is_needed(mesh, config):
+        return 0
+    numel = 0
+    for parameter in parameters:
+        split = 1
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            for name, size, placement in zip(names, parameter.device_mesh.shape, parameter.placements, strict=True):
+                split *= size if name in ("tp", "ep") and placement.is_shard() else 1
+        numel += parameter.numel() // split
+    return numel * getattr(torch, training.mixed_precision_reduce).itemsize
+
+
+def _gradient_bytes(parts: Sequence[nn.Module], layout: Any, mesh: distributed.Mesh, config: Config) -> int:
+    """What gradients take at once: those of all parameters, or what is there before an update in backward frees it."""
+    trained = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
+    if not config.optimizer.early_step_in_backward:
+        return _local_bytes(trained)
+    if not fsdp.is_needed(mesh, config):
+        return max(_local_bytes([parameter]) for parameter in trained)
+    units = [
+        nn.ModuleList(getattr(part, name) for name in names) for part in parts for names in (layout.first, layout.last)
+    ]
+    units += [layer for part in parts for layer in getattr(part, layout.layers).values()]
+    return max(_local_bytes(p for p in unit.parameters() if p.requires_grad) for unit in units)
 
 
 def _micro_batch(config: Config, sequences_per_row: int = 1) -> data.Batch:

@@ -85,7 +85,7 @@ def _compare(config: Config) -> dict[str, list[str]]:
         name: value
         for name, value in os.environ.items()
         if name not in _OF_A_RANK and not name.startswith(("TORCHELASTIC_", "SLURM_", "PMI", "OMPI_"))
-    } | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    } | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "SHARDTRAIN_HEARTBEAT_SECONDS": "0"}
     with tempfile.TemporaryDirectory(prefix="shardtrain-model-check-") as folder:
         path = Path(folder) / "config.toml"
         path.write_text(configs.resolved_toml(config), encoding="utf-8")

@@ -12,13 +12,10 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import Any
 
 from shardtrain.checkpoint import manifest, tensors
 from shardtrain.checkpoint.collectives import all_ranks
-from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
 from shardtrain.distributed import Mesh, Runner
@@ -26,12 +23,11 @@ from shardtrain.distributed.distillation_runner import DistillationRunner
 from shardtrain.hf import importing
 from shardtrain.hf.initial_weights import start_of
 from shardtrain.tasks.distillation import Distillation
+from shardtrain.train.model import Built, build_model
+from shardtrain.train.run import model_state_dict
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.log import logger
 from shardtrain.utils.units import format_count
-
-if TYPE_CHECKING:
-    from shardtrain.train.build import Built
 
 
 def frozen_configs(task: Any, config: Config) -> dict[str, Config]:
@@ -52,8 +48,6 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
         ConfigError: when a teacher's folder holds another model than it says.
         CheckpointError: when the first weights or a teacher's are damaged, or of another model.
     """
-    from shardtrain.train.build import build_model  # which holds one for every run that needs it
-
     for name, frozen in frozen_configs(task, config).items():
         built = build_model(frozen, mesh)
         for part in built.runner.parts:
@@ -61,7 +55,7 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
         if name == "teacher":
             assert isinstance(runner, DistillationRunner)
             folder = Path(config.task.teacher_path)
-            all_ranks(partial(importing.fill, _tensors(built), folder, built.module, built.shape))
+            all_ranks(partial(importing.fill, model_state_dict(built.runner), folder, built.module, built.shape))
             runner.teacher = built.runner.parts[0]
             logger.info(
                 f"teacher: {folder}, {frozen.model.name} of {format_count(built.num_params)} parameters, frozen"
@@ -74,13 +68,8 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
         logger.info(f"reference: {start or f'the weights drawn from debug.seed={config.debug.seed}'}, frozen")
 
 
-def _tensors(built: Built) -> dict[str, Tensor]:
-    named = {**built.runner.parameters(), **built.runner.buffers()}
-    return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in named.items()}
-
-
 def _fill(built: Built, config: Config, start: Place) -> None:
-    weights = _tensors(built)
+    weights = model_state_dict(built.runner)
     if config.checkpoint.initial_load_in_hf:
         quantized = config.checkpoint.initial_load_in_hf_quantized
         resize = config.checkpoint.initial_load_resize_embeddings

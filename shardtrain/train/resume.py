@@ -10,26 +10,39 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import models, optim, tasks
+from shardtrain import models, tasks
 from shardtrain.checkpoint.collectives import all_ranks, broadcast_json
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
-from shardtrain.distributed import BATCH_AXES, Runner
+from shardtrain.distributed import BATCH_AXES
 from shardtrain.hf import importing
 from shardtrain.lora import FACT, base_weights, peft
 from shardtrain.lora.spec import Spec
+from shardtrain.resilience.guards import nonfinite_tensor
 from shardtrain.train import compatibility, saved_file
 from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
+_MOST_FILES_NAMED = 4096
+
 
 def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> None:
-    """Write the run's state to its checkpoint folder (a collective); see ``Checkpoints.save``."""
+    """Write the run's state to its checkpoint folder (a collective); see ``Checkpoints.save``.
+
+    Raises:
+        NumericalError: before anything is written, where the update left a weight or the optimizer's state not finite.
+    """
+    held, rest = weights(run), run.optimizer_state_dict()
+    names = ((name.removeprefix(WEIGHTS_PREFIX), tensor) for name, tensor in held.items())
+    buffers = run.runner.buffers()  # not judged: a mask of -inf is one
+    learned = {name: tensor for name, tensor in names if name not in buffers}
+    nonfinite_tensor.refuse_to_save(run, {**learned, **rest}, checkpoints)
     cursors: list[list[int]] | None = []
     own = torch.from_numpy(run.dataloader.cursors(run.state.samples_consumed))
     if len(own):
@@ -38,10 +51,10 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         cursors = None if bool((known < 0).any()) else known.tolist()
     facts: dict[str, Any] = {
         "state": run.state.to_dict(),
-        "guard": run.guard.to_dict(),
+        "guard": run.resilience.guard.to_dict(),
         "data_fingerprint": run.dataloader.fingerprint,
-        "data_files": dict(run.dataloader.files),
-        "data_contents": run.contents.record(),
+        "data_files": _sample(run.dataloader.files),
+        "data_contents": _sample(run.contents.record()),
         "data_cursors": cursors,
         "best": checkpoints.best.to_dict(),
         **compatibility.record(run),
@@ -50,7 +63,8 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         facts[FACT] = run.lora
     if run.scaler:
         facts["scaler"] = run.scaler.state()
-    checkpoints.save(run.state.step, weights(run), optimizer_state(run), facts, last, wait)
+    with heartbeat(f"saving step {run.state.step}", None if run.mesh.device_mesh.get_rank() == 0 else 0, logger.info):
+        checkpoints.save(run.state.step, held, rest, facts, last, wait)
 
 
 def resume(run: Run, checkpoints: Checkpoints) -> None:
@@ -95,17 +109,21 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
 
     ``own``: whether the checkpoint is of this run, rather than of another one that it starts from.
     """
-    rest = {} if "optimizer" in excluded else optimizer_state(run)
     facts = checkpoints.facts(path)
     if run.config.lora.enable:
         base_weights.check_same(run, path, facts)
     is_new_run = not own and run.config.checkpoint.initial_load_model_only
     changes = [] if is_new_run else compatibility.find_changes(run, facts, sorted(excluded))
     other_data = _find_other_data(run, facts) if not excluded & {"dataloader", "train_state"} else ""
-    if not any(change.option.startswith("model.") for change in changes):  # the load names a tensor that does not fit
+    # a run with other options or data is refused before a tensor is touched; but of another model the load itself says
+    # more, the name of a tensor that does not fit, so that it goes first
+    is_other_model = any(change.option.startswith("model.") for change in changes)
+    if not is_other_model:
         compatibility.refuse(run, path, changes, other_data)
-    checkpoints.load(path, weights(run), rest)
-    compatibility.refuse(run, path, changes, other_data)
+    checkpoints.load(path, weights(run), {} if "optimizer" in excluded else run.optimizer_state_dict())
+    if is_other_model:
+        compatibility.refuse(run, path, changes, other_data)
+
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
         checkpoints.best.load(facts.get("best"), path.parent if own else None)
@@ -117,7 +135,8 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
         elif not isinstance(guard, dict):
             raise CheckpointError(f"checkpoint {path}: the guard's state is not a table; use another one")
         else:
-            run.guard.load(guard)
+            run.resilience.guard.load(guard)
+        # a run that changes to float16 has no scale to continue from
         begins_to_scale = any(change.option == "training.mixed_precision_param" for change in changes)
         if run.scaler and ("scaler" in facts or not begins_to_scale):
             scaler = facts.get("scaler", {})
@@ -128,10 +147,13 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
             run.scaler.load(scaler)
     if "lr_scheduler" in excluded:
         run.state.updates = 0  # the schedule starts from scratch: it is a function of this count alone
+
+    # where the data stand follows from the count of samples; a stream's readers have cursors beside it, without which
+    # it would be read again up to there
     cursors: np.ndarray | None = None
     if "dataloader" in excluded:
         run.state.samples_consumed = run.state.order_hash = 0
-        run.guard.rewinds = []  # the rows that they leave out are those of other data
+        run.resilience.guard.rewinds = []  # the rows that they leave out are those of other data
     elif "train_state" not in excluded:
         saved = facts.get("data_cursors")
         try:
@@ -162,7 +184,7 @@ def _load_hub(run: Run, folder: Place) -> None:
 
 def weights(run: Run) -> dict[str, Tensor]:
     """Everything of a model that a checkpoint holds: parameters and buffers by name, or the adapters alone."""
-    return held_by(run.adapters, everything(run))
+    return held_by(run.adapters, run.model_state_dict())
 
 
 def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -172,34 +194,26 @@ def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tens
     return {name: tensor for name, tensor in tensors.items() if adapters.holds(name.removeprefix(WEIGHTS_PREFIX))}
 
 
-def everything(run: Run) -> dict[str, Tensor]:
-    """All parameters and buffers of the run's model by name, frozen ones too."""
-    return weights_of(run.runner)
-
-
-def weights_of(runner: Runner) -> dict[str, Tensor]:
-    """All parameters and buffers of a model by the names that checkpoints give them."""
-    tensors: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
-    return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in tensors.items()}
-
-
-def optimizer_state(run: Run) -> dict[str, Tensor]:
-    """The optimizer's tensors by name."""
-    states = optim.state_tensors(run.optimizer, run.runner.optimizer_parameters().items())
-    return {f"optimizer.{name}": tensor for name, tensor in states.items()}
-
-
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     """How the data differ from those of the checkpoint; empty when they are the same."""
     differing = broadcast_json(run.contents.expect(facts.get("data_contents")))
     if facts.get("data_fingerprint") == run.dataloader.fingerprint:
         return f"{_some(differing)} differ at equal size" if differing else ""
-    old, new = facts.get("data_files", {}), run.dataloader.files
+    old, new = facts.get("data_files", {}), _sample(run.dataloader.files)
     old = old if isinstance(old, dict) else {}
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
         return f"{_some(changed)} differ"
     return "tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers or training.last_batch differ"
+
+
+def _sample(files: Mapping[str, str]) -> dict[str, str]:
+    """At most 4,096 files, evenly spread: their names and hashes are half a megabyte of each checkpoint.
+
+    The fingerprint of the data is made of all of them; these only name which one differs.
+    """
+    every = -(-len(files) // _MOST_FILES_NAMED)
+    return {name: mark for number, (name, mark) in enumerate(files.items()) if not number % max(every, 1)}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardtrain import data, optim
-from shardtrain.checkpoint.async_save import Saving
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.config.schema import Config
 from shardtrain.data.file_hashes import Contents
 from shardtrain.distributed import Mesh, Runner
 from shardtrain.lora.spec import Spec
-from shardtrain.resilience import signals
-from shardtrain.resilience.goodput.ledger import Ledger
-from shardtrain.resilience.guards.history import Guard
-from shardtrain.resilience.phases import Phases
+from shardtrain.ops import accelerator
+from shardtrain.resilience.resilience import Resilience
 from shardtrain.train.state import TrainState
 
 
@@ -35,28 +34,53 @@ class Run:
     total_steps: int
     num_params: int
     flops_per_token: float
-    stop: signals.StopRequest = field(default_factory=signals.current)
-    phases: Phases = field(default_factory=Phases)
-    saving: Saving = field(default_factory=Saving)
-    ledger: Ledger = field(default_factory=Ledger)
-    guard: Guard = field(default_factory=Guard)
+    resilience: Resilience = field(default_factory=Resilience)
     names: tuple[str, ...] = ()
     """Of all parameters of the whole model, in its order."""
     adapters: Spec | None = None
     lora: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of adapters, see lora/base_weights.py
-    stop_flag: float = 0.0
-    """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
-    compares_norms: bool = True
-    """Whether a step stops where ranks found different gradient norms; verify lets it continue, and finds the cause."""
     contents: Contents = field(default_factory=Contents)
     """What the files of the data hold, as far as it is known; the first rank's alone."""
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)
     """Options that the user changed on the way, as the checkpoints record them; see ``compatibility.py``."""
 
+    def model_state_dict(self) -> dict[str, Tensor]:
+        """All parameters and buffers by the names that checkpoints give them, frozen ones too."""
+        return model_state_dict(self.runner)
+
+    def optimizer_state_dict(self) -> dict[str, Tensor]:
+        """The optimizer's tensors by the names that checkpoints give them."""
+        states = optim.state_tensors(self.optimizer, self.runner.optimizer_parameters().items())
+        return {f"optimizer.{name}": tensor for name, tensor in states.items()}
+
+    @cached_property
+    def decides_on_device(self) -> bool:
+        """Whether a step gives the device its update before the host knows that it is to be applied.
+
+        The device then decides by the same numbers, and works while the host, which waits for them, gets ready for the
+        next step. Not where the host alone can decide: a spike's policy looks at the steps before.
+        """
+        config = self.config
+        return (
+            accelerator.is_accelerator(self.mesh.device)
+            and config.training.spike_policy in ("off", "log")
+            and not config.training.enable_cpu_offload
+            and not config.optimizer.early_step_in_backward
+            and config.training.dtype == "float32"  # the factor of clipping is rounded to the type of the gradients
+            and optim.decides_on_device(self.optimizer)
+        )
+
     def measures(self) -> dict[str, float]:
-        """Counts since the start of the run, for the metrics."""
-        skipped = self.state.step - self.state.updates
-        return {"skipped_updates": skipped, "spikes": self.guard.spikes, "rewinds": len(self.guard.rewinds)}
+        """What the record of a logged step has beside the step's own numbers."""
+        skipped = {"skipped_updates": self.state.step - self.state.updates}
+        rows = {f"rows_of/{name}": rows for name, rows in self.dataloader.rows_of_sources.items()}
+        return {**self.runner.measures(), **skipped, **rows, **self.resilience.measures()}
+
+
+def model_state_dict(runner: Runner) -> dict[str, Tensor]:
+    """All parameters and buffers of a model by the names that checkpoints give them."""
+    tensors: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
+    return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -71,7 +95,3 @@ class Outcome:
     """As this rank found it, before ranks agreed on one."""
     lr: float
     data_seconds: float
-
-    def measures(self) -> dict[str, Any]:
-        """What the metrics record of it."""
-        return {name: value for name, value in vars(self).items() if name != "own_grad_norm"}

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from shardtrain.config import derived
 from shardtrain.distributed import LOSS_AXES, Mesh
 from shardtrain.distributed.process_group import World
 from shardtrain.metrics import Reduce, RunFacts
+from shardtrain.ops import accelerator
 
 if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
 
-def run_facts(run: Run, here: World) -> RunFacts:
+def run_facts(run: Run, world: World) -> RunFacts:
     """Facts that stay the same from the first step of this process to the last, or until it goes back."""
-    config, cuda = run.config, here.device.type == "cuda"
+    config = run.config
     return RunFacts(
-        rank=here.rank,
-        world_size=here.size,
-        is_writer=here.rank == 0,
+        rank=world.rank,
+        world_size=world.size,
+        is_writer=world.rank == 0,
         start_step=run.state.step,
         total_steps=run.total_steps,
         num_params=run.num_params,
         flops_per_token=run.flops_per_token,
-        device_type=here.device.type,
-        device_name=torch.cuda.get_device_name(here.device) if cuda else "cpu",
+        device_type=world.device.type,
+        device_name=accelerator.name(world.device),
         compute_dtype=derived.compute_dtype(config),
         description=config.job.description,
         model=f"{config.model.name}/{config.model.flavor}",

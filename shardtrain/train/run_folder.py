@@ -6,6 +6,7 @@ import contextlib
 import platform
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,13 +18,27 @@ from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.config.show import RESOLVED_CONFIG
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, log
 from shardtrain.utils.errors import StorageError
+from shardtrain.utils.log import logger
 from shardtrain.utils.redact import redact
 from shardtrain.utils.units import format_count
 
 if TYPE_CHECKING:
     from shardtrain.distributed.mesh import Mesh
+    from shardtrain.distributed.process_group import World
+
+
+def open_log(loaded: Loaded, world: World, notices: Iterable[str], compared: Iterable[str]) -> None:
+    """Open this rank's log, and say what was found before it: ``notices`` on options, and on models."""
+    config, ranks = loaded.config, log.console_ranks()
+    folder, color = Path(config.job.dump_folder), not config.metrics.disable_color_printing
+    file_pattern, prefix = config.metrics.save_log_file, len(ranks) > 1
+    log.setup(world.rank, world.size, folder, file_pattern, world.rank in ranks, color, prefix)
+    for notice in notices:
+        (logger.info if notice in loaded.renames else logger.warning)(notice)
+    for line in compared:
+        (logger.warning if " NOT " in line else logger.info)(line)
 
 
 def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:

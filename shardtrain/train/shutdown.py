@@ -18,7 +18,7 @@ from shardtrain.data.data_budget import check_enough
 from shardtrain.hf.saving import HubSaves
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience import signals
-from shardtrain.train.resume import optimizer_state, save, weights
+from shardtrain.train.resume import save, weights
 from shardtrain.utils.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem
 from shardtrain.utils.log import logger
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _ASSUMED_BYTES_PER_SECOND, _ASSUMED_SECONDS = 100e6, 1.0
 
 
-def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
-    """Connect the run and its checkpoints, and say whether the data will end before the last step.
+def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
+    """Connect the run and its checkpoints for the end that may come, and say whether the data last until then.
 
     Called before the first step and after each rollback. A rollback leaves out data, and that must not discard what
     was learned, so such a run ``may_end_early``.
@@ -39,7 +39,7 @@ def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> N
     """
     left, position = run.dataloader.steps_left, run.dataloader.samples_consumed
     if left is not None and run.dataloader.end is not None:
-        left -= run.guard.steps_left_out(position, run.dataloader.end, run.dataloader.global_batch)
+        left -= run.resilience.guard.steps_left_out(position, run.dataloader.end, run.dataloader.global_batch)
         training = run.config.training
         if training.epochs is not None:
             run.total_steps = run.state.step + left
@@ -50,33 +50,32 @@ def expect(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> N
             note = check_enough(policy, run.state.step, left, run.total_steps)
         if note:
             logger.warning(note)
-    tensors = {**weights(run), **optimizer_state(run)}.values()
+    tensors = {**weights(run), **run.optimizer_state_dict()}.values()
     num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
     # a request to stop may come before any save has been measured
-    run.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
-    run.saving, checkpoints.saved_step = checkpoints.saving, run.state.step
-    checkpoints.exporter = HubSaves(run.config) if HubSaves.wanted(run.config) else None
-    checkpoints.on_written, checkpoints.on_saved = run.stop.saves.add, run.ledger.saved
+    run.resilience.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
+    run.resilience.saving, checkpoints.saved_step = checkpoints.saving, run.state.step
+    options = run.config.checkpoint
+    if options.enable and not options.load_only and (options.last_save_in_hf or options.hf_interval > 0):
+        checkpoints.exporter = HubSaves(run.config)
+    checkpoints.on_written, checkpoints.on_saved = run.resilience.stop.saves.add, run.resilience.ledger.saved
     if checkpoints.best.exhausted:
         _no_patience(run, checkpoints)
 
 
-def save_when_due(run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]) -> None:
-    """Poll the save in the background, and save if one is due (a collective); ``pause`` stops the step timer."""
-    if not checkpoints.is_due(run.state.step, run.total_steps):
-        checkpoints.poll()
-        return
-    with pause(), run.phases.within("checkpoint"):
-        checkpoints.poll()
+def save_after_step(run: Run, checkpoints: Checkpoints, pause: Callable[[], AbstractContextManager[None]]) -> None:
+    """Save the step that has ended (a collective); ``pause`` stops the step timer."""
+    stop = run.resilience.stop
+    with pause(), run.resilience.phase("checkpoint"):
         started = time.perf_counter()
         save(run, checkpoints, last=run.state.step == run.total_steps)
         if checkpoints.saving.writing is None:  # else it is known when all is on disk
-            run.stop.saves.add(time.perf_counter() - started - checkpoints.export_seconds)
+            stop.saves.add(time.perf_counter() - started - checkpoints.export_seconds)
         # a request to stop lets the step in progress end and then saves; warn once if that cannot be done in time
-        step, saving = run.stop.steps.p95() or 0.0, run.stop.saves.p95() or 0.0
+        step, saving = stop.steps.p95() or 0.0, stop.saves.p95() or 0.0
         grace = run.config.checkpoint.grace_seconds
-        if step + saving > grace and not run.stop.warned_of_grace:
-            run.stop.warned_of_grace = True
+        if step + saving > grace and not stop.warned_of_grace:
+            stop.warned_of_grace = True
             logger.warning(
                 f"a step ({step:.1f} s) and a save ({saving:.1f} s) take longer than "
                 f"checkpoint.grace_seconds={grace}: a request to stop would lose what came after the last checkpoint; "
@@ -125,16 +124,18 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         NotSaved: there was no time for it.
     """
     # the request may reach a rank through the others before its own signal has come: all name the same one
-    heard = first_word(run.stop.reason)
-    step, reason = run.state.step, run.stop.reason or heard or "another rank's request"
+    stop, step = run.resilience.stop, run.state.step
+    heard = first_word(stop.reason)
+    reason = stop.reason or heard or "another rank's request"
     folder = folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
-    with run.phases.within("checkpoint"):
-        checkpoints.give_up_export()
-        seconds = 0.9 * run.stop.remaining_seconds()
-        in_time = checkpoints.finish(None if seconds == math.inf else seconds) and run.stop_flag < signals.NOT_IN_TIME
+    with run.resilience.phase("checkpoint"):
+        checkpoints.cancel_export()
+        seconds = 0.9 * stop.remaining_seconds()
+        written = checkpoints.finish(None if seconds == math.inf else seconds)
+        in_time = written and run.resilience.stop_flag < signals.NOT_IN_TIME
         if step > checkpoints.saved_step:
             # waiting for the save in the background has taken some of the time
-            late = (run.stop.saves.p95() or 0.0) > run.stop.remaining_seconds()
+            late = (stop.saves.p95() or 0.0) > stop.remaining_seconds()
             if any_rank(late) or not in_time:
                 newest = signals.newest_checkpoint(folder)
                 raise NotSaved(
@@ -145,7 +146,7 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
             logger.warning(f"asked to stop by {reason}: saving step {step}")
             save(run, checkpoints, last=False, wait=True)
     where = f"everything is saved in {folder / f'step-{step}'}" if step else "before the first step"
-    raise Preempted(f"stopped by {reason} after step {step}; {where}; the same command goes on from there")
+    raise Preempted(f"stopped by {reason} after step {step}; {where}; the same command continues from there")
 
 
 def data_ended(run: Run, checkpoints: Checkpoints) -> None:
@@ -154,7 +155,7 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
     Raises:
         DataError: unless training.on_data_end is "stop".
     """
-    with run.phases.within("checkpoint"):
+    with run.resilience.phase("checkpoint"):
         checkpoints.finish()
         if run.state.step > checkpoints.saved_step and checkpoints.is_due(run.state.step, run.state.step):
             save(run, checkpoints, last=False, wait=True)

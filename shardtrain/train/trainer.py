@@ -1,69 +1,63 @@
 """The trainer: build, loop, step. Read this file first.
 
 One process per device runs ``main``. A step is: read this rank's batches, count target tokens over all ranks, forward
-and backward with the loss divided once by that count, norm, finite check, clip, update.
+and backward with the loss divided once by that count, norm, finite check, clip, update. What keeps the run alive and
+judges its numbers is behind ``run.resilience``; saves, and ends that come too early, are in ``shutdown``.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
 from torch.distributed import Store
 
 from shardtrain import config as configs
-from shardtrain import data, models, optim
+from shardtrain import data, optim
 from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
-from shardtrain.config.schema import Config
+from shardtrain.data.data_budget import check_has_targets
 from shardtrain.data.file_hashes import Contents
 from shardtrain.distributed import BATCH_AXES, config_consistency, grad_clip, process_group
 from shardtrain.distributed.process_group import World
 from shardtrain.metrics import Metrics, profiling
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
-from shardtrain.ops import cpu_kernels
-from shardtrain.ops.seeding import seed_step, set_determinism
+from shardtrain.ops import accelerator
+from shardtrain.ops.seeding import seed_step
 from shardtrain.optim import lr_scheduler
-from shardtrain.resilience import progress, watchdog
-from shardtrain.resilience.goodput.ledger import Ledger
-from shardtrain.resilience.guards import loss_spikes, nan_guard, replica_check
-from shardtrain.resilience.guards.replica_check import Replicas
-from shardtrain.resilience.phases import Phases
-from shardtrain.train import document_isolation, model_check, shutdown
-from shardtrain.train.build import build
+from shardtrain.resilience.guards.loss_spikes import RollbackRequested
+from shardtrain.resilience.resilience import Resilience
+from shardtrain.train import document_isolation, model_check, run_folder, shutdown
+from shardtrain.train.build import build, set_numerics
 from shardtrain.train.resume import resume
+from shardtrain.train.rollback import roll_back
 from shardtrain.train.run import Outcome, Run
 from shardtrain.train.run_facts import ReduceOverMesh, run_facts
-from shardtrain.train.run_folder import describe, write_resolved_config
+from shardtrain.train.samples import Samples
 from shardtrain.train.state import TrainState
 from shardtrain.train.step_sums import StepSums
 from shardtrain.train.validation import Validator
-from shardtrain.utils import log
-from shardtrain.utils.errors import DataError
+from shardtrain.utils.garbage_collection import GarbageCollection
+from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
 
 __all__ = ["Outcome", "Run", "build", "joined", "main", "opened", "run_to_end", "step", "train"]
 
-_STEPS_WITHOUT_TARGETS = 10
-"""A run ends after so many steps if none of them had a token with loss."""
-
 
 def main(loaded: Loaded) -> TrainState:
     """Train as one rank of the job that the environment describes; raises ShardtrainError for what a user can fix."""
-    phases = Phases()
-    with joined(loaded, phases) as here:
-        return train(loaded, here, phases)
+    resilience = Resilience()
+    with joined(loaded, resilience) as world:
+        return train(loaded, world, resilience)
 
 
 @contextmanager
-def joined(loaded: Loaded, phases: Phases) -> Iterator[World]:
+def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
     """Join the process group with a watchdog beside it, check the configuration on all ranks, and open the log."""
     config, folder = loaded.config, Path(loaded.config.job.dump_folder)
     os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
@@ -71,153 +65,153 @@ def joined(loaded: Loaded, phases: Phases) -> Iterator[World]:
 
     def check_ranks(store: Store, rank: int, size: int) -> None:
         config_consistency.check(config, store, rank, size)
-        compared.extend(model_check.check(config, store, rank, size))
+        if config.model.name.endswith(".py"):
+            compared.extend(model_check.check(config, store, rank, size))
 
     with (
-        process_group.join(config.comm, config.training.device, check_ranks) as here,
-        watchdog.beating(config, here, phases),
+        process_group.join(config.comm, config.training.device, check_ranks) as world,
+        resilience.watchdog(config, world),
     ):
-        num_devices = here.size if here.device.type == "cuda" else None
-        notices = configs.require(loaded, here.size, here.device.type, num_devices)
-        console = here.rank in log.console_ranks()
-        several = len(log.console_ranks()) > 1
-        color = not config.metrics.disable_color_printing
-        log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console, color, prefix=several)
-        for notice in notices:
-            (logger.info if notice in loaded.renames else logger.warning)(notice)
-        for line in compared:
-            (logger.warning if " NOT " in line else logger.info)(line)
-        yield here
+        num_devices = world.size if accelerator.is_accelerator(world.device) else None
+        notices = configs.require(loaded, world.size, world.device.type, num_devices)
+        if world.device.type == "cpu":
+            notices = (*notices, *configs.without_effect_on_a_cpu(config))
+        run_folder.open_log(loaded, world, notices, compared)
+        with accelerator.prefer_attention(world.device, config.training.flash_attention):
+            yield world
 
 
-def train(loaded: Loaded, here: World, phases: Phases | None = None) -> TrainState:
+def train(loaded: Loaded, world: World, resilience: Resilience | None = None) -> TrainState:
     """Build the run, continue it from a checkpoint if there is one, and step to its end."""
-    with opened(loaded, here, phases or Phases()) as (run, checkpoints):
+    with opened(loaded, world, resilience or Resilience()) as (run, checkpoints):
         if loaded.config.checkpoint.create_seed_checkpoint:
             shutdown.save_seed(run, checkpoints)
             return run.state
-        return run_to_end(loaded, here, run, checkpoints)
+        return run_to_end(loaded, world, run, checkpoints)
 
 
 @contextmanager
-def opened(loaded: Loaded, here: World, phases: Phases) -> Iterator[tuple[Run, Checkpoints]]:
+def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tuple[Run, Checkpoints]]:
     """Build the run, continued from its newest checkpoint; however it ends, the lease of the folder is released."""
     config, folder = loaded.config, Path(loaded.config.job.dump_folder)
     checkpoints, contents = Checkpoints(config), Contents()
     try:
-        if config.debug.deterministic:
-            set_determinism(config.debug.deterministic_warn_only)
-        if here.device.type == "cpu":
-            _choose_cpu_kernels(config)
-        run = build(config, here)
-        run.phases = phases
-        if here.rank == 0:
+        set_numerics(config, world.device)
+        with _heartbeat("building the model and opening its data", world):
+            run = build(config, world)
+        run.resilience = resilience
+        if world.rank == 0:
             contents = run.contents = Contents(getattr(run.dataloader, "whole_files", ()), folder)
         first_rank(contents.look)
-        resume(run, checkpoints)
+        with _heartbeat("loading the checkpoint", world):
+            resume(run, checkpoints)
         contents.start(run.state.step)
-        if here.rank == 0:
-            write_resolved_config(loaded, folder, here.size)  # generate, evaluate and export read it
+        if world.rank == 0:
+            run_folder.write_resolved_config(loaded, folder, world.size)  # generate, evaluate and export read it
         if run.dataloader.masks_documents:
-            document_isolation.check(run.runner.parts[0], models.find(config.model.name), run.mesh)
-            teacher = getattr(run.runner, "teacher", None)
-            if teacher is not None and hasattr(teacher, "hf"):
-                document_isolation.check(teacher, models.find("transformers"), run.mesh)
-        run.ledger = Ledger(None if here.rank else folder, phases, run.state.step, here.size)
-        shutdown.expect(run, checkpoints)
+            document_isolation.check_run(run)
+        resilience.open_ledger(folder, run.state.step, world)
+        shutdown.prepare(run, checkpoints)
         yield run, checkpoints
     finally:
         contents.close()
         checkpoints.close()  # another run may write the folder, however this one has ended
 
 
-def _choose_cpu_kernels(config: Config) -> None:
-    """Let all ranks compute with what the first one's machine is fastest with (a collective)."""
-    if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
-        cpu_kernels.use(cpu_kernels.PYTORCH)
-        return
-    found = first_rank(lambda: asdict(cpu_kernels.remembered_or_measured()))
-    kernels = cpu_kernels.Kernels(**found)
-    cpu_kernels.use(kernels)
-    logger.info(cpu_kernels.describe(kernels))
+def _heartbeat(what: str, world: World) -> AbstractContextManager[None]:
+    """A line of the first rank's log every few seconds, while ``what`` has not ended."""
+    return heartbeat(what, None if world.rank == 0 else 0, logger.info)
 
 
-def run_to_end(loaded: Loaded, here: World, run: Run, checkpoints: Checkpoints) -> TrainState:
+def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints) -> TrainState:
     """Step to the end of the run, and go back to a checkpoint where a spike policy asks for it."""
     config, folder = loaded.config, Path(loaded.config.job.dump_folder)
-    of_epoch = run.dataloader.num_samples, run.dataloader.places_per_epoch
-    for line in describe(loaded, run.mesh, run.num_params, run.total_steps, *of_epoch):
+    rows, rows_per_epoch = run.dataloader.num_samples, run.dataloader.places_per_epoch
+    for line in run_folder.describe(loaded, run.mesh, run.num_params, run.total_steps, rows, rows_per_epoch):
         logger.info(line)
-    validator = Validator(config, run.runner, run.mesh, run.stop, run.dataloader.places_per_epoch)
+    validator = None
+    if config.validation.enable:
+        validator = Validator(config, run.runner, run.mesh, run.resilience.stop, rows_per_epoch)
+    samples = Samples(config, run.runner, run.mesh, None if world.rank else folder, run.state.step)
     started_at = run.state.step
-    with run.ledger:
+    with run.resilience.ledger:
         while True:
             try:
-                facts = run_facts(run, here)
+                # made again after going back: its counts and files go back too
+                facts = run_facts(run, world)
                 with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
-                    _steps(run, here, checkpoints, validator, metrics)
-                    run.stop.close()  # the last step is done and saved
+                    _steps(run, world, checkpoints, validator, samples, metrics)
+                    run.resilience.finish()
                 return run.state
-            except loss_spikes.RollbackRequested as why:
-                loss_spikes.rollback(run, checkpoints, why, started_at)
-                shutdown.expect(run, checkpoints, may_end_early=True)
+            except RollbackRequested as why:
+                roll_back(run, checkpoints, why, started_at)
+                shutdown.prepare(run, checkpoints, may_end_early=True)
 
 
-def _steps(run: Run, here: World, checkpoints: Checkpoints, validator: Validator, metrics: Metrics) -> None:
-    """Step to the end of the run, and save, validate and report when it is time."""
-    config, state = run.config, run.state
-    collector = profiling.GarbageCollection(config.training.gc_freq, config.training.gc_debug)
-    profiler = profiling.profiler(config, Path(config.job.dump_folder), here.rank, here.device.type, state.step)
-    first_step, copies = state.step + 1, Replicas(run, checkpoints)
-    run.phases.begin("compile")  # the first step compiles and warms up
+def _steps(
+    run: Run,
+    world: World,
+    checkpoints: Checkpoints,
+    validator: Validator | None,
+    samples: Samples,
+    metrics: Metrics,
+) -> None:
+    """Step to the end of the run, and save, validate, sample and report when it is time."""
+    config, state, resilience = run.config, run.state, run.resilience
+    started_at = state.step
+    collector = GarbageCollection(config.training.gc_freq, config.training.gc_debug)
+    profiler = profiling.profiler(config, Path(config.job.dump_folder), world.rank, world.device.type, state.step)
+    resilience.warm_up()
     with collector, profiler as trace:
         while state.step < run.total_steps:
-            started = time.perf_counter()
-            run.contents.check()
-            progress.begin_step(state.step + 1, state.to_dict())
+            if run.contents.problem:  # a thread hashes the files of the data
+                raise run.contents.problem
+            first = _heartbeat("first step", world) if state.step == started_at else nullcontext()
             try:
-                outcome = step(run)
+                with first, resilience.watch_step(state):
+                    outcome = step(run)
             except Exception as error:
                 raise shutdown.explain(error, run) from error
             if outcome is None:
-                if state.step >= first_step and not run.stop_flag and validator.is_due(state.step, state.step):
-                    _validate(run, validator, metrics, checkpoints)
                 break
-            if not state.tokens_seen and state.step >= min(_STEPS_WITHOUT_TARGETS, run.total_steps):
-                # such as when prompts fill each row, so that no answer is left of it; the count is of all ranks
-                raise DataError(
-                    f"the first {state.step} steps had no token with loss (training.seq_len={config.training.seq_len}, "
-                    f'data.format="{config.data.format}"); where prompts fill the rows raise training.seq_len; look at '
-                    "them with shardtrain data show"
-                )
-            step_seconds = time.perf_counter() - started
-            extra = run.ledger.note(
+            if not state.tokens_seen:
+                check_has_targets(config, state.step, run.total_steps)
+            extra = run.measures() if metrics.is_log_step(state.step) else {}
+            metrics.update(
                 state.step,
-                metrics.is_log_step(state.step),
-                # of experts, of the run's own parts, and of slow ranks; only asked for where a step is logged
-                lambda: {**run.runner.measures(), **run.measures(), **progress.now().measures},
+                loss_sum=outcome.loss_sum,
+                local_tokens=outcome.local_tokens,
+                global_tokens=outcome.global_tokens,
+                grad_norm=outcome.grad_norm,
+                lr=outcome.lr,
+                data_seconds=outcome.data_seconds,
+                extra=extra,
+                order_hash=state.order_hash,
             )
-            metrics.update(state.step, **outcome.measures(), extra=extra, order_hash=state.order_hash)
-            copies.check(state.step)
-            if validator.is_due(state.step, run.total_steps):
+            resilience.compare_replicas(run, checkpoints)
+            if validator and validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics, checkpoints)
-            shutdown.save_when_due(run, checkpoints, metrics.pause)  # what the validation found is part of it
+            if samples.every_steps and state.step % samples.every_steps == 0:
+                with metrics.pause(), resilience.phase("validation"):
+                    samples.run(state.step)
+            checkpoints.poll()  # what is written in the background may be on disk by now
+            if checkpoints.is_due(state.step, run.total_steps):
+                shutdown.save_after_step(run, checkpoints, metrics.pause)  # with what the validation found
             collector.step(state.step)
-            trace.step()
-            if state.step > first_step:
-                run.stop.steps.add(step_seconds)
-            else:
-                process_group.set_timeout(config.comm.train_timeout_seconds)
-                run.phases.begin("step")
-    run.phases.begin("end")
-    if run.stop_flag:
+            if trace:
+                trace.step()
+            resilience.end_step(config)
+    resilience.phases.begin("end")
+    if resilience.stop_flag:
         shutdown.leave(run, checkpoints)
+    if validator and started_at < state.step < run.total_steps and validator.is_due(state.step, state.step):
+        _validate(run, validator, metrics, checkpoints)  # the data have ended; patience may make this the last step
     if state.step < run.total_steps:
         shutdown.data_ended(run, checkpoints)
 
 
 def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:
-    with metrics.pause(), run.phases.within("validation"):
+    with metrics.pause(), run.resilience.phase("validation"):
         found = validator.run(run.state.step)
     if found is None:
         logger.warning(f"validation after step {run.state.step} was cancelled: the run was asked to stop")
@@ -229,7 +223,7 @@ def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Che
 def step(run: Run) -> Outcome | None:
     """One optimizer step on all ranks together; None, on all, where the data have ended or one was asked to stop."""
     config, mesh, state = run.config, run.mesh, run.state
-    with run.phases.within("data"):
+    with run.resilience.phase("data"):
         found = _read(run)
     if found is None:
         return None
@@ -239,31 +233,36 @@ def step(run: Run) -> Outcome | None:
     batches = [batch.to(mesh.device, non_blocking=True) for batch in local]
     seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
 
-    scale = run.scaler.scale if run.scaler else 1.0
     # gradients are sums over tokens; they are divided once, here, by the number of targets in the whole step
-    weight = torch.tensor(scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device)
-    loss = run.runner.forward_backward(batches, weight)
-    norm = grad_clip.gradient_norm(run.runner.counted_parameters().values(), mesh) / scale
-    agreed = grad_clip.agree(loss / scale, norm, mesh)
-    global_loss, grad_norm = agreed.loss, agreed.norm
-
+    scale = run.scaler.scale if run.scaler else 1.0
+    weight = torch.full((), scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device)
     lr = lr_scheduler.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
-    finite = math.isfinite(grad_norm) and math.isfinite(global_loss)
-    if not finite:
-        nan_guard.stop_or_skip(run, loss, local)
-    elif not agreed.same_norm:
-        replica_check.refuse_norms(run, norm)
-    apply = run.scaler.update(finite) if run.scaler else finite
-    apply = apply and loss_spikes.may_apply(run, global_loss, grad_norm)
-    if apply:
-        max_norm = config.training.max_norm
-        grad_clip.scale_gradients(run.runner.parameters().values(), min(1.0, max_norm / (grad_norm + 1e-6)) / scale)
-        optim.set_learning_rate(run.optimizer, lr)
-        run.runner.update(run.optimizer)
+    optim.set_learning_rate(run.optimizer, lr)  # before backward, which may update already
+    loss = run.runner.forward_backward(batches, weight)
+    norm = run.runner.gradient_norm() / scale
+    agreement = grad_clip.Agreement(loss / scale, norm, mesh)
+
+    max_norm = config.training.max_norm
+    decided = agreement.on_device(max_norm) if run.decides_on_device else None
+    if decided:
+        _update(run, torch.where(decided.applies, decided.factor / scale, 1.0), decided.applies)
+    agreed = agreement.read(decided)  # the one time that the host waits for an accelerator
+    verdict = run.resilience.judge(run, loss, norm, agreed, local)
+    if verdict.apply and not agreed.applied:
+        _update(run, min(1.0, max_norm / (agreed.norm + 1e-6)) / scale)
     run.runner.forget_gradients()
-    state.advance(run.dataloader.samples_consumed, sums.num_targets, sums.checksum, apply, finite)
+    state.advance(run.dataloader.samples_consumed, sums.num_targets, sums.checksum, verdict.apply, verdict.finite)
     local_tokens = run.runner.own_targets(local)
-    return Outcome(loss / weight, local_tokens, sums.num_targets, grad_norm, norm, lr, data_seconds)
+    return Outcome(loss / weight, local_tokens, sums.num_targets, agreed.norm, norm, lr, data_seconds)
+
+
+def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None = None) -> None:
+    """Clip by a factor and update; ``applies`` of the device may keep the update from changing anything."""
+    grad_clip.scale_gradients(run.runner.parameters().values(), factor)
+    if applies is None:
+        run.runner.update(run.optimizer)
+    else:
+        run.runner.update(run.optimizer, applies)
 
 
 def _read(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
@@ -272,31 +271,30 @@ def _read(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
     None, on all ranks, where the data have ended or a rank was asked to stop. A streamed dataset ends without notice,
     one reader after another: a step without rows is skipped, and when no reader has any, the data have ended.
     """
+    loader, resilience = run.dataloader, run.resilience
     empty, data_seconds = 0, 0.0
     while True:
-        started, first_row = time.perf_counter(), run.dataloader.samples_consumed
+        started, first_row = time.perf_counter(), loader.samples_consumed
         try:
-            read = run.stop.read(lambda: [next(run.dataloader) for _ in range(run.dataloader.accumulation)])
+            read = resilience.read(lambda: [next(loader) for _ in range(loader.accumulation)])
         except StopIteration:
             return None
-        if read is None and run.dataloader.has_ended:
+        if read is None and loader.has_ended:
             return None
         data_seconds += time.perf_counter() - started
-        local = read or []
-        own = StepSums(stop_flag=run.stop.flag(), save_flags=run.saving.pack_flags())
+        local = read or []  # a request to stop ended the wait: the other ranks learn of it from the sums
+        own = StepSums(flags=resilience.pack_flags())
         if run.mesh.rank("pp", "cp", "tp") == 0:  # the others hold the same rows, which count once
             own.num_targets = sum(batch.num_targets for batch in local)
             own.num_rows = sum(batch.num_rows for batch in local)
-            own.checksum = run.dataloader.step_hash
+            own.checksum = loader.step_hash
         sums = own.all_reduce(run.mesh)
-        run.stop_flag = sums.stop_flag
-        run.saving.unpack_flags(sums.save_flags)
-        if run.stop_flag:
+        if resilience.unpack_flags(sums.flags):
             return None
-        left_out = run.guard.leaves_out(first_row, first_row + run.dataloader.global_batch)
-        if not left_out and (not run.dataloader.ends_without_notice or sums.num_rows > 0):
+        left_out = resilience.leaves_out(first_row, first_row + loader.global_batch)
+        if not left_out and (not loader.ends_without_notice or sums.num_rows > 0):
             return local, sums, data_seconds
-        empty += 0 if left_out else run.dataloader.global_batch
-        run.state.samples_consumed = run.dataloader.samples_consumed
-        if empty >= run.dataloader.num_readers and not left_out:
+        empty += 0 if left_out else loader.global_batch
+        run.state.samples_consumed = loader.samples_consumed
+        if empty >= loader.num_readers and not left_out:
             return None

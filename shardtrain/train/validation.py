@@ -165,7 +165,7 @@ def _batches(stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest)
 
 
 class Validator:
-    """Held-out data of a run, and when to evaluate on them; idle unless ``validation.enable``."""
+    """Held-out data of a run, and when to evaluate on them."""
 
     def __init__(
         self,
@@ -177,10 +177,10 @@ class Validator:
     ) -> None:
         self._options, self._runner, self._mesh, self._stop = config.validation, runner, mesh, stop
         self._epoch_rows, self._step_rows = num_samples, derived.global_batch_size(config, mesh.device_mesh.size())
-        if self._options.enable and self._options.per_epoch and num_samples is None:
-            rule = "needs the number of training rows, and only reading these data tells"
+        if self._options.per_epoch and num_samples is None:
+            rule = "needs the number of training rows, and is known only after reading these data"
             raise ConfigError(Problem("validation.per_epoch", self._options.per_epoch, rule, "use validation.freq"))
-        self._stream = open_dataloader(config, mesh) if config.validation.enable else None
+        self._stream = open_dataloader(config, mesh)
         self._last_step = 0
 
     def is_due(self, step: int, total_steps: int) -> bool:
@@ -194,15 +194,13 @@ class Validator:
             due = done > before
         else:
             due = step % self._options.freq == 0
-        due = due or step == total_steps
-        return self._stream is not None and due and step != self._last_step
+        return (due or step == total_steps) and step != self._last_step
 
     def run(self, step: int) -> Evaluation | None:
         """Evaluate after ``step`` on ``validation.steps`` batches, or on the whole set (a collective).
 
         None where the run was asked to stop before it was done.
         """
-        assert self._stream is not None, "validation is off"
         self._last_step = step
         return evaluate(self._runner, self._stream, self._mesh, self._options.steps, self._stop)
 

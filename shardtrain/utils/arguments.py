@@ -1,8 +1,12 @@
-"""Options that argparse reads, with errors like all others of this package."""
+"""How a verb that has options of its own alone reads its words: argparse, with errors like all others of this package.
+
+Verbs that have a configuration too read theirs with ``config.command_line``.
+"""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import NoReturn
 
 from shardtrain.utils.errors import ConfigError
@@ -28,12 +32,16 @@ class Arguments(argparse.ArgumentParser):
         )
         self._example, self._first = example, first
 
+    def rarer(self) -> argparse._ArgumentGroup:
+        """The group of options that few commands need, which the help lists last."""
+        return self.add_argument_group("options that few need")
+
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line."""
-        fix = f"write it like: {self._example}" if self._example else f"{self.prog} --help tells the options"
+        fix = f"write it like: {self._example}" if self._example else f"{self.prog} --help lists the options"
         raise ConfigError(f"{self.prog}: {message}; {fix}")
 
-    def read(self, words: list[str]) -> argparse.Namespace | None:
+    def read(self, words: Sequence[str]) -> argparse.Namespace | None:
         """Options, or None where the help was asked for and has been printed.
 
         Raises:

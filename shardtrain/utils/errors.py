@@ -7,7 +7,7 @@ ShardtrainError
 ├── CheckpointError    exit 5   a checkpoint cannot be used
 ├── PeerError          exit 6   another rank or a collective failed; a retry may help
 ├── OutOfMemoryError   exit 7   host or device memory ran out
-├── StorageError       exit 8   files could not be written; retry later
+├── StorageError       exit 8   files could not be written, or read for want of an answer; retry later
 ├── Preempted          exit 75  asked to stop, and the run is saved
 └── NotSaved           exit 76  asked to stop, and what came after the last checkpoint is lost
 """
@@ -96,7 +96,7 @@ class OutOfMemoryError(ShardtrainError):
 
 
 class StorageError(ShardtrainError):
-    """A file could not be written."""
+    """A file could not be written, or storage did not answer when it was read."""
 
     exit_code = 8
 

@@ -10,7 +10,9 @@ import errno
 import logging
 import os
 import re
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import TextIO
 
@@ -20,6 +22,10 @@ from shardtrain.utils.redact import redact, visible
 
 logger = logging.getLogger("shardtrain")
 
+MANY_RANKS = 1024
+"""Above so many ranks a log file of each would be a flood of files on storage that all nodes share."""
+_MOST_COLUMNS = 96
+"""Of a message on a terminal, as of its table of steps."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -37,18 +43,22 @@ def setup(
     ``file_pattern`` is a path below ``run_folder`` in which ``{rank}`` becomes the rank; the file is appended to, so
     a resumed run continues its log. ``prefix`` starts each line with ``[rank3]``, for consoles shared by ranks.
     ``color`` permits colours; a stream that is not a terminal, ``NO_COLOR`` and ``SLURM_JOB_ID`` forbid them. A second
-    call replaces the first. Raises ConfigError where ranks would share a file, StorageError where it cannot be opened.
+    call replaces the first. Above 1,024 ranks only the first rank of each node has a file from the start; any other has
+    one from its first warning on, and in it warnings and errors. Raises ConfigError where ranks would share a file,
+    StorageError where it cannot be opened.
     """
     if world_size > 1 and "{rank}" not in file_pattern:
         rule = f"would make {world_size} ranks write one file"
         raise ConfigError(Problem("metrics.save_log_file", file_pattern, rule, "put {rank} into the name"))
     path = Path(run_folder) / file_pattern.replace("{rank}", str(rank))
+    only_warnings = world_size > MANY_RANKS and os.environ.get("LOCAL_RANK", "0") != "0"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = _FileHandler(path)
+        file = _FileHandler(path, opens_late=only_warnings)
     except OSError as error:
         raise StorageError(f"cannot open the log file {path}: {error.strerror}; check metrics.save_log_file") from error
     reset()
+    if only_warnings:
+        file.setLevel(logging.WARNING)
     start = f"[rank{rank}] " if prefix else ""
     handlers: list[logging.Handler] = [file]
     file.setFormatter(_LineFormatter(start))
@@ -123,7 +133,8 @@ class SecretFilter(logging.Filter):
 class _LineFormatter(logging.Formatter):
     """``[rank1] 2026-01-31 12:00:00 INFO message``; uses the coloured form of a message where colours are allowed.
 
-    On a terminal a message that has a form of its own for it is written so, without time and level.
+    A person at a terminal reads the message alone, wrapped between words, and the level where it is a warning or an
+    error; the file has time and level of every line. A message may have a form of its own for terminals.
     """
 
     def __init__(self, start: str) -> None:
@@ -132,14 +143,28 @@ class _LineFormatter(logging.Formatter):
         self.color = self.terminal = False
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        row = getattr(record, "terminal", None)
-        if self.terminal and row:
-            return "\n".join(self._start + line for line in str(row if self.color else _ANSI.sub("", row)).split("\n"))
+        if self.terminal:
+            row = getattr(record, "terminal", None) or getattr(record, "colored", None)
+            lines = str(row if self.color else _ANSI.sub("", row)).split("\n") if row else self._wrapped(record)
+            return "\n".join(self._start + line for line in lines)
         colored = getattr(record, "colored", None)
         if self.color and colored:
             record.message = colored
         line = super().formatMessage(record)
         return line if self.color else _ANSI.sub("", line)
+
+    def _wrapped(self, record: logging.LogRecord) -> list[str]:
+        level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
+        width = max(20, min(shutil.get_terminal_size().columns, _MOST_COLUMNS) - len(self._start))
+        color = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m"}.get(record.levelno, "") if self.color else ""
+        lines: list[str] = []
+        for line in f"{level}{record.message}".split("\n"):
+            # spaces within a line stay as they are, as in tables; paths and numbers are not cut
+            lines += textwrap.wrap(
+                line, width, subsequent_indent="    ", replace_whitespace=False, drop_whitespace=True,
+                break_long_words=False, break_on_hyphens=False,
+            ) or [""]  # fmt: skip
+        return [f"{color}{line}\x1b[0m" if color else line for line in lines]
 
 
 class _FileHandler(logging.Handler):
@@ -148,18 +173,19 @@ class _FileHandler(logging.Handler):
     A file that was removed, with its folder or without, is made again.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, opens_late: bool = False) -> None:
         super().__init__()
         self.path, self.num_lost = path, 0
-        self._descriptor = self._open()
+        self._descriptor = -1 if opens_late else self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record."""
         data = (self.format(record) + "\n").encode(errors="replace")
         try:
-            if self._is_gone():
+            if self._descriptor < 0 or self._is_gone():
                 descriptor = self._open()
-                os.close(self._descriptor)
+                if self._descriptor >= 0:
+                    os.close(self._descriptor)
                 self._descriptor = descriptor
             size = os.fstat(self._descriptor).st_size
             written = os.write(self._descriptor, data)

@@ -38,14 +38,29 @@ def load(path: str, kind: str, option: str, names: Sequence[str], fix: str) -> M
     found = fault(path, names, fix)
     if found is not None:
         raise ConfigError(Problem(option, path, *found))
-    name = f"shardtrain_{kind}_file_{Path(path).stem}"  # a prefix, so that no file can stand in for a package
-    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, path))
-    assert spec is not None and spec.loader is not None  # a .py path always has a loader
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = run(path, kind, option)
     missing = [name for name in names if not callable(getattr(module, name, None))]
     if missing:
         raise ConfigError(Problem(option, path, f"has no {' and no '.join(missing)}", fix))
+    return module
+
+
+def run(path: str | Path, kind: str, option: str) -> ModuleType:
+    """The module of a file that is there, run under the name of its ``kind``: "model", "task", ...
+
+    Raises:
+        ConfigError: when the file ends the program. What else it raises is not caught.
+    """
+    name = f"shardtrain_{kind}_file_{Path(path).stem}"  # a prefix, so that no file can stand in for a package
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
+    assert spec is not None and spec.loader is not None  # a .py path always has a loader
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as error:  # else a run would end here with the status of one that was trained
+        rule = f"ends the program when it is loaded (sys.exit({'' if error.code is None else repr(error.code)}))"
+        fix = 'write that under `if __name__ == "__main__":`'
+        raise ConfigError(Problem(option, str(path), rule, fix)) from None
     return module
 
 

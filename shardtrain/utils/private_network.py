@@ -3,8 +3,10 @@
 Gloo asks nobody who connects for a name, and any user of a machine reaches its loopback address. Sockets belong to the
 namespace of the thread that makes them, so that one thread of each rank makes gloo's, in here, and everything else of
 a rank stays on the network as it is. A user without rights needs a user namespace around it, which has the same user
-and groups in it, and which a process enters while it has one thread only. Where the kernel allows none of this, there
-is no such network, and the ranks meet on the loopback interface of all.
+and groups in it, and which a process enters while it has one thread only. Rights over files stay what they were: a
+process keeps but one capability in there (capabilities(7)), and one that has capabilities outside, which it would lose,
+does not enter. Where the kernel allows none of this, there is no such network, and the ranks meet on the loopback
+interface of all.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ T = TypeVar("T")
 NETWORK = "SHARDTRAIN_NETWORK"
 """Descriptors of the user namespace (-1 where none is needed) and of the network, as 5:6; for forked ranks alone."""
 _NEW_USER, _NEW_NET, _SET_DUMPABLE = 0x10000000, 0x40000000, 4
+_CAPABILITIES_VERSION, _SYS_ADMIN = 0x20080522, 21
 _GET_FLAGS, _SET_FLAGS, _IS_UP = 0x8913, 0x8914, 0x1
 
 
@@ -97,6 +100,8 @@ def _build() -> bytes:
     try:
         _call("unshare", _NEW_NET)
     except OSError:
+        if _capabilities():
+            raise  # in a user namespace they would be of no effect on files that belong to others
         _call("unshare", _NEW_USER | _NEW_NET)
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
@@ -122,7 +127,28 @@ def enter_user() -> None:
     if descriptors is None or descriptors[0] < 0:
         return
     _call("setns", descriptors[0], _NEW_USER)
+    _keep_one_capability()
     _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # debuggers of this user still see this process
+
+
+def _capabilities() -> int:
+    """The capabilities of this process that are in effect, a bit each."""
+    with open("/proc/self/status", "rb") as file:
+        return next((int(line.split()[1], 16) for line in file if line.startswith(b"CapEff:")), 0)
+
+
+def _keep_one_capability() -> None:
+    """Of all capabilities that a user namespace gives, keep the one that a network is entered with.
+
+    Another is to pass over the permissions of files: a folder that its owner has made read-only would be written.
+    """
+    header = struct.pack("Ii", _CAPABILITIES_VERSION, 0)
+    kept = 1 << _SYS_ADMIN
+    # effective, permitted, inheritable; the first 32 and the others
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
 
 
 def is_there() -> bool:

@@ -1,8 +1,13 @@
-"""What holds for a process of ours: no secret in what Python prints, no file for all to write, enough open files."""
+"""What holds for a process of ours: no secret in what Python prints, no file for all to write, enough open files.
+
+And it does not end because nobody reads what it says: a terminal that was closed, a pipe to ``head``, a full disk.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import math
 import os
 import sys
@@ -10,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Mapping
 from types import TracebackType
+from typing import Any
 
 from shardtrain.utils.atomic_io import umask
 from shardtrain.utils.redact import redact, visible
@@ -24,6 +30,20 @@ SECRET = "SHARDTRAIN_SECRET"
 """What the nodes of one run know and nobody else does: they sign with it what they tell each other while they meet."""
 
 
+REFUSED = {
+    errno.EMFILE: "raise the limit of open files: ulimit -n",
+    errno.ENFILE: "close files of other programs",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u), or try again",
+    errno.ENOMEM: "free memory",
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space, or raise the quota",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EIO: "look at the disk, and try again",
+    errno.ESTALE: "look at the network filesystem, and try again",
+}
+"""What a system refuses for reasons that are not of the program, and what to do."""
+
+
 def meeting_folder(environment: Mapping[str, str]) -> str:
     """The folder in which the ranks of one machine meet; empty where they meet at an address."""
     return "" if environment.get(STORE) == AT_ADDRESS else environment.get(STORE, "")
@@ -31,9 +51,75 @@ def meeting_folder(environment: Mapping[str, str]) -> str:
 
 def own_process() -> None:
     """Set all of it for this process and those that it starts; a program that only calls this package keeps its own."""
+    keep_streams()
     mask_uncaught()
     os.umask(umask() | OTHERS_WRITE)
     allow_open_files()
+
+
+class _Lossy(io.FileIO):
+    """A descriptor of which nobody misses what cannot be written."""
+
+    def write(self, data: Any, /) -> int:
+        """Write, or lose it: there is no other place to say so."""
+        try:
+            return super().write(data)
+        except OSError:
+            return memoryview(data).nbytes
+
+
+class _Told(io.FileIO):
+    """A descriptor that remembers why it could not be written."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        """Write, and remember what is raised."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            _Told.error = error
+            raise
+
+
+def lost_output() -> OSError | None:
+    """Why stdout could not be written, once it could not: its reader has left, or its disk is full."""
+    return _Told.error
+
+
+def keep_streams() -> None:
+    """Make standard streams that are closed or lost harmless.
+
+    A stream that was closed when this process started is the null device, so that no file that is opened later gets its
+    number, and with it what libraries print. What cannot be written to stderr is lost, and ends nothing: the log, the
+    metrics and ``exit.json`` are files. Errors of stdout are errors: it is what most verbs are for.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, closefd=False)
+    if _is_of(1, sys.stdout, sys.__stdout__):
+        sys.stdout = _reopened(sys.stdout, _Told(1, "w", closefd=False))
+    if _is_of(2, sys.stderr, sys.__stderr__):
+        sys.stderr = _reopened(sys.stderr, _Lossy(2, "w", closefd=False), "backslashreplace", is_for_people=True)
+
+
+def _is_of(number: int, stream: Any, of_python: Any) -> bool:
+    """Whether a stream is the one that Python made of a descriptor, or was closed, and nobody's own."""
+    return stream is None or (stream is of_python and stream.fileno() == number)
+
+
+def _reopened(old: Any, raw: io.FileIO, errors: str = "strict", is_for_people: bool = False) -> io.TextIOWrapper:
+    """A text stream in place of one of Python's, which may be none."""
+    if old is not None:
+        old.flush()
+        errors = old.errors
+    encoding = old.encoding if old is not None else "utf-8"
+    lines = is_for_people or raw.isatty()
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=lines, write_through=is_for_people)
 
 
 def allow_open_files() -> float:

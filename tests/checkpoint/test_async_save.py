@@ -1,4 +1,4 @@
-"""Saves that go on while training does: the same bytes, one at a time, and a failure that every rank hears of."""
+"""Saves that continue while training does: the same bytes, one at a time, and a failure that every rank hears of."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from small_checkpoint import assert_is_of_its_step, checkpoints, facts, rest, save, weights, world_of_one
-from tiny import Ended, assert_bitwise, tiny_config, train_whole
+from tiny import Ended, assert_bitwise, shallow_config, train_whole
 
 from shardtrain.checkpoint import async_save, files, manifest
 from shardtrain.checkpoint import save as saves
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.resilience.phases import Phases
+from shardtrain.resilience.resilience import Resilience
 from shardtrain.resilience.signals import StopRequest
 from shardtrain.train import shutdown
 from shardtrain.utils.errors import ConfigError, NotSaved, Preempted, StorageError
@@ -145,7 +145,7 @@ def test_a_run_that_ends_with_an_error_gives_the_save_in_flight_a_moment(tmp_pat
 
 def test_and_no_more_than_a_moment(tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saves, "CRASH_SECONDS", 0.05)
-    monkeypatch.setattr(saves, "GIVE_UP_SECONDS", 0.05)
+    monkeypatch.setattr(saves, "CANCEL_SECONDS", 0.05)
     kept = checkpoints(tmp_path, async_mode="async")
     with held():
         save(kept, 1)
@@ -180,7 +180,7 @@ def test_a_run_may_go_on_after_two_failed_saves_in_a_row_and_no_more(
         attempt(step, fails)
     assert kept.steps() == [1, 4] and kept.saved_step == 4
     assert (
-        "training goes on with the checkpoint of step 4 as the newest (checkpoint.on_save_error; 2 of 2" in caplog.text
+        "training continues with the checkpoint of step 4 as the newest (checkpoint.on_save_error; 2 of" in caplog.text
     )
     with pytest.raises(StorageError, match=r"rank-00000\.bin.*No space left on device"):
         attempt(7, True)
@@ -276,7 +276,7 @@ def run(rank: int, folder: Path, mode: str, stop_after: int | None = None) -> En
     checkpoint = {"enable": True, "interval": 2, "async_mode": mode, "keep_latest_k": 0}
     training = {"steps": 7, "local_batch_size": 4}
     return train_whole(
-        rank, tiny_config(job={"dump_folder": str(folder)}, training=training, checkpoint=checkpoint), stop_after
+        rank, shallow_config(job={"dump_folder": str(folder)}, training=training, checkpoint=checkpoint), stop_after
     )
 
 
@@ -325,7 +325,7 @@ def leaving(root: Path, kept: Checkpoints, grace_seconds: float) -> Any:
     stop._note("SIGTERM")
     options = Config(checkpoint=Checkpoint(enable=True))
     state = SimpleNamespace(step=2)
-    return SimpleNamespace(config=options, state=state, stop=stop, stop_flag=1.0, phases=Phases())
+    return SimpleNamespace(config=options, state=state, resilience=Resilience(stop=stop, stop_flag=1.0))
 
 
 def test_who_is_asked_to_stop_waits_for_the_save_in_flight_and_saves_the_newest_step(
@@ -346,7 +346,7 @@ def test_where_the_save_in_flight_takes_all_the_time_nothing_else_is_begun(
     kept: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saves, "CRASH_SECONDS", 0.05)
-    monkeypatch.setattr(saves, "GIVE_UP_SECONDS", 0.05)
+    monkeypatch.setattr(saves, "CANCEL_SECONDS", 0.05)
     monkeypatch.setattr(shutdown, "save", lambda *_, **__: pytest.fail("no time"))
     with held():
         save(kept, 1)
@@ -363,14 +363,14 @@ def test_a_word_of_another_save_is_not_taken_and_a_broken_one_is_an_error(tmp_pa
     async_save.write_marker(tmp_path, 2, "new", file)
     looks = 0
 
-    def go_on() -> None:
+    def check_cancelled() -> None:
         nonlocal looks
         looks += 1
         if looks == 3:
-            raise async_save.GivenUp
+            raise async_save.Cancelled
 
-    with pytest.raises(async_save.GivenUp):
-        async_save.wait_for_marker(tmp_path, 1, "new", go_on)
+    with pytest.raises(async_save.Cancelled):
+        async_save.wait_for_marker(tmp_path, 1, "new", check_cancelled)
     assert async_save.wait_for_marker(tmp_path, 2, "new", lambda: None) == file
     assert not (tmp_path / "rank-00002.done").exists(), "it is not part of the checkpoint"
     for text in ("", "[]", "{", "3", '["new"]', '["new", "a", "b", "c"]', "[" * 4000):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 from small_checkpoint import facts, rest, weights, world_of_one
-from tiny import Ended, assert_bitwise, text_file, tiny_config, train_whole
+from tiny import Ended, assert_bitwise, shallow_config, text_file, train_whole
 
 from shardtrain.checkpoint import command, files, manifest
 from shardtrain.checkpoint.best import Best, read_pointer
@@ -172,7 +172,7 @@ def run(
         patch.setattr(Validator, "run", scripted)
         return train_whole(
             rank,
-            tiny_config(
+            shallow_config(
                 job={"dump_folder": str(root)},
                 training={"steps": 10, "local_batch_size": 4},
                 checkpoint=checkpoint,
@@ -198,7 +198,7 @@ def test_a_run_without_improvement_ends_saved_on_all_ranks_and_a_resume_remember
         assert answer["again"].state["step"] == 5 and not answer["again"].losses, "it has ended already"
         assert answer["resumed"].state["step"] == 5
         assert_bitwise(answer["resumed"].weights, answer["once"].weights)
-        assert answer["more"].state["step"] == 10, "a longer patience goes on; the sixth was better"
+        assert answer["more"].state["step"] == 10, "a longer patience continues; the sixth was better"
     folder = tmp_path / "once/checkpoint"
     assert read_pointer(folder)["step"] == 6
     assert {path.name for path in folder.glob("step-*")} == {"step-1", "step-2", "step-5", "step-6", "step-10"}
@@ -209,7 +209,7 @@ def seeds(rank: int, root: Path) -> dict[str, Ended]:
     def one(name: str, **checkpoint: Any) -> Ended:
         return train_whole(
             rank,
-            tiny_config(
+            shallow_config(
                 job={"dump_folder": str(root / name)},
                 training={"steps": 2, "local_batch_size": 4},
                 checkpoint={"enable": True, **checkpoint},

@@ -23,12 +23,14 @@ class Slow:
     def is_due(self, step: int, last: bool) -> bool:
         return True
 
-    def write_share(self, checkpoint: Path, draft: Path, rank: int, size: int, go_on: Callable[[], None]) -> None:
+    def write_share(
+        self, checkpoint: Path, draft: Path, rank: int, size: int, check_cancelled: Callable[[], None]
+    ) -> None:
         (draft / "half").write_text("")
         self.begun = True
         end = time.monotonic() + patience.seconds(WAIT_SECONDS)
         while time.monotonic() < end:
-            go_on()
+            check_cancelled()
             time.sleep(0.005)
 
     def write_rest(self, checkpoint: Path, draft: Path) -> None:
@@ -62,7 +64,7 @@ def begin(kept: Checkpoints) -> Slow:
 def test_an_export_is_given_up_where_there_is_no_time_for_it(kept: Checkpoints) -> None:
     begin(kept)
     assert any("-hf.tmp-" in name for name in names(kept)) and kept.saved_step == 1
-    kept.give_up_export()
+    kept.cancel_export()
     assert names(kept) == ["step-1"]
     kept.save(2, weights(2), rest(2), facts(2), last=False, wait=True)
     assert names(kept) == ["step-1", "step-2"], "and none is begun any more"

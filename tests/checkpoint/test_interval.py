@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from ranks import run_ranks
-from tiny import tiny_config, train_whole
+from tiny import shallow_config, train_whole
 
 from shardtrain.checkpoint import command, retention, save
 from shardtrain.checkpoint.interval import (
@@ -51,7 +51,7 @@ def run(rank: int, root: Path, kind: str, ticks: Iterator[float]) -> list[int]:
         patch.setattr(save, "Interval", partial(Interval, clock=lambda: next(ticks)))
         training = {"steps": 12, "local_batch_size": 4}
         checkpoint = {"enable": True, "interval_type": kind, "interval": 4, "keep_latest_k": 0}
-        config = tiny_config(job={"dump_folder": str(root)}, training=training, checkpoint=checkpoint)
+        config = shallow_config(job={"dump_folder": str(root)}, training=training, checkpoint=checkpoint)
         ended = train_whole(rank, config)
     assert ended.error is None, ended.error
     return retention.steps(root / "checkpoint")

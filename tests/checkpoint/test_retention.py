@@ -46,7 +46,7 @@ def group() -> Iterator[None]:
     with world_of_one(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "write_hashed", late)
         patch.setattr(saves, "CRASH_SECONDS", 0.0)
-        patch.setattr(saves, "GIVE_UP_SECONDS", 0.0)
+        patch.setattr(saves, "CANCEL_SECONDS", 0.0)
         yield
 
 
@@ -302,3 +302,13 @@ def test_a_manifest_is_read_once_however_many_saves_come_after_it(
     assert not is_whole(tmp_path / "checkpoint/step-8"), (
         "what is remembered are sizes, and files are looked at each time"
     )
+
+
+def test_a_save_looks_at_as_many_checkpoints_as_it_keeps_whatever_stays_for_ever(tmp_path, monkeypatch):
+    for step in range(10, 3010, 10):
+        (tmp_path / f"step-{step}").mkdir()
+    looked: list[str] = []
+    monkeypatch.setattr(retention, "is_whole", lambda path: (looked.append(path.name), True)[1])
+    retention.delete_old(tmp_path, saved=3000, keep=2, forever=10, spare=0)
+    assert looked == ["step-3000", "step-2990"]
+    assert len(list(tmp_path.iterdir())) == 300

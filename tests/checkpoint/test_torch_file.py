@@ -83,7 +83,14 @@ def test_training_from_what_torchtitan_wrote_names_the_way(good: Path, tmp_path:
     """As the first weights, in a folder and as one file, and as a step of the run's own folder."""
     titan = tmp_path / "run" / "checkpoint" / "step-3"
     shutil.copytree(good, titan)
-    small = ["--checkpoint.enable", "--training.seq_len=16", "--training.device=cpu", "--nproc=1", *words()]
+    small = [
+        "--model.hf_assets_path=bytes",
+        "--checkpoint.enable",
+        "--training.seq_len=16",
+        "--training.device=cpu",
+        "--nproc=1",
+        *words(),
+    ]
     file = good.with_name("checkpoint.pt")
     starts = {
         file: [f"--checkpoint.initial_load_path={file}", "--job.dump_folder=out"],

@@ -15,7 +15,7 @@ from shardtrain.config.options import options
 from shardtrain.config.rules import check
 from shardtrain.config.schema import Config, LRScheduler, Model, Training
 
-COMPARED = [name for name in options() if changes.class_of(name) != "free"]
+COMPARED = [name for name in options() if changes.class_of(name) != "ignore"]
 
 
 def changed(config: Config, option: str) -> Config:

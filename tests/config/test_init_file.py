@@ -30,9 +30,9 @@ def test_options_of_your_own_are_in_it_and_what_comes_next_is_said(tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     assert cli.main(["init", "mine.toml", "--training.dataset", "text", "--training.dataset_path", "a.txt"]) == 0
     table = tomllib.loads(Path("mine.toml").read_text())
-    assert table["training"]["dataset_path"] == "a.txt" and table["model"]["flavor"] == "debugmodel"
+    assert table["training"]["dataset_path"] == "a.txt" and table["model"]["flavor"] == "2.6M"
     assert "shardtrain train mine.toml" in capsys.readouterr().out
-    Path("a.txt").write_text("words " * 100_000)
+    Path("a.txt").write_text("words " * 400_000)
     assert cli.main(["config", "check", "mine.toml"]) == 0
 
 

@@ -65,7 +65,7 @@ def test_the_global_batch_divides_over_the_ranks_there_are(tmp_path: Path) -> No
 
 def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     loaded = read(tmp_path, '[training]\ndevice = "cuda"\n')
-    one(machine_notes(loaded, 1, "cpu", 0), 'training.device="cuda" finds no CUDA device')
+    one(machine_notes(loaded, 1, "cpu", 0), 'training.device="cuda" finds no such device')
     assert machine_notes(loaded, 1, "cuda", 8) == [] == machine_notes(loaded, 1, None, None)
     text = "[parallelism]\ntensor_parallel_degree = 2\nenable_async_tensor_parallel = true\n[compile]\nenable = true\n"
     loaded = read(tmp_path, text)
@@ -139,7 +139,7 @@ def test_the_table_of_unavailable_options_names_options_whose_defaults_are_avail
         ("[parallelism]\npipeline_parallel_degree = 2", "parallelism.pipeline_parallel_degree"),
         ("[parallelism]\ncontext_parallel_degree = 2", "parallelism.context_parallel_degree"),
         ("[parallelism]\nexpert_parallel_degree = 2", "parallelism.expert_parallel_degree"),
-        ('[model]\nconverters = ["float8"]', "model.converters"),
+        ('[model]\nconverters = ["mx"]', "model.converters"),
         ("[fault_tolerance]\nenable = true", "fault_tolerance.enable"),
         ('[comm]\nmode = "local_tensor"', "comm.mode"),
         ('[experimental]\ncustom_import = "x"', "experimental.custom_import"),

@@ -24,6 +24,13 @@ READING = [
         ["run.toml:1: [training.dataloadr] is not a section", "[training.dataloader]?"],
     ),
     ("key of another section", "[training]\nbeta1 = 0.5", [], ["training.beta1=0.5", "did you mean optimizer.beta1?"]),
+    (
+        "misspelt section of an argument",
+        "",
+        ["--checkpint.enable"],
+        ["is not an option", "did you mean checkpoint.enable?"],
+    ),
+    ("key of many sections", "", ["--nothing.enable"], ["is not an option", "`shardtrain config show` lists"]),
     ("section as a value", "training = 3", [], ["training=3", "is a section", "write [training] above its keys"]),
     ("top-level key", "steps = 3", [], ["steps=3", "not an option", "did you mean training.steps?"]),
     ("fraction for an integer", "[training]\nsteps = 1.5", [], ["steps=1.5", "must be an integer", "write 1 or 2"]),
@@ -107,6 +114,8 @@ READING = [
 ]
 
 CHECKING = [
+    ("run folder without a name", "", ["--job.dump_folder="], ["is empty", "name a folder"]),
+    ("run folder that is an address", "", ["--job.dump_folder=s3://b/run"], ["is an address", "checkpoint.folder"]),
     ("no optimizer", '[optimizer]\nname = "adamw"', [], ['name="adamw"', "AdamW, Adam", 'did you mean "AdamW"?']),
     ("no steps", "[training]\nsteps = 0", [], ["training.steps=0", "at least 1"]),
     ("endless", "[training]\nsteps = -1", [], ["training.steps=-1", "without end", "training.epochs"]),

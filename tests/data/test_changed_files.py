@@ -72,5 +72,5 @@ def test_a_file_that_changes_under_a_run_stops_it(kind, change, workers, tmp_pat
     assert caught.value.exit_code == 2
     reopened = replace(training, dataloader=DataLoaderOptions())
     if change is not replace_by_a_copy and change is not edit:
-        with pytest.raises(ConfigError):  # nor does a run begin or go on without it
+        with pytest.raises(ConfigError):  # nor does a run begin or continue without it
             open_dataloader(Config(training=reopened, data=data), batch_rank=0, num_batch_ranks=1, accumulation=1)

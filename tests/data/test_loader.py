@@ -243,6 +243,17 @@ def test_a_source_that_begins_again_is_named_though_another_ends(config, tmp_pat
     assert set(stream.files) == {"first: a.txt", "second: a.txt"}
 
 
+def test_rows_of_each_source_are_counted_on_all_ranks_alike(config, tmp_path):
+    assert open_rank(config).rows_of_sources == {}  # of one source there is nothing to tell
+    mixed = mixture_of(config, tmp_path, weight=3.0)
+    for rank in range(2):
+        stream = open_rank(mixed, rank=rank, ranks=2)
+        next(stream)
+        rows = stream.rows_of_sources
+        assert list(rows) == ["first", "second"] and sum(rows.values()) == stream.samples_consumed
+        assert rows["second"] == pytest.approx(3 * rows["first"], abs=3)
+
+
 def test_a_weight_that_is_too_small_to_be_read_is_said_aloud(config, tmp_path, caplog):
     open_rank(mixture_of(config, tmp_path, weight=1e-6))
     assert "dataset second is not read in stage 1" in caplog.text

@@ -1,4 +1,4 @@
-"""Mixing: shares are exact, any position is found at once, and a stage goes on where the one before ended."""
+"""Mixing: shares are exact, any position is found at once, and a stage continues where the one before ended."""
 
 from __future__ import annotations
 
@@ -69,3 +69,15 @@ def test_positions_beyond_a_billion_cost_as_little_as_the_first():
     sources, numbers = mixture.locate(np.array([10**12]))
     assert mixture.rows_before(10**12)[int(sources[0])] == int(numbers[0])
     assert int(numbers[0]) == pytest.approx(10**12 * (0.7, 0.2, 0.1)[int(sources[0])], rel=1 / CYCLE)
+
+
+def test_hundreds_of_sources_take_no_table_of_all_places():
+    import tracemalloc
+
+    tracemalloc.start()
+    mixture = Mixture([Stage((1.0,) * 500, 10**9), Stage((1.0,) * 500)])
+    sources, numbers = mixture.locate(np.arange(10**9 - 500, 10**9 + 500))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 8 * 2**20, "a table of 500 sources and 65,536 places would have 250 MiB a stage"
+    assert np.bincount(sources, minlength=500).min() >= 1 and numbers.max() >= 10**9 // 500 - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import pytest
 from shardtrain.data.shard_index import INDEX, UNFINISHED
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.shards import ShardTokenBuffer, verify
-from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.errors import ConfigError, StorageError
 
 
 @pytest.fixture
@@ -174,3 +175,25 @@ def test_a_file_that_shrinks_or_goes_under_a_run_is_an_error_and_no_crash(folder
     ):
         with pytest.raises(ConfigError, match="was changed, moved or removed"):
             read()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_storage_that_does_not_answer_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Neither at the start nor while a run reads: a retry may find the file as it was."""
+    line = ShardTokenBuffer(folder)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        for name in ("preadv", "stat", "open"):
+            patch.setattr(os, name, fails)
+        for look in (lambda: line.tokens(0, 100), line.check_unchanged):
+            with pytest.raises(StorageError, match=rf"cannot read {folder}/.*{os.strerror(number)}"):
+                look()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", fails)
+        with pytest.raises(StorageError, match=rf"cannot read {folder}/{INDEX}"):
+            ShardTokenBuffer(folder)
+    line.check_unchanged()
+    assert len(line.tokens(0, 100)) == 100

@@ -1,4 +1,4 @@
-"""Datasets read as training goes on: each document once per epoch, and any point reached again from small cursors."""
+"""Datasets read while training runs: each document once per epoch, and any point reached again from small cursors."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_rows_of_an_epoch_are_the_same_whether_or_not_another_follows(lengths, c
     own = {row[0] for row in once if row[0] >= 0}
     again = {row[0]: row[:3] for row in take(repeating, 0, 60)}
     assert [row[:3] for row in once if row[0] in own] == [again[k] for k in sorted(own)]
-    # a run that ended and is told to repeat goes on from cursors of rows that were made without a next epoch
+    # a run that ended and is told to repeat continues from cursors of rows that were made without a next epoch
     cursors = np.zeros((2, 3), dtype=np.int64)
     for *_, moved in once[:stop]:
         cursors[moved.reader] = moved.cursor

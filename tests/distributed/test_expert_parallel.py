@@ -106,6 +106,7 @@ CASES += [(family, mesh) for family in ("qwen3_moe", "mixtral") for mesh in ("tp
 FIRST = [("deepseek_v3", "tp 2, ep 2"), ("qwen3_moe", "tp 2"), ("mixtral", "ep 4")]  # test_grid.py has the others too
 
 
+@pytest.mark.nightly("at other sizes", by="tests/test_grid.py::test_each_family_has_the_numbers_of_one_process")
 @pytest.mark.parametrize(("family", "mesh"), cases(FIRST, nightly=[case for case in CASES if case not in FIRST]))
 def test_no_mesh_changes_a_number(family: str, mesh: str) -> None:
     num_ranks, parallelism = MESHES[mesh]
@@ -376,7 +377,7 @@ def write_and_go_on(rank: int, folder: str) -> tuple[list[float], list[float], s
 
 
 def test_a_checkpoint_holds_the_biases_and_loads_on_any_mesh(tmp_path: Path) -> None:
-    """The coefficient is large: a run that went on with biases of zero would choose other experts."""
+    """The coefficient is large: a run that continued with biases of zero would choose other experts."""
     for straight, continued, names in run_ranks(2, write_and_go_on, str(tmp_path)):
         assert continued == pytest.approx(straight, abs=1e-5)
         assert {f"model.layers.{i}.moe.router.expert_bias" for i in (1, 2)} <= names

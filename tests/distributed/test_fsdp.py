@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from ranks import run_ranks
-from tiny import SHAPE, deep_config, make_run
+from tiers import cases
+from tiny import SHAPE, assert_bitwise, deep_config, make_run, tiny_config, train_steps
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardtrain import distributed
+from shardtrain.distributed import fsdp
 from shardtrain.distributed.fsdp import precision_policy
+from shardtrain.distributed.shared_memory import AllGather, ReduceScatter
 from shardtrain.models import build, find, shape_of
 from shardtrain.ops.dtensor import local_tensor, to_full
 
@@ -30,7 +35,8 @@ def _run(rank: int, **sections: dict[str, Any]):
 class Collectives(TorchDispatchMode):
     """Counts collectives by kind and notes in which types they send more than one number.
 
-    PyTorch's CommDebugMode does the first, but fails on a second forward pass.
+    PyTorch's CommDebugMode does the first, but fails on a second forward pass. What FSDP's own collectives are made of
+    on a CPU is not counted, but they are.
     """
 
     KINDS: ClassVar = {"allgather": "gather", "reduce_scatter": "reduce_scatter", "allreduce": "all_reduce"}
@@ -39,9 +45,33 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.counts = dict.fromkeys(self.KINDS.values(), 0)
         self.reduced: set[str] = set()
+        self._within = False
+
+    def __enter__(self):
+        self._patches = pytest.MonkeyPatch()
+        for kind, collective in (("gather", AllGather), ("reduce_scatter", ReduceScatter)):
+            self._patches.setattr(collective, "__call__", self._counting(kind, collective.__call__))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self._patches.undo()
+        return super().__exit__(*error)
+
+    def _counting(self, kind, call):
+        def counting(collective, output_tensor, input_tensor, **keywords):
+            self.counts[kind] += 1
+            if kind == "reduce_scatter":
+                self.reduced.add(str(input_tensor.dtype))
+            self._within = True
+            try:
+                return call(collective, output_tensor, input_tensor, **keywords)
+            finally:
+                self._within = False
+
+        return counting
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and not self._within:
             kind = next((kind for part, kind in self.KINDS.items() if part in func.__name__), None)
             assert kind is not None, func
             self.counts[kind] += 1
@@ -220,3 +250,42 @@ def test_the_gradient_of_a_frequent_token_is_rounded_once(num_ranks: int, sectio
     # added one by one in bfloat16, ones stop at 256
     for mine, others in run_ranks(num_ranks, partial(_gradient_of_a_frequent_token, **sections)):
         assert mine == 4096.0 and others == 0.0
+
+
+EXPERTS_APART = {
+    "model": {"name": "qwen3_moe", "overrides": {"moe_ffn_dim": 48, "num_experts": 4, "top_k": 2}},
+    "parallelism": {"expert_parallel_degree": 2},
+}
+
+
+def _gathered_ahead(rank: int, config, ahead: bool):
+    """Two steps, with what an accelerator gathers before it is reached; and how many units ask for another."""
+
+    def apply(model, layout, mesh, config):
+        fsdp.apply(model, layout, mesh, config)
+        if ahead:
+            fsdp.gather_ahead(model, layout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "STEPS", (*distributed.STEPS[:-1], apply))
+        run = make_run(rank, config)
+        units = [m for part in run.runner.parts for m in part.modules() if isinstance(m, FSDPModule)]
+        asking = sum(bool(unit._get_fsdp_state()._states_to_forward_prefetch) for unit in units)
+        return train_steps(rank, config, 2).final, asking
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sections"),
+    cases([(2, {})], nightly=[(4, EXPERTS_APART), (2, {"activation_checkpoint": {"mode": "full"}})]),
+)
+def test_gathering_ahead_changes_no_bit(ranks, sections):
+    config = tiny_config(**{name: values for name, values in sections.items() if name != "model"})
+    if "model" in sections:
+        sizes = {**SHAPE, "num_layers": 2, **sections["model"]["overrides"]}
+        sizes.pop("ffn_dim")
+        model = replace(config.model, name=sections["model"]["name"], flavor="debugmodel_moe", overrides=sizes)
+        config = replace(config, model=model)
+    ahead, plain = (run_ranks(ranks, _gathered_ahead, config, ahead) for ahead in (True, False))
+    assert ahead[0][1] >= 3 and plain[0][1] == 0  # the embedding and both layers ask
+    for (mine, _), (theirs, _) in zip(ahead, plain, strict=True):
+        assert_bitwise(mine, theirs)

@@ -19,6 +19,7 @@ from shardtrain.distributed.process_group import (
     pick_device_type,
     set_timeout,
 )
+from shardtrain.ops import accelerator
 from shardtrain.utils.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -32,16 +33,19 @@ CPU = torch.device("cpu")
         ("auto", False, "cpu"),
         ("auto", True, "cuda"),
         ("cuda", True, "cuda"),
+        ("xpu", "xpu", "xpu"),
+        ("auto", "xpu", "xpu"),
+        ("auto", "mps", "cpu"),  # it has no numbers of 64 bits, and no collectives
     ],
 )
 def test_the_device_is_the_one_asked_for_or_the_best_there_is(wanted, available, given, monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(accelerator, "found", lambda: {True: "cuda", False: ""}.get(available, available))
     assert pick_device_type(wanted) == given
 
 
 def test_a_missing_device_is_not_replaced_in_silence(monkeypatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r'training.device="cuda" finds no CUDA device; use "cpu"'):
+    monkeypatch.setattr(accelerator, "found", lambda: "")
+    with pytest.raises(ConfigError, match=r'training.device="cuda" finds no such device; use "cpu"'):
         pick_device_type("cuda")
 
 

@@ -126,7 +126,7 @@ def launched(server: dist.TCPStore, rank: int, **more: str) -> dict[str, str]:
 
 def test_a_stranger_who_asks_and_answers_is_believed_by_nobody(server: dist.TCPStore) -> None:
     stranger = connection(server)
-    stranger.set(f"shardtrain/asked/{stranger.add('shardtrain/asked', 1)}", "a word")  # rank 0 goes on
+    stranger.set(f"shardtrain/asked/{stranger.add('shardtrain/asked', 1)}", "a word")  # rank 0 continues
     found: dict[int, bytes] = {}
     joined = threading.Barrier(2)
 

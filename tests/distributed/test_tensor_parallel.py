@@ -77,6 +77,7 @@ def _vocabularies(mesh) -> tuple[int, int]:
     largest = vocabulary.max(torch.tensor([float(mesh.rank("tp")), -5.0]))
     assert largest.tolist() == [1.0, -5.0]
     assert vocabulary.sum(torch.tensor([1.0, mesh.rank("tp") + 1.0])).tolist() == [2.0, 3.0]
+    assert vocabulary.gather(torch.tensor([mesh.rank("tp"), 5])).tolist() == [[0, 5], [1, 5]]
     assert tensor_parallel.SplitVocabulary(mesh, 7).offset == 4 * mesh.rank("tp")  # as torch.chunk: 4 and 3
     return vocabulary.offset, vocabulary.columns
 

@@ -63,9 +63,10 @@ def refused(folder: Path, output: Path, capfd: pytest.CaptureFixture[str], code:
     capfd.readouterr()
     before = sorted(output.parent.iterdir())
     assert main(["import", str(folder), "--to", str(output), "--legacy_bin"]) == code
-    error = capfd.readouterr().err
-    assert error.count("\n") == 1 and sorted(output.parent.iterdir()) == before, error
-    return error
+    # a slow machine is told every five seconds how far it is
+    said = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("shardtrain import: ")]
+    assert len(said) == 1 and sorted(output.parent.iterdir()) == before, said
+    return said[0]
 
 
 @pytest.mark.parametrize("kind", ["pickle-2", "torch-zip", "7z"])

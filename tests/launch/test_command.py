@@ -86,7 +86,9 @@ def run(*words: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("words", [["train", "--nproc", "1"], ["doctor"], ["generate", "--from", "x"], ["verify"]])
+@pytest.mark.parametrize(
+    "words", [["train", "--nproc", "1"], ["doctor"], ["generate", "--from", "x", "--prompt", "def"], ["verify"]]
+)
 def test_what_cannot_be_done_without_torch_is_told_in_one_line(words):
     command = [sys.executable, "-c", BARE, *words, *(["--metrics.no_enable_tensorboard"] if "train" in words else [])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -52,8 +52,9 @@ def caught(error, rank=1):
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 7, False),
         (Preempted("saved at step 3"), 75, False),
         (KeyboardInterrupt(), 76, False),
-        (SystemExit(0), 0, False),
-        (SystemExit(4), 4, False),
+        (SystemExit(0), 1, False),  # of code of the user's: the run has not done its work
+        (SystemExit(4), 1, False),  # which does not say that a number was not finite
+        (SystemExit(9), 9, False),
         (SystemExit("words"), 1, False),
     ],
 )

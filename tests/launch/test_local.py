@@ -87,6 +87,7 @@ def test_the_failing_rank_is_named_once_with_its_cause_and_place(tmp_path, how):
             ("early", 1, "rank 1 (host"),  # while rank 0 still waits for it in the rendezvous
             ("data", 3, "): the data ends at sample 7; see "),
             ("leave-0", 1, "ended with status 0 and left no exception"),  # no success, nor the other rank's fault
+            ("exit-0", 1, "sys.exit(0) was called before the run had ended"),
         ],
         nightly=[
             ("memory", 7, "MemoryError"),
@@ -209,6 +210,12 @@ def test_a_failure_of_one_process_is_one_line_and_an_exit_file(tmp_path):
     assert code == record["code"] == 1
     assert len(err) == 1 and err[0].startswith("error[1]: RuntimeError: boom (ranks.py:"), err
     assert "Traceback" in (tmp_path / "logs/rank-1.log").read_text()
+
+
+def test_a_run_of_one_process_that_code_of_the_user_ends_is_no_success(tmp_path):
+    code, _, err, record = run(tmp_path, "exit-0", "alone", RANK="1", WORLD_SIZE="2")
+    assert code == record["code"] == 1
+    assert len(err) == 1 and "sys.exit(0) was called before the run had ended (ranks.py:" in err[0], err
 
 
 def test_a_signal_to_a_run_of_one_process_is_told_and_recorded(tmp_path):

@@ -56,3 +56,23 @@ def test_a_file_that_is_no_platform_is_one_line(tmp_path, text, said):
     path = str(tmp_path / "my_platform.py") if text is None else written(tmp_path, text)
     with pytest.raises(ConfigError, match=rf"shardtrain launch=.*my_platform.py.* {said}"):
         main([path, DEBUG])
+
+
+FOLLOWED = """
+def status(id):
+    return f"{id} runs"
+
+def stop(id):
+    open(__file__ + ".stopped", "w").write(id)
+"""
+
+
+def test_a_job_of_an_own_platform_is_followed_by_its_file(tmp_path, capsys):
+    path = written(tmp_path, PLATFORM + FOLLOWED)
+    assert main(["status", path, "mine/first"]) == 0 and capsys.readouterr().out == "mine/first runs\n"
+    assert main(["stop", path, "mine/first"]) == 0 and capsys.readouterr().out == ""
+    assert (tmp_path / "my_platform.py.stopped").read_text() == "mine/first"
+    with pytest.raises(ConfigError, match=r"launch logs=.*my_platform.py.* has no logs; define logs\(id\)"):
+        main(["logs", path, "mine/first"])
+    with pytest.raises(ConfigError, match="launch status=.* needs one id; as slurm/1234"):
+        main(["status", "slurm/1", "slurm/2"])

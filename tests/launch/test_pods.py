@@ -1,4 +1,4 @@
-"""Two local processes with the variables of two pods: they train one run, save when one is told to go, and go on."""
+"""Two local processes with the variables of two pods: they train one run, save when one is told to go, and continue."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def ended(pods: list[subprocess.Popen]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.nightly(
-    "two hosts stop and go on",
+    "two hosts stop and continue",
     by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
 )
 @pytest.mark.slow
@@ -63,7 +63,12 @@ def test_two_pods_train_one_is_told_to_go_and_the_same_command_resumes(tmp_path)
     pods = [pod(number, port, command) for number in (1, 0)]  # the one that waits comes first
 
     def has_come() -> bool:
-        assert all(one.poll() is None for one in pods), [one.communicate()[1] for one in pods]
+        codes = [one.poll() for one in pods]
+        if any(code is not None for code in codes):
+            for one in pods:
+                one.terminate()  # or the other waits for it as long as a node waits
+            told = [one.communicate(timeout=patience.seconds(TIMEOUT))[1] for one in pods]
+            pytest.fail(f"ended with {codes} before two steps:\n" + "\n".join(told))
         return (tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) > 1
 
     try:

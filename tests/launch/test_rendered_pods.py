@@ -71,14 +71,16 @@ def reach(folder: Path, step: int, *running: pods.Pod) -> None:
     """Wait until the run has made a step, while these pods run."""
 
     def is_there() -> bool:
-        assert all(one.process.poll() is None for one in running), [one.told() for one in running]
+        codes = [one.process.poll() for one in running]
+        # one text: pytest cuts the middle out of any other object
+        assert codes == [None] * len(running), f"ended with {codes}:\n" + "\n".join(one.told() for one in running)
         return num_steps(folder) >= step
 
     wait_for(is_there, TIMEOUT)
 
 
 @pytest.mark.nightly(
-    "two hosts stop and go on",
+    "two hosts stop and continue",
     by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
 )
 @pytest.mark.slow

@@ -7,10 +7,12 @@ touches ``ready`` and waits for ``go``, so that a signal always arrives in it.
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from shardtrain.config.schema import DataLoaderOptions
 from shardtrain.data import DataLoader
 from shardtrain.data.loader import MicroBatches
 from shardtrain.launch import environment, local
+from shardtrain.resilience import signals
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import account, attempts_of
 from shardtrain.resilience.signals import ONE_REQUEST_SECONDS
@@ -134,7 +137,7 @@ def run_foreign(one, phase="none", held_rank=-1):
     return [fork(_rank, one, phase, held_rank, rank, port) for rank in range(2)]
 
 
-def go_on(folder: Path, one) -> dict[int, tuple[float, str]]:
+def check_cancelled(folder: Path, one) -> dict[int, tuple[float, str]]:
     """Start again without a hook, and give what all steps came to."""
     assert end(run(one)) == 0
     return losses(folder)
@@ -165,14 +168,14 @@ def test_a_run_that_is_asked_in_any_phase_saves_and_loses_no_step(tmp_path, stra
     process = run(one, phase, held_rank)
     wait_for((tmp_path / "ready").exists)
     os.kill(process.pid, signal.SIGTERM)
-    time.sleep(0.1)  # so that the request is there before the phase goes on; later it would stop one step later
+    time.sleep(0.1)  # so that the request is there before the phase continues; later it would stop one step later
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 75
     assert record(tmp_path)["class"] == "Preempted" and record(tmp_path)["retryable"]
     assert newest(tmp_path) == PHASES[phase] == max(losses(tmp_path))
     assert no_orphans(tmp_path)
     if held_rank == 1:
-        assert go_on(tmp_path, one) == straight
+        assert check_cancelled(tmp_path, one) == straight
 
 
 @pytest.mark.parametrize("whom", cases(["all"], nightly=["launcher"]))
@@ -294,7 +297,7 @@ def test_a_second_run_leaves_the_folder_of_the_first_as_it_is(tmp_path):
     assert end(second) == 2
     assert not (tmp_path / "exit.json").exists()
     assert all(b"error" not in path.read_bytes()[len(before) :] for path, before in left.items())
-    told = judge(Loaded(config(tmp_path)), machine.here(Loaded(config(tmp_path)), 2)).lines
+    told = judge(Loaded(config(tmp_path)), machine.this_machine(Loaded(config(tmp_path)), 2)).lines
     assert any(f"is being written by process {holder} on" in line for line in told), told
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 0
@@ -338,7 +341,7 @@ def test_a_job_that_is_requeued_after_each_step_has_one_loss_curve(tmp_path, str
         monkeypatch.setenv("SLURM_RESTART_COUNT", str(requeued))
         assert end(run(one, "ask itself", requeued % 2)) == record(tmp_path)["code"] == 75
         assert newest(tmp_path) == requeued + 1 == max(losses(tmp_path))
-    assert go_on(tmp_path, one) == straight
+    assert check_cancelled(tmp_path, one) == straight
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == STEPS, "no step twice, none missing"
     told = account(attempts_of(events.read(tmp_path)[0]))
     assert (told.attempts, told.failures) == (STEPS, 0) and told.seconds["lost"] == 0 and told.idle_seconds > 0
@@ -381,3 +384,23 @@ def test_ranks_save_when_torchrun_itself_is_ended_by_the_signal(tmp_path):
         process.kill()
     assert record(tmp_path)["code"] == 75
     assert newest(tmp_path) == max(losses(tmp_path))
+
+
+def _signalled_after_its_end(told):
+    """A process whose run has ended, and which is then told that others ended: those that prepared its data."""
+    sys.stderr = told.open("w", buffering=1)
+    stop = signals.listen(30, can_save=True, hurry=lambda _: None)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    stop.close()
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGCHLD)
+        while any(thread.name == "stopping" for thread in threading.enumerate()):
+            time.sleep(0.01)  # nobody reads of the signals from here on
+    os._exit(0)
+
+
+def test_a_signal_after_the_end_of_a_run_prints_no_trace(tmp_path):
+    process = multiprocessing.get_context("fork").Process(target=_signalled_after_its_end, args=(tmp_path / "told",))
+    process.start()
+    process.join(patience.seconds(30))
+    assert process.exitcode == 0 and (tmp_path / "told").read_text() == ""

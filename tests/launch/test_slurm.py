@@ -229,7 +229,7 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cl
     saved = newest(folder)
     assert saved > 1
     wait_for(lambda: max(losses(folder)) > saved, 180)
-    steps = list(losses(folder))  # it may go on while this looks
+    steps = list(losses(folder))  # it may continue while this looks
     assert steps == list(range(1, steps[-1] + 1)), "no step is lost or made twice"
     told = launch(cluster, "status", f"slurm/{job}").stdout
     assert re.fullmatch(rf"slurm/{job}: RUNNING on \S+ for [\d:]+, queued again 1 time, log {log}\n", told), told

@@ -1,4 +1,4 @@
-"""Laws of a job in a real Slurm that cannot run, is told to go on, or is one of a sweep."""
+"""Laws of a job in a real Slurm that cannot run, is told to continue, or is one of a sweep."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_port_that_is_taken_is_passed_over(cluster, tmp_path):
 
 @pytest.mark.nightly(
     "whole tasks",
-    by="tests/launch/test_slurm_in_job.py::test_a_task_of_a_sweep_that_is_queued_again_goes_on_in_its_folder_and_is_stopped_alone",
+    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",
 )
 def test_each_task_of_a_sweep_has_its_folder_and_one_that_fails_leaves_the_others(cluster, tmp_path):
     folder = tmp_path / "run"
@@ -138,6 +138,10 @@ def test_each_task_of_a_sweep_has_its_folder_and_one_that_fails_leaves_the_other
     assert "/nowhere" in alone and "==>" not in alone
 
 
+@pytest.mark.nightly(
+    "whole tasks",
+    by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",
+)
 def test_a_task_of_a_sweep_that_is_queued_again_goes_on_in_its_folder_and_is_stopped_alone(cluster, tmp_path):
     folder = tmp_path / "run"
     job = submit(
@@ -152,7 +156,7 @@ def test_a_task_of_a_sweep_that_is_queued_again_goes_on_in_its_folder_and_is_sto
     wait_for(lambda: shown(cluster, f"{job}_1").get("Restarts") == "1", 120)
     saved = newest(one)
     wait_for(lambda: max(losses(one)) > saved, 300)
-    steps = list(losses(one))  # it goes on while this looks
+    steps = list(losses(one))  # it continues while this looks
     assert steps == list(range(1, steps[-1] + 1)), "no step is lost or made twice"
     assert launch(cluster, "stop", f"slurm/{job}_1").returncode == 0
     wait_for(lambda: shown(cluster, f"{job}_1")["JobState"] == "CANCELLED", 120)
@@ -177,7 +181,7 @@ def test_a_run_that_saved_and_may_not_be_queued_again_says_so(cluster, tmp_path)
     subprocess.run(["scancel", "--signal=USR1", job], env=cluster, check=True, timeout=patience.seconds(60))
     assert ": FAILED on " in (line := end_of(cluster, job)) and "exit code 75" in line
     told = errors(tmp_path / f"once-{job}.log")
-    assert len(told) == 1 and told[0].endswith("saved, and Slurm does not queue it again; submit it again to go on")
+    assert len(told) == 1 and told[0].endswith("saved, and Slurm does not queue it again; submit it again to continue")
     assert newest(folder) == max(losses(folder))
 
 

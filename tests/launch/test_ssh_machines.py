@@ -93,6 +93,10 @@ def errors(text: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly(
+    "two networks, and the start of six interpreters",
+    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
+)
 def test_two_machines_meet_and_train_although_no_name_resolves_and_no_interface_is_named(network, tmp_path):
     folder = tmp_path / "run"
     done = run(command(network, folder, "--training.steps=3"), tmp_path)

@@ -1,4 +1,4 @@
-"""Under torchrun: one restart per killed rank, and a run that loses a node goes on with the others.
+"""Under torchrun: one restart per killed rank, and a run that loses a node continues with the others.
 
 Each process imports torch, so these take minutes: set SHARDTRAIN_TORCHRUN to a number of kills to run them.
 """
@@ -89,11 +89,23 @@ def test_each_kill_costs_one_restart(tmp_path):
         agent.kill()
 
 
-def elastic(port: int, folder: Path, steps: int, is_host: bool) -> subprocess.Popen:
-    """One node of a run of one or two."""
+WAITING = """
+import pathlib, sys, time
+from torch.distributed.run import main
+(path := pathlib.Path(sys.argv[1])).with_suffix(".ready").touch()
+while not path.exists():
+    time.sleep(0.02)
+main(sys.argv[2:])
+"""
+"""torchrun that has imported all it needs and begins once a file is there: importing takes as long as the run."""
+
+
+def elastic(port: int, folder: Path, steps: int, is_host: bool, begins: Path | None = None) -> subprocess.Popen:
+    """One node of a run of one or two; where ``begins`` is given, once that file is there."""
     patience = f"last_call_timeout=3,keep_alive_interval=1,is_host={is_host:d}"
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--rdzv-id", "law", "--max-restarts", "3"]
-    return start(*torchrun(port, *options, "--rdzv-conf", patience), *words(folder, steps))
+    command = [*torchrun(port, *options, "--rdzv-conf", patience), *words(folder, steps)]
+    return start(*command) if begins is None else start("-c", WAITING, str(begins), *command[2:])
 
 
 def check(folder: Path, whole: Path, steps: int, world_sizes: list[int]) -> None:
@@ -104,7 +116,8 @@ def check(folder: Path, whole: Path, steps: int, world_sizes: list[int]) -> None
     assert list(mine) == list(theirs) == list(range(1, steps + 1))
     assert [h for _, h in mine.values()] == [h for _, h in theirs.values()]
     for step, (loss, _) in mine.items():
-        assert loss == pytest.approx(theirs[step][0], rel=1e-3), step  # sums of float32 in another order
+        # sums of float32 in another order: 1e-8 of the loss at step 30, 2e-6 at step 100, 2e-3 at its worst after that
+        assert loss == pytest.approx(theirs[step][0], rel=1e-4 if step <= 100 else 1e-2), step
 
 
 def test_a_run_that_loses_a_node_goes_on_with_the_other_and_sees_the_same_data(tmp_path):
@@ -127,10 +140,13 @@ def test_a_run_that_gains_a_node_goes_on_with_both_and_sees_the_same_data(tmp_pa
     """The agent asks its rank to stop, which saves itself: nothing is done again."""
     steps, port, folder = 250, free_port(), tmp_path / "elastic"
     assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0
-    agents = [elastic(port, folder, steps, is_host=True)]
+    begins = tmp_path / "begins"
+    agents = [elastic(port, folder, steps, is_host=False, begins=begins)]
     try:
+        wait_for(begins.with_suffix(".ready").exists, WAIT_SECONDS)
+        agents.append(elastic(port, folder, steps, is_host=True))
         wait_for(lambda: num_steps(folder) > 8, WAIT_SECONDS)
-        agents.append(elastic(port, folder, steps, is_host=False))
+        begins.touch()
         assert [agent.wait(patience.seconds(WAIT_SECONDS)) for agent in agents] == [0, 0]
     finally:
         for agent in agents:

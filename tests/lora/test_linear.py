@@ -190,7 +190,8 @@ def held_by_a_rank(rank: int, config: Any) -> Any:
     ],
 )
 def test_a_dry_run_counts_what_a_rank_holds_and_trains(lora: dict[str, Any], flavor: str) -> None:
-    config = tiny_config(lora={**ON, **lora}, optimizer={"name": "AdamW"})
+    # one micro-batch: what several add up before they are reduced is not what a rank trains
+    config = tiny_config(lora={**ON, **lora}, optimizer={"name": "AdamW"}, training={"global_batch_size": 4})
     if flavor == "mixtral":
         sizes = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
         sizes |= {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}

@@ -103,7 +103,7 @@ def test_merged_weights_compute_what_adapters_do(run, tmp_path):
 
 
 def split_logits(rank, folder):
-    opened = open_model(folder, here=World(rank, 2, rank, torch.device("cpu")))
+    opened = open_model(folder, world=World(rank, 2, rank, torch.device("cpu")))
     return to_full(logits(opened.model, 260))
 
 
@@ -208,10 +208,10 @@ def test_every_family_trains_adapters_and_merges_them(family, tmp_path):
 def changed_by_ten_steps(rank, config):
     run = make_run(rank, config)
     resume.resume(run, Checkpoints(config))
-    before = {name: tensor.clone() for name, tensor in resume.everything(run).items()}
+    before = {name: tensor.clone() for name, tensor in run.model_state_dict().items()}
     for _ in range(10):
         step(run)
-    return [name for name, tensor in resume.everything(run).items() if not torch.equal(tensor, before[name])], before
+    return [name for name, tensor in run.model_state_dict().items() if not torch.equal(tensor, before[name])], before
 
 
 def test_frozen_weights_and_biases_of_routers_stay_those_of_the_folder(tmp_path):

@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
     file = JsonlFile(tmp_path / "run" / "metrics.jsonl", 0)
     file.write({"step": 1})
     file.close()
-    assert "training goes on" in caplog.text and file.num_lost == 1
+    assert "training continues" in caplog.text and file.num_lost == 1
 
 
 TORN = ["", '{"step": 9', "[1]\n", "\x00\x00", '{"step": 3}\n', '{"step": 100000}\n', "\n"]

@@ -31,13 +31,12 @@ def test_cuda_peaks_come_from_the_allocator_and_start_anew(monkeypatch):
         "num_alloc_retries": 3,
         "num_ooms": 1,
     }
-    device = type("Properties", (), {"total_memory": 80 * 2**30})()
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: stats)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
     peak = memory.read_peak("cuda")
-    assert peak == memory.CudaMemory(10.0, 20.0, 80.0, 3, 1)
+    assert peak == memory.DeviceMemory(10.0, 20.0, 80.0, 3, 1)
     assert (peak.peak_gib, peak.fraction) == (20.0, 0.25)
     assert calls == ["reset"]
 

@@ -216,7 +216,7 @@ def test_a_run_that_was_finished_says_so_and_what_to_raise(tmp_path, kit, caplog
     with caplog.at_level("INFO", logger="shardtrain"):
         kit.run(tmp_path, 4, start_step=4, total_steps=4)
     assert "finished at step 4" in caplog.text and "steps 5 to 4" not in caplog.text
-    assert "the run was finished already, at step 4: to go on raise training.steps" in caplog.text
+    assert "the run was finished already, at step 4: to continue, raise training.steps" in caplog.text
 
 
 def test_a_failed_run_has_no_summary(tmp_path, kit, caplog):

@@ -49,7 +49,7 @@ def test_a_live_line_shows_step_loss_speed_and_time_left_and_leaves_log_lines_wh
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", erased)
     assert "step 1/3" in text and "loss 1.5000" in text and "tokens/s" in text and "left" in text
     for step in (1, 2, 3):
-        assert re.search(rf"^\S+ \S+ INFO whole line {step} *$", text, re.MULTILINE)
+        assert re.search(rf"^whole line {step} *$", text, re.MULTILINE)
     assert sys.stderr is stream
 
 
@@ -87,8 +87,9 @@ def test_neither_a_row_nor_the_live_line_is_wider_than_the_terminal(tmp_path, te
             extra = {"accuracy": 0.5, "spikes": 0, "goodput_data_seconds": 3.0}
             metrics.update(step, torch.tensor(1.5), 1, 1, 1.0, 1.0, 0.0, extra)
     drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue().replace("\x1b[2K", "\n"))
-    rows = [line.rstrip() for line in re.split(r"[\r\n]+", drawn) if not re.match(r"\S+ \S+ (INFO|WARNING) ", line)]
-    assert max(map(len, rows)) <= min(columns, 96)
+    rows = [line.rstrip() for line in re.split(r"[\r\n]+", drawn)]
+    # a word is never cut, such as the path of a file
+    assert all(len(row) <= min(columns, 96) or " " not in row.strip() for row in rows)
     assert any(row.lstrip().startswith("9990/12000") for row in rows)
     named = [row for row in rows if row.lstrip().startswith("step  ")]
     assert len(named) == 1

@@ -8,7 +8,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from shardtrain.metrics import Metrics
-from shardtrain.metrics.memory import CudaMemory
+from shardtrain.metrics.memory import DeviceMemory
 from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import tensorboard
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink
@@ -74,7 +74,7 @@ def test_the_old_tag_of_the_speed_is_written_where_asked_for(tmp_path, kit):
 
 
 def test_cuda_memory_has_its_own_tags():
-    memory = CudaMemory(10.0, 20.0, 80.0, num_alloc_retries=3, num_ooms=1)
+    memory = DeviceMemory(10.0, 20.0, 80.0, num_alloc_retries=3, num_ooms=1)
     record = Record(1, 1.0, 1.0, 1.0, 1.0, 1, 1.0, 1.0, 1.0, 0.5, 1.0, 0.5, memory, 0.0)
     tags = record.tags("cuda")
     assert set(tags) == TAGS | CUDA_TAGS | {"mfu(%)"}

@@ -179,6 +179,17 @@ def test_a_broken_promise_is_a_config_error_that_names_it(change, parts: list[st
     assert "my_model" in str(error.value)
 
 
+def test_what_all_layers_lack_is_one_line_and_a_star_that_stops_at_a_dot_is_told(tmp_path: Path) -> None:
+    module = find(write(tmp_path, ('"blocks.*.norm?.weight"', '"blocks*.weight"')))
+    with pytest.raises(ConfigError) as error:
+        build(module, module.Config())
+    told = "each * of 'blocks*.weight' stops at a dot, so write one for each part of the name"
+    assert str(error.value).splitlines() == [
+        f"model {tmp_path / 'my_model.py'}: initial() has no rule for parameter blocks.*.norm{number}.weight: {told}"
+        for number in (1, 2)
+    ]
+
+
 def test_a_model_that_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent.py.* is not a file"):
         find(str(tmp_path / "absent.py"))
@@ -191,7 +202,7 @@ def test_an_unknown_name_lists_the_models_there_are(name: str) -> None:
 
 
 def test_an_unknown_flavor_lists_the_flavors_there_are() -> None:
-    with pytest.raises(ConfigError, match=r'model.flavor="9B" is unknown; use one of debugmodel, .*8B'):
+    with pytest.raises(ConfigError, match=r'model.flavor="9B" is unknown; use one of 2.6M, debugmodel, .*8B'):
         shape_of(find("llama3"), "9B", {}, "rmsnorm")
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.models.moe import MoE, Routing, _grouped, _one_by_one
-from shardtrain.ops.row_order import inverse_of, permute, repeat_and_permute
+from shardtrain.models.moe import Experts, MoE, Routing, _grouped, _one_by_one
+from shardtrain.ops.row_order import Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
 
 DIM, FFN, EXPERTS = 16, 12, 8
@@ -284,3 +284,44 @@ def test_rows_are_sorted_and_brought_back(copies: int) -> None:
     assert torch.equal(rows, x.repeat_interleave(copies, 0)[order])
     assert torch.equal(permute(rows, inverse, order), x.repeat_interleave(copies, 0))
     assert torch.autograd.gradcheck(lambda x: repeat_and_permute(x, copies, order, inverse), x)
+
+
+@pytest.mark.parametrize("counts", [[0, 40, 7, 33], [64, 0, 0, 0], [1, 0, 2, 1], [16, 16, 16, 16]])
+@pytest.mark.parametrize("bias", [False, True])
+def test_room_between_the_rows_of_experts_changes_no_number(counts: list[int], bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = Experts(4, DIM, 16, bias)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    rows, gradient = (torch.randn(sum(counts), DIM, generator=generator) for _ in range(2))
+    count_E, results = torch.tensor(counts), []
+    for spread in (False, True):
+        leaf = rows.clone().requires_grad_()
+        groups = Groups(count_E, len(leaf))
+        assert (groups.multiple > 1) == (sum(counts) >= 64) and bool((groups.count_E % groups.multiple == 0).all())
+        if spread:
+            out = groups.collect(experts._compute(groups.spread(leaf), groups.count_E))
+        else:
+            out = experts._compute(leaf, count_E)
+        experts.zero_grad()
+        out.backward(gradient)
+        results.append([out.detach(), leaf.grad, *(parameter.grad for parameter in experts.parameters())])
+    for plain, roomy in zip(*results, strict=True):
+        torch.testing.assert_close(roomy, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_of_16_bits_are_given_room_and_others_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    compute = Experts._compute
+    monkeypatch.setattr(Experts, "_compute", lambda *given: seen.append(given[2].tolist()) or compute(*given))
+    counts = torch.tensor([30, 10, 20, 4])
+    for dtype in (torch.float32, torch.bfloat16):
+        experts = Experts(4, DIM, 16).to(dtype)
+        with torch.no_grad():
+            for parameter in experts.parameters():
+                parameter.fill_(0.01)
+        assert experts(torch.ones(64, DIM, dtype=dtype), counts).shape == (64, DIM)
+    assert seen == [[30, 10, 20, 4], [30, 10, 20, 4]]  # an eighth of 16 rows: multiples of 2
+    experts(torch.ones(512, DIM, dtype=torch.bfloat16), torch.tensor([101, 200, 11, 200]))
+    assert seen[-1] == [112, 208, 16, 208]

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from other_styles import FILES, FOLDER, NEWER, NO_CHAIN
 from ranks import run_ranks
 from tiers import cases
 from tiny import Result, run_tiny, tiny_config, train_steps
@@ -23,8 +23,6 @@ from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import ConfigError
 
-FOLDER = Path(__file__).parent / "others"
-FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
 STEPS, BATCH = 2, 4
 
 TP, CP, PP, EP = (
@@ -69,6 +67,9 @@ WHOLE_CORE = "is given more than queries, keys, values and documents_BT"
 OWN_HEADS = "has 2 key-value heads, which 4 ranks cannot share"
 # file -> part of the mesh's name -> why it is refused there
 REFUSED: dict[str, dict[str, str]] = {
+    **{name: {"pp": "needs a forward that is a chain"} for name in NO_CHAIN},
+    "kerple": {"cp": WHOLE_CORE},
+    "lfm": {"cp": "needs to know the attention core, which LAYOUT.context"},
     "falcon": {"tp": "the 1 KV heads", "ulysses": "does not divide the 1 KV heads"},
     "gemma2": {"tp 4": "the 2 KV heads", "tp x cp ulysses": "split by tensor_parallel_degree"},
     "rwkv": {"cp": "needs to know the attention core, which LAYOUT.context"},
@@ -97,11 +98,21 @@ def num_layers(mesh: str) -> int:
     return 4 if "Interleaved" in mesh else 2
 
 
+LATER = {*NEWER, *NO_CHAIN}
+WITH_ALL = ("tp", "pp", "cp gather", "fsdp x tp")
+"""The meshes of files that came later, and in the rest alone."""
+
+
 def files_of(mesh: str) -> list[str]:
-    return list(MIXTURES) if "ep" in mesh else FILES
+    if "ep" in mesh:
+        return list(MIXTURES)
+    later = [name for name in FILES if name in LATER] if mesh in WITH_ALL else []
+    return [name for name in FILES if name not in LATER] + later
 
 
-FIRST = {mesh: files_of(mesh)[number :: len(MESHES)] for number, mesh in enumerate(MESHES)}
+FIRST = {
+    mesh: [name for name in FILES if name not in LATER][number :: len(MESHES)] for number, mesh in enumerate(MESHES)
+}
 """The files of the default tier: each on one mesh; the others are nightly."""
 
 

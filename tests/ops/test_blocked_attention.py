@@ -13,7 +13,7 @@ from shardtrain.ops.cpu_kernels import Kernels
 
 @pytest.fixture(autouse=True)
 def _blocks():
-    cpu_kernels.use(Kernels(blocked_attention=2.0))
+    cpu_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))
     yield
     cpu_kernels.use(cpu_kernels.PYTORCH)
 
@@ -67,6 +67,20 @@ def test_it_is_attention_to_the_rounding_of_bfloat16(
             continue
         # numbers of 8 bits: scores, probabilities and outputs are rounded to 2^-9 of themselves
         assert error(found, expected) <= 1.5e-2, name
+
+
+@pytest.mark.parametrize(("window", "packed"), [(0, True), (17, True), (200, False)])
+def test_in_float32_with_masks_it_is_attention_to_1e_6(window: int, packed: bool) -> None:
+    inputs = drawn(torch.float32, 300)
+    of_row = documents(300) if packed else None
+    seen = torch.ones(2, 300, 300, dtype=torch.bool).tril()
+    seen = seen.triu(1 - window) if window else seen
+    seen = seen if of_row is None else seen & (of_row[:, :, None] == of_row[:, None])
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = document_mask.attention(*leaves, of_row, window)
+    out.backward(inputs[3])
+    found = [out, *(x.grad for x in leaves)]
+    assert all(error(one, other) <= 1e-6 for one, other in zip(found, exact(inputs, seen, None), strict=True))
 
 
 @pytest.mark.parametrize("groups", [1, 3])

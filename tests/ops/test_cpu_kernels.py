@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_machine_measures_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = cpu_kernels.remembered_or_measured()
-    assert first.onednn_linear > 0 and first.blocked_attention > 0
+    assert all(times > 0 for times in asdict(first).values())
     monkeypatch.setattr(cpu_kernels, "measure", lambda: pytest.fail("measured again"))
     assert cpu_kernels.remembered_or_measured() == first
     assert len(list(cache.iterdir())) == 1  # nothing temporary is left
@@ -27,30 +29,46 @@ def test_a_machine_measures_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"another": 2.0}', '{"onednn_linear": "fast"}'])
 def test_a_damaged_file_is_measured_anew_and_replaced(cache: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "measure", lambda: Kernels(2.0, 3.0))
+    monkeypatch.setattr(cpu_kernels, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
     cpu_kernels.remembered_or_measured()
     (path,) = cache.iterdir()
     path.write_text(text)
-    assert cpu_kernels.remembered_or_measured() == Kernels(2.0, 3.0)
-    assert json.loads(path.read_text()) == {"onednn_linear": 2.0, "blocked_attention": 3.0}
+    assert cpu_kernels.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
+    assert json.loads(path.read_text()) == asdict(Kernels(onednn_linear=2.0, blocked_attention=3.0))
 
 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(cpu_kernels, "measure", lambda: Kernels(2.0, 3.0))
-    assert cpu_kernels.remembered_or_measured() == Kernels(2.0, 3.0)
+    monkeypatch.setattr(cpu_kernels, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
+    assert cpu_kernels.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
 
 
 def test_a_kernel_is_taken_where_it_is_clearly_faster() -> None:
-    kernels = Kernels(onednn_linear=1.05, blocked_attention=1.8)
+    kernels = Kernels(onednn_linear=1.04, blocked_attention=1.8)
     assert not kernels.uses("onednn_linear") and kernels.uses("blocked_attention")
     assert cpu_kernels.describe(kernels) == "CPU kernels: attention in bfloat16 by blocks (1.8 x as fast)"
     assert "none here is faster" in cpu_kernels.describe(cpu_kernels.PYTORCH)
 
 
-def test_without_a_kernel_in_this_build_its_speed_is_zero() -> None:
-    def missing() -> None:
-        raise RuntimeError("no such kernel")
+def test_a_kernel_that_fails_is_told_once_measured_and_at_each_start(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(*_: object) -> None:
+        raise RuntimeError("no such kernel\nmore of it")
 
-    assert cpu_kernels._times_as_fast(lambda: None, missing) == 0.0
+    monkeypatch.setattr("shardtrain.ops.blocked_attention.attend", missing)
+    monkeypatch.setattr(logging.getLogger("shardtrain"), "propagate", True)
+    with caplog.at_level("WARNING"):
+        found = cpu_kernels.remembered_or_measured()
+    assert found.blocked_attention == cpu_kernels.FAILED and not found.uses("blocked_attention")
+    assert [record.message for record in caplog.records] == [
+        f"CPU kernels: attention in {name} by blocks failed (RuntimeError: no such kernel); PyTorch's own is used"
+        for name in ("bfloat16", "float32")
+    ]
+    again = cpu_kernels.remembered_or_measured()
+    assert again == found
+    assert cpu_kernels.describe(again).endswith(
+        "; failed when measured, so PyTorch's own: "
+        "attention in bfloat16 by blocks, attention in float32 with narrow heads by blocks"
+    )

@@ -55,9 +55,8 @@ def value_and_gradient(logits: Tensor, targets: Tensor, *args, **keywords) -> tu
 @pytest.mark.parametrize("dtype", GRADIENT_ATOL)
 @pytest.mark.parametrize("chunk_numel", [1, 17, 40, 17 * 6, 17 * 18, 1 << 24])
 def test_loss_and_gradient_equal_the_float64_reference(dtype, chunk_numel: int, monkeypatch) -> None:
-    monkeypatch.setattr(
-        cross_entropy, "CHUNK_NUMEL", chunk_numel
-    )  # from one token a chunk to all of them, even and not
+    # from one token a chunk to all of them, even and not
+    monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", chunk_numel)
     logits, targets = example(dtype)
     loss, gradient = value_and_gradient(logits, targets)
     expected, expected_gradient = float64_reference(logits, targets)
@@ -162,7 +161,7 @@ class LargestFloat32(TorchDispatchMode):
 
 
 def test_no_float32_copy_of_all_logits_exists(monkeypatch) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 17 * 3)
+    monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 17 * 3)
     logits, targets = example(torch.bfloat16, tokens=30)
     kept = []
     with (
@@ -174,14 +173,41 @@ def test_no_float32_copy_of_all_logits_exists(monkeypatch) -> None:
     assert [(tensor.dtype, tensor.numel()) for tensor in kept] == [(torch.bfloat16, logits.numel())]
 
 
+class CountCollectives(TorchDispatchMode):
+    """How many collectives are begun."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace == "c10d"
+        return func(*args, **(kwargs or {}))
+
+
+def _count_collectives(rank: int) -> list[int]:
+    config = tiny_config(parallelism={"tensor_parallel_degree": 2})
+    vocabulary = SplitVocabulary(distributed.build(config, World(rank, 2, rank, torch.device("cpu"))), 16)
+    cross_entropy.CPU_CHUNK_NUMEL = 8 * 2
+    counts = []
+    for tokens in (1, 50):
+        logits, targets = example(vocab=16, tokens=tokens, ignored=False)
+        with CountCollectives() as collectives:
+            value_and_gradient(logits[..., 8 * rank : 8 * rank + 8], targets, vocabulary=vocabulary)
+        counts.append(collectives.count)
+    return counts
+
+
+def test_a_split_loss_is_one_collective_however_many_chunks() -> None:
+    assert run_ranks(2, _count_collectives) == [[1, 1]] * 2
+
+
 def _check_split(rank: int, num_ranks: int) -> None:
     config = tiny_config(parallelism={"tensor_parallel_degree": num_ranks})
     mesh = distributed.build(config, World(rank, num_ranks, rank, torch.device("cpu")))
-    for vocab in (12, 7, 17, 3):
+    for vocab in (12, 7, 17, 3, 4):  # 4 over 3 ranks: the last has none
         vocabulary = SplitVocabulary(mesh, vocab)
         columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
-        for chunk_numel in (12, 31, 1 << 24):  # 12: the rank with fewer columns must not take more tokens a chunk
-            cross_entropy.CHUNK_NUMEL = chunk_numel
+        for chunk_numel in (12, 31, 1 << 24):  # ranks of fewer columns take more tokens a chunk
+            cross_entropy.CPU_CHUNK_NUMEL = chunk_numel
             for dtype, atol in GRADIENT_ATOL.items():
                 logits, targets = example(dtype, vocab=vocab)
                 expected, expected_gradient = float64_reference(logits, targets, 0.5)

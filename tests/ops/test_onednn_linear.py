@@ -19,8 +19,12 @@ pytestmark = pytest.mark.skipif(not onednn_linear.is_available(), reason="this b
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_values_and_gradients_are_those_of_a_linear_layer(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("weight_gradient", [0.0, 2.0])
+def test_values_and_gradients_are_those_of_a_linear_layer(
+    bias: bool, weight_gradient: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(onednn_linear, "_SMALLEST_PRODUCT", 0)
+    monkeypatch.setattr(cpu_kernels, "_chosen", Kernels(onednn_weight_gradient=weight_gradient))
     torch.manual_seed(0)
     plain = nn.Linear(48, 80, bias=bias)
     ours = nn.Sequential(nn.Linear(48, 80, bias=bias))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import run_ranks
-from tiny import assert_bitwise, tiny_config, train_whole
+from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
 from shardtrain import optim
-from shardtrain.config.schema import Optimizer
+from shardtrain.config.schema import Config, Optimizer
 from shardtrain.utils.errors import ConfigError
 
 LION = """
@@ -103,8 +104,7 @@ def test_what_a_checkpoint_could_not_keep_is_refused(tmp_path: Path, old: str, n
         optim.check_own(options)
 
 
-def test_optimizers_of_pytorch_work_as_they_are(tmp_path: Path) -> None:
-    text = """
+MOMENTUM = """
 import torch
 
 def build(param_groups, options):
@@ -113,4 +113,48 @@ def build(param_groups, options):
 def initial_state(parameter):
     return {"momentum_buffer": torch.zeros_like(parameter)}
 """
-    optim.check_own(dataclasses.replace(Optimizer(), name=written(tmp_path, text)))
+
+
+def test_optimizers_of_pytorch_work_as_they_are(tmp_path: Path) -> None:
+    optim.check_own(dataclasses.replace(Optimizer(), name=written(tmp_path, MOMENTUM)))
+
+
+ELSEWHERE = {
+    "zero1": {"parallelism": {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True}},
+    "offload": {"training": {"enable_cpu_offload": True}},
+    "pp": {"parallelism": {"pipeline_parallel_degree": 2}, "training": {"local_batch_size": 8}},
+    "float16": {"training": {"mixed_precision_param": "float16"}},
+}
+
+
+def elsewhere(rank: int, root: Path, path: str, kind: str) -> tuple[Ended, Ended, Ended]:
+    def one(name: str, part: dict[str, Any]) -> Config:
+        training = {"steps": STEPS, "local_batch_size": 4, **part.get("training", {})}
+        return tiny_config(
+            job={"dump_folder": str(root / name)},
+            parallelism=part.get("parallelism", {}),
+            training=training,
+            optimizer={"name": path, "lr": 1e-2},
+            checkpoint={"enable": True, "interval": 2},
+        )
+
+    plain = train_whole(rank, one("plain", {}))
+    straight = train_whole(rank, one("straight", ELSEWHERE[kind]))
+    train_whole(rank, one("killed", ELSEWHERE[kind]), stop_after=KILLED)
+    return plain, straight, train_whole(rank, one("killed", ELSEWHERE[kind]))
+
+
+@pytest.mark.parametrize("kind", list(ELSEWHERE))
+@pytest.mark.nightly(
+    "with an optimizer of a file",
+    by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
+)
+def test_an_optimizer_of_a_file_works_wherever_ours_do(tmp_path: Path, kind: str) -> None:
+    """The same numbers as on FSDP, to rounding (float16 rounds at 1e-3), and a resume is the run that never ended."""
+    for plain, straight, resumed in run_ranks(2, elsewhere, tmp_path, written(tmp_path, MOMENTUM), kind):
+        assert plain.error is None and straight.error is None and resumed.error is None
+        assert straight.losses == pytest.approx(plain.losses, rel=2e-3 if kind == "float16" else 1e-6)
+        assert resumed.losses == straight.losses[2:]
+        assert_bitwise(resumed.weights, straight.weights)
+        assert_bitwise(resumed.optimizer, straight.optimizer)
+        assert {name.rpartition(".")[2] for name in straight.optimizer} == {"momentum_buffer"}

@@ -80,7 +80,7 @@ def test_a_rank_that_stops_is_silent_alone(nodes: Nodes) -> None:
         nodes.beat(0, 1, 2, 4, 5)
     heard = nodes.heard()
     assert heard[3] == 1 and heard[4] >= 12 and heard[5] >= 12
-    nodes.beat(3)  # it goes on, and speaks again
+    nodes.beat(3)  # it continues, and speaks again
     nodes.beat(4, 5)
     nodes.beat(3)
     assert nodes.heard()[3] == 3

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launched import end
 from ranks import run_ranks
-from tiny import tiny_config
+from tiny import shallow_config
 
 from shardtrain.distributed import config_consistency
 from shardtrain.resilience import progress
@@ -253,7 +253,7 @@ COMES_SECONDS = round(patience.seconds(2))  # an option, so the same on each ran
 def agree(rank: int, changes: dict[int, dict], environment: dict[int, dict] | None = None) -> str:
     """What the comparison of ranks says to one rank; rank r has other options, or other facts."""
     store = dist.distributed_c10d._get_default_store()
-    one = tiny_config(**changes.get(rank, {}))
+    one = shallow_config(**changes.get(rank, {}))
     one = dataclasses.replace(one, comm=dataclasses.replace(one.comm, init_timeout_seconds=COMES_SECONDS))
     facts = config_consistency.facts_of
     config_consistency.facts_of = lambda *arguments: {**facts(*arguments), **(environment or {}).get(rank, {})}
@@ -293,7 +293,7 @@ def test_a_rank_that_does_not_come_is_named():
         def check(self, keys):
             return all(key in self for key in keys)
 
-    one = dataclasses.replace(tiny_config(), comm=dataclasses.replace(tiny_config().comm, init_timeout_seconds=1))
+    one = dataclasses.replace(shallow_config(), comm=dataclasses.replace(shallow_config().comm, init_timeout_seconds=1))
     store = Store({"facts-1": json.dumps([config_consistency.facts_of(one, 4), {}])})
     with pytest.raises(PeerError, match="rank 2, 3 has not come within comm.init_timeout_seconds=1"):
         config_consistency._compare(store, one, config_consistency.facts_of(one, 4), 4)
@@ -304,7 +304,7 @@ CLEAN_RUNS = int(os.environ.get("SHARDTRAIN_CLEAN_RUNS", "1"))
 
 def steps_alone(folder):
     """Two dozen short steps without saves and validation, compared every two."""
-    one, plain = config(folder, comm={"straggler_window_steps": 2}, steps=24, seq_len=16), tiny_config()
+    one, plain = config(folder, comm={"straggler_window_steps": 2}, steps=24, seq_len=16), shallow_config()
     return dataclasses.replace(one, validation=plain.validation, checkpoint=plain.checkpoint)
 
 

@@ -20,6 +20,7 @@ def test_every_rule_names_tests_that_exist() -> None:
         "R6",
         "R7",
         "R8",
+        "R9",
         "R10",
         "R11",
         "R12",

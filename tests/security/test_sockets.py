@@ -114,6 +114,11 @@ def two_ranks(folder: Path, names: Mapping[str, str] = NOTHING) -> Iterator[set[
             os.waitpid(pid, 0)
 
 
+def of_ranks(pids: set[int]) -> set[tuple[str, int]]:
+    """On what ranks listen, but for what they have from this process: servers of other tests' fixtures."""
+    return listeners(pids) - listeners({os.getpid()})
+
+
 def is_connected(one: socket.socket) -> bool:
     try:
         one.getpeername()
@@ -127,7 +132,7 @@ def test_no_connection_ends_stalls_or_changes_a_group_that_is_made(
     attack: Callable[[socket.socket, int], None], tmp_path: Path
 ) -> None:
     with two_ranks(tmp_path) as pids, contextlib.ExitStack() as stack:
-        ports = [port for _, port in listeners(pids)]
+        ports = [port for _, port in of_ranks(pids)]
         assert ports, "gloo listens"
         for number in range(NUM_CONNECTIONS):
             one = stack.enter_context(socket.socket())
@@ -148,7 +153,7 @@ def network() -> Iterator[dict[str, str]]:
 
 def test_nothing_of_a_run_listens_where_others_are(network: dict[str, str], tmp_path: Path) -> None:
     with two_ranks(tmp_path, network) as pids:
-        assert not listeners(pids), "as any process of this network sees it"
+        assert not of_ranks(pids), "as any process of this network sees it"
         threads = [task for pid in pids for task in Path(f"/proc/{pid}/task").iterdir()]
         own = {os.readlink(task / "ns/net") for task in threads} - {os.readlink("/proc/self/ns/net")}
         assert len(own) == 1, "both are in one network, which is not this one"
@@ -182,3 +187,86 @@ def test_a_user_who_connects_while_ranks_do_is_named_and_no_step_is_made(monkeyp
         gloo_sockets.private(make)
     for one in kept:
         one.close()
+
+
+def as_nobody(function: Callable[[], object]) -> str:
+    """What a function says in a process of a user without rights."""
+    (answer, tell), pid = os.pipe(), os.fork()
+    if pid == 0:
+        try:
+            os.setgroups([])
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            private_network._call("prctl", private_network._SET_DUMPABLE, 1, 0, 0, 0)  # as after an exec
+            os.write(tell, str(function()).encode())
+        except BaseException as error:
+            os.write(tell, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(tell)
+    with os.fdopen(answer) as file:
+        said = file.read()
+    os.waitpid(pid, 0)
+    return said
+
+
+def in_a_rank(names: Mapping[str, str], function: Callable[[], object]) -> str:
+    """What a function says in a fork that has entered the network, as a rank does."""
+    (answer, tell), pid = os.pipe(), os.fork()
+    if pid == 0:
+        try:
+            os.environ.update(names)
+            private_network.enter_user()
+            own = os.stat("/proc/self/ns/net").st_ino
+            assert private_network.inside(lambda: os.stat("/proc/thread-self/ns/net").st_ino) != own
+            os.write(tell, str(function()).encode())
+        except BaseException as error:
+            os.write(tell, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(tell)
+    said = os.read(answer, 1000).decode()
+    os.waitpid(pid, 0)
+    return said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
+def test_a_rank_of_a_user_may_write_what_he_may_write(tmp_path: Path) -> None:
+    """In a user namespace a process may pass over the permissions of its user's files, which protect them from him."""
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.stat().st_uid == os.geteuid() and parent != Path("/"):
+            parent.chmod(parent.stat().st_mode | 0o055)
+    folder = tmp_path / "kept"
+    folder.mkdir(mode=0o555)
+    os.chown(folder, NOBODY, NOBODY)
+
+    def write() -> str:
+        os.close(os.open(folder / "x", os.O_WRONLY | os.O_CREAT))
+        return "written"
+
+    def in_the_network() -> str:
+        with private_network.made() as names:
+            return in_a_rank(names, write) if names else "no network"
+
+    said = as_nobody(in_the_network)
+    if said == "no network":
+        pytest.skip("this system gives users no network namespace")
+    assert said == "PermissionError"
+
+
+@pytest.mark.parametrize("capabilities", [0, 1 << 2])
+def test_a_process_that_would_lose_rights_in_a_user_namespace_enters_none(
+    capabilities: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as that of passing over the permissions of what others own, which is of no effect in there."""
+    asked: list[int] = []
+
+    def refuse(name: str, *arguments: int) -> None:
+        asked.append(arguments[0])
+        raise PermissionError
+
+    monkeypatch.setattr(private_network, "_call", refuse)
+    monkeypatch.setattr(private_network, "_capabilities", lambda: capabilities)
+    with pytest.raises(PermissionError):
+        private_network._build()
+    assert any(flags & private_network._NEW_USER for flags in asked) == (not capabilities)

@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from launched import end, fork
 from ranks import run_ranks
-from tiny import tiny_config, train_whole
+from tiny import shallow_config, train_whole
 
 from shardtrain import cli
 from shardtrain.config.schema import Config
-from shardtrain.resilience.guards.history import Guard
-from shardtrain.tools.replay import plan
+from shardtrain.resilience.guards.loss_spikes import Guard
+from shardtrain.tools.replay.plan import plan
 from shardtrain.utils.errors import CheckpointError
 
 
 def config(folder: Path, lr: float = 1e-2, **training: Any) -> Config:
-    return tiny_config(
+    return shallow_config(
         job={"dump_folder": str(folder)},
         model={"overrides": {"num_layers": 2}},
         training={"steps": 8, "seq_len": 16, "local_batch_size": 2, **training},
@@ -169,3 +169,24 @@ def test_damaged_checkpoints_are_no_start(root: Path) -> None:
     assert plan(config(root / "run"), 8, 8).base == 6 and plan(config(root / "run"), 6, 8).base == 3
     with pytest.raises(CheckpointError, match="nothing to compare with"):
         plan(config(root / "nowhere"), 1, 1)
+
+
+@pytest.mark.parametrize("verb", [("replay", "3"), ("data", "show")])
+def test_opening_a_folder_runs_no_code_that_its_configuration_names(
+    tmp_path: Path, verb: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line for each file that it names, and none is loaded."""
+    folder, code = tmp_path / "run", tmp_path / "code.py"
+    folder.mkdir()
+    code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    keys = {"model": ["name", "tokenizer_path"], "task": ["name"], "optimizer": ["name"], "training": ["dataset"]}
+    keys |= {"validation": ["dataset"], "data.sources.web": ["dataset"]}
+    named = [f"{section}.{key}" for section, found in keys.items() for key in found]
+    text = "".join(f"[{s}]\n{''.join(f'{key} = {str(code)!r}{chr(10)}' for key in found)}" for s, found in keys.items())
+    (folder / "config.resolved.toml").write_text(f"{text}[metrics]\nsinks = [{str(code)!r}]\n")
+    assert cli.main([*verb, str(folder)]) == 2
+    said = capsys.readouterr().err
+    for option in [*named, "metrics.sinks"]:
+        assert f"{option}=" in said, option
+    assert said.count("is code that the folder of a run names") == len(named) + 1
+    assert not (tmp_path / "ran").exists()

@@ -5,24 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from ranks import run_ranks
 from tiny import tiny_config
 
 from shardtrain.config.schema import Config
 from shardtrain.ops import cpu_kernels
 from shardtrain.ops.cpu_kernels import Kernels
-from shardtrain.train import trainer
+from shardtrain.train.build import set_numerics
 
 
 def choose(rank: int, config: Config) -> Kernels:
-    cpu_kernels.remembered_or_measured = lambda: Kernels(float(rank), 2.0)
+    cpu_kernels.remembered_or_measured = lambda: Kernels(onednn_linear=float(rank), blocked_attention=2.0)
     cpu_kernels.use(Kernels(3.0, 3.0))
-    trainer._choose_cpu_kernels(config)
+    set_numerics(config, torch.device("cpu"))
     return cpu_kernels.chosen()
 
 
 def test_all_ranks_take_what_the_first_has_measured() -> None:
-    assert run_ranks(2, choose, tiny_config()) == [Kernels(0.0, 2.0)] * 2
+    assert run_ranks(2, choose, tiny_config()) == [Kernels(onednn_linear=0.0, blocked_attention=2.0)] * 2
 
 
 @pytest.mark.parametrize("sections", [{"training": {"cpu_kernels": "pytorch"}}, {"debug": {"deterministic": True}}])

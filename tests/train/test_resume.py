@@ -1,7 +1,7 @@
-"""A run that ends and goes on is the run that never ended: the same bits on the same mesh, rounding on another.
+"""A run that ends and continues is the run that never ended: the same bits on the same mesh, rounding on another.
 
 Three launches serve all laws here: two ranks that write, two that continue (each in processes of their own, as a real
-restart has), and one process that does both.
+restart has), and one process that does both. They make the runs that the chosen cases look at.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from once import made_once
 from ranks import run_ranks
+from tiers import cases, chosen
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
 from shardtrain.config.schema import Config
@@ -28,7 +29,8 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp": {"pipeline_parallel_degree": 2},
     "zero": {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True},
 }
-CHANGES = ["tp to fsdp", "pp to fsdp", "zero to fsdp", "fsdp to tp", "fsdp to pp", "fsdp to one"]
+SAME = cases(["fsdp", "one"], nightly=["tp", "pp"])
+CHANGES = cases(["tp to fsdp", "fsdp to pp", "fsdp to one"], nightly=["pp to fsdp", "zero to fsdp", "fsdp to tp"])
 SAME_LOSS = 1e-6
 """The loss is 6 and float32 keeps 7 digits: at load on another mesh only the order of sums differs."""
 SAME_LATER = 1e-5
@@ -55,21 +57,21 @@ def copy_run(folder: Path, name: str, rank: int) -> Path:
     return new
 
 
-def write(rank: int, root: Path) -> dict[str, Ended]:
+def write(rank: int, root: Path, same: list[str], changes: list[tuple[str, str]]) -> dict[str, Ended]:
     ended = {}
-    for mesh in ("fsdp", "tp", "pp"):
+    for mesh in same:
         ended[f"{mesh} straight"] = train_whole(rank, config(root / f"{mesh}-straight", mesh))
-    for mesh in MESHES:
+    for mesh in dict.fromkeys([*same, *(saved for saved, _ in changes)]):
         ended[f"{mesh} killed"] = train_whole(rank, config(root / mesh, mesh), stop_after=KILLED)
     return ended
 
 
-def go_on(rank: int, root: Path) -> dict[str, Ended]:
+def check_cancelled(rank: int, root: Path, same: list[str], changes: list[tuple[str, str]]) -> dict[str, Ended]:
     ended = {}
-    for saved, now in (("tp", "fsdp"), ("pp", "fsdp"), ("zero", "fsdp"), ("fsdp", "tp"), ("fsdp", "pp")):
+    for saved, now in changes:
         folder = copy_run(root / saved, f"{saved}-to-{now}", rank)
         ended[f"{saved} to {now}"] = train_whole(rank, config(folder, now))
-    for mesh in ("fsdp", "tp", "pp"):
+    for mesh in same:
         ended[f"{mesh} resumed"] = train_whole(rank, config(root / mesh, mesh))
     return ended
 
@@ -105,19 +107,23 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Ended]]:
+def runs(
+    root: Path, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Ended]]:
     """Per rank, every run by name."""
-    return made_once(tmp_path_factory, "resume-runs", lambda: make_runs(root))
+    same = [mesh for mesh in MESHES if mesh == "fsdp" or mesh in chosen(request, "mesh")]
+    changes = [(saved, now) for saved, _, now in map(str.split, sorted(chosen(request, "change"))) if now != "one"]
+    return made_once(tmp_path_factory, "resume-runs", lambda: make_runs(root, same, changes))
 
 
-def make_runs(root: Path) -> list[dict[str, Ended]]:
-    written = run_ranks(2, write, root)
+def make_runs(root: Path, same: list[str], changes: list[tuple[str, str]]) -> list[dict[str, Ended]]:
+    written = run_ranks(2, write, root, same, changes)
     one = run_ranks(1, alone, root)[0]
-    continued = run_ranks(2, go_on, root)
+    continued = run_ranks(2, check_cancelled, root, same, changes)
     return [{**first, **second, **one} for first, second in zip(written, continued, strict=True)]
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "tp", "pp", "one"])
+@pytest.mark.parametrize("mesh", SAME)
 def test_a_resumed_run_has_the_bits_of_the_run_that_never_ended(runs: list[dict[str, Ended]], mesh: str) -> None:
     for rank in runs:
         straight, killed, resumed = (rank[f"{mesh} {name}"] for name in ("straight", "killed", "resumed"))
@@ -134,14 +140,14 @@ def test_a_resumed_run_has_the_bits_of_the_run_that_never_ended(runs: list[dict[
 def test_the_state_after_a_run_counts_what_was_done(runs: list[dict[str, Ended]]) -> None:
     expected = {"step": 6, "updates": 6, "samples_consumed": 48, "tokens_seen": 48 * 64, "nonfinite_skips": 0}
     hashes = set()
-    for name in ("fsdp straight", "tp resumed", "fsdp to one"):
+    for name in ("fsdp straight", "fsdp resumed", "fsdp to one"):
         assert runs[0][name].state == runs[1][name].state
         hashes.add(runs[0][name].state["order_hash"])
         assert {**runs[0][name].state, "order_hash": 0} == {**expected, "order_hash": 0}
     assert len(hashes) == 1 and hashes != {0}, "the same data on any mesh and after any resume"
 
 
-@pytest.mark.parametrize("mesh", ["fsdp", "tp", "pp", "one"])
+@pytest.mark.parametrize("mesh", SAME)
 def test_the_history_on_disk_is_one_straight_line(root: Path, runs: list[dict[str, Ended]], mesh: str) -> None:
     def history(name: str) -> list[dict[str, Any]]:
         timed = {"tps", "tokens_per_second", "tflops", "memory_gib", "step_seconds", "data_seconds"}
@@ -185,11 +191,11 @@ def test_every_sample_is_read_once_in_the_same_order_whatever_the_mesh(
 
 
 def test_checkpoints_lie_where_they_are_due(root: Path, runs: list[dict[str, Ended]]) -> None:
-    for name in ("fsdp", "tp", "one", "fsdp-straight", "tp-to-fsdp", "fsdp-to-one"):
+    for name in {"fsdp", "one", "fsdp-straight", "fsdp-to-one", *(path.name for path in root.glob("*-to-*"))}:
         assert sorted(path.name for path in (root / name / "checkpoint").iterdir()) == ["step-3", "step-6"]
-    assert [path.name for path in (root / "zero/checkpoint").glob("step-*")] == [
-        "step-3"
-    ]  # killed, and never continued
+    for name in ("tp", "zero"):
+        if f"{name} killed" in runs[0] and f"{name} resumed" not in runs[0]:
+            assert [path.name for path in (root / name / "checkpoint").glob("step-*")] == ["step-3"]
 
 
 def test_another_run_starts_from_the_weights_of_a_checkpoint_alone(root: Path, runs: list[dict[str, Ended]]) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from once import made_once
 from ranks import run_ranks
-from tiny import make_run, tiny_config, whole
+from tiny import make_run, shallow_config, whole
 from torch import Tensor
 
 from shardtrain import data
@@ -45,7 +45,9 @@ class Step:
 def config(mesh: str, max_norm: float = NO_CLIP, **training: Any) -> Config:
     parallelism = {"tp": {"tensor_parallel_degree": 2}, "ddp": {"data_parallel_replicate_degree": 2}}.get(mesh, {})
     rows = {"one": 8, "tp": 8, "accumulation": 2}.get(mesh, 4)
-    return tiny_config(training={"local_batch_size": rows, "max_norm": max_norm, **training}, parallelism=parallelism)
+    return shallow_config(
+        training={"local_batch_size": rows, "max_norm": max_norm, **training}, parallelism=parallelism
+    )
 
 
 def one_step(rank: int, config: Config, kept: Mapping[int, int] | int = 64) -> Step:
@@ -145,7 +147,7 @@ def test_the_update_gets_gradients_of_the_norm_asked_for_and_the_log_the_norm_be
 
 def test_a_model_too_small_for_the_tokenizer_is_refused() -> None:
     with pytest.raises(AssertionError, match=r"names a tokenizer with \d+ ids, and the model has rows for 64"):
-        run_ranks(1, make_run, tiny_config(model={"overrides": {"vocab_size": 64}}))
+        run_ranks(1, make_run, shallow_config(model={"overrides": {"vocab_size": 64}}))
 
 
 def test_a_gradient_that_is_not_finite_is_told_from_a_loss() -> None:

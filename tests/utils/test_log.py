@@ -1,6 +1,7 @@
 import io
 import logging
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -87,6 +88,17 @@ def test_colours_reach_a_terminal_and_never_a_file(tmp_path, monkeypatch):
     log.logger.info("red", extra=COLORED)
     assert "\x1b[31mred\x1b[0m" in sys.stderr.getvalue()
     assert "\x1b" not in path.read_text() and "red" in path.read_text()
+
+
+def test_a_terminal_gets_the_message_wrapped_between_words_and_the_file_the_whole_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("COLUMNS", "30")
+    path = setup(tmp_path)
+    log.logger.info("six words that are too long, and /a/path/that/is/never/cut/in/two")
+    log.logger.warning("careful")
+    told = sys.stderr.getvalue().replace("\x1b[33m", "").replace("\x1b[0m", "")
+    assert told == "six words that are too long,\n    and\n    /a/path/that/is/never/cut/in/two\nwarning: careful\n"
+    assert re.fullmatch(r"\S+ \S+ INFO six.*two\n\S+ \S+ WARNING careful\n", path.read_text())
 
 
 @pytest.mark.parametrize("reason", ["SLURM_JOB_ID", "NO_COLOR", "dumb terminal", "option", "no terminal"])
@@ -182,3 +194,18 @@ def test_a_full_disk_costs_lines_of_the_log_and_is_said_once(
     told = capfd.readouterr().err
     assert told.count(f"cannot write the log file {path}: No space left on device") == 1 and "Traceback" not in told
     assert [line.rpartition(" INFO ")[2] for line in path.read_text().splitlines()] == ["in a new file"]
+
+
+def test_of_thousands_of_ranks_only_the_first_of_each_node_has_a_file_until_another_has_a_warning(
+    tmp_path, monkeypatch
+):
+    for rank in range(2000, 2008):
+        monkeypatch.setenv("LOCAL_RANK", str(rank % 8))
+        path = setup(tmp_path, rank, world_size=2048, console=False)
+        log.logger.info("step 1")
+        assert path.exists() == (rank == 2000)
+        if rank == 2003:
+            log.logger.warning("the loss is not finite")
+            assert path.read_text().endswith("WARNING the loss is not finite\n") and "step 1" not in path.read_text()
+        log.reset()
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-2000.log", "rank-2003.log"]

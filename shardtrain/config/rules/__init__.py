@@ -21,6 +21,7 @@ from shardtrain.config.rules.data import (
     data_notes,
 )
 from shardtrain.config.rules.experts import check_experts, experts_notes
+from shardtrain.config.rules.float8 import check_float8, float8_notes
 from shardtrain.config.rules.launch import check_launch
 from shardtrain.config.rules.lora import check_lora
 from shardtrain.config.rules.model import (
@@ -38,7 +39,7 @@ from shardtrain.config.rules.own_files import check_own_files
 from shardtrain.config.rules.pipeline import check_context, check_pipeline
 from shardtrain.config.rules.safety import check_paths, check_secrets
 from shardtrain.config.rules.storage import check_storage
-from shardtrain.config.rules.task import check_task
+from shardtrain.config.rules.task import OF_TEXT, check_task
 from shardtrain.config.rules.text_tasks import check_text_tasks
 from shardtrain.config.rules.transformers import check_transformers
 from shardtrain.config.rules.values import check_forms, check_ranges, check_steps, check_words
@@ -83,6 +84,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_schedule,
     check_checkpoint,
     check_lora,
+    check_float8,
 )
 
 
@@ -116,7 +118,17 @@ _SWITCHES: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
     (lambda c: c.parallelism.pipeline_parallel_degree == 1, "parallelism.module_fqns", "pipeline_parallel_degree > 1"),
     (lambda c: c.parallelism.context_parallel_degree == 1, "parallelism.context_", "context_parallel_degree > 1"),
     (lambda c: c.parallelism.tensor_parallel_degree == 1, "parallelism.enable_async", "tensor_parallel_degree > 1"),
-    (lambda c: not c.checkpoint.enable, "metrics.sample_prompt", "checkpoint.enable"),
+    (
+        lambda c: not c.checkpoint.enable and not c.metrics.sample_freq,
+        "metrics.sample_prompt",
+        "checkpoint.enable or metrics.sample_freq",
+    ),
+    (
+        lambda c: c.parallelism.pipeline_parallel_degree > 1 or c.parallelism.context_parallel_degree > 1,
+        "metrics.sample_freq",
+        "neither pipeline nor context parallelism; the sample at the end is drawn all the same",
+    ),
+    (lambda c: c.task.name not in OF_TEXT, "metrics.sample_", "a task whose model continues a text"),
     (
         lambda c: c.parallelism.context_parallel_method == "ulysses",
         "parallelism.context_parallel_rotate",
@@ -175,5 +187,5 @@ def notes(loaded: Loaded) -> list[str]:
         found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
-    found += experts_notes(loaded) + rotary_notes(loaded)
+    found += experts_notes(loaded) + rotary_notes(loaded) + float8_notes(loaded)
     return found + checkpoint_notes(loaded) + numbers_notes(loaded) + data_notes(loaded)

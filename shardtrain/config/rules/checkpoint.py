@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shardtrain.config.assets import is_built_in
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
 from shardtrain.config.rules.values import any_of, problem
@@ -52,7 +53,7 @@ def _check_hub(loaded: Loaded) -> Iterator[Problem]:
     if options.initial_load_in_hf and not options.initial_load_model_only:
         rule = "starts from weights, and checkpoint.initial_load_model_only=false asks for more than a folder has"
         yield problem(loaded, begins, rule, "set checkpoint.initial_load_model_only = true")
-    if options.initial_load_in_hf and options.initial_load_path is None and model.hf_assets_path == "bytes":
+    if options.initial_load_in_hf and options.initial_load_path is None and is_built_in(model.hf_assets_path):
         rule = "needs a folder, and neither checkpoint.initial_load_path nor model.hf_assets_path names one"
         yield problem(loaded, begins, rule, "set checkpoint.initial_load_path")
     if options.initial_load_resize_embeddings:
@@ -76,10 +77,10 @@ def _check_hub(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_pinned(loaded: Loaded, device: str | None) -> Iterator[Problem]:
-    """Pinned memory is CUDA's."""
+    """Pinned memory is for copies from an accelerator."""
     options = loaded.config.checkpoint
     if options.enable and options.async_mode == "async_with_pinned_mem" and device == "cpu":
-        rule = "pins memory for copies from CUDA, and training runs on the CPU"
+        rule = "pins memory for copies from an accelerator, and training runs on the CPU"
         yield problem(loaded, "checkpoint.async_mode", rule, 'use "async"')
 
 

@@ -1,4 +1,4 @@
-"""Rules of ``[launch]``: names that every platform takes, and values that can stand in a script or a manifest."""
+"""Rules of ``[launch]``: names that every platform takes, and values that fit into a script or a manifest."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
             fix = "use printable ones, on one line"
             yield Problem(name, shown, "has a character that cannot be printed", fix, loaded.where(name))
         elif any(isinstance(text, str) and not re.fullmatch(form, text) for text in texts):
-            yield problem(loaded, name, "cannot stand there", f"write {words}")
+            yield problem(loaded, name, "is not allowed there", f"write {words}")
     launch = loaded.config.launch
     if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
         yield problem(loaded, "launch.min_nodes", f"is above launch.nodes={launch.nodes}", "raise launch.nodes")

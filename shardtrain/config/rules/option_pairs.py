@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config
+from shardtrain.config.settings import COMMAND_LINE
 from shardtrain.utils.errors import Problem
 
 Rule = tuple[str, Callable[[Config], bool], str, str]
@@ -18,8 +20,73 @@ def _compiles_model(c: Config) -> bool:
     return c.compile.enable and "model" in c.compile.components
 
 
+# What cannot be asked of gradients that are gone: (whether a config asks for it, what it is, the fix).
+_EARLY: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
+    (lambda c: not math.isinf(c.training.max_norm), "training.max_norm scales", "set training.max_norm = inf"),
+    (
+        lambda c: c.training.nonfinite_policy == "skip",
+        "training.nonfinite_policy looks at first",
+        'set training.nonfinite_policy = "stop"',
+    ),
+    (
+        lambda c: c.training.spike_policy == "skip",
+        "training.spike_policy looks at first",
+        'set training.spike_policy = "log"',
+    ),
+    (
+        lambda c: c.training.mixed_precision_param == "float16",
+        "loss scaling looks at first",
+        'set training.mixed_precision_param = "bfloat16"',
+    ),
+    (
+        lambda c: c.parallelism.pipeline_parallel_degree > 1,
+        "a pipeline adds up over micro-batches",
+        "set pipeline_parallel_degree = 1",
+    ),
+    (
+        lambda c: c.parallelism.shard_optimizer_states,
+        "shard_optimizer_states deals to other ranks",
+        "set shard_optimizer_states = false",
+    ),
+    (
+        lambda c: c.optimizer.name == "Muon" or c.optimizer.name.endswith(".py"),
+        "this optimizer may need together",
+        'set optimizer.name = "AdamW"',
+    ),
+)
+
 # (option to name, when it is wrong, the rule it breaks, the fix)
 PAIRS: tuple[Rule, ...] = (
+    *(
+        (
+            "optimizer.early_step_in_backward",
+            lambda c, wrong=wrong: c.optimizer.early_step_in_backward and wrong(c),  # type: ignore[misc]
+            f"updates before all gradients are known, which {what}",
+            f"{fix}, or remove it",
+        )
+        for wrong, what, fix in _EARLY
+    ),
+    *(
+        (
+            f"optimizer.{name}",
+            lambda c, off=off, name=name: (
+                getattr(c.optimizer, name) != off and c.optimizer.name not in ("Adam", "AdamW")
+            ),  # type: ignore[misc]
+            "is for Adam and AdamW",
+            'set optimizer.name = "AdamW", or remove it',
+        )
+        for name, off in (("state_dtype", "default"), ("bf16_stochastic_round", False))
+    ),
+    (
+        "optimizer.bf16_stochastic_round",
+        lambda c: (
+            c.optimizer.bf16_stochastic_round
+            and c.training.dtype != "bfloat16"
+            and c.optimizer.state_dtype != "bfloat16"
+        ),
+        "rounds what is stored in bfloat16, and nothing is",
+        'set optimizer.state_dtype = "bfloat16" or training.dtype = "bfloat16", or remove it',
+    ),
     (
         "training.mixed_precision_param",
         lambda c: c.training.mixed_precision_param == "float16" and c.training.dtype == "bfloat16",
@@ -146,6 +213,12 @@ PAIRS: tuple[Rule, ...] = (
 # Options that were written down and cannot take effect: (option, when it has none, why, the fix).
 WITHOUT_EFFECT: tuple[Rule, ...] = (
     (
+        "metrics.sample_freq",
+        lambda c: not c.metrics.sample_prompt,
+        "has no text to continue",
+        'set metrics.sample_prompt = "Once upon a time", or remove it',
+    ),
+    (
         "training.steps",
         lambda c: c.training.epochs is not None,
         "is set beside training.epochs, which decides the number of steps",
@@ -223,9 +296,15 @@ def check_pairs(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, option, rule, fix)
 
 
+_REPLACED_BY = {"model.hf_assets_path": "model.tokenizer_path"}
+"""Options of a file that another one of the command line takes the place of, as it does with the option itself."""
+
+
 def check_without_effect(loaded: Loaded) -> Iterator[Problem]:
     """Options that somebody wrote down and that could not take effect; a value equal to the default does no harm."""
     for option, wrong, rule, fix in WITHOUT_EFFECT:
+        if loaded.origins.get(_REPLACED_BY.get(option, "")) == COMMAND_LINE != loaded.origins.get(option):
+            continue
         if loaded.is_set(option) and not _is_default(loaded, option) and wrong(loaded.config):
             yield problem(loaded, option, rule, fix)
 

@@ -18,7 +18,7 @@ OPTIMIZER = (
 TOKENIZER = (("Tokenizer",), "define a class Tokenizer with encode, decode and vocab_size, as docs/extend.md shows")
 """What a file must hold, and the fix where it does not."""
 
-OPTIMIZERS = ("AdamW", "Adam", "Muon")
+OPTIMIZERS = ("AdamW", "Adam", "AdamW8bit", "Muon")
 
 
 def check_own_files(loaded: Loaded) -> Iterator[Problem]:

@@ -42,7 +42,13 @@ def check_paths(loaded: Loaded) -> Iterator[Problem]:
         rule = _path_rule(value, option in ONE_NAME)
         if rule:
             yield problem(loaded, option, rule, fix)
-    if not loaded.config.job.dump_folder.isprintable():
+    folder = loaded.config.job.dump_folder
+    if not folder.strip():
+        yield problem(loaded, "job.dump_folder", "is empty", "name a folder; . is the one that you are in")
+    elif "://" in folder:
+        rule = "is an address, and a run's own folder is on a disk"
+        yield problem(loaded, "job.dump_folder", rule, "name a folder, and give the address to checkpoint.folder")
+    if not folder.isprintable():
         yield problem(loaded, "job.dump_folder", "has a character that no name should have", "use printable ones")
 
 
@@ -65,17 +71,20 @@ def code_of_a_run(loaded: Loaded) -> list[Problem]:
     A configuration that a user gives is the user's own word; one that lies in a folder may be anybody's.
     """
     config = loaded.config
-    named = {
-        "model.name": config.model.name,
-        "model.tokenizer_path": config.model.tokenizer_path,
-        "training.dataset": config.training.dataset,
-        "validation.dataset": config.validation.dataset,
-        **{f"data.sources.{name}.dataset": source.dataset for name, source in config.data.sources.items()},
-    }
+    named = [
+        ("model.name", config.model.name),
+        ("model.tokenizer_path", config.model.tokenizer_path),
+        ("task.name", config.task.name),
+        ("optimizer.name", config.optimizer.name),
+        ("training.dataset", config.training.dataset),
+        ("validation.dataset", config.validation.dataset),
+        *((f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()),
+        *(("metrics.sinks", path) for path in config.metrics.sinks),
+    ]
     rule = "is code that the folder of a run names, and opening a folder runs none"
     return [
         Problem(option, value, rule, f"if you trust that file, say so: --{option} {value}", loaded.where(option))
-        for option, value in named.items()
+        for option, value in named
         if isinstance(value, str) and value.endswith(".py") and loaded.origins.get(option) != COMMAND_LINE
     ]
 

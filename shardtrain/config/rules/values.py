@@ -74,6 +74,7 @@ AT_LEAST_1 = (
 AT_LEAST_0 = (
     "training.replica_check_interval",
     "profiling.profiler_warmup",
+    "metrics.sample_freq",
     "lr_scheduler.warmup_steps",
     "training.dataloader.num_workers",
     "validation.dataloader.num_workers",

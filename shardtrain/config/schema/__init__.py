@@ -42,25 +42,27 @@ class Model:
     """Which network is trained."""
 
     name: str = "llama3"
-    """A file of shardtrain/models without its ending, or the path of a model file of yours (``my_model.py``)."""
+    """A file of shardtrain/models without ".py", or the path of a model file of yours (``my_model.py``)."""
     flavor: str = "debugmodel"
-    """A size of that model: a key of its FLAVORS, or "from_folder" for that of hf_assets_path, which is also taken
-    where no flavor is named and config.json is there; model.name may be left out too."""
+    """A size of that model: a key of its FLAVORS, or "from_folder" for that of hf_assets_path. from_folder is the
+    default if no flavor is set and the folder has a config.json; then model.name may be left out too."""
     hf_assets_path: str = "bytes"
-    """Folder with tokenizer.json, and config.json if it is a model's, or "bytes" for the byte-level tokenizer of this
-    package."""
+    """Folder with tokenizer.json, and config.json if it is a model's; or a tokenizer of this package: "bytes", or
+    "python_bpe" (2,048 ids, for Python source)."""
     tokenizer_path: str | None = None
-    """Older name of hf_assets_path: a tokenizer file or folder; used when set. It also takes a file of yours with a
-    class Tokenizer, as "my_tokenizer.py": docs/extend.md (shardtrain)."""
+    """Older name of hf_assets_path: a tokenizer file or folder. It also takes a file of yours with a class Tokenizer,
+    such as "my_tokenizer.py": docs/extend.md (shardtrain)."""
     norm_type: Literal["rmsnorm", "fused_rmsnorm", "layernorm", "np_layernorm"] = "rmsnorm"
-    """Normalisation; rmsnorm and fused_rmsnorm are one fused kernel, np_layernorm has no parameters (shardtrain)."""
+    """Normalisation; rmsnorm and fused_rmsnorm are the same fused kernel, np_layernorm has no parameters
+    (shardtrain)."""
     overrides: dict[str, int | float | bool | str] = field(default_factory=dict)
-    """Fields of the flavor to replace, e.g. ``num_layers = 4``; any field of the model's Config (shardtrain)."""
+    """Fields of the flavor to replace, such as ``num_layers = 4``; any field of the model's Config (shardtrain)."""
     check: bool = True
     """Before a model file of yours is trained on tensor-, context-, pipeline- or expert-parallel ranks, compare a small
-    copy of it on such ranks with one process, in some ten seconds; a difference stops the run (shardtrain)."""
+    copy of it on such ranks with one process, in about ten seconds; a difference stops the run (shardtrain)."""
     converters: list[str] = field(default_factory=list)
-    """Module replacements applied to the model, e.g. "quantize.linear.float8"."""
+    """Modules that compute in float8: "quantize.linear.float8" for linear layers, "quantize.grouped_mm.float8" for
+    experts; each has a section of its name."""
     print_after_conversion: bool = False
     """Log the model after the converters."""
 
@@ -70,9 +72,9 @@ class Optimizer:
     """The optimizer and its constants."""
 
     name: str = "AdamW"
-    """AdamW decays weights apart from the gradient; Adam adds the decay to it; Muon orthogonalizes the update of each
-    hidden matrix and leaves all else to AdamW (Muon: shardtrain). Or the path of a file of yours, which is given this
-    section: docs/extend.md (shardtrain)."""
+    """AdamW decays weights apart from the gradient; Adam adds the decay to it; AdamW8bit is AdamW with one byte per
+    number of state; Muon orthogonalizes the update of hidden matrices and uses AdamW for the rest (AdamW8bit, Muon:
+    shardtrain). Or the path of a file of yours, which gets this section: docs/extend.md (shardtrain)."""
     lr: float = 8e-4
     """Peak learning rate, scaled by [lr_scheduler]."""
     beta1: float = 0.9
@@ -84,25 +86,30 @@ class Optimizer:
     weight_decay: float = 0.1
     """Weight decay, times the learning rate."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """Kernels of the update; fused is the fastest on CPU and CUDA."""
+    """Kernels of the update; fused is the fastest on CPU and CUDA. Other types of state have their own."""
+    state_dtype: Literal["default", "bfloat16"] = "default"
+    """Type of the state of Adam and AdamW; default is training.dtype (shardtrain)."""
+    bf16_stochastic_round: bool = False
+    """Round bfloat16 parameters and state of Adam and AdamW stochastically, so that small updates are not lost
+    (torchao's option of this name); the same on any mesh (shardtrain)."""
     early_step_in_backward: bool = False
-    """Not available: update each parameter during backward (it would update before clipping and the finite check)."""
+    """Update each parameter in backward as soon as its gradient is ready, so that not all gradients are held at once;
+    needs training.max_norm = inf, because clipping would come later."""
     no_weight_decay: list[str] = field(default_factory=list)
     """Parameter name patterns without weight decay, e.g. ["*norm*", "*.bias"]; here ``*`` crosses dots (shardtrain)."""
     muon_adamw_patterns: list[str] = field(default_factory=lambda: ["embed*", "head*", "*norm*", "*.bias"])
-    """Name patterns of parameters that Muon leaves to AdamW (lr, beta1, beta2, eps), beside all that are neither
+    """Name patterns of parameters that Muon leaves to AdamW (lr, beta1, beta2, eps), besides all that are neither
     matrices nor stacks of matrices (shardtrain)."""
     muon_momentum: float = 0.95
     """Decay of Muon's mean of gradients (shardtrain)."""
     muon_nesterov: bool = True
-    """Whether Muon looks ahead along its mean of gradients (shardtrain)."""
+    """Nesterov momentum for Muon (shardtrain)."""
     muon_steps: int = 5
-    """Newton-Schulz iterations that make Muon's update orthogonal (shardtrain)."""
+    """Newton-Schulz iterations of Muon (shardtrain)."""
     muon_update_rms: float = 0.2
-    """Root mean square of Muon's update at a rate of 1; 0.2 is about AdamW's, so that one lr serves both
-    (shardtrain)."""
+    """Root mean square of Muon's update at a rate of 1; 0.2 is about AdamW's, so that one lr fits both (shardtrain)."""
     muon_dtype: Literal["default", "float32", "bfloat16"] = "default"
-    """Type in which Muon iterates; default is float32 on CPU and bfloat16 elsewhere (shardtrain)."""
+    """Type of Muon's iterations; default is float32 on CPU and bfloat16 elsewhere (shardtrain)."""
 
 
 @dataclass(frozen=True)
@@ -118,21 +125,21 @@ class LRScheduler:
         "deepspeed_warmup_cosine",
         "transformers",
     ] = "warmup_stable_decay"
-    """warmup_stable_decay is torchtitan's; linear_linear torchtrain's; linear_by_proportion warms up over
-    warmup_proportion of the steps (Hugging Face's linear); deepspeed_warmup is WarmupLR, and the two after it
-    WarmupDecayLR and WarmupCosineLR; transformers is that library's linear and cosine, whose first rate is 0
-    (shardtrain)."""
+    """warmup_stable_decay is torchtitan's; linear_linear is torchtrain's; linear_by_proportion warms up over
+    warmup_proportion of the steps (Hugging Face's linear); deepspeed_warmup, deepspeed_warmup_decay and
+    deepspeed_warmup_cosine are WarmupLR, WarmupDecayLR and WarmupCosineLR; transformers is that library's linear and
+    cosine, whose first rate is 0 (shardtrain)."""
     warmup_steps: int = 200
-    """Steps from the first to the peak rate; with transformers 0 leaves them to warmup_proportion."""
+    """Steps from the first to the peak rate; with transformers, 0 means warmup_proportion."""
     total_steps: int | None = None
-    """Length of the schedule; training.steps unless set."""
+    """Length of the schedule; training.steps by default."""
     decay_ratio: float | None = None
-    """Share of the steps that decay, 0..1; all steps after the warmup unless set."""
+    """Share of the steps that decay, 0..1; by default all steps after the warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
     min_lr_factor: float = 0.0
-    """Rate at the end of the decay, as a share of the peak, 0..1; for deepspeed_warmup and
-    deepspeed_warmup_decay the first rate, as a share."""
+    """Rate at the end of the decay, as a share of the peak, 0..1; for deepspeed_warmup and deepspeed_warmup_decay the
+    first rate."""
     warmup_proportion: float = 0.01
     """Share of the steps that warm up, for linear_by_proportion, and for transformers without warmup_steps, 0..1
     (shardtrain)."""
@@ -145,12 +152,12 @@ class Training(Numbers):
     """Data, batch sizes, length and precision of training."""
 
     dataset: str = "python_stdlib"
-    """A file of shardtrain/data/sources without its ending; [data.sources] takes its place."""
+    """A file of shardtrain/data/sources without ".py"; not with [data.sources]."""
     dataset_path: str | None = None
     """File or folder that the dataset reads; some datasets need none."""
     on_data_end: Literal["error", "stop", "repeat"] = "error"
-    """When each sample has been seen once and steps remain: exit with code 3, before the first step where that is known
-    then, else after a save (error), save and exit with 0 (stop), or begin again in another order, with a warning
+    """When all samples have been read once and steps remain: exit with 3 (error), before the first step if this is
+    known, otherwise after a save; save and exit with 0 (stop); or repeat the data in another order, with a warning
     (repeat, as torchtitan does) (shardtrain)."""
     local_batch_size: int = 8
     """Sequences per data-parallel rank in one forward and backward pass."""
@@ -164,11 +171,11 @@ class Training(Numbers):
     steps: int = 10000
     """Optimizer steps of the run."""
     epochs: int | None = None
-    """Passes over the dataset; when set it decides the number of steps in place of steps (shardtrain)."""
+    """Passes over the dataset; sets the number of steps instead of steps (shardtrain)."""
     last_batch: Literal["rollover", "keep", "discard"] = "rollover"
-    """Where the rows of an epoch do not fill its last step: fill it from the next epoch (rollover), make a smaller step
-    of them (keep, as a PyTorch DataLoader does), or leave them out (discard, its drop_last). With keep and discard each
-    epoch begins a step, and has as many as every other; for tasks of rows (shardtrain)."""
+    """If the rows of an epoch do not fill its last step: complete it from the next epoch (rollover), make a smaller
+    step (keep, as a PyTorch DataLoader does), or leave the rows out (discard, its drop_last). With keep and discard all
+    epochs have the same number of steps. For tasks of rows (shardtrain)."""
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in host memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -181,14 +188,19 @@ class Training(Numbers):
     """First loss scale with float16 (shardtrain)."""
     loss_scale_growth_interval: int = 2000
     """Finite steps in a row after which the loss scale doubles, with float16 (shardtrain)."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train; auto takes CUDA where a device is found (shardtrain)."""
+    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    """Where to train; auto is the accelerator that PyTorch finds: cuda (also ROCm) or xpu, otherwise cpu
+    (shardtrain)."""
+    flash_attention: Literal["FA2", "FA3", "FA4"] = "FA2"
+    """On CUDA: PyTorch's flash attention (FA2), or that of a package: FlashAttention 3 for Hopper
+    (flash_attn_interface), 4 for Blackwell (flash_attn.cute) (shardtrain)."""
     cpu_kernels: Literal["auto", "pytorch"] = "auto"
-    """On a CPU, compute float32 linear layers and bfloat16 attention by the kernels that this machine has measured to
-    be fastest (auto), or by PyTorch's own alone, as debug.deterministic does (pytorch) (shardtrain)."""
+    """On a CPU. auto: compute float32 linear layers, bfloat16 attention and RMSNorm with the kernels that were measured
+    as the fastest on this machine, and keep freed memory. pytorch: PyTorch's own kernels, as with debug.deterministic
+    (shardtrain)."""
     gc_freq: int = 50
-    """Steps between two runs of Python's garbage collector, which is off in between so that ranks do not wait for
-    each other's."""
+    """Steps between two runs of Python's garbage collector. It is off in between, so that ranks do not wait for each
+    other's."""
     gc_debug: bool = False
     """Collect every step and log what could not be freed."""
     dataloader: DataLoaderOptions = field(default_factory=DataLoaderOptions)
@@ -203,7 +215,7 @@ class Parallelism:
     data_parallel_shard_degree: int = -1
     """Ranks over which parameters are sharded (FSDP); -1 is all ranks that the other degrees leave."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Free gathered parameters after forward: always, never, or by default all but the last layer's."""
+    """Free gathered parameters after forward: always, never, or (default) all but the last layer's."""
     shard_optimizer_states: bool = False
     """Split optimizer state over the data_parallel_replicate ranks (ZeRO-1) (shardtrain)."""
     tensor_parallel_degree: int = 1
@@ -215,7 +227,7 @@ class Parallelism:
     pipeline_parallel_degree: int = 1
     """Ranks over which the layers are divided in sequence."""
     module_fqns_per_model_part: list[list[str]] | None = None
-    """Module names of each pipeline stage, where the automatic split does not fit."""
+    """Module names of each pipeline stage, instead of the automatic split."""
     pipeline_parallel_first_stage_less_layers: int = 1
     """Layers that the embedding counts for in the automatic split."""
     pipeline_parallel_last_stage_less_layers: int = 1
@@ -229,20 +241,21 @@ class Parallelism:
     pipeline_parallel_microbatch_size: int = 1
     """Sequences per pipeline micro-batch."""
     pipeline_parallel_expert_parallel_overlap: bool = True
-    """A torchtitan option for DualPipeV; without effect here: experts' exchanges are not overlapped."""
+    """A torchtitan option for DualPipeV; no effect here: the all-to-all of experts is not overlapped."""
     context_parallel_degree: int = 1
     """Ranks over which each sequence is split."""
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
-    """How the sequence is dealt so that causal attention costs every rank the same."""
+    """How a sequence is split so that causal attention costs every rank the same."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values travel in the ring: gathered at once, or passed on part by part with less memory."""
+    """Keys and values of the ring are gathered at once (allgather), or passed from rank to rank with less memory
+    (alltoall)."""
     context_parallel_method: Literal["ring", "ulysses"] = "ring"
-    """ring leaves heads whole and moves keys and values; ulysses exchanges heads for tokens, where the degree divides
-    the key-value heads of a rank (shardtrain)."""
+    """ring moves keys and values and leaves heads whole; ulysses exchanges heads for tokens, if the degree divides the
+    key-value heads of a rank (shardtrain)."""
     expert_parallel_degree: int = 1
     """Ranks over which experts are divided."""
     expert_tensor_parallel_degree: int = 1
-    """A torchtitan option, 1 or tensor_parallel_degree: without effect here, experts are spread whole."""
+    """A torchtitan option, 1 or tensor_parallel_degree; no effect here: experts are not split."""
     expert_parallel_comm_backend: Literal["standard", "deepep"] = "standard"
     """How tokens reach their experts."""
 
@@ -288,23 +301,25 @@ class Compile:
 
 @dataclass(frozen=True)
 class Float8Linear:
-    """Float8 linear layers (torchao)."""
+    """Linear layers in float8; docs/float8.md."""
 
     enable_fsdp_float8_all_gather: bool = False
-    """Gather parameters in float8."""
+    """Gather weights as one byte per number, with recipe_name = "tensorwise"; it changes no number."""
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute all scales in one reduction."""
+    """Find the scales of all gathered weights in one reduction per step, rather than one for each weight."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """Scaling recipe; tensorwise unless set."""
+    """tensorwise (unless set) has one scale for a tensor and is the fastest; rowwise one for each row or column;
+    rowwise_with_gw_hp leaves the gradients of weights in the compute type."""
     filter_fqns: list[str] = field(default_factory=list)
-    """Modules left in high precision."""
+    """Parts of the paths of linear layers that are left as they are, by names of here or of torchtitan ("output");
+    auto_filter_small_kn leaves those that are too small to gain."""
     emulate: bool = False
-    """Emulate float8 on devices without it."""
+    """Round to float8 and multiply in the compute type: the same numbers on any device, and slower."""
 
 
 @dataclass(frozen=True)
 class MXLinear:
-    """Microscaling linear layers (torchao)."""
+    """Not available: microscaling linear layers."""
 
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
     """Kernel of the transposed cast."""
@@ -324,15 +339,17 @@ class QuantizeLinear:
 
 @dataclass(frozen=True)
 class Float8GroupedMM:
-    """Float8 grouped matmuls of experts (torchao)."""
+    """Products of experts in float8, rowwise; docs/float8.md."""
 
     fqns: list[str] = field(default_factory=list)
-    """Modules to convert."""
+    """Parts of the paths of experts that compute in float8: ["experts"] is all."""
+    emulate: bool = False
+    """As in [quantize.linear.float8] (shardtrain)."""
 
 
 @dataclass(frozen=True)
 class MXGroupedMM:
-    """Microscaling grouped matmuls of experts (torchao)."""
+    """Not available: microscaling products of experts."""
 
     recipe_name: str = "mxfp8"
     """Scaling recipe."""

@@ -25,23 +25,23 @@ class DataSource:
     """One dataset of a mixture, under a name of yours: [data.sources.NAME]."""
 
     dataset: str = "jsonl"
-    """A file of shardtrain/data/sources without its ending (shardtrain)."""
+    """A file of shardtrain/data/sources, without ".py" (shardtrain)."""
     dataset_path: str | None = None
     """File or folder that the dataset reads (shardtrain)."""
     weight: float = 1.0
     """Share of the training tokens, relative to the other sources' weights (shardtrain)."""
     epochs: int | None = None
-    """Passes over this source after which the data end; unset repeats it as often as its weight asks (shardtrain)."""
+    """Passes over this source, after which the data end; unset: repeated as often as its weight needs (shardtrain)."""
     format: Literal["text", "prompt_completion", "chat"] | None = None
-    """As data.format, for this source alone (shardtrain)."""
+    """data.format of this source (shardtrain)."""
     text_field: str | None = None
-    """As data.text_field, for this source alone (shardtrain)."""
+    """data.text_field of this source (shardtrain)."""
     template: dict[str, str] = field(default_factory=dict)
-    """As data.template, for this source alone (shardtrain)."""
+    """data.template of this source (shardtrain)."""
     split: str | None = None
-    """As data.split, for this source alone (shardtrain)."""
+    """data.split of this source (shardtrain)."""
     subset: str | None = None
-    """As data.subset, for this source alone (shardtrain)."""
+    """data.subset of this source (shardtrain)."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class DataStage:
     """Weights of the sources up to a number of training tokens: one [[data.stages]]."""
 
     until_tokens: int = 0
-    """Tokens of the whole run at which the stage ends; 0 is the end of training, for the last stage (shardtrain)."""
+    """Tokens of the whole run at which the stage ends; 0 for the last stage: the end of training (shardtrain)."""
     weights: dict[str, float] = field(default_factory=dict)
-    """Weight of each source by its name; a source that is not named has none (shardtrain)."""
+    """Weight of each source, by name; a source without a weight is not read (shardtrain)."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Data:
     """From rows of a dataset to sequences of tokens: what a row means, how documents are packed, mixed and masked."""
 
     mode: Literal["auto", "memory", "stream"] = "auto"
-    """memory reads and tokenizes the dataset at start, stream as training goes on; auto takes memory up to 64 MiB of
-    input. Prepared shards (dataset "tokens") need neither (shardtrain)."""
+    """When text is tokenized: all of it at start (memory), or while training runs (stream). auto is memory up to 64 MiB
+    of input. Prepared shards (dataset "tokens") need neither (shardtrain)."""
     readers: int = 256
-    """Virtual readers among which the documents of a stream are dealt, whatever the number of ranks; part of the order
-    of the data (shardtrain)."""
+    """Virtual readers of a stream, whatever the number of ranks. They share its documents; their number is part of the
+    data order (shardtrain)."""
     format: Literal["text", "prompt_completion", "chat"] = "text"
-    """What a row is: one text; a prompt and its completion, of which the completion alone has loss; or a conversation,
-    of which the assistant's turns have loss (shardtrain)."""
+    """What a row is: a text; a prompt and its completion, with loss on the completion; or a conversation, with loss on
+    the assistant's turns (shardtrain)."""
     template: dict[str, str] = field(default_factory=dict)
-    """Columns that the format reads, as Jinja templates over those that the rows have: {prompt = "{{ question }}"}.
-    With chat the entries are system, user and assistant (shardtrain)."""
+    """Jinja templates over the columns of a row, which make the columns that the format reads: {prompt = "{{ question
+    }}"}. With chat the entries are system, user and assistant (shardtrain)."""
     text_field: str = "text"
     """Column of the text; dots reach into nested objects (shardtrain)."""
     prompt_field: str = "prompt"
@@ -81,42 +81,42 @@ class Data:
     tools_field: str = "tools"
     """Column of the tools that a conversation may call, if the row has it (shardtrain)."""
     add_bos: bool | None = None
-    """Begin each text with bos, in training, generate and evaluate alike; unset, as the tokenizer's own files say
+    """Begin each text with bos, in training, generate and evaluate; unset: as in the tokenizer's own files
     (shardtrain)."""
     add_eos: bool | None = None
-    """End each document that is trained on with eos; unset does so where the tokenizer has one (shardtrain)."""
+    """End each training document with eos; unset: if the tokenizer has one (shardtrain)."""
     separator: str | None = None
-    """A text that follows each document, after eos if there is one; special tokens may be spelled out (shardtrain)."""
+    """A text after each document, after eos if there is one; special tokens are allowed (shardtrain)."""
     chat_template: str | None = None
-    """File of a Jinja chat template; the tokenizer's own unless set (shardtrain)."""
+    """File of a Jinja chat template; the tokenizer's own by default (shardtrain)."""
     packing: Literal["auto", "concat", "first_fit", "padded"] = "auto"
-    """concat lays all documents end to end and cuts; first_fit puts whole documents into sequences where they fit;
-    padded gives each document a sequence; auto is concat where all rows are texts, and first_fit where some are prompts
-    or conversations, so that no answer is without its question (shardtrain)."""
+    """concat: all documents concatenated, then cut; first_fit: whole documents, several per sequence; padded: one
+    document per sequence; auto: concat if all rows are texts, first_fit if some are prompts or conversations
+    (shardtrain)."""
     long_documents: Literal["auto", "split", "cut", "drop"] = "auto"
-    """With first_fit and padded, what happens to a document longer than seq_len: go on in another sequence (split),
-    lose its end (cut), or be left out (drop); the last two are counted in the log. auto splits texts, and cuts prompts
-    and conversations (shardtrain)."""
+    """With first_fit and padded, what happens to a document longer than seq_len: it continues in another sequence
+    (split), loses its end (cut), or is left out (drop); the log counts the last two. auto splits texts, and cuts
+    prompts and conversations (shardtrain)."""
     document_mask: Literal["auto", "on", "off"] = "auto"
-    """Let no document attend to another in its sequence, and restart positions in each; auto does so for
-    prompt_completion, chat, first_fit and padded (shardtrain)."""
+    """No document attends to another in its sequence, and positions restart in each; auto: on for prompt_completion,
+    chat, first_fit and padded (shardtrain)."""
     split: str = "train"
     """Split of a Hugging Face dataset (shardtrain)."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset (shardtrain)."""
     streaming: bool | None = None
-    """Stream a Hugging Face dataset instead of downloading it; the presets know their own (shardtrain)."""
+    """Stream a Hugging Face dataset instead of downloading it; presets have their own default (shardtrain)."""
     bad_rows: Literal["stop", "skip"] = "stop"
-    """A row that cannot be read: stop naming file and line, or leave it out and count it (shardtrain)."""
+    """A row that cannot be read: stop and name file and line, or leave it out and count it (shardtrain)."""
     bad_rows_max_fraction: float = 0.001
-    """Share of bad rows above which skip stops too, 0..1 (shardtrain)."""
+    """With skip, share of bad rows above which the run stops, 0..1 (shardtrain)."""
     max_row_bytes: int = 16777216
-    """Bytes above which a row is bad; bounds memory (shardtrain)."""
+    """A larger row is a bad row; limits memory (shardtrain)."""
     artefact_memory_bytes: int = 1073741824
-    """Memory of the process that tries a tokenizer or a suspicious Parquet file before it is opened (shardtrain)."""
+    """Memory limit of the process in which a tokenizer or a suspicious Parquet file is opened first (shardtrain)."""
     artefact_seconds: int = 30
-    """CPU time of that process (shardtrain)."""
+    """CPU time limit of that process (shardtrain)."""
     sources: dict[str, DataSource] = field(default_factory=dict)
-    """A mixture of datasets in place of training.dataset (shardtrain)."""
+    """A mixture of datasets, instead of training.dataset (shardtrain)."""
     stages: list[DataStage] = field(default_factory=list)
-    """Weights that change over training; the sources' own weights unless set (shardtrain)."""
+    """Weights that change during training; by default the sources' own weights (shardtrain)."""

@@ -13,85 +13,86 @@ class Checkpoint:
     enable: bool = False
     """Save checkpoints, and continue from the newest one found."""
     enable_ft_dataloader_checkpoints: bool = True
-    """A torchtitan option for replica groups; without effect here."""
+    """A torchtitan option for replica groups; no effect here."""
     folder: str = "checkpoint"
     """Folder of the checkpoints, below job.dump_folder, or an address of an object store such as "s3://bucket/run"
     (the object-store extra)."""
     interval: int = 500
     """Steps, or seconds, between two saves; the last step is always saved."""
     interval_type: Literal["steps", "seconds", "automatic"] = "steps"
-    """Unit of interval; "automatic" saves as often as loses least time, from the measured wait for a save and
-    mean_time_to_failure_hours (shardtrain)."""
+    """Unit of interval; "automatic" chooses the interval that loses the least time, from the measured wait for a save
+    and mean_time_to_failure_hours (shardtrain)."""
     mean_time_to_failure_hours: float = 24.0
-    """How long the whole job runs between two failures, for an automatic interval (shardtrain)."""
+    """Mean time between two failures of the whole job, for an automatic interval (shardtrain)."""
     storage: Literal["shared", "first_node"] = "shared"
-    """shared: all nodes see folder, which is tried before the first step. first_node: only the first rank's node does;
-    the bytes of the others travel through it (shardtrain)."""
+    """shared: all nodes see folder, which is checked before the first step. first_node: only the first rank's node
+    does, and the other ranks send their bytes there (shardtrain)."""
     initial_load_path: str | None = None
-    """Checkpoint to start from when folder holds none: a folder, or a file of torch.save with a model_state_dict, as
-    pytorch_universal_trainer's checkpoint-396, of which nothing is run."""
+    """Checkpoint to start from if folder has none: a folder, or a file of torch.save with a model_state_dict, such as
+    pytorch_universal_trainer's checkpoint-396. Opening it runs no code."""
     initial_load_model_only: bool = True
-    """Take the weights alone from initial_load_path."""
+    """Load only the weights from initial_load_path."""
     initial_load_in_hf: bool = False
-    """initial_load_path is in Hugging Face format; without one the weights are those of model.hf_assets_path."""
+    """initial_load_path is in Hugging Face format; if it is not set, load the weights of model.hf_assets_path."""
     initial_load_resize_embeddings: bool = False
-    """With initial_load_in_hf, let model.overrides.vocab_size be above the rows of the folder's embedding and head; a
-    new row starts as the mean of those that are there (shardtrain)."""
+    """With initial_load_in_hf, allow model.overrides.vocab_size above the rows of the folder's embedding and head; a
+    new row starts as the mean of the others (shardtrain)."""
     initial_load_in_hf_quantized: bool = False
-    """They are fp8 with a scale per block of a weight, as DeepSeek-V3 is published."""
+    """The weights are fp8 with a scale per block, as DeepSeek-V3 is published."""
     initial_load_legacy_bin: bool = False
-    """With initial_load_in_hf, take the weights of pytorch_model.bin, a pickle, of a folder without safetensors; it is
-    read as data, and nothing in it is run (shardtrain)."""
+    """With initial_load_in_hf, load pytorch_model.bin, a pickle, from a folder without safetensors; it is read as data,
+    and no code in it runs (shardtrain)."""
     last_save_model_only: bool = False
-    """Save the weights alone at the last step. torchtitan's default is true, which makes a finished run impossible to
-    extend; here it is asked for."""
+    """Save only the weights at the last step. Such a run cannot be continued, so the default is false (torchtitan's is
+    true)."""
     last_save_in_hf: bool = False
-    """Write the last save in Hugging Face format too, as step-N-hf beside it."""
+    """Also write the last save in Hugging Face format, as step-N-hf beside it."""
     hf_interval: int = 0
-    """Steps between two saves that are written in Hugging Face format too, as step-N-hf, which retention deletes with
-    step-N; 0 writes none (shardtrain)."""
+    """Steps between two saves that are also written in Hugging Face format, as step-N-hf, which is deleted with step-N;
+    0: none (shardtrain)."""
     export_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """Type of the weights in a weights-only save, and in Hugging Face format. "auto" is float32 in a save, and in
-    Hugging Face format what the folder has with which the run began."""
+    """Type of the weights in a weights-only save and in Hugging Face format. "auto": float32 in a save; in Hugging Face
+    format the type of the folder that the run started from."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """Write checkpoints while training goes on, which waits for a copy in host memory alone; pinned copies faster from
-    CUDA."""
+    """Write checkpoints in the background: training waits only for the copy into host memory. Pinned memory makes the
+    copy from CUDA faster."""
     max_stall_seconds: float = 60.0
-    """How long a save waits for the one before it, with async_mode; then it is skipped (shardtrain)."""
+    """With async_mode, how long a save waits for the one before it; then it is skipped (shardtrain)."""
     on_save_error: Literal["stop", "continue"] = "stop"
-    """What a failed save does to the run: exit 8, or go on with at most two in a row; the last one always stops
-    (shardtrain)."""
+    """After a failed save: exit with 8 (stop), or warn and continue, with at most two in a row; a failed last save
+    always stops (shardtrain)."""
     compare_replicas: bool = True
-    """Compare, before a save, the bits of what several ranks hold alike, and stop without saving where they differ
+    """Before a save, compare the bits of tensors that several ranks hold; if they differ, stop without saving
     (shardtrain)."""
     keep_latest_k: int = 10
-    """Newest checkpoints kept; 0 keeps all."""
+    """Number of newest checkpoints to keep; 0 keeps all."""
     keep_every_n_steps: int = 0
-    """Checkpoints whose step is a multiple are kept for ever, besides the newest; 0 keeps none (shardtrain)."""
+    """Also keep, for ever, checkpoints whose step is a multiple of this; 0: none (shardtrain)."""
     keep_best: str = ""
     """"validation.loss", "validation.perplexity" or another metric of the task, such as "validation.accuracy": save at
     every new best of it, and keep that one (shardtrain)."""
     best_mode: Literal["auto", "min", "max"] = "auto"
-    """Whether less or more of it is better; auto is what the task says of the metric (shardtrain)."""
+    """Whether less (min) or more (max) of it is better; auto: as the task defines the metric (shardtrain)."""
     load_step: int = -1
     """Step to continue from; -1 is the newest."""
     exclude_from_loading: list[str] = field(default_factory=list)
     """Parts not to load: "optimizer", "lr_scheduler", "dataloader", "train_state"."""
     accept_changes: list[str] = field(default_factory=list)
-    """Options that may differ from those of the checkpoint, such as "optimizer.lr", or "all"; each of the others that
-    would change what the run learns stops it (shardtrain)."""
+    """Options that may differ from those of the checkpoint, such as "optimizer.lr", or "all". Without it, a change of
+    an option that affects what the run learns stops the run (shardtrain)."""
     enable_first_step_checkpoint: bool = False
     """Save after step 1 too."""
     create_seed_checkpoint: bool = False
-    """Save the initial state as step-0 and stop. Not needed for equal starts: weights do not depend on the mesh."""
+    """Save the initial state as step-0 and stop. Equal starts do not need it: initial weights do not depend on the
+    mesh."""
     load_only: bool = False
     """Load, never save."""
     allow_shared_writable: bool = False
-    """Use a folder of checkpoints that every user of the machine can write, whose checkpoints anybody may have made
+    """Use a checkpoint folder that every user of the machine can write; anybody may have made its checkpoints
     (shardtrain)."""
     grace_seconds: int = 30
     """Time from a request to stop (SIGTERM and others) to the end of the last process; a save that would take longer is
-    skipped. What your platform grants (Kubernetes 30 s), or less (shardtrain)."""
+    skipped. Set what your platform allows (Kubernetes: 30 s), or less (shardtrain)."""
 
 
 @dataclass(frozen=True)
@@ -101,25 +102,25 @@ class Numbers:
     nonfinite_policy: Literal["stop", "skip"] = "stop"
     """On a loss or gradient that is not finite: stop before the update, or skip the update (shardtrain)."""
     nonfinite_max_skips: int = 10
-    """Updates skipped in a row after which the run stops all the same (shardtrain)."""
+    """Skipped updates in a row after which the run stops (shardtrain)."""
     nonfinite_max_skip_fraction: float = 0.01
     """Share of the last 1000 steps whose update may be skipped, 0..1; one more stops the run (shardtrain)."""
     spike_policy: Literal["log", "off", "skip", "rewind"] = "log"
-    """On a loss or gradient norm far above those before: say so, nothing, skip the update, or go back to an older
-    checkpoint and leave out the data of the last steps (shardtrain)."""
+    """On a loss or gradient norm far above those before: warn (log), do nothing (off), skip the update (skip), or go
+    back to an older checkpoint and leave out the data of the last steps (rewind) (shardtrain)."""
     spike_window: int = 128
-    """Steps that a loss is compared with; half of them, and at least 20, must have been made (shardtrain)."""
+    """Steps that a loss is compared with; half of them, and at least 20, must be there (shardtrain)."""
     spike_sigmas: float = 6.0
     """Standard deviations above the mean of the window that make a spike (shardtrain)."""
     spike_rewind_steps: int = 100
-    """Steps to go back on a spike, or more, to the newest good checkpoint (shardtrain)."""
+    """Steps to go back on a spike; the run takes the newest good checkpoint that is at least so old (shardtrain)."""
     spike_skip_steps: int = 100
-    """Steps before and with the spike whose data are left out after going back (shardtrain)."""
+    """Steps up to the spike whose data are left out after going back (shardtrain)."""
     max_rewinds: int = 2
-    """Times to go back from spikes within spike_rewind_steps of each other; the next one stops (shardtrain)."""
+    """Rewinds from spikes within spike_rewind_steps of each other; the next one stops the run (shardtrain)."""
     replica_check_interval: int = 0
-    """Steps between two comparisons of what several ranks hold alike; a difference stops the run; 0 leaves it to
-    the saves, see checkpoint.compare_replicas (shardtrain)."""
+    """Steps between two comparisons of tensors that several ranks hold; a difference stops the run; 0: only before
+    saves, see checkpoint.compare_replicas (shardtrain)."""
 
 
 @dataclass(frozen=True)
@@ -127,14 +128,14 @@ class Comm:
     """Process groups."""
 
     init_timeout_seconds: int = 300
-    """Limit of a collective until the first step is done."""
+    """Time limit of a collective until the first step is done."""
     train_timeout_seconds: int = 100
-    """Limit of a collective after the first step."""
+    """Time limit of a collective after the first step."""
     hang_timeout_seconds: int = 30
-    """The run hangs when no rank has moved for so long, or for five times the longest steps (99 of 100 are shorter); 0
-    looks for no hangs (shardtrain)."""
+    """The run is considered hung if no rank progresses for this time, or for five times the longest steps (99th
+    percentile) if that is more; 0: no hang detection (shardtrain)."""
     straggler_window_steps: int = 100
-    """Compare every so many steps how long ranks work, and what they have counted; 0 does not (shardtrain)."""
+    """Steps between two comparisons of the ranks' working time and counters; 0: none (shardtrain)."""
     trace_buf_size: int = 20000
     """Entries of the flight recorder of collectives; 0 turns it off."""
     save_traces_folder: str = "comm_traces"

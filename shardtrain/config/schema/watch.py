@@ -36,11 +36,11 @@ class Metrics:
     enable_tensorboard: bool = False
     """Write TensorBoard event files."""
     disable_color_printing: bool = False
-    """Plain console lines; colours are off anyway when the output is not a terminal or SLURM_JOB_ID is set."""
+    """No colours on the console; they are off anyway if the output is not a terminal or SLURM_JOB_ID is set."""
     save_tb_folder: str = "tb"
     """Folder of TensorBoard files, below job.dump_folder."""
     save_for_all_ranks: bool = False
-    """Write TensorBoard, W&B, MLflow, trackio and sinks of yours from every rank, not from the first alone."""
+    """Write TensorBoard, W&B, MLflow, trackio and your own sinks from every rank, not only from the first."""
     enable_wandb: bool = False
     """Log to Weights & Biases (the wandb extra); WANDB_MODE=offline works without an account."""
     enable_mlflow: bool = False
@@ -48,19 +48,18 @@ class Metrics:
     enable_trackio: bool = False
     """Log to trackio (the trackio extra): to files below job.dump_folder, or to TRACKIO_SPACE_ID (shardtrain)."""
     prometheus_port: int = 0
-    """Port on which the first rank answers Prometheus with the last logged step (the prometheus extra); 0 opens none
+    """Port of a Prometheus endpoint with the last logged step, on the first rank (the prometheus extra); 0: none
     (shardtrain)."""
     prometheus_address: str = "127.0.0.1"
-    """Address that prometheus_port listens on; beyond the loopback whoever reaches it can read the metrics
-    (shardtrain)."""
+    """Address of the Prometheus endpoint; anyone who reaches it can read the metrics (shardtrain)."""
     sample_prompt: str = ""
-    """After the last step continue this text with the weights that were saved, and print it; empty for no sample
-    (shardtrain)."""
+    """Text to continue after the last step, with the weights that were saved; empty: no sample (shardtrain)."""
+    sample_freq: int = 0
+    """Steps between two samples, into the log and samples.jsonl; 0: only after the last step (shardtrain)."""
     sinks: list[str] = field(default_factory=list)
-    """Files of yours with a class Sink, each of which is given what is written, as ["my_sink.py"]: docs/extend.md
-    (shardtrain)."""
+    """Your own sinks: files with a class Sink, such as ["my_sink.py"]; see docs/extend.md (shardtrain)."""
     peak_flops: float | None = None
-    """Dense peak of one device in FLOP/s for the MFU, where the device is not in the table (shardtrain)."""
+    """Dense peak of one device in FLOP/s for the MFU, if the device is not in the table (shardtrain)."""
     legacy_tags: bool = False
     """Also write the 2024 tag ``wps`` beside ``throughput(tps)`` (shardtrain)."""
     save_log_file: str = "logs/rank-{rank}.log"

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
+from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -133,11 +132,7 @@ def find(name: str, option: str = "training.dataset") -> ModuleType:
 def _own(path: Path, option: str) -> ModuleType:
     if not path.is_file():
         raise ConfigError(Problem(option, str(path), "does not exist", "name a file with a function open_source"))
-    name = f"shardtrain_dataset_file_{path.stem}"  # a prefix, so that no file can stand in for an installed package
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # a .py path always has a loader
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = own_file.run(path, "dataset", option)
     if not hasattr(module, "open_source"):
         fix = "define open_source(request), as shardtrain/data/sources/text.py does"
         raise ConfigError(Problem(option, str(path), "has no open_source", fix))

@@ -78,7 +78,7 @@ class _Stream:
         except OSError as error:
             if error.errno is None:  # gzip and bz2 say so what is wrong in the data
                 raise Damaged("the compressed data is damaged") from error
-            raise self._file.unusable(f"cannot be read ({error.strerror})", "check the disk") from error
+            raise self._file.unreadable(error) from error
 
 
 class _Zstd:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.sources import Request
-from shardtrain.utils.errors import ConfigError, DataError, Problem
+from shardtrain.utils import reading
+from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
 
 COMPRESSIONS: Mapping[str, tuple[bytes, ...]] = {
     ".gz": (b"\x1f\x8b",),
@@ -23,11 +24,16 @@ COMPRESSIONS: Mapping[str, tuple[bytes, ...]] = {
 }
 """Ending of a compressed file -> how its content may begin; the second of zstandard's are skippable frames."""
 
+MANY_FILES = 10_000
+"""From so many files on none is opened before a row of it is read, and each is read in sequence: opening, scanning and
+hashing a million files at each start of each rank would take an hour, and gigabytes."""
+MAX_FILES = 2_000_000
+_FILES_SAMPLED = 1000
 _SAMPLES, _SAMPLE_BYTES = 16, 64 * 1024
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class File:
     """A regular file as it was when the dataset was opened.
 
@@ -66,8 +72,13 @@ class File:
         except FileNotFoundError:
             raise self._gone() from None
         except OSError as error:
-            raise self.unusable(f"cannot be read ({error.strerror})", "make it readable") from error
-        if not self._is(os.fstat(descriptor)):
+            raise self.unreadable(error, "make it readable") from error
+        try:
+            is_same = self._is(os.fstat(descriptor))
+        except OSError as error:
+            os.close(descriptor)
+            raise self.unreadable(error) from error
+        if not is_same:
             os.close(descriptor)
             raise self._changed()
         return descriptor
@@ -77,7 +88,7 @@ class File:
         try:
             now = os.stat(self.path)
         except OSError as error:
-            raise self._gone() from error
+            raise reading.trouble(self.path, error) or self._gone() from error
         if not self._is(now):
             raise self._changed()
 
@@ -93,10 +104,14 @@ class File:
             for start in starts:
                 digest.update(os.pread(descriptor, _SAMPLE_BYTES, start))
         except OSError as error:
-            raise self.unusable(f"cannot be read ({error.strerror})", "check the disk") from error
+            raise self.unreadable(error) from error
         finally:
             os.close(descriptor)
         return f"{self.size}:{digest.hexdigest()}"
+
+    def unreadable(self, error: OSError, fix: str = "check the disk") -> DataError | StorageError:
+        """Make the error of a file that cannot be read: of storage where a later try may find it as it was."""
+        return reading.trouble(self.path, error) or self.unusable(f"cannot be read ({error.strerror})", fix)
 
     def unusable(self, rule: str, fix: str) -> DataError:
         """Make the error of a file that cannot serve as data."""
@@ -127,8 +142,13 @@ class FileSource:
         return sum(file.size for file in self.members)
 
     def files(self) -> Mapping[str, str]:
+        """See Source. Of many files a thousand are sampled, evenly spread, and of the others the sizes are known."""
         if not self._fingerprints:
-            self._fingerprints = {file.name: file.fingerprint() for file in self.members}
+            every = max(1, -(-len(self.members) // _FILES_SAMPLED)) if is_many(self.members) else 1
+            self._fingerprints = {
+                file.name: f"{file.size}" if number % every else file.fingerprint()
+                for number, file in enumerate(self.members)
+            }
         return self._fingerprints
 
     def whole_files(self) -> list[WholeFile]:
@@ -138,6 +158,11 @@ class FileSource:
     def check_unchanged(self) -> None:
         for file in self.members:
             file.check_unchanged()
+
+
+def is_many(files: Sequence[File]) -> bool:
+    """Whether there are so many files that none is opened before it is read."""
+    return len(files) >= MANY_FILES
 
 
 def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty: bool = False) -> list[File]:
@@ -170,7 +195,11 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
         names = [name]
     else:
         raise ConfigError(Problem(option, path, "does not exist", f"name a file, a folder of {wanted}, or a pattern"))
-    return [_note(name, os.path.join(root, name), option, empty) for name in sorted(names)]
+    if len(names) > MAX_FILES:
+        rule = f"is {len(names):,} files, and each rank looks at each of them when it starts: at most {MAX_FILES:,}"
+        raise ConfigError(Problem(option, path, rule, "put many documents into one file"))
+    before = os.path.join(root, "")
+    return [_note(name, before + name, option, empty) for name in sorted(names)]
 
 
 def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
@@ -179,21 +208,27 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
     def stop(error: OSError) -> None:
         # a folder that one host cannot list would give its ranks another dataset
         rule = f"cannot be listed ({error.strerror})"
-        raise DataError(str(Problem(option, error.filename, rule, "make the folder readable")))
+        unreadable = DataError(str(Problem(option, error.filename, rule, "make the folder readable")))
+        raise reading.trouble(error.filename, error) or unreadable
 
     allowed = tuple(ending + more for ending in endings for more in ("", *COMPRESSIONS))
     found: list[str] = []
     seen: set[tuple[int, int]] = set()
     for folder, subfolders, files in os.walk(root, onerror=stop, followlinks=True):
-        status = os.stat(folder)
+        try:
+            status = os.stat(folder)
+        except OSError as error:
+            stop(error)
+            raise
         if (status.st_dev, status.st_ino) in seen:
             rule = "is reached twice, by a link"
             raise DataError(str(Problem(option, folder, rule, "remove the link, or name the files by a pattern")))
         seen.add((status.st_dev, status.st_ino))
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        relative = Path(folder).relative_to(root)
+        relative = Path(folder).relative_to(root).as_posix()
+        before = "" if relative == "." else f"{relative}/"
         chosen = [name for name in files if name.lower().endswith(allowed) and not name.startswith(".")]
-        found += [(relative / name).as_posix() for name in chosen]
+        found += [f"{before}{name}" for name in chosen]
     return found
 
 
@@ -211,7 +246,8 @@ def _note(name: str, path: str, option: str, empty: bool) -> File:
         status = os.stat(path)
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
-        raise DataError(str(Problem(option, path, rule, "fix or remove the file or link"))) from error
+        unreadable = DataError(str(Problem(option, path, rule, "fix or remove the file or link")))
+        raise reading.trouble(path, error) or unreadable from error
     file = File(name, path, option, status.st_size, status.st_mtime_ns, status.st_ino)
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
@@ -231,7 +267,7 @@ def check_text(file: File) -> None:
     try:
         head = os.pread(descriptor, 10, 0)
     except OSError as error:
-        raise file.unusable(f"cannot be read ({error.strerror})", "check the disk") from error
+        raise file.unreadable(error) from error
     finally:
         os.close(descriptor)
     if file.compression:

@@ -44,7 +44,7 @@ class Reader:
         try:
             data = os.pread(descriptor, size, offset)
         except OSError as error:
-            raise file.unusable(f"cannot be read ({error.strerror})", "check the disk") from error
+            raise file.unreadable(error) from error
         while len(data) < size:  # a signal cut the read short, or somebody the file
             more = os.pread(descriptor, size - len(data), offset + len(data))
             if not more:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from shardtrain.data.sources import BadRow, Row
 from shardtrain.data.sources._compressed import open_stream
-from shardtrain.data.sources._files import FileSource
+from shardtrain.data.sources._files import File, FileSource
 from shardtrain.data.sources._index import Index
 from shardtrain.data.sources._records import records
 
@@ -89,9 +89,10 @@ class FileTable(FileSource):
 
 @dataclass
 class FileShards(FileSource):
-    """Rows of several files of which some are compressed, a shard each; see Shards.
+    """Rows of several files of which some are compressed, or of many files, a shard each; see Shards.
 
-    ``parts`` holds the files that are had whole, by their number.
+    ``parts`` holds the files that are had whole, by their number. ``look`` is called with a file when it is opened,
+    where files were not looked at before; it gives its rows where the file is had whole, and raises what opening would.
     """
 
     parse: Parse
@@ -99,6 +100,7 @@ class FileShards(FileSource):
     skipped: int = 0
     quoted: bool = False
     parts: dict[int, Part] = field(default_factory=dict)
+    look: Callable[[File], Part | None] | None = None
     _lines: dict[int, _Lines] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -108,7 +110,7 @@ class FileShards(FileSource):
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
         """See Shards. What comes before ``start`` is read and not parsed."""
-        part = self.parts.get(shard)
+        part = self._part(shard)
         if part is not None:
             yield from (part.row(number) for number in range(start, part.num_rows))
             return
@@ -118,7 +120,7 @@ class FileShards(FileSource):
 
     def shard_place(self, shard: int, number: int) -> str:
         """See Shards; a place that was not read yet is searched for from the beginning of its file."""
-        part = self.parts.get(shard)
+        part = self._part(shard)
         if part is not None:
             return f"{self.members[shard].path}:{part.place(number)}"
         if shard not in self._lines or self._lines[shard].num_rows <= number:
@@ -126,6 +128,9 @@ class FileShards(FileSource):
                 if found == number:
                     break
         return f"{self.members[shard].path}:{self._lines[shard].of(number)}"
+
+    def _part(self, shard: int) -> Part | None:
+        return self.parts.get(shard) if self.look is None else self.look(self.members[shard])
 
     def _records(self, shard: int) -> Iterator[tuple[int, bytes | BadRow]]:
         """Rows of a shard with their numbers; notes their lines."""

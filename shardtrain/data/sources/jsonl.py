@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shardtrain.data.sources import Request, Shards, Table
-from shardtrain.data.sources._files import File, check_text, list_files
+from shardtrain.data.sources._files import File, check_text, is_many, list_files
 from shardtrain.data.sources._index import Index, Reader
 from shardtrain.data.sources._json import parse_bytes
 from shardtrain.data.sources._json_array import is_array, open_array
@@ -15,7 +16,7 @@ ENDINGS = (".jsonl", ".ndjson", ".json")
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Objects of a file, a folder or a pattern; shards, one per file, where any of the files is compressed.
+    """Objects of a file, a folder or a pattern; shards, one per file, where one is compressed or there are many.
 
     Raises:
         ConfigError: when the option is not set, or leads to no file.
@@ -26,6 +27,9 @@ def open_source(request: Request) -> Table | Shards:
 
 def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     """As open_source, for files that were found already."""
+    if is_many(files):
+        look = Look(request.max_row_bytes)
+        return FileShards(list(files), parse_bytes, request.max_row_bytes, look=look)
     for file in files:
         check_text(file)
     arrays: dict[int, Part] = {
@@ -39,3 +43,14 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
         for number, file in enumerate(files)
     ]
     return FileTable(list(files), parts)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What opening does with a file, where there are many: see ``FileShards.look``."""
+
+    max_row_bytes: int
+
+    def __call__(self, file: File) -> Part | None:
+        check_text(file)
+        return open_array(file, self.max_row_bytes) if is_array(file) else None

@@ -11,9 +11,10 @@ from typing import Any
 
 from shardtrain.data import sandbox
 from shardtrain.data.sources import BadRow, Request, Row, Shards
-from shardtrain.data.sources._files import File, FileSource, list_files
+from shardtrain.data.sources._files import File, FileSource, is_many, list_files
 from shardtrain.data.sources._index import too_long
 from shardtrain.data.sources._json import not_utf8
+from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 ENDINGS = (".parquet", ".pq")
@@ -41,6 +42,8 @@ def open_source(request: Request) -> Shards:
 def open_files(files: Sequence[File], request: Request) -> Shards:
     """As open_source, for files that were found already."""
     _library("pyarrow", files[0])
+    if is_many(files):
+        return ParquetFiles(list(files), request.max_row_bytes)
     source = ParquetShards(list(files), request.max_row_bytes)
     source.read_footers()
     return source
@@ -59,10 +62,7 @@ class ParquetShards(FileSource):
         """Count the row groups of all files. Raises DataError where a file has no footer that can be read."""
         for file in self.members:
             with _open(file) as parquet:
-                _prove(file, parquet)
-                names = parquet.schema_arrow.names
-                if len(set(names)) < len(names):
-                    raise file.unusable("has two columns of one name", "rename one of them")
+                _check(file, parquet)
                 self._first_groups.append(self.num_shards)
                 rows = 0
                 for group in range(parquet.metadata.num_row_groups):
@@ -74,22 +74,8 @@ class ParquetShards(FileSource):
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
         file, group = self._find(shard)
-        arrow = _library("pyarrow", file)
         with _open(file) as parquet:
-            many = _rows_at_once(parquet.metadata.row_group(group))
-            batches = parquet.iter_batches(batch_size=many, row_groups=[group], use_threads=False)
-            passed = 0
-            while True:
-                try:
-                    batch = next(batches, None)
-                except (OSError, arrow.ArrowException):
-                    yield BadRow("the rest of the row group is damaged")
-                    return
-                if batch is None:
-                    return
-                if passed + batch.num_rows > start:
-                    yield from rows_of_batch(batch.slice(max(start - passed, 0)), self.max_row_bytes)
-                passed += batch.num_rows
+            yield from _rows_of_group(file, parquet, group, start, self.max_row_bytes)
 
     def shard_place(self, shard: int, number: int) -> str:
         """See Shards; rows are counted from 0 over the whole file, as most tools that show such files do."""
@@ -99,6 +85,59 @@ class ParquetShards(FileSource):
     def _find(self, shard: int) -> tuple[File, int]:
         index = bisect_right(self._first_groups, shard) - 1
         return self.members[index], shard - self._first_groups[index]
+
+
+@dataclass
+class ParquetFiles(FileSource):
+    """Many files, a shard each, of which none is opened before a row of it is read; see Shards."""
+
+    max_row_bytes: int
+
+    @property
+    def num_shards(self) -> int:
+        """Files."""
+        return len(self.members)
+
+    def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
+        file, before = self.members[shard], 0
+        with _open(file) as parquet:
+            _check(file, parquet)
+            for group in range(parquet.metadata.num_row_groups):
+                count = parquet.metadata.row_group(group).num_rows
+                if before + count > start:
+                    yield from _rows_of_group(file, parquet, group, max(start - before, 0), self.max_row_bytes)
+                before += count
+
+    def shard_place(self, shard: int, number: int) -> str:
+        """See Shards."""
+        return f"{self.members[shard].path}: row {number} from 0"
+
+
+def _check(file: File, parquet: Any) -> None:
+    """Raise DataError where the file cannot serve as data."""
+    _prove(file, parquet)
+    names = parquet.schema_arrow.names
+    if len(set(names)) < len(names):
+        raise file.unusable("has two columns of one name", "rename one of them")
+
+
+def _rows_of_group(file: File, parquet: Any, group: int, start: int, max_row_bytes: int) -> Iterator[Row]:
+    """Rows of a row group from number ``start`` on."""
+    arrow = _library("pyarrow", file)
+    many = _rows_at_once(parquet.metadata.row_group(group))
+    batches = parquet.iter_batches(batch_size=many, row_groups=[group], use_threads=False)
+    passed = 0
+    while True:
+        try:
+            batch = next(batches, None)
+        except (OSError, arrow.ArrowException):
+            yield BadRow("the rest of the row group is damaged")
+            return
+        if batch is None:
+            return
+        if passed + batch.num_rows > start:
+            yield from rows_of_batch(batch.slice(max(start - passed, 0)), max_row_bytes)
+        passed += batch.num_rows
 
 
 def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
@@ -160,6 +199,8 @@ def _open(file: File) -> Any:
     try:
         return parquet.ParquetFile(file.path)
     except (OSError, arrow.ArrowException) as error:
+        if isinstance(error, OSError) and (trouble := reading.trouble(file.path, error)) is not None:
+            raise trouble from error
         reason = str(error).splitlines()[0]
         raise file.unusable(f"cannot be read as Parquet ({reason})", "get the file again, or remove it") from error
 

@@ -53,6 +53,8 @@ def open_folder(root: Path) -> Table:
         for name in names:
             path = os.path.join(root, name)
             status = os.stat(path)
+            if not status.st_size:
+                continue  # an __init__.py that only marks a package
             total_bytes += status.st_size
             if total_bytes > MAX_BYTES:
                 break

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardtrain.data.sources import BadRow, Request, Row, Table
 from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_stream
-from shardtrain.data.sources._files import File, FileSource, check_text, list_files
+from shardtrain.data.sources._files import File, FileSource, check_text, is_many, list_files
 from shardtrain.data.sources._index import BYTE_ORDER_MARK, too_long
 from shardtrain.data.sources._json import not_utf8
 
@@ -27,8 +27,9 @@ def open_source(request: Request) -> Table:
 
 def open_files(files: list[File], request: Request) -> Table:
     """As open_source, for files that were found already."""
-    for file in files:
-        check_text(file)
+    if not is_many(files):
+        for file in files:
+            check_text(file)
     return Texts(files, request.max_row_bytes)
 
 
@@ -45,6 +46,8 @@ class Texts(FileSource):
 
     def row(self, index: int) -> Row:
         file = self.members[index]
+        if is_many(self.members):
+            check_text(file)  # which opening did not
         if file.compression is None and file.size > self.max_row_bytes:
             return too_long(file.size)
         pieces, total = [], 0

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from shardtrain.data.sources import BadRow, Request, Row, Shards, Table
 from shardtrain.data.sources._compressed import open_stream
-from shardtrain.data.sources._files import File, check_text, list_files
+from shardtrain.data.sources._files import File, check_text, is_many, list_files
 from shardtrain.data.sources._index import Index, Reader
 from shardtrain.data.sources._json import not_utf8
 from shardtrain.data.sources._records import records
-from shardtrain.data.sources._rows import FileShards, FileTable, RecordsPart
+from shardtrain.data.sources._rows import FileShards, FileTable, Part, RecordsPart
 from shardtrain.utils.errors import DataError
 
 ENDINGS = (".tsv", ".csv")
 
 
 def open_source(request: Request) -> Table | Shards:
-    """Rows of a file, a folder or a pattern as ``{column: text}``; shards where any of the files is compressed.
+    """Rows of a file, a folder or a pattern as ``{column: text}``; shards where one is compressed or there are many.
 
     The first line of each file names the columns, or ``request.header`` is False and they are "0", "1", ... A line
     of white space alone is not a row. In a CSV, quoted fields may hold newlines, and a quote is written twice.
@@ -33,14 +33,18 @@ def open_source(request: Request) -> Table | Shards:
 
 def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     """As open_source, for files that were found already."""
-    for file in files:
-        check_text(file)
     quoted = files[0].kind == ".csv"
     for file in files:
         if (file.kind == ".csv") != quoted:
             raise file.unusable(f"is of another kind than {files[0].path}", "name *.tsv or *.csv by a pattern")
-    parse = FieldsOf(_columns(files, quoted, request), quoted)
     skipped = int(request.header)
+    if is_many(files):
+        look = Look(files[0], request)
+        parse = FieldsOf(look.columns(), quoted)
+        return FileShards(list(files), parse, request.max_row_bytes, skipped=skipped, quoted=quoted, look=look)
+    for file in files:
+        check_text(file)
+    parse = FieldsOf(_columns(files, quoted, request), quoted)
     if any(file.compression for file in files):
         return FileShards(list(files), parse, request.max_row_bytes, skipped=skipped, quoted=quoted)
     reader = Reader()
@@ -48,6 +52,24 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
         RecordsPart(Index(file, reader, quoted=quoted), parse, request.max_row_bytes, skipped=skipped) for file in files
     ]
     return FileTable(list(files), parts)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What opening does with a file, where there are many: see ``FileShards.look``."""
+
+    first: File
+    request: Request
+
+    def columns(self) -> tuple[str, ...]:
+        """Columns of all files, from the first of them."""
+        check_text(self.first)
+        return _columns([self.first], self.first.kind == ".csv", self.request)
+
+    def __call__(self, file: File) -> Part | None:
+        check_text(file)
+        _columns([self.first, file], self.first.kind == ".csv", self.request)
+        return None
 
 
 @dataclass(frozen=True)

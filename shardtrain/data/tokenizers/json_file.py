@@ -38,7 +38,7 @@ class JsonTokenizer:
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
-        self.spec, self._option = spec, option
+        self.spec, self.option = spec, option
         self._tokenizer, self.prefix_ids, self.suffix_ids = _load(file, content, option)
         # ids may have gaps, so the largest id decides the rows that an embedding needs
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -98,16 +98,11 @@ class JsonTokenizer:
             if type(error).__name__ != "PanicException":
                 raise
             rule = f"cannot encode a text ({str(error)[:200]})"
-            raise ConfigError(Problem(self._option, self.spec, rule, "use a tokenizer whose patterns end")) from None
+            raise ConfigError(Problem(self.option, self.spec, rule, "use a tokenizer whose patterns end")) from None
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
         """Text of ids; special tokens are left out unless they are to be kept."""
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not keep_special))
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
-        from shardtrain.data.tokenizer import reopen
-
-        return reopen, (self.spec, self._option, self.fingerprint)
 
 
 def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer, tuple[int, ...], tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ class OwnTokenizer:
     """
 
     def __init__(self, path: str, option: str) -> None:
-        self.spec, self._option = path, option
+        self.spec, self.option = path, option
         self._tokenizer: Any = own_file.load(path, "tokenizer", option, *TOKENIZER).Tokenizer()
         missing = [name for name in ("encode", "decode") if not callable(getattr(self._tokenizer, name, None))]
         if missing:
@@ -88,11 +88,6 @@ class OwnTokenizer:
         pieces = ((name, list(run)) for name, run in runs)
         return "".join(str(self._tokenizer.decode(run)) if name is None else name * len(run) for name, run in pieces)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
-        from shardtrain.data.tokenizer import reopen
-
-        return reopen, (self.spec, self._option, self.fingerprint)
-
     def _end(self, name: str) -> int | None:
         value = getattr(self._tokenizer, name, None)
         if value is not None and (type(value) is not int or not 0 <= value < self.vocab_size):
@@ -102,4 +97,4 @@ class OwnTokenizer:
         return value
 
     def _problem(self, rule: str, fix: str) -> ConfigError:
-        return ConfigError(Problem(self._option, self.spec, rule, fix))
+        return ConfigError(Problem(self.option, self.spec, rule, fix))

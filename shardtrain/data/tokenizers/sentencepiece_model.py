@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
-        self.spec, self._option = spec, option
+        self.spec, self.option = spec, option
         self._whole, self._inner = _load(file, content, option), _load(file, content + _NO_PREFIX, option)
         beside = read_beside(file.parent, option)
         pieces: int = self._whole.get_piece_size()
@@ -90,11 +90,6 @@ class SentencePieceTokenizer:
                 parts.append(self._texts[i] if keep_special or i not in self.special_ids else "")
         return "".join(parts)
 
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
-        from shardtrain.data.tokenizer import reopen
-
-        return reopen, (self.spec, self._option, self.fingerprint)
-
     def _added_tokens(self, beside: TokenizerConfig, pieces: int, file: Path) -> dict[int, str]:
         """Added tokens beyond the model; those within it must be the model's own."""
         for i, token in beside.added.items():
@@ -102,18 +97,16 @@ class SentencePieceTokenizer:
                 rule = (
                     f"has the piece {self._whole.id_to_piece(i)!r} at id {i}, tokenizer_config.json {token.content!r}"
                 )
-                raise ConfigError(Problem(self._option, str(file), rule, "use files that belong together"))
+                raise ConfigError(Problem(self.option, str(file), rule, "use files that belong together"))
             if i >= pieces + 2**20:
                 rule = f"has {pieces} pieces, and tokenizer_config.json adds a token with id {i}"
-                raise ConfigError(Problem(self._option, str(file), rule, "use files that belong together"))
+                raise ConfigError(Problem(self.option, str(file), rule, "use files that belong together"))
         return {i: token.content for i, token in beside.added.items() if i >= pieces}
 
     def _end(self, beside: TokenizerConfig, name: str, special: dict[str, int]) -> int | None:
         key, own = f"{name}_token", int(getattr(self._whole, f"{name}_id")())
         if key in beside.tokens or f"{key}_id" in beside.token_ids:
-            return beside.special_id(
-                key, lambda text: self._find(text, special), special, self.vocab_size, self._option
-            )
+            return beside.special_id(key, lambda text: self._find(text, special), special, self.vocab_size, self.option)
         return own if own >= 0 else None
 
     def _find(self, text: str, special: dict[str, int]) -> int | None:

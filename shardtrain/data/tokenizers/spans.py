@@ -23,7 +23,7 @@ def to_characters(text: str, spans_bytes: npt.NDArray[np.int64]) -> npt.NDArray[
     if text.isascii():
         return spans_bytes
     data = np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
-    # characters that have begun before byte i; the bytes 10xxxxxx go on with one
+    # characters that have begun before byte i; the bytes 10xxxxxx continue one
     begun = np.concatenate(([0], np.cumsum((data & 0xC0) != 0x80)))
     starts, ends = spans_bytes[:, 0], spans_bytes[:, 1]
     inside = np.concatenate(((data & 0xC0) == 0x80, [False]))[starts] & (ends > starts)

@@ -9,7 +9,7 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class TiktokenTokenizer:
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
-        self.spec, self._option = spec, option
+        self.spec, self.option = spec, option
         ranks = _read_ranks(file, content, option)
         beside = read_beside(file.parent, option)
         specials = _special_tokens(beside, len(ranks), file, option)
@@ -116,11 +116,6 @@ class TiktokenTokenizer:
             elif keep_special:
                 parts.append(self._texts.get(i, "").encode())
         return b"".join(parts).decode("utf-8", errors="replace")
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str, str]]:
-        from shardtrain.data.tokenizer import reopen
-
-        return reopen, (self.spec, self._option, self.fingerprint)
 
     def _with_spans(self, text: str) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         ids = [np.zeros(0, dtype=np.int32)]

@@ -51,7 +51,7 @@ _FIXES = (
 def create(text: str) -> None:
     """Create the objects of a job one after the other; where one is refused, those before it are taken away again.
 
-    Not all in one go: kubectl would go on behind an error, and a dry run of the server says no to a TrainJob whose
+    Not all in one go: kubectl would continue after an error, and a dry run of the server says no to a TrainJob whose
     runtime is not there yet.
 
     Raises:
@@ -97,16 +97,16 @@ def status(namespace: str, kind: str, name: str) -> int:
 def stop(namespace: str, kind: str, name: str) -> int:
     """Delete a job and what was made with it; its pods are told, and have their time to save. Raises as ``status``."""
     _require_answer()
-    here, quick = ["--namespace", namespace], ["--wait=false", "--ignore-not-found"]
+    within, quick = ["--namespace", namespace], ["--wait=false", "--ignore-not-found"]
     gone: ConfigError | None = None
     try:
-        print(_ask([*here, "delete", RESOURCES[kind], name, "--wait=false"]), end="")
+        print(_ask([*within, "delete", RESOURCES[kind], name, "--wait=false"]), end="")
     except ConfigError as error:
         if "NotFound" not in str(error):
             raise
         gone = error  # what was made with it may still be there, and would be in the way of a new one
     mine = f"app.kubernetes.io/name=shardtrain,app.kubernetes.io/instance={name}"
-    _ask([*here, "delete", _BESIDE.get(kind, "configmaps"), "--selector", mine, *quick])
+    _ask([*within, "delete", _BESIDE.get(kind, "configmaps"), "--selector", mine, *quick])
     if gone:
         raise gone
     return 0
@@ -115,13 +115,13 @@ def stop(namespace: str, kind: str, name: str) -> int:
 def logs(namespace: str, kind: str, name: str) -> int:
     """Follow the logs of all pods of a job, some of which may not run yet. Raises as ``status``, and without pods."""
     _require_answer()
-    here, selector = ["--namespace", namespace], ["--selector", f"{_PODS_OF[kind]}={name}"]
-    _ask([*here, "get", RESOURCES[kind], name])
-    if not _ask([*here, "get", "pods", *selector, "--output", "name"]).strip():
+    within, selector = ["--namespace", namespace], ["--selector", f"{_PODS_OF[kind]}={name}"]
+    _ask([*within, "get", RESOURCES[kind], name])
+    if not _ask([*within, "get", "pods", *selector, "--output", "name"]).strip():
         rule = f"has no pods in {namespace}, and so no log"
         raise ConfigError(Problem(f"{kind} {name}", None, rule, "wait for them, and ask for its status"))
     follow = ["--follow", "--prefix", "--tail=-1", "--max-log-requests=64", "--ignore-errors"]
-    return subprocess.run(["kubectl", *here, "logs", *selector, *follow], check=False).returncode
+    return subprocess.run(["kubectl", *within, "logs", *selector, *follow], check=False).returncode
 
 
 def _require_answer() -> None:

@@ -91,8 +91,8 @@ TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
 
 AGAIN = """\
 if ((code == 75 || code == 138)); then
-    # asked to stop, and saved, or by SIGUSR1 before it could hear of it: the same job goes on from there
-    scontrol requeue "$SLURM_JOB_ID" || told "saved, and Slurm does not queue it again; submit it again to go on"
+    # asked to stop, and saved, or by SIGUSR1 before it could hear of it: the same job continues from there
+    scontrol requeue "$SLURM_JOB_ID" || told "saved, and Slurm does not queue it again; submit it again to continue"
 fi
 """
 
@@ -132,7 +132,7 @@ def _look(job: Job, launch: Launch) -> list[str]:
     python, *words = job.command
     file = words[3] if len(words) > 3 and not words[3].startswith("-") else ""
     file = "" if file in presets.names() else file  # which the package has on every node
-    # a container's folder is of its own; Slurm goes on in /tmp where a node has not that of the job
+    # a container's folder is of its own; Slurm continues in /tmp where a node has not that of the job
     folder = '"$PWD"' if launch.slurm.container == "none" else "''"
     container = _container(job, launch)
     options = [word for word in container if launch.slurm.container == "pyxis"]

@@ -37,9 +37,9 @@ REFUSALS = {
     ),
     r"[Ii]nvalid feature|[Ii]nvalid node name|reservation": "correct launch.slurm.directives",
     r"group not permitted|[Aa]ccess/permission|not permitted to use": "ask the cluster for access, or use another",
-    r"Zero Bytes": "is the controller up, and does munge have the cluster's key here? `scontrol ping` tells",
+    r"Zero Bytes": "is the controller up, and does munge have the cluster's key here? `scontrol ping` shows it",
     r"contact slurm controller|timed out|configuration (source|file)": (
-        "is the controller up, and this a login node of the cluster? `scontrol ping` tells; try again later"
+        "is the controller up, and this a login node of the cluster? `scontrol ping` shows it; try again later"
     ),
     r"[Mm]unge|authentication|credential": "munge does not work on this machine; tell the cluster's administrators",
 }
@@ -61,7 +61,7 @@ REASONS: dict[str, tuple[str, bool]] = {
     r"(Assoc|QOS|MaxCpu|MaxMem|MaxJobs)\w*": (_LIMIT + "; it starts when others of your jobs have ended", False),
     r"PartitionDown|PartitionInactive": ("the partition is closed; it starts when it is opened", False),
     r"ReqNodeNotAvail.*|Nodes? ?Down.*|Nodes required for job are.*": ("nodes are down, drained or reserved", False),
-    r"JobHeldUser|JobHeldAdmin|.*requeued held": ("it is held; `scontrol release` lets it go on", False),
+    r"JobHeldUser|JobHeldAdmin|.*requeued held": ("it is held; `scontrol release` releases it", False),
     r"BeginTime": ("it was queued again or has a start time; Slurm waits up to two minutes", False),
     r"JobArrayTaskLimit": ("launch.slurm.sweep_at_once tasks run already", False),
     r"Priority": ("others come first", False),
@@ -250,7 +250,7 @@ def stop(number: str) -> int:
 
 
 def _forgotten(error: ConfigError) -> None:
-    """Go on where Slurm has no such job in its memory; all else is told as it is."""
+    """Continue where Slurm has no such job in its memory; all else is raised."""
     if "Invalid job id" not in str(error):
         raise error
 

@@ -34,6 +34,8 @@ END_SECONDS = 5.0
 """What the hosts have to end what they run when they are told to kill it, before their connections are cut."""
 FILES_PER_HOST, OTHER_FILES = 5, 100
 """What a connection takes: two pipes, the host's log, and both ends of a pipe while ssh starts; and all the rest."""
+HOSTS_AT_ONCE = 64
+"""Connections that are being made at a time: a handshake takes some 20 ms of a core of this machine."""
 LOST = 255
 """Exit status of ssh where the connection could not be made, or was lost."""
 HINTS = (
@@ -51,11 +53,13 @@ HINTS = (
 class _Connection:
     plan: Plan
     process: pdsh.Reached | subprocess.Popen[bytes]
+    started: float = field(default_factory=time.monotonic)
     ready: bool = False
     address: str | None = None
     last: str = ""
     asked: bool = False
     log: IO[bytes] | None = field(default=None, repr=False)
+    reader: threading.Thread | None = field(default=None, repr=False)
 
     @property
     def name(self) -> str:
@@ -112,22 +116,34 @@ class Run:
             rule = f"reaches {len(self._plans)} hosts, which takes {needed} open files, and {allowed:g} are allowed"
             fix = "raise the hard limit (limits.conf; `ulimit -Hn` shows it), or start from another machine"
             raise ConfigError(Problem("launch ssh", None, rule, fix))
-        for plan, process in zip(self._plans, self._start(), strict=True):
-            one = _Connection(plan, process, log=(self._folder / f"{plan.host.label}.log").open("ab"))
-            self._open.append(one)
-            threading.Thread(target=self._read, args=(one,), daemon=True).start()
         self._beats.start()
         seconds = self._options.connect_timeout_seconds + START_SECONDS
-        end = time.monotonic() + seconds
-        while not all(one.ready for one in self._open) and not self._requests:
+        starting = zip(self._plans, self._start(), strict=True)
+        while not self._requests:
             late = [one for one in self._open if not one.ready]
-            if time.monotonic() > end:
+            # a wave at a time: this machine encrypts for all of them, and a thousand at once would all be late
+            while len(late) < HOSTS_AT_ONCE and (found := next(starting, None)) is not None:
+                late.append(self._opened(*found))
+            if not late:
+                return
+            if time.monotonic() > late[0].started + seconds:
                 rule = f"did not start shardtrain within {seconds:g} s"
                 raise ConfigError(Problem("host", late[0].name, rule, "is it overloaded, or its disk gone?"))
             ended = [one for one in self._open if one.process.poll() is not None]
             self._take()
-            if ended and self._lines.empty():
+            if ended:
+                if ended[0].reader is not None:
+                    ended[0].reader.join(1.0)  # its last line may still be on its way, and says why
+                while not self._lines.empty():
+                    self._take()
                 raise self._lost(ended[0]) if ended[0].ready else self._not_started(ended[0])
+
+    def _opened(self, plan: Plan, process: pdsh.Reached | subprocess.Popen[bytes]) -> _Connection:
+        one = _Connection(plan, process, log=(self._folder / f"{plan.host.label}.log").open("ab"))
+        self._open.append(one)
+        one.reader = threading.Thread(target=self._read, args=(one,), daemon=True)
+        one.reader.start()
+        return one
 
     def _start(self) -> Iterator[pdsh.Reached | subprocess.Popen[bytes]]:
         """Start what reaches each host."""
@@ -160,7 +176,7 @@ class Run:
 
     def _lost(self, one: _Connection) -> PeerError:
         told = f"the connection to host {one.name} was lost"
-        return PeerError(f"{told}; is it up? The same command goes on from the last checkpoint")
+        return PeerError(f"{told}; is it up? The same command continues from the last checkpoint")
 
     def _read(self, one: _Connection) -> None:
         assert one.process.stdout is not None
@@ -171,7 +187,7 @@ class Run:
     def _beat(self) -> None:
         """Let the hosts hear that somebody is there; a thread of its own, because a terminal may hold up the other."""
         while not self._ended.wait(remote_agent.BEAT_SECONDS):
-            for one in self._open:
+            for one in list(self._open):
                 one.say(remote_agent.BEAT)
 
     def _take(self) -> None:

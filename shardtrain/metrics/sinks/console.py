@@ -82,7 +82,7 @@ class Table:
             "left": (7, format_seconds(record.eta_seconds), ""),
         }
         for key, value in record.extra.items():
-            if _is_shown(key, value):
+            if key != "goodput" and _is_shown(key, value):  # the log and the summary tell of it
                 cells[key] = (max(len(key), 8), f"{value:.4g}", "")
         return cells
 
@@ -106,7 +106,7 @@ class Console:
         logger.info(f"validation step: {step:>2}  {words}")
 
     def close(self) -> None:
-        """Do nothing: the log goes on."""
+        """Do nothing: the log continues."""
 
 
 def _number(value: float, digits: int) -> str:
@@ -126,7 +126,7 @@ def _painted(cell: tuple[int, str, str], color: bool) -> str:
 
 def _is_shown(key: str, value: float) -> bool:
     """The parts of goodput are for the files, and so are counts of what has not happened: they would fill the line."""
-    return not key.startswith("goodput_") and (bool(value) or key not in _COUNTS)
+    return not key.startswith(("goodput_", "rows_of/")) and (bool(value) or key not in _COUNTS)
 
 
 def _parts(record: Record) -> list[tuple[str, str]]:

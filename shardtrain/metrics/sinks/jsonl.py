@@ -71,7 +71,7 @@ class JsonlFile:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(f"cannot write {self.path}: {error}; training goes on without it until it works again")
+            logger.warning(f"cannot write {self.path}: {error}; training continues without it until it works again")
 
 
 class JsonlFiles:
@@ -166,7 +166,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
         if record["step"] > start_step:
             continue
         while kept and kept[-1]["step"] >= record["step"]:
-            kept.pop()  # written twice: the later one belongs to the run that went on
+            kept.pop()  # written twice: the later one belongs to the run that continued
         kept.append(record)
     removed = len(records) - len(kept)
     if removed or bad or not content.endswith(b"\n"):

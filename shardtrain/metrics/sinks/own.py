@@ -67,4 +67,4 @@ class OwnSink:
     def _fail(self, error: Exception) -> None:
         self._sink = None
         told = redact(f"{type(error).__name__}: {error}")
-        logger.warning(f"the metric sink {self._path} failed: {told}; training goes on without it")
+        logger.warning(f"the metric sink {self._path} failed: {told}; training continues without it")

@@ -38,7 +38,7 @@ def open_sink(request: Request) -> PrometheusSink | None:
         return PrometheusSink(options.prometheus_port, options.prometheus_address, labels)
     except OSError as error:
         where = f"{options.prometheus_address}:{options.prometheus_port}"
-        logger.warning(f"Prometheus cannot be answered at {where}: {error.strerror}; training goes on without it")
+        logger.warning(f"Prometheus cannot be answered at {where}: {error.strerror}; training continues without it")
         return None
 
 

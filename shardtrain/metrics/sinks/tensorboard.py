@@ -103,7 +103,7 @@ class TensorBoardSink:
     def _fail(self, error: Exception) -> None:
         # Any exception: the writer's thread hands over whatever it met, and metrics never stop training.
         self._writer = None
-        logger.warning(f"TensorBoard files in {self.folder} cannot be written: {error}; training goes on without them")
+        logger.warning(f"cannot write TensorBoard files in {self.folder}: {error}; training continues without them")
 
 
 def missing_package(name: str, option: str, pip: str = "") -> Problem | None:

@@ -100,5 +100,5 @@ class TrackerSink:
             client.finish()
         except BaseException as error:  # even SystemExit, which W&B raises in this thread where it cannot log in
             told = redact(f"{type(error).__name__}: {error}")
-            logger.warning(f"{self._title} failed: {told}; training goes on without it")
+            logger.warning(f"{self._title} failed: {told}; training continues without it")
             self._failed = True

@@ -16,7 +16,7 @@ MEANINGS = {
     "compile": "the first step of each attempt, beyond a usual one",
     "start": "imports, building, loading; and the way out after the last step",
     "restart": "from a failure to the start of the next attempt, within one command",
-    "lost": "steps after the checkpoint that a later attempt went on from, done again",
+    "lost": "steps after the checkpoint that a later attempt continued from, done again",
     "idle": "between two commands: no part of the ratio",
 }
 
@@ -38,7 +38,7 @@ class Attempt:
 
     @property
     def saved_step(self) -> int:
-        """What another attempt would go on from."""
+        """What another attempt would continue from."""
         return self.points[-1].saved_step if self.points else self.start.step
 
     @property
@@ -172,7 +172,9 @@ def _at(attempt: Attempt, step: float) -> dict[str, float]:
     for point in attempt.points:
         now = {name: point.seconds.get(name, 0.0) for name in names}
         if point.step > step:
-            share = max(0.0, step - before_step) / (point.step - before_step)
+            if step <= before_step:  # it began behind that step, and may have ended where it began
+                return before
+            share = (step - before_step) / (point.step - before_step)
             return {name: before[name] + share * (now[name] - before[name]) for name in names}
         before_step, before = point.step, now
     return before

@@ -13,6 +13,8 @@ USAGE = """\
 usage: shardtrain goodput RUN_FOLDER
 
 Where the wall time of a run went, over all its attempts, from RUN_FOLDER/goodput.jsonl (RUN_FOLDER is job.dump_folder).
+
+  shardtrain goodput outputs
 """
 
 

@@ -14,7 +14,7 @@ from types import TracebackType
 
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import Account, Attempt, account, attempts_of, bins
-from shardtrain.resilience.phases import Phase, Phases
+from shardtrain.resilience.progress import Phase, Phases
 from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
 from shardtrain.utils.units import format_seconds
@@ -40,11 +40,13 @@ class Ledger:
         environment: Mapping[str, str] = os.environ,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """``folder`` is the run's, None for a rank that keeps no account; ``step`` is the one it goes on from."""
+        """``folder`` is the run's, None for a rank that keeps no account; ``step`` is the one it continues from."""
         self._path = folder / events.FILE if folder else None
         self._phases, self._now = phases or Phases(), now
         self._offset: dict[Phase, float] = {}
-        self._step = self._saved_step = step
+        self.step = step
+        """The step that is done."""
+        self._saved_step = step
         self._saves, self._written = 0, -float("inf")
         if folder is None:
             return
@@ -68,24 +70,19 @@ class Ledger:
         self._past = account([*earlier, Attempt(self._start)])
         self._write(self._start)
 
-    def note(self, step: int, is_logged: bool, measures: Callable[[], dict[str, float]] = dict) -> dict[str, float]:
-        """``step`` is done. For the record of a logged one: ``measures()`` and, on rank 0, the account until now."""
-        self._step = step
-        if not is_logged:
-            return {}
-        measured = measures()
+    def measures(self) -> dict[str, float]:
+        """For the record of a logged step: the account until now; empty on ranks that keep none."""
         if self._path is None:
-            return measured
+            return {}
         age = sum(self._phases.seconds().values())
         if age - self._written >= min(MOST_SECONDS_BETWEEN_LINES, max(1.0, age / 1000)):
             self._progress()
         found = self.account()
-        seconds = {f"goodput_{name}_seconds": value for name, value in found.seconds.items()}
-        return {**measured, "goodput": found.goodput, **seconds}
+        return {"goodput": found.goodput, **{f"goodput_{name}_seconds": value for name, value in found.seconds.items()}}
 
     def saved(self, step: int) -> None:
-        """A checkpoint of this step is there, perhaps some steps later: what a later attempt goes on from."""
-        self._step, self._saved_step, self._saves = max(self._step, step), step, self._saves + 1
+        """A checkpoint of this step is there, perhaps some steps later: what a later attempt continues from."""
+        self.step, self._saved_step, self._saves = max(self.step, step), step, self._saves + 1
         if self._path is not None:
             self._progress()
 
@@ -94,7 +91,7 @@ class Ledger:
         if self._path is None:
             return
         self._write(self._point(ended=True))
-        self._step = self._saved_step = step
+        self.step = self._saved_step = step
         self._offset, self._before, self._saves = self._phases.seconds(), 0.0, 0
         earlier = self._earlier(self._path.parent)
         attempt, now = secrets.token_hex(8), self._now()
@@ -133,7 +130,7 @@ class Ledger:
             for name, value in self._phases.seconds().items()
         }
         now = round(self._now(), 3)
-        return events.Progress(self._start.attempt, now, self._step, self._saves, rounded, ended, self._saved_step)
+        return events.Progress(self._start.attempt, now, self.step, self._saves, rounded, ended, self._saved_step)
 
     def _progress(self) -> None:
         self._written = sum(self._phases.seconds().values())

@@ -1,26 +1,133 @@
-"""What happens to a step whose loss or gradient norm is far above those before, decided before its update.
+"""Steps whose loss or gradient norm is far above those before: what a run remembers to find them, and what it does.
 
-The rule is OLMo-core's (``guard.py``). Going back is PaLM's way (Chowdhery et al. 2022, section 5.1): from a checkpoint
-about 100 steps before the spike, without the data seen before and during it.
+Decided before the update of the step, from numbers that all ranks know, and saved with the run, so that a resumed run
+judges alike. Going back to an older checkpoint is in ``train/rollback.py``.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.distributed import process_group
-from shardtrain.resilience.guards.history import Rewind
-from shardtrain.train import resume
-from shardtrain.utils.errors import NumericalError
+from shardtrain.utils.errors import CheckpointError, NumericalError
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
+RECENT_STEPS = 1000
+"""Steps of which a share may be skipped; see ``training.nonfinite_max_skip_fraction``."""
+MIN_VALUES = 20
+"""Values that a window must hold before it judges, or all of a shorter one."""
+NORM_FACTOR = 10.0
+"""A gradient norm is a spike only from so many times the mean on: single batches of healthy runs reach five times."""
+_ROUNDING = 1e-6
+"""Smallest spread that counts, as a share of the mean: values that are equal but for rounding have no spikes."""
+
+
+class Rewind(NamedTuple):
+    """The run met a spike in ``step``, went back to the end of step ``to``, and leaves out some rows of the order."""
+
+    step: int
+    to: int
+    first_row: int
+    end_row: int
+
+
+@dataclass
+class Guard:
+    """Equal on all ranks: it is made of numbers that all ranks know."""
+
+    losses: list[float] = field(default_factory=list)
+    """Global mean losses of the last steps, oldest first."""
+    grad_norms: list[float] = field(default_factory=list)
+    """Their gradient norms."""
+    skipped_steps: list[int] = field(default_factory=list)
+    """Those of the last RECENT_STEPS steps whose update was skipped, because a number was not finite."""
+    spikes: int = 0
+    """Spikes since the start of the run."""
+    rewinds: list[Rewind] = field(default_factory=list)
+
+    def may_skip(self, step: int, max_fraction: float) -> bool:
+        """Whether one more update, that of ``step``, may be skipped; notes it when it may."""
+        recent = [skipped for skipped in self.skipped_steps if skipped > step - RECENT_STEPS]
+        if len(recent) + 1 > max_fraction * RECENT_STEPS:
+            return False
+        self.skipped_steps = [*recent, step]
+        return True
+
+    def find_spike(self, loss: float, grad_norm: float, window: int, sigmas: float) -> str:
+        """What lies above the window, in words; empty when nothing does.
+
+        A value is a spike when it is more than ``sigmas`` standard deviations above the mean of the window: the rule of
+        OLMo-core's SkipStepOptimizer, for upward deviations alone. A spike enters the window like any other value, so
+        a lasting change of level is taken for the new level after a few steps. Gradient norms have a long tail, so that
+        the rule alone finds a spike in every 250 steps of a healthy run: they must be far above their mean, too.
+        """
+        found = []
+        series = ("loss", loss, self.losses, 0.0), ("gradient norm", grad_norm, self.grad_norms, NORM_FACTOR)
+        for name, value, values, factor in series:
+            if len(values) < min(window, max(MIN_VALUES, window // 2)):
+                continue
+            mean = math.fsum(values) / len(values)
+            spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
+            if value - mean > sigmas * max(spread, _ROUNDING * abs(mean)) and value > factor * mean:
+                found.append(
+                    f"the {name} {value:.6g} is far above the {mean:.6g} ± {spread:.2g} of {len(values)} steps"
+                )
+        return " and ".join(found)
+
+    def add(self, loss: float, grad_norm: float, window: int) -> None:
+        """Take the values of a step into the window."""
+        self.losses = [*self.losses, loss][-window:]
+        self.grad_norms = [*self.grad_norms, grad_norm][-window:]
+
+    def leaves_out(self, first_row: int, end_row: int) -> bool:
+        """Whether one of some rows of the order of the data is to be left out; then their whole step is."""
+        return any(rewind.first_row < end_row and first_row < rewind.end_row for rewind in self.rewinds)
+
+    def steps_left_out(self, first_row: int, end_row: int, rows_per_step: int) -> int:
+        """How many of the steps that rows would make are left out."""
+        steps: set[int] = set()
+        for rewind in self.rewinds:
+            begin, end = max(rewind.first_row, first_row), min(rewind.end_row, end_row)
+            if begin < end:
+                steps |= {*range((begin - first_row) // rows_per_step, (end - 1 - first_row) // rows_per_step + 1)}
+        return len(steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers for a checkpoint."""
+        return {
+            "losses": self.losses,
+            "grad_norms": self.grad_norms,
+            "skipped_steps": self.skipped_steps,
+            "spikes": self.spikes,
+            "rewinds": [list(rewind) for rewind in self.rewinds],
+        }
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Take what a checkpoint holds; raises CheckpointError when it is not what ``to_dict`` writes."""
+        losses, norms, skipped = (values.get(name) for name in ("losses", "grad_norms", "skipped_steps"))
+        spikes, rewinds = values.get("spikes"), values.get("rewinds")
+        good = (
+            _are_finite(losses)
+            and _are_finite(norms)
+            and len(losses) == len(norms)  # type: ignore[arg-type]
+            and _are_counts(skipped)
+            and _are_counts([spikes])
+            and isinstance(rewinds, list)
+            and all(_are_counts(rewind) and len(rewind) == len(Rewind._fields) for rewind in rewinds)
+        )
+        if not good:
+            raise CheckpointError("the guard's state is none of losses, steps and rewinds; use another checkpoint")
+        self.losses, self.grad_norms, self.skipped_steps = list(losses), list(norms), list(skipped)  # type: ignore[arg-type]
+        self.spikes, self.rewinds = int(spikes), [Rewind(*rewind) for rewind in rewinds]  # type: ignore[arg-type, union-attr]
+
 
 class RollbackRequested(Exception):
-    """Leaves a step whose update is not to be applied, on all ranks alike; see ``rollback``."""
+    """Leaves a step whose update is not to be applied, on all ranks alike; see ``train/rollback.py``."""
 
 
 def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
@@ -30,7 +137,7 @@ def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
         RollbackRequested: with ``training.spike_policy = "rewind"``, at a spike.
         NumericalError: when it has gone back from here too often.
     """
-    training, guard, step = run.config.training, run.guard, run.state.step + 1
+    training, guard, step = run.config.training, run.resilience.guard, run.state.step + 1
     if training.spike_policy == "off":
         return True
     found = guard.find_spike(loss, grad_norm, training.spike_window, training.spike_sigmas)
@@ -50,30 +157,9 @@ def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
     return not (found and training.spike_policy == "skip")
 
 
-def rollback(run: Run, checkpoints: Checkpoints, why: RollbackRequested, started_at: int) -> None:
-    """Take the state of an older checkpoint in place, and leave out the data of the steps before and with the spike.
+def _are_finite(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) in (int, float) and math.isfinite(value) for value in values)
 
-    Without a checkpoint that is old enough the state stays that before the spike, and its data alone are left out.
-    ``started_at`` is the step at which this process began. A collective.
-    """
-    training, guard = run.config.training, run.guard
-    rewinds, spikes, step = guard.rewinds, guard.spikes, run.state.step + 1
-    first_row, end_row = run.state.samples_consumed, run.dataloader.samples_consumed
-    process_group.set_timeout(run.config.comm.init_timeout_seconds)  # ranks wait for each other's reading
-    run.runner.forget_gradients()
-    path = checkpoints.newest_good(step - training.spike_rewind_steps, started_at)
-    if path is None:
-        logger.warning(f"no checkpoint is {training.spike_rewind_steps} steps older than step {step}: none is undone")
-        run.state.samples_consumed = end_row
-    else:
-        resume.load(run, checkpoints, path, frozenset())
-        checkpoints.forget(range(run.state.step + 1, step), started_at)
-        first_row = max(
-            run.state.samples_consumed, first_row - (training.spike_skip_steps - 1) * run.dataloader.global_batch
-        )
-    run.ledger.rollback(run.state.step)
-    guard.rewinds, guard.spikes = [*rewinds, Rewind(step, run.state.step, first_row, end_row)], spikes
-    logger.warning(
-        f"{why}; going on after step {run.state.step}{f' from {path}' if path else ''}, without rows {first_row} to "
-        f"{end_row - 1} of the order of the data"
-    )
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)

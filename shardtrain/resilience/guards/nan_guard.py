@@ -10,7 +10,7 @@ from torch import Tensor
 from shardtrain import data
 from shardtrain.distributed import process_group
 from shardtrain.resilience.guards import nonfinite_tensor
-from shardtrain.resilience.guards.history import RECENT_STEPS
+from shardtrain.resilience.guards.loss_spikes import RECENT_STEPS
 from shardtrain.utils.errors import NumericalError
 from shardtrain.utils.log import logger
 
@@ -40,8 +40,8 @@ def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
     if training.nonfinite_policy == "skip":
         if skips >= training.nonfinite_max_skips:
             bound = f"; {skips} updates in a row were skipped (training.nonfinite_max_skips)"
-        elif not run.guard.may_skip(step, training.nonfinite_max_skip_fraction):
-            count = sum(skipped > step - RECENT_STEPS for skipped in run.guard.skipped_steps)
+        elif not run.resilience.guard.may_skip(step, training.nonfinite_max_skip_fraction):
+            count = sum(skipped > step - RECENT_STEPS for skipped in run.resilience.guard.skipped_steps)
             bound = f"; {count} of {RECENT_STEPS} updates were skipped (training.nonfinite_max_skip_fraction)"
         else:
             skipped = f"the update is skipped ({skips + 1} in a row)"

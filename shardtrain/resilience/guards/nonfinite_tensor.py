@@ -1,10 +1,12 @@
 """Which tensor was the first that is not finite: a second look at a step that failed, which changes nothing.
 
-Parameters are looked at first, then the outputs of modules in another forward pass of the same rows, then gradients.
+Parameters are looked at first, then the outputs of modules in another forward pass of the same rows, then gradients. A
+save looks at what it would hold.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import data
-from shardtrain.checkpoint.collectives import all_gather_json
+from shardtrain.checkpoint.collectives import all_gather_json, any_rank
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.seeding import seed_step
+from shardtrain.utils.errors import NumericalError, StorageError
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
+    from shardtrain.checkpoint.save import Saver
     from shardtrain.train.run import Run
 
 _SHOWN = 3
@@ -30,7 +34,7 @@ def find(run: Run, local: list[data.Batch], in_loss: bool) -> tuple[str, str]:
     """The first tensors that are not finite with the ranks that hold them, and what to do; equal on all ranks."""
     tensors = {**run.runner.parameters(), **run.runner.buffers()}
     if found := _agree(run, _not_finite(tensors)):
-        return f"{found} itself is not finite", "go on from the last checkpoint"
+        return f"{found} itself is not finite", "continue from the last checkpoint"
     if in_loss:
         if found := _agree(run, _outputs(run, local), shown=1):
             return f"the first that is not finite is the output of {found}", _ADVICE
@@ -41,6 +45,29 @@ def find(run: Run, local: list[data.Batch], in_loss: bool) -> tuple[str, str]:
     return "each gradient is finite, and the sum of their squares is not", _ADVICE
 
 
+def refuse_to_save(run: Run, tensors: Mapping[str, Tensor], checkpoints: Saver) -> None:
+    """Stop before a save that would hold NaN or infinity, from which no run could continue (a collective).
+
+    A step is judged by its loss and gradient, before the update. What the update made of the weights shows in the loss
+    of the next step; a save comes before that, and after the last step there is none.
+
+    Raises:
+        NumericalError: on all ranks; names the tensors, the ranks that hold them, and the step to continue from.
+    """
+    own = _not_finite(tensors)
+    if not any_rank(bool(own)):
+        return
+    found = _agree(run, own)
+    with contextlib.suppress(StorageError):
+        checkpoints.finish()
+    saved = checkpoints.saved_step
+    fix = f"continue from step {saved}" if saved else "start again"
+    raise NumericalError(
+        f"step {run.state.step}: not finite after the update: {found}; nothing of it was saved; {fix}, with a lower "
+        "optimizer.lr"
+    )
+
+
 def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     """Names of tensors of which this rank's part holds NaN or infinity, a few."""
     names = (name for name, tensor in tensors.items() if not _is_finite(tensor))
@@ -49,7 +76,10 @@ def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def _is_finite(tensor: Tensor) -> bool:
     local = local_tensor(tensor).detach()
-    return not local.is_floating_point() or bool(torch.isfinite(local).all())
+    if not local.is_floating_point() or not local.numel():
+        return True
+    low, high = torch.aminmax(local)  # NaN is both; a tenth of what isfinite takes, which makes a tensor of answers
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def _agree(run: Run, own: list[str], shown: int = _SHOWN) -> str:

@@ -11,7 +11,6 @@ from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.holders import Held
 from shardtrain.checkpoint.save import Saver
 from shardtrain.distributed.grad_clip import NORMS_AGREE
-from shardtrain.train import resume
 from shardtrain.utils.errors import NumericalError
 from shardtrain.utils.log import logger
 
@@ -35,11 +34,11 @@ class Replicas:
 
         Raises:
             NumericalError: on all ranks, when two differ; names the first tensor, the odd ranks, and the checkpoint
-                to go on from.
+                to continue from.
         """
         if not self._interval or step % self._interval or self._run.mesh.device_mesh.size() == 1:
             return
-        tensors = {**resume.everything(self._run), **resume.optimizer_state(self._run)}
+        tensors = {**self._run.model_state_dict(), **self._run.optimizer_state_dict()}
         if self._held is None:
             self._held = holders.find_holders(tensors)
             if not holders.num_replicated(self._held):
@@ -51,12 +50,12 @@ class Replicas:
 
 
 def refuse_norms(run: Run, norm: Tensor) -> None:
-    """Stop before an update whose global gradient norm is not the same on all ranks, as ``clip.agree`` suspects.
+    """Stop before an update whose gradient norm is not the same on all ranks, as ``grad_clip.Agreement`` suspects.
 
     Raises:
-        NumericalError: on all ranks the same; names the odd ranks. Not where ``run.compares_norms`` is off.
+        NumericalError: on all ranks the same; names the odd ranks. Not where ``resilience.compares_norms`` is off.
     """
-    if not run.compares_norms:
+    if not run.resilience.compares_norms:
         return
     step, norms = run.state.step + 1, all_gather_json(float(norm))
     middle = sorted(norms)[len(norms) // 2]
@@ -71,5 +70,5 @@ def refuse_norms(run: Run, norm: Tensor) -> None:
     raise NumericalError(
         f"step {step}: the gradient norm is {who}, where all ranks must have the same; the weights are still those of "
         f"step {step - 1}. At the first step the model's LAYOUT is to be suspected (shardtrain verify names what "
-        "differs), later a device that computes wrongly: go on from the last checkpoint without it"
+        "differs), later a device that computes wrongly: continue from the last checkpoint without it"
     )

@@ -18,23 +18,23 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import private_store
 from shardtrain.distributed.private_store import FolderStore
 from shardtrain.distributed.process_group import World
-from shardtrain.resilience.phases import Phases
+from shardtrain.resilience.progress import Phases
 from shardtrain.resilience.watchdog.watchdog import Watchdog
 
 __all__ = ["Watchdog", "beating"]
 
 
 @contextmanager
-def beating(config: Config, here: World, phases: Phases) -> Iterator[None]:
+def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
     """Let this rank's watchdog beat until the block ends; a process that hangs in it is ended, and the run too."""
-    if here.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
+    if world.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
         yield
         return
-    own: Any = here.store
+    own: Any = world.store
     folder = private_store.folder_of(os.environ)
     # a connection of its own: a wait in the process group's would hold the heartbeat too
     store: Any = FolderStore(folder / "heartbeat") if folder else dist.PrefixStore("heartbeat", own.clone())
-    rank_watchdog = Watchdog(store, here.rank, here.size, config, phases, here.device.type)
+    rank_watchdog = Watchdog(store, world.rank, world.size, config, phases, world.device.type)
     rank_watchdog.start()
     try:
         yield

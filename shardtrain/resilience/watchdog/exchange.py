@@ -117,7 +117,7 @@ class Exchange:
 
     def hear(self) -> dict[int, Heartbeat]:
         """The last sign of every rank that has ever given one."""
-        count = min(self._store.add(_PLACES, 0), self._most_places)
+        count = min(self._store.add(_PLACES, 0), self._most_places)  # adding 0 reads; a stranger may have added more
         places = [f"{_PLACE}-{number}" for number in range(1, count + 1)]
         self._known |= {place for place in places if place not in self._known and self._store.check([place])}
         asked = [place for place in places if place in self._known]
@@ -179,6 +179,7 @@ class Exchange:
             node.set(f"left-{self._rank}", "")
         if not has_left and not self._speaks():
             return
+        # one key of the store holds the signs of the whole node, so that its load grows with nodes and not with ranks
         ranks = self._ranks("sign-")
         texts = [f'"{rank}":{node.get(f"sign-{rank}").decode()}' for rank in ranks]
         self._post("{" + ",".join(texts) + "}")

@@ -65,15 +65,16 @@ class HangDetector:
 
     def observe(self, now: float, signs: Mapping[int, Heartbeat]) -> HangReport | None:
         """Note what ranks say at a moment; gives a verdict when nothing has moved for too long."""
+        # a process that was stopped itself, or slept with its machine, saw nothing: the pause counts against nobody
         paused = now - self._last if self._last else 0.0
         if self._last and paused > max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit):
-            for seen in self._seen.values():  # this process was stopped, or asleep with its machine, and knows nothing
+            for seen in self._seen.values():
                 seen.beat_seconds, seen.moved_seconds = seen.beat_seconds + paused, seen.moved_seconds + paused
         self._last = now
-        for rank in range(self._size) if not self._seen else ():
-            self._seen[rank] = _Seen(
-                Heartbeat(0, "unknown", limit_seconds=self._beat), now, now
-            )  # and what if it never speaks?
+        if not self._seen:
+            # a rank that never gives a sign is judged like one that has stopped giving them
+            unknown = Heartbeat(0, "unknown", limit_seconds=self._beat)
+            self._seen = {rank: _Seen(unknown, now, now) for rank in range(self._size)}
         for rank, sign in signs.items():
             seen = self._seen[rank]
             if sign.beat != seen.sign.beat:
@@ -94,6 +95,7 @@ class HangDetector:
         """How long nothing may move; 0 where there is no limit."""
         if not all(sign.limit_seconds for sign in signs):
             return 0.0
+        # one rank that compiles or loads may be slow, and where nobody waits for it there is no hang
         waiting = [sign for sign in signs if sign.collective]
         if not waiting and any(sign.is_cold for sign in signs):
             return 0.0
@@ -107,6 +109,7 @@ class HangDetector:
         signs = {rank: seen.sign for rank, seen in present.items()}
         busy = [rank for rank, sign in signs.items() if not sign.collective]
         left = {rank: seen.sign for rank, seen in self._seen.items() if seen.sign.has_left and seen.sign.phase != "end"}
+        # who waits in a collective has arrived: to blame are the silent ones, or else those that are still busy
         behind = silent or _furthest_behind(signs, busy)
         if left and not behind:
             sign = left[min(left)]

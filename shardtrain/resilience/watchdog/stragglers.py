@@ -80,7 +80,7 @@ class Stragglers:
             return None
         windows = {rank: _Window(self._before[rank], mark) for rank, mark in marks.items()}
         if min(window.samples for window in windows.values()) < MIN_SAMPLES:
-            return None
+            return None  # the window begins where it began, and grows until the next call
         self._before = marks
         slow = {straggler.rank: straggler for straggler in self._slow(windows, signs)}
         self._strikes = {rank: self._strikes.get(rank, 0) + 1 for rank in slow}
@@ -91,11 +91,11 @@ class Stragglers:
         for rank, window in windows.items():
             stages.setdefault(rank // self._per_stage, []).append(window.work)
         for works in stages.values():
-            works.sort()
+            works.sort()  # once, so that each rank's median of its peers is a look at two of them
         for rank, window in windows.items():
             works = stages[rank // self._per_stage]
             if len(works) == 1:
-                continue
+                continue  # no peer does the same work
             usual = median_without(works, window.work)
             if window.work > RATIO * usual and window.work - usual > SHARE_OF_STEP * window.step_seconds:
                 yield Straggler(rank, signs[rank].host, window.work, usual, window.phase)

@@ -24,7 +24,7 @@ from shardtrain.config.schema import Config
 from shardtrain.launch import exit_report, failure
 from shardtrain.resilience import progress as moving
 from shardtrain.resilience import signals
-from shardtrain.resilience.phases import Phases
+from shardtrain.resilience.progress import Phases
 from shardtrain.resilience.watchdog import stack
 from shardtrain.resilience.watchdog.exchange import Exchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json
@@ -146,7 +146,7 @@ class Watchdog:
             if not self._closed.is_set():
                 logger.warning(f"the heartbeat has lost the store: {str(error).splitlines()[0]}")
         except Exception:
-            logger.exception("the heartbeat of this rank has ended by a fault of its own; training goes on without")
+            logger.exception("the heartbeat of this rank has failed; training continues without it")
 
     def _judge_all(self) -> None:
         signs = self._others.hear()
@@ -183,9 +183,9 @@ class Watchdog:
         progress = (0, 0, 0)
         while not self._closed.wait(interval):
             now = time.monotonic()
-            here = (self._moving.step, self._phases.entered, self._moving.ticks)
-            if here != progress or now - last > 3 * self._beat:  # the second: this process was stopped
-                progress, moved_at = here, now
+            position = (self._moving.step, self._phases.entered, self._moving.ticks)
+            if position != progress or now - last > 3 * self._beat:  # the second: this process was stopped
+                progress, moved_at = position, now
             if samples and self._phases.name in WORK:
                 self._sample(now - last)
             mute = now - max(self._exchanged_at, moved_at)

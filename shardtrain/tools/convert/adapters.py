@@ -36,7 +36,7 @@ def main(words: Sequence[str]) -> int:
         _merge_peft(found)
     else:
         from shardtrain.hf.opening import is_hub_folder
-        from shardtrain.tools.convert.command import step_of
+        from shardtrain.tools.convert.checkpoint import step_of
 
         if is_hub_folder(found.adapters):
             raise ConfigError(f"{found.adapters} is a whole model and no adapters; use it as it is")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardtrain.checkpoint import manifest
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.config_json import CONFIG, read_json
+from shardtrain.tools.convert.checkpoint import model_options, step_of
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
@@ -82,24 +83,25 @@ def export_main(words: Sequence[str]) -> int:
         "Write the weights of a checkpoint as a Hugging Face folder, and check it.",
         "shardtrain export outputs --to hf_model",
     )
+    parser.usage, rarer = "shardtrain export FROM (--to HF_DIR | --push ORG/NAME) [OPTION ...]", parser.rarer()
     where = "a step-N folder, a run's folder (its newest good step), or a Hugging Face folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
     parser.add_argument("--to", type=Path, metavar="HF_DIR", help="a new folder")
     types = "type of all weights (default: what each has where the model came from)"
     parser.add_argument("--dtype", choices=DTYPES, default="", help=types)
-    parser.add_argument("--shard_gigabytes", type=float, default=5.0, help="largest file, in 10^9 bytes")
+    rarer.add_argument("--shard_gigabytes", type=float, default=5.0, help="largest file, in 10^9 bytes")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
-    parser.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")
+    rarer.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")
     parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT opens them")
     base = "what adapter_config.json and the card name as the model (the run's own)"
-    parser.add_argument("--base_model", default="", help=base)
+    rarer.add_argument("--base_model", default="", help=base)
     parser.add_argument("--check", choices=CHECKS, default="auto", help="see docs/hub.md")
     parser.add_argument("--card", action="store_true", help="write README.md, a model card of the run")
     hub = "upload the folder, with a card, to this repository of the Hugging Face Hub (token: HF_TOKEN)"
     parser.add_argument("--push", default="", metavar="ORG/NAME", help=hub)
-    parser.add_argument("--private", action="store_true", help="with --push, create a private repository")
+    rarer.add_argument("--private", action="store_true", help="with --push, create a private repository")
     overwrite = "with --push, replace a card in the repository that somebody wrote or changed"
-    parser.add_argument("--overwrite_card", action="store_true", help=overwrite)
+    rarer.add_argument("--overwrite_card", action="store_true", help=overwrite)
     _refuse_token(words)
     found = parser.read(list(words))
     if found is None:
@@ -224,15 +226,6 @@ def _export(found: Any, path: Path) -> int:
     return 0
 
 
-def step_of(path: Path, config: Path | None) -> Path:
-    """The checkpoint that a path means: itself, or the newest good one of a run."""
-    if (path / manifest.MANIFEST).is_file() or not path.is_dir():
-        return path
-    from shardtrain.tools.generate.locate_checkpoint import find_checkpoint, load_config
-
-    return find_checkpoint(path, load_config(path, config).config)[0]
-
-
 def _no_tokenizer(folder: Path | None, options: dict[str, Any]) -> str:
     if folder is not None:
         return f"{folder} has no file of one"
@@ -255,33 +248,3 @@ def _check_logits(wanted: Export, must: bool, reason: str = "") -> None:
             "use what was written"
         )
     print(f"transformers gives the same logits: largest error {error:.2e}, where logits are up to {scale:.2g}")
-
-
-def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
-    """The model of a checkpoint: by the configuration given, by what an import noted, or by the run beside it."""
-    run = checkpoint.resolve().parent.parent / RESOLVED_CONFIG
-    if config is None and not run.is_file():
-        from shardtrain.hf import source
-
-        if noted := source.noted_model(checkpoint, manifest.read(checkpoint)):
-            return noted
-    path = config or run
-    if not path.is_file():
-        raise ConfigError(f"{path} is missing, so the model of {checkpoint} is not known; give the TOML with --config")
-    from shardtrain import config as configs
-    from shardtrain.config import derived
-
-    loaded = configs.load(path, [])
-    model, training = loaded.config.model, loaded.config.training
-    assets = Path(model.tokenizer_path or model.hf_assets_path)
-    return {
-        "name": model.name,
-        "flavor": model.flavor,
-        "overrides": dict(model.overrides),
-        "norm_type": model.norm_type,
-        "seq_len": training.seq_len,
-        "base": derived.initial_weights(loaded.config),
-        "tokenizer": assets if assets.is_dir() else None,
-        "assets": str(assets),
-        "loaded": loaded.config,
-    }

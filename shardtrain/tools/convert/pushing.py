@@ -1,7 +1,7 @@
 """``shardtrain export --push``: a Hugging Face folder as one commit of a repository, read back by its hashes.
 
 The requests are ``huggingface_hub``'s. What can be refused is refused before a byte is sent. Large files are stored one
-by one before the commit, so that the same command goes on where it was interrupted, and nobody sees half a model.
+by one before the commit, so that the same command continues where it was interrupted, and nobody sees half a model.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class Push:
 
     def _not_all(self, error: ShardtrainError, stored: list[str], names: list[str]) -> ShardtrainError:
         there = f"{', '.join(stored)} of {len(names)} files are stored" if stored else "no large file is stored"
-        text = f"{error}; nothing of this upload can be seen in {self.repo_id} yet: {there}. The same command goes on"
+        text = f"{error}; nothing of this upload can be seen in {self.repo_id} yet: {there}. The same command continues"
         return type(error)(text)
 
     def _ask(self, call: Callable[[], T]) -> T:

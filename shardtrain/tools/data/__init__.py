@@ -9,7 +9,7 @@ from __future__ import annotations
 USAGE = """\
 usage: shardtrain data VERB ...
 
-  prepare  [CONFIG.toml] --output FOLDER ...   turn text into shards of tokens, on all cores; goes on where it stopped
+  prepare  [CONFIG.toml] --output FOLDER ...   turn text into shards of tokens, on all cores; continues where it stopped
   check    [CONFIG.toml] ...                   count rows, tokens, steps; find bad rows, duplicates and leakage
   show     [CONFIG.toml] ...                   print decoded samples with what is learned, documents and positions
   probe    [CONFIG.toml] ...                   change one token and report which logits move: no leak between documents
@@ -18,4 +18,7 @@ usage: shardtrain data VERB ...
 
 The data are those of the configuration: [training] dataset and dataset_path or [data.sources.NAME], and [data].
 Each verb explains itself with --help.
+
+  shardtrain data show my_run.toml --rows 2
+  shardtrain data prepare my_run.toml --output tokens
 """

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardtrain import models, tasks
 from shardtrain.config import Config, check, derived, load, machine_notes
+from shardtrain.config.command_line import Option, number_of, take
 from shardtrain.config.schema import Training, Validation
 from shardtrain.data import build_dataset, sources
 from shardtrain.data.encode import open_encoder
@@ -24,7 +25,6 @@ from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.launch import environment
 from shardtrain.tools.data.progress import Progress
 from shardtrain.tools.data.survey import Survey, survey_line, survey_rows
-from shardtrain.tools.data.words import take, whole_number
 from shardtrain.utils.errors import ConfigError, DataError
 
 USAGE = """usage: shardtrain data check [CONFIG.toml] [--world_size N] [--json] [--section.key VALUE ...]
@@ -68,11 +68,13 @@ class Report:
 
 def main(words: list[str]) -> int:
     """Run the verb; returns the exit status."""
-    found = take(words, {"--world_size": whole_number, "--nproc": whole_number}, flags=("--json",))
+    found = take(
+        words, {name: Option(number_of(), "8", once=True) for name in ("--world_size", "--nproc")}, ("--json",)
+    )
     if found.help:
         print(USAGE, end="")
         return 0
-    loaded = load(found.config_file, found.overrides)
+    loaded = load(*found.configuration())
     world_size = found.own.get("--world_size") or found.own.get("--nproc")
     if problems := [*check(loaded), *(machine_notes(loaded, world_size, None, None) if world_size else ())]:
         raise ConfigError(problems)

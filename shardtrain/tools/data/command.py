@@ -7,6 +7,7 @@ import importlib
 
 from shardtrain.tools.data import USAGE
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.heartbeat import heartbeat
 
 VERBS = ("prepare", "check", "show", "probe", "tokenizer", "download")
 
@@ -22,4 +23,7 @@ def main(words: list[str]) -> int:
         fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(VERBS)}"
         raise ConfigError(Problem("shardtrain data", verb, "is not a verb", fix, "command line"))
     tool = importlib.import_module(f"shardtrain.tools.data.{verb}")
-    return int(tool.main(rest))
+    if verb in ("prepare", "download"):  # they tell what they have done so far, and prepare forks
+        return int(tool.main(rest))
+    with heartbeat(f"shardtrain data {verb}"):
+        return int(tool.main(rest))

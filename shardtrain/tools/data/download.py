@@ -175,7 +175,7 @@ class Hub:
             return Path(_bounded(call, STALLED_SECONDS, lambda: _written(folder)))
         except Exception as error:
             if "Consistency check failed" in str(error):
-                text = f"{name} does not have the size that the hub told; it is not kept, try again"
+                text = f"{name} does not have the size that the hub reported; it is not kept, try again"
                 raise DataError(text) from error
             if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
                 raise _cannot_write(error, folder / name) from error
@@ -266,7 +266,7 @@ def fetch(hub: Hub, name: str, commit: str, facts: RepoSibling, staging: Path, t
 
 @contextmanager
 def _staging(folder: Path) -> Iterator[Path]:
-    """A folder that one process at a time may use; it stays after an error, for what the library can go on with."""
+    """A folder that one process at a time may use; it stays after an error, for what the library can resume from."""
     staging = folder / STAGING
     staging.mkdir(exist_ok=True)
     with (staging / ".lock").open("a") as lock:  # NFS locks only what is open for writing
@@ -395,7 +395,8 @@ def _refuse_token(words: Sequence[str], program: str = PROGRAM) -> None:
         rule = "would show the token to everyone on this machine, and leave it in the shell's history"
         fix = "set the environment variable HF_TOKEN, or log in once with hf auth login"
         raise ConfigError(Problem("--hf_token", None, rule, fix))
-    if any(word.startswith("hf_") for word in words):
+    # a folder may be called hf_model; a token has some 34 letters and digits after hf_
+    if any(re.match(r"hf_[A-Za-z0-9]{16,}", word) for word in words):
         rule = "has a word that looks like a token"
         raise ConfigError(Problem(program, None, rule, "set the environment variable HF_TOKEN in its place"))
 

@@ -122,8 +122,8 @@ def _death(worker: _Worker) -> str:
     hint = "; the machine may be out of memory: use fewer --processes" if code == -signal.SIGKILL else ""
     unit = f" at unit {worker.units[0]}" if worker.units else ""
     return (
-        f"process {worker.process.pid} died{unit} with {how}{hint}; start the same command again: it goes on where it "
-        "stopped"
+        f"process {worker.process.pid} died{unit} with {how}{hint}; start the same command again: it continues where "
+        "it stopped"
     )
 
 

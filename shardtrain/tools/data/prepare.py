@@ -2,11 +2,12 @@
 
 The source is cut into units of some megabytes. Processes tokenize them into files of the folder ``unfinished``; this
 process lays those end to end into the shards, in the order of the source, and notes every few seconds how far it came.
-A command that was killed goes on from there.
+A command that was killed continues from there.
 """
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import json
 import os
@@ -20,16 +21,19 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config import Config, check, load
-from shardtrain.data import build_dataset, sources
+from shardtrain.config.command_line import COMMAND_LINE, Option, number_of, take
+from shardtrain.data import build_dataset, fitted, sources
 from shardtrain.data.document import Encoder
 from shardtrain.data.encode import open_encoder
+from shardtrain.data.fit_table import FitTableWriter
+from shardtrain.data.packing import Packing
 from shardtrain.data.read_documents import BadRows, RowStats
 from shardtrain.data.shard_index import INDEX, UNFINISHED, Index, read_index
 from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens, storing, write_whole
+from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.sources import Shards, Table
 from shardtrain.tools.data import pool, units
 from shardtrain.tools.data.progress import Progress
-from shardtrain.tools.data.words import COMMAND_LINE, take, whole_number
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
 
@@ -37,12 +41,16 @@ USAGE = """usage: shardtrain data prepare [CONFIG.toml] --output FOLDER [--proce
                                [--section.key VALUE ...]
 
 Tokenizes the dataset of a configuration (training.dataset and dataset_path, or every one of [data.sources] into
-FOLDER/NAME) and writes shards of tokens, to be trained on with training.dataset = "tokens".
+FOLDER/NAME) and writes shards of tokens, to be trained on with training.dataset = "tokens". Where documents are kept
+whole (data.packing), it also fits them into rows of training.seq_len; for other rows, run it again with another length.
 
-  --output FOLDER     where to write; a command that was stopped goes on when it is started again
+  --output FOLDER     where to write; a command that was stopped continues when it is started again
   --processes N       processes that tokenize; all cores unless set. The result is the same for any number
   --shard_tokens N    tokens per file; as many as make 512 MB unless set
 """
+FIT_DOCUMENTS = 100_000
+"""Documents from which on those that are kept whole are fitted into rows here: a run takes 0.1 s for so many."""
+_BLOCKS_AT_ONCE = 16
 SAVE_SECONDS = 10.0
 """Time between two notes of how far the work came."""
 _PROGRESS = "progress.json"
@@ -60,19 +68,27 @@ class Job:
     encoder: Encoder
     folder: Path
     shard_tokens: int
+    packing: Packing
     facts: Mapping[str, Any]
     """What must be the same for the folder to be continued."""
 
 
 def main(words: list[str]) -> int:
     """Run the verb; returns the exit status."""
-    found = take(words, {"--output": str, "--processes": whole_number, "--shard_tokens": whole_number})
+    found = take(
+        words,
+        {
+            "--output": Option(example="FOLDER", once=True),
+            "--processes": Option(number_of(), "4", once=True),
+            "--shard_tokens": Option(number_of(), "100_000_000", once=True),
+        },
+    )
     if found.help:
         print(USAGE, end="")
         return 0
     if not found.own.get("--output"):
         raise ConfigError(Problem("--output", None, "is not given", "write --output FOLDER", COMMAND_LINE))
-    loaded = load(found.config_file, found.overrides)
+    loaded = load(*found.configuration())
     if problems := check(loaded):
         raise ConfigError(list(problems))
     processes = found.own.get("--processes") or len(os.sched_getaffinity(0))
@@ -81,7 +97,7 @@ def main(words: list[str]) -> int:
         for job in jobs(loaded.config, folder, found.own.get("--shard_tokens")):
             print(prepare(job, processes), flush=True)
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from here", file=sys.stderr)
+        print("stopped; the same command continues from here", file=sys.stderr)
         return 130
     return 0
 
@@ -113,11 +129,12 @@ def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Job
         }
         target = folder / named.name if config.data.sources else folder
         kind = named.source.format or config.data.format
-        yield Job(named.name, config, kind, source, encoder, target, shard_tokens, facts)
+        packing = build_dataset.packing_of(config, config.training, tokenizer, named)
+        yield Job(named.name, config, kind, source, encoder, target, shard_tokens, packing, facts)
 
 
 def prepare(job: Job, processes: int) -> str:
-    """Prepare one dataset, or go on with it; returns the line that says what came of it.
+    """Prepare one dataset, or continue with it; returns the line that says what came of it.
 
     Raises:
         ConfigError: when the folder holds something else, or a file changed meanwhile.
@@ -129,7 +146,7 @@ def prepare(job: Job, processes: int) -> str:
         index = read_index(job.folder, "--output")
         _same_facts(job, {**index.prepared_from, "files": index.sources})
         shutil.rmtree(job.folder / UNFINISHED, ignore_errors=True)
-        return f"{job.folder} is prepared already: {_contents(index)}"
+        return "\n".join([f"{job.folder} is prepared already: {_contents(index)}", *_fit(job, processes)])
     _refuse_foreign(job.folder)
     with storing(job.folder):
         (job.folder / UNFINISHED).mkdir(parents=True, exist_ok=True)
@@ -148,7 +165,53 @@ def prepare(job: Job, processes: int) -> str:
     if not work.tokens:
         speed = ""  # all was tokenized before the command was stopped
     lines = [f"prepared {job.folder}: {_contents(index)}, in {format_seconds(seconds)}{speed}"]
-    return "\n".join(lines + [f"  left out {reason}" for reason in work.tally.reasons()])
+    lines += [f"  left out {reason}" for reason in work.tally.reasons()]
+    return "\n".join(lines + _fit(job, processes))
+
+
+def _fit(job: Job, processes: int) -> list[str]:
+    """Fit the documents of prepared shards into rows, where a run would take seconds for it at each start.
+
+    Returns lines that say what came of it; none where there is nothing to do.
+    """
+    packing, line = job.packing, ShardTokenBuffer(job.folder, "--output")
+    if packing.kind == "concat" or line.num_documents < FIT_DOCUMENTS:
+        return []
+    if fitted.table_of(line, packing, "--output", refuses_many=False) is not None:
+        return []
+    groups = range(0, fitted.num_blocks(line), _BLOCKS_AT_ONCE)
+
+    def work(number: int, say: pool.Say) -> dict[str, Any]:
+        blocks = range(groups[number], min(groups[number] + _BLOCKS_AT_ONCE, fitted.num_blocks(line)))
+        fits = [fitted.fit_block(*fitted.documents_of_block(line, block), packing) for block in blocks]
+        say({})  # ends this process where the command has ended
+        return {
+            "blocks": [
+                {
+                    **{name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped")},
+                    "order": base64.b64encode(fit.to_bytes()).decode(),
+                }
+                for fit in fits
+            ]
+        }
+
+    began, waiting, merged = time.monotonic(), dict[int, list[dict[str, Any]]](), 0
+    with storing(job.folder):
+        writer = FitTableWriter(job.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, fitted.num_blocks(line))
+        try:
+            with Progress(f"fitting {job.name}", None) as shown:
+                for number, news in pool.run(len(groups), set(), work, processes):
+                    if number is not None:
+                        waiting[number] = news["blocks"]
+                    while (blocks := waiting.pop(merged, None)) is not None:
+                        writer.add((block, base64.b64decode(block["order"])) for block in blocks)
+                        merged += 1
+                    shown.show(merged / len(groups), round(merged / len(groups) * line.num_tokens))
+            rows = writer.finish()
+        finally:
+            writer.close()
+    seconds = format_seconds(time.monotonic() - began)
+    return [f"  fitted into {rows:,} rows of {packing.seq_len} ({packing.kind}), in {seconds}"]
 
 
 class _Work:

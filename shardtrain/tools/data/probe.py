@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardtrain.tools.data.words import take
+from shardtrain.config.command_line import take
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def main(words: list[str]) -> int:
         return 0
     from shardtrain import config as configs
 
-    loaded = configs.load(found.config_file, found.overrides)
+    loaded = configs.load(*found.configuration())
     if problems := configs.check(loaded):
         raise ConfigError(list(problems))
     model, has_experts = _model(loaded.config)
@@ -169,7 +169,7 @@ def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: boo
 
 
 def _wrong_positions(batch: Batch) -> list[str]:
-    """Positions of the first row that do not count from 0 in each document; the first may go on from another row."""
+    """Positions of the first row that do not count from 0 in each document; the first may continue from another row."""
     assert batch.documents_BT is not None  # probe has looked
     positions, documents = batch.positions_BT[0].tolist(), batch.documents_BT[0].tolist()
     wrong = []

@@ -11,6 +11,7 @@ from pathlib import Path
 from shardtrain import config as configs
 from shardtrain import data, tasks
 from shardtrain.config import derived
+from shardtrain.config.command_line import COMMAND_LINE, Option, number_of, take
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.config.show import RESOLVED_CONFIG
@@ -19,7 +20,6 @@ from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.data.loader import SOURCE_BITS
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.ops.targets import IGNORE
-from shardtrain.tools.data.words import COMMAND_LINE, take, whole_number
 from shardtrain.train.run_folder import read_world_size
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -35,7 +35,7 @@ Given the folder of a run, shows what that run has read or will read.
   --world_size N  ranks of the run, which decide the sequences of a step where training.global_batch_size is not set (1)
   --json          one JSON object a sequence, with token ids, in place of text
 
-Learned text is green and other text gray; without colors, text that is not learned stands in «double angles».
+Learned text is green and other text gray; without colors, text without loss is in «double angles».
 """
 _LEARNED, _IGNORED, _FRAME, _END = "\033[32m", "\033[90m", "\033[36m", "\033[0m"
 
@@ -87,11 +87,12 @@ class ShownRow:
 
 def main(words: list[str]) -> int:
     """Print the sequences of a step; gives the exit status."""
-    taken = take(words, {"--step": whole_number, "--rows": whole_number, "--world_size": whole_number}, ["--json"])
+    numbers = {name: Option(number_of(), "4", once=True) for name in ("--step", "--rows", "--world_size")}
+    taken = take(words, numbers, ["--json"])
     if taken.help:
         print(USAGE, end="")
         return 0
-    config, world_size = _open(taken.config_file, taken.overrides, taken.own.get("--world_size"))
+    config, world_size = _open(*taken.configuration(), taken.own.get("--world_size"))
     batch_size = derived.global_batch_size(config, world_size)
     first = (taken.own.get("--step", 1) - 1) * batch_size
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
@@ -110,7 +111,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def _open(path: str | None, overrides: list[str], world_size: int | None) -> tuple[Config, int]:
+def _open(path: str | None, overrides: tuple[str, ...], world_size: int | None) -> tuple[Config, int]:
     """The config of a file, or of the folder of a run with its number of ranks."""
     if path is not None and Path(path).is_dir():
         resolved = Path(path) / RESOLVED_CONFIG

@@ -106,7 +106,7 @@ class _Collector:
 
 
 def survey_rows(name: str, source: Table | Shards, encoder: Encoder, tick: Callable[[int], None]) -> Survey:
-    """Read all rows of a source, and go on at bad ones. ``tick`` hears the rows of each part that was read."""
+    """Read all rows of a source, and skip bad ones. ``tick`` hears the rows of each part that was read."""
     survey, collector = Survey(name), _Collector()
     everything = BadRows(skip=True, max_fraction=1.0)
     documents_before, first_keys = array("Q"), list[Key]()

@@ -38,8 +38,8 @@ its pickles are read as data.
                true requires the state of Adam or AdamW, false leaves it out
                (default: taken where it is there)
 
-A run starts from the weights with checkpoint.initial_load_path = "DIR". It goes
-on with the optimizer's state, the step and the learning rate where these are
+A run starts from the weights with checkpoint.initial_load_path = "DIR". It
+continues with the optimizer's state, the step and the learning rate where these are
 set too, since the order of data is another program's:
 
   checkpoint.initial_load_model_only = false
@@ -111,7 +111,7 @@ def to_dcp(words: Sequence[str]) -> int:
         return 0
     if found.output.exists():
         raise ConfigError(f"{found.output} exists; give a new folder")
-    from shardtrain.tools.convert.command import model_options, step_of
+    from shardtrain.tools.convert.checkpoint import model_options, step_of
     from shardtrain.tools.dcp import writing
 
     checkpoint = step_of(found.checkpoint, found.config)

@@ -297,7 +297,7 @@ def _bytes_on_disk(folder: Path) -> int:
 def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:
     """The fields of a dataclass that a pickle would make."""
     if not isinstance(value, Made) or str(value.name) != name:
-        raise CheckpointError(f"{where} has something else where a {name.rpartition('.')[2]} stands; use another one")
+        raise CheckpointError(f"{where} has something else in place of a {name.rpartition('.')[2]}; use another one")
     state = value.state
     # a frozen dataclass with slots is set by a pair: its dict, and its slots
     if isinstance(state, tuple) and len(state) == 2 and isinstance(state[1], dict):
@@ -320,7 +320,7 @@ def _list(value: Any, where: str) -> list[Any]:
 def _size(value: Any, where: str) -> tuple[int, ...]:
     """A torch.Size, which is made of one tuple."""
     if not isinstance(value, Made) or str(value.name) != "torch.Size":
-        raise CheckpointError(f"{where} has something else where a shape stands; use another one")
+        raise CheckpointError(f"{where} has something else in place of a shape; use another one")
     (counts,) = value.arguments if len(value.arguments) == 1 else ((-1,),)
     if not isinstance(counts, tuple | list) or len(counts) > _MAX_DIMS or not all(_is_count(n) for n in counts):
         raise CheckpointError(f"{where} has a shape that is none; use another one")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, Verdict, each
 
 AREA = "clock"
@@ -19,13 +19,13 @@ WARN_SECONDS, FAIL_SECONDS = 1.0, 30.0
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Note the time of this rank at moments at which all ranks meet."""
     facts["source"] = _text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     facts["synchronized"] = synchronized()
     facts["moments"] = []
-    for number in range(ROUNDS if here.size > 1 else 0):
-        here.line.meet(f"clock {number}")
+    for number in range(ROUNDS if context.size > 1 else 0):
+        context.line.meet(f"clock {number}")
         facts["moments"].append(time.time())
 
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from shardtrain import __version__, config
 from shardtrain.config import Loaded
-from shardtrain.config.command_line import split
+from shardtrain.config.command_line import Option, split, take
 from shardtrain.resilience import signals
 from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
 from shardtrain.utils.errors import ConfigError, Problem
@@ -42,6 +42,8 @@ pass, warn or fail, what was measured, what was expected, and the fix. Trains no
 
 Exit status: 0 when nothing failed, else that of the first failure: 2 configuration, versions or environment, 6 ranks
 or network, 7 memory, 8 storage, 1 anything else.
+
+  shardtrain doctor my_run.toml --nproc 8
 """
 
 FOLDER = "SHARDTRAIN_DOCTOR"
@@ -50,7 +52,7 @@ REPORT = "report.json"
 LIMIT_SECONDS = 30.0
 MOST_RANKS = 1_000_000
 _OWN_WORDS = ("TORCH_CPP_LOG_LEVEL", "FATAL")
-"""What fails is told in the report: PyTorch need not print its C++ traces."""
+"""Failures are in the report: PyTorch need not print its C++ traces."""
 LEAVE_SECONDS = 5.0
 """How long the first rank stays for the others to hear the exit status."""
 
@@ -85,24 +87,12 @@ def main(words: Sequence[str]) -> int:
 
 def read(words: Sequence[str]) -> Request:
     """Take the doctor's own options out of the words; the rest are those of ``train``. Raises ConfigError."""
-    rest, limit, flags, num_ranks = [], LIMIT_SECONDS, set(), 0
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
-        name, equals, value = word.partition("=")
-        if word in ("--json", "--strict"):
-            flags.add(word)
-        elif name == "--limit_seconds":
-            limit = _seconds(value if equals else (remaining.pop(0) if remaining else ""))
-        elif name == "--for_ranks":
-            text = value if equals else (remaining.pop(0) if remaining else "")
-            num_ranks = int(text) if text.isascii() and text.isdigit() else 0
-            if not 1 <= num_ranks <= MOST_RANKS:
-                fix, rule = "write it like --for_ranks 4096", f"must be 1 to {MOST_RANKS} ranks"
-                raise ConfigError(Problem("--for_ranks", text, rule, fix, "command line"))
-        else:
-            rest.append(word)
-    found = split(rest)
+    taken = take(
+        words,
+        {"--limit_seconds": Option(_seconds, "30"), "--for_ranks": Option(_num_ranks, "4096")},
+        ("--json", "--strict"),
+    )
+    found = split(taken.rest)
     if found.max_restarts:
         rule = "has no effect: the doctor runs once"
         raise ConfigError(Problem("--max_restarts", found.max_restarts, rule, "leave it out", "command line"))
@@ -111,7 +101,9 @@ def read(words: Sequence[str]) -> Request:
         fix = "leave it out; shardtrain train with it checks a mesh without the machines"
         raise ConfigError(Problem("comm.mode", "fake_backend", "sends nothing that could be measured", fix))
     has_config = found.path is not None or bool(found.overrides)
-    return Request(loaded, found.nproc, "--json" in flags, "--strict" in flags, limit, has_config, num_ranks)
+    limit, num_ranks = taken.own.get("--limit_seconds", LIMIT_SECONDS), taken.own.get("--for_ranks", 0)
+    flags = ("--json" in taken.own, "--strict" in taken.own)
+    return Request(loaded, found.nproc, *flags, limit, has_config, num_ranks)
 
 
 def _seconds(text: str) -> float:
@@ -120,8 +112,14 @@ def _seconds(text: str) -> float:
     except ValueError:
         value = 0.0
     if not 1 <= value <= 3600:
-        fix = "write it like --limit_seconds 30"
-        raise ConfigError(Problem("--limit_seconds", text, "must be 1 to 3600 seconds", fix, "command line"))
+        raise ValueError("must be 1 to 3600 seconds")
+    return value
+
+
+def _num_ranks(text: str) -> int:
+    value = int(text) if text.isascii() and text.isdigit() else 0
+    if not 1 <= value <= MOST_RANKS:
+        raise ValueError(f"must be 1 to {MOST_RANKS} ranks")
     return value
 
 
@@ -198,7 +196,7 @@ def _run(request: Request) -> dict[str, Any]:
     """Examine this rank, and judge all on the first; gives the report there, and its exit status on all ranks."""
     from shardtrain.distributed.process_group import pick_device_type
     from shardtrain.tools.doctor import rank, store_channel
-    from shardtrain.tools.doctor.context import Here
+    from shardtrain.tools.doctor.context import RankContext
 
     started = time.monotonic()
     place, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -206,7 +204,7 @@ def _run(request: Request) -> dict[str, Any]:
     device = pick_device_type(request.loaded.config.training.device)
     with store_channel.open_store(place, size, request.limit_seconds) as store:
         own = store_channel.StoreChannel(store, place, size, request.limit_seconds)
-        here = Here(
+        context = RankContext(
             request.loaded,
             place,
             size,
@@ -218,12 +216,12 @@ def _run(request: Request) -> dict[str, Any]:
             num_ranks=request.num_ranks,
             has_config=request.has_config,
         )
-        facts = rank.examine(here)
+        facts = rank.examine(context)
         if place:
             code = own.hear("exit_code", 2 * own.patience_seconds)
             own.tell(f"left-{place}", True)
             return {"findings": [], "exit_code": 1 if code is None else code}
-        said = rank.gather(here, facts)
+        said = rank.gather(context, facts)
         findings = rank.judge(said)
         told = document(said, findings, time.monotonic() - started)
         told["exit_code"] = exit_code(findings, request.strict)

@@ -5,43 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shardtrain import config
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
 from shardtrain.utils.log import redact
 
 AREA = "config"
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Note problems and notes of the configuration here; the first rank also counts what the model needs."""
     from shardtrain.launch import environment
 
-    loaded = here.loaded
+    loaded = context.loaded
     found = environment.count_accelerators(loaded.config.training.device)
-    problems = config.problems_of(loaded, here.size, here.device, found)
+    problems = config.problems_of(loaded, context.size, context.device, found)
     problems = [one for one in problems if one.option != "job.dump_folder"]  # storage tells more of it
     facts["problems"] = [redact(str(problem)) for problem in problems]
     facts["notes"] = [redact(note) for note in (*loaded.notices, *config.notes(loaded))]
     facts["path"] = str(loaded.path or "")
-    if here.rank == 0 and here.has_config and not problems:
-        facts.update(needs(here))
+    if context.rank == 0 and context.has_config and not problems:
+        facts.update(needs(context))
 
 
-def needs(here: Here) -> Facts:
+def needs(context: RankContext) -> Facts:
     """Bytes of weights, gradients and optimizer states on a rank, and of a checkpoint; lower bounds of what is used.
 
     Activations are not counted (see ``docs/dry_run.md``).
     """
     from shardtrain.train.preflight import memory, model
 
-    options = here.loaded.config
+    options = context.loaded.config
     errors, parameters = model.build(options)
     if parameters is None:
         return {"problems": [redact(str(line)) for error in errors for line in getattr(error, "problems", [error])]}
     numbers = sum(one.num_elements for one in parameters)
     return {
         "parameters": numbers,
-        "state_bytes_per_rank": memory.state_bytes(options, here.size, parameters),
+        "state_bytes_per_rank": memory.state_bytes(options, context.size, parameters),
         "checkpoint_bytes": memory.checkpoint_bytes(options, parameters),
     }
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Here:
+class RankContext:
     """One rank: its place, its device, the configuration of the run, and its line to the other ranks."""
 
     loaded: Loaded
@@ -21,7 +21,7 @@ class Here:
     local_rank: int
     local_size: int
     device: str
-    """ "cpu" or "cuda"."""
+    """ "cpu", "cuda" or "xpu"."""
     limit_seconds: float
     """How long one check may take."""
     store: Any
@@ -33,11 +33,13 @@ class Here:
     has_config: bool = True
     """Whether the user named a configuration: the folders and axes of the defaults are of no interest else."""
 
+    @property
+    def kind(self) -> str:
+        """ "cpu" or "accelerator", by which sizes are chosen."""
+        return "cpu" if self.device == "cpu" else "accelerator"
+
     def torch_device(self) -> torch.device:
         """The device of this rank, made the current one of this thread: each check has a thread of its own."""
-        import torch
+        from shardtrain.ops import accelerator
 
-        if self.device == "cpu":
-            return torch.device("cpu")
-        torch.cuda.set_device(self.local_rank)
-        return torch.device(self.device, self.local_rank)
+        return accelerator.of_rank(self.device, self.local_rank)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtrain.tools.doctor import health
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal, fastest_first, slow
 from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
 from shardtrain.utils.hardware import peak_flops
@@ -30,23 +30,23 @@ hold their clocks down reach half."""
 TERA = 1e12
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Note the device, its rate, whether its products are exact, and what the driver says of its health."""
-    import torch
+    from shardtrain.ops import accelerator
 
-    device = here.torch_device()
-    facts["type"] = here.device
-    facts["name"] = torch.cuda.get_device_name(device) if here.device == "cuda" else cpu_name()
+    device = context.torch_device()
+    facts["type"] = context.device
+    facts["name"] = cpu_name() if context.device == "cpu" else accelerator.name(device)
     dtype = _dtype(device, facts["name"])
     facts["dtype"] = str(dtype).removeprefix("torch.")
-    here.line.mark("a matrix product")
+    context.line.mark("a matrix product")
     a, b = operands(device, dtype)
     facts["exact"] = is_exact(a, b)
-    if here.device == "cuda":
+    if context.device != "cpu":
         facts["uuid"] = health.uuid_of(device)
         facts["health"] = _under_load(facts["uuid"], a, b)
     facts["rate"] = rate(a, b)
-    facts["peak"] = peak_flops(facts["name"], facts["dtype"]) if here.device == "cuda" else None
+    facts["peak"] = peak_flops(facts["name"], facts["dtype"]) if context.device != "cpu" else None
 
 
 def cpu_name(path: Path = Path("/proc/cpuinfo")) -> str:
@@ -62,10 +62,11 @@ def _dtype(device: torch.device, name: str) -> torch.dtype:
     """The type that training would use: bf16 where the device has units for it."""
     import torch
 
+    from shardtrain.ops import accelerator
+
     if device.type == "cpu":
         return torch.float32
-    # is_bf16_supported counts emulation too; NVIDIA's units begin with 8.0, and AMD's cards report 9
-    has_units = peak_flops(name, "bfloat16") or torch.cuda.get_device_capability(device)[0] >= 8
+    has_units = peak_flops(name, "bfloat16") or accelerator.has_bfloat16_units(device)
     return torch.bfloat16 if has_units else torch.float16
 
 
@@ -105,7 +106,7 @@ def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def rate(a: torch.Tensor, b: torch.Tensor) -> float:
     """FLOP per second of the product; the best of some: other work slows some of them, a slow device all."""
-    import torch
+    from shardtrain.ops import accelerator
 
     seconds = []
     inner = 1 if a.device.type == "cpu" else 10
@@ -113,22 +114,21 @@ def rate(a: torch.Tensor, b: torch.Tensor) -> float:
         started = time.perf_counter()
         for _ in range(inner):
             multiply(a, b)
-        if a.device.type == "cuda":
-            torch.cuda.synchronize(a.device)
+        accelerator.finish(a.device)
         seconds.append((time.perf_counter() - started) / inner)
     return float(2 * a.shape[0] ** 3 / min(seconds[1:]))
 
 
 def _under_load(uuid: str, a: torch.Tensor, b: torch.Tensor) -> Facts:
     """What the driver says while the device works: an idle one has low clocks and a narrow link, and is not ill."""
-    import torch
+    from shardtrain.ops import accelerator
 
     with health.asking(uuid) as asked:
         end = time.monotonic() + LOAD_SECONDS
         while asked.poll() is None and time.monotonic() < end:
             for _ in range(10):
                 multiply(a, b)
-            torch.cuda.synchronize(a.device)
+            accelerator.finish(a.device)
         try:
             return health.answer(asked, uuid)
         except (OSError, subprocess.SubprocessError) as error:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
 
@@ -34,7 +34,7 @@ COSTLY: tuple[tuple[str, str, str], ...] = (
 Torch Distributed Debug."""
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Note variables by prefix (no others: they may be secrets), and what the values refer to."""
     import socket
 
@@ -45,8 +45,8 @@ def collect(here: Here, facts: Facts) -> None:
     facts["variables"] = {name: redact(os.environ[name])[:80] for name in names}
     facts["interfaces"] = [name for _, name in socket.if_nameindex()]
     facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
-    facts["cores"], facts["local_size"] = usable_cores(), here.local_size
-    wants = here.device == "cpu" and here.loaded.config.training.device == "auto"
+    facts["cores"], facts["local_size"] = usable_cores(), context.local_size
+    wants = context.device == "cpu" and context.loaded.config.training.device == "auto"
     unseen = unseen_devices(os.environ) if wants else None
     facts["unseen"] = unseen.reason if unseen else ""
 

@@ -50,9 +50,9 @@ _MANY_CORRECTED = 1000
 
 def uuid_of(device: Any) -> str:
     """The device's UUID as nvidia-smi writes it, empty where PyTorch does not tell."""
-    import torch
+    from shardtrain.ops import accelerator
 
-    found = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+    found = str(getattr(accelerator.module(device).get_device_properties(device), "uuid", ""))
     return found if not found or found.startswith(("GPU-", "MIG-")) else f"GPU-{found}"
 
 
@@ -109,7 +109,7 @@ def parse(fields: Sequence[str], text: str) -> Facts:
     """Values by field, as text; those that the device does not have are left out."""
     rows = list(csv.reader(text.strip().splitlines(), skipinitialspace=True))
     if len(rows) != 1 or len(rows[0]) != len(fields):
-        return {"error": text.strip().splitlines()[0][:120] if text.strip() else "nvidia-smi said nothing"}
+        return {"error": text.strip().splitlines()[0][:120] if text.strip() else "nvidia-smi printed nothing"}
     current = {old: new for new, old in OLD_NAMES.items()}
     values = zip((current.get(field, field) for field in fields), rows[0], strict=True)
     return {name: value for name, value in values if not value.startswith("[") and value not in ("N/A", "")}
@@ -197,8 +197,8 @@ def _pcie(facts: Facts) -> str:
     pairs = [("width", "x"), ("gen", "generation ")]
     words = []
     for name, sign in pairs:
-        here, most = (_number(facts, f"pcie.link.{name}.{kind}") for kind in ("current", "max"))
-        words += [f"{sign}{here:.0f} of {sign}{most:.0f}"] if 0 < here < most else []
+        context, most = (_number(facts, f"pcie.link.{name}.{kind}") for kind in ("current", "max"))
+        words += [f"{sign}{context:.0f} of {sign}{most:.0f}"] if 0 < context < most else []
     return ", ".join(words)
 
 

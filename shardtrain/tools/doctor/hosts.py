@@ -8,7 +8,7 @@ import platform
 import socket
 from collections.abc import Iterator
 
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
 
 AREA = "hosts"
@@ -19,14 +19,14 @@ LEAST_PORTS = 2_000
 """Connections of one rank to each of some thousand others need so many."""
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Note name, addresses, ports."""
     name = socket.gethostname()
     facts["hostname"] = name
     facts["architecture"] = platform.machine()
-    facts["local_size"] = here.local_size
+    facts["local_size"] = context.local_size
     facts["port_range"] = _numbers("/proc/sys/net/ipv4/ip_local_port_range")
-    facts["in_job"] = "SHARDTRAIN_DOCTOR" not in os.environ and here.size > 1
+    facts["in_job"] = "SHARDTRAIN_DOCTOR" not in os.environ and context.size > 1
     facts["port"], facts["port_busy"] = TORCHRUN_PORT, not is_free(TORCHRUN_PORT)
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
 from shardtrain.utils.units import GIB, format_bytes
 
@@ -20,7 +20,7 @@ FEW_PROCESSES = 4096
 STEAL = 0.05
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Note ulimits, the CPU quota of the cgroup, and how the kernel treats CPUs and pages."""
     from shardtrain.launch.environment import usable_cores
 

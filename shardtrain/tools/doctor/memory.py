@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
 from shardtrain.train.preflight.machine import cgroup_memory, host_memory
 from shardtrain.utils.units import GIB, MIB, format_bytes
@@ -20,19 +20,20 @@ BUSY_BYTES, BUSY_SHARE = 2 * GIB, 0.05
 SPARE_SHARE = 0.05
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Note what there is, what is free, and the limit of the container; all in bytes."""
-    facts["local_size"] = here.local_size
+    facts["local_size"] = context.local_size
     facts.update(host_memory())
     facts["limit"], facts["used"] = cgroup_memory()
     facts["kills"] = _oom_kills()
     if os.path.isdir("/dev/shm"):
         found = os.statvfs("/dev/shm")
         facts["shared"] = found.f_blocks * found.f_frsize
-    if here.device == "cuda":
-        import torch
+    if context.device != "cpu":
+        from shardtrain.ops import accelerator
 
-        facts["device_free"], facts["device_total"] = torch.cuda.mem_get_info(here.local_rank)
+        found = accelerator.module(context.device).mem_get_info(context.local_rank)
+        facts["device_free"], facts["device_total"] = found
 
 
 def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:

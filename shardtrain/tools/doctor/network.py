@@ -15,117 +15,117 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardtrain.ops import accelerator
 from shardtrain.tools.doctor import groups, links
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts
 from shardtrain.utils.errors import PeerError
 from shardtrain.utils.units import MIB
 
 AREA = "network"
 
-BYTES = {"cpu": 8 * MIB, "cuda": 256 * MIB}
-PAIR_BYTES = {"cpu": 4 * MIB, "cuda": 64 * MIB}
+BYTES = {"cpu": 8 * MIB, "accelerator": 256 * MIB}
+PAIR_BYTES = {"cpu": 4 * MIB, "accelerator": 64 * MIB}
 REPEATS = 5
 SMALL_REPEATS = 20
-BACKEND = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Measure the collectives of each axis, then pairs of neighbours; a world of one has no network."""
     facts["cards"], facts["collectives"], facts["pairs"] = links.network_cards(), [], []
-    if here.size == 1:
+    if context.size == 1:
         return
-    hosts = _hosts(here)
-    here.line.mark("joining the process group")
-    here.torch_device()
+    hosts = _hosts(context)
+    context.line.mark("joining the process group")
+    context.torch_device()
     # longer than any limit of ours: who waits is told by the line, and PyTorch would end the process
-    timeout = timedelta(seconds=20 * here.limit_seconds)
-    store = dist.PrefixStore("doctor-group", here.store)
-    dist.init_process_group(BACKEND[here.device], store=store, rank=here.rank, world_size=here.size, timeout=timeout)
-    for axis, divided in groups.of_run(here.loaded, hosts).items():
-        here.line.mark(f"making the groups of {axis}")
+    timeout = timedelta(seconds=20 * context.limit_seconds)
+    store = dist.PrefixStore("doctor-group", context.store)
+    backend = accelerator.collectives(context.device)
+    dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.size, timeout=timeout)
+    for axis, divided in groups.of_run(context.loaded, hosts).items():
+        context.line.mark(f"making the groups of {axis}")
         found: Any = dist.new_subgroups_by_enumeration(divided, timeout=timeout)
         group: dist.ProcessGroup = found[0]
-        place = next(number for number, ranks in enumerate(divided) if here.rank in ranks)
+        place = next(number for number, ranks in enumerate(divided) if context.rank in ranks)
         for name, measure in COLLECTIVES.items():
-            here.line.meet(f"{name} on {axis}")
-            told = measure(here, group)
+            context.line.meet(f"{name} on {axis}")
+            told = measure(context, group)
             facts["collectives"].append({"axis": axis, "name": name, "group": place, "ranks": divided[place], **told})
-    _measure_pairs(here, facts, hosts)
-    here.line.meet("leaving the process group")
+    _measure_pairs(context, facts, hosts)
+    context.line.meet("leaving the process group")
     dist.destroy_process_group()
 
 
-def _hosts(here: Here) -> list[str]:
+def _hosts(context: RankContext) -> list[str]:
     """The host of each rank, in order."""
     import socket
 
-    here.line.tell(f"host-{here.rank}", socket.gethostname())
-    here.line.meet("network")
-    if here.rank == 0:
-        here.line.tell("hosts", [here.line.hear(f"host-{rank}") for rank in range(here.size)])
-    found = here.line.hear("hosts", here.limit_seconds)
+    context.line.tell(f"host-{context.rank}", socket.gethostname())
+    context.line.meet("network")
+    if context.rank == 0:
+        context.line.tell("hosts", [context.line.hear(f"host-{rank}") for rank in range(context.size)])
+    found = context.line.hear("hosts", context.limit_seconds)
     if found is None:
-        raise PeerError("rank 0 has not told the hosts of the ranks")
+        raise PeerError("rank 0 has not sent the hosts of the ranks")
     return [str(host) for host in found]
 
 
-def _seconds(here: Here, work: Callable[[], object], repeats: int) -> float:
+def _seconds(context: RankContext, work: Callable[[], object], repeats: int) -> float:
     """The shortest of some repetitions after one that connects: other work slows some of them, a slow link all."""
     found = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
         work()
-        if here.device == "cuda":
-            torch.cuda.synchronize()
+        accelerator.finish(context.torch_device())
         found.append(time.perf_counter() - started)
     return min(found[1:])
 
 
-def all_reduce(here: Here, group: dist.ProcessGroup) -> Facts:
+def all_reduce(context: RankContext, group: dist.ProcessGroup) -> Facts:
     """Check a sum of whole numbers, then time sums of zeros: large ones, and one number alone."""
     size = group.size()
-    tensor = torch.full((BYTES[here.device] // 4,), float(group.rank() + 1), device=here.torch_device())
+    tensor = torch.full((BYTES[context.kind] // 4,), float(group.rank() + 1), device=context.torch_device())
     dist.all_reduce(tensor, group=group)
     right = bool((tensor == size * (size + 1) // 2).all())
     small = tensor[:1].zero_().clone()
     tensor.zero_()
-    seconds = _seconds(here, lambda: dist.all_reduce(tensor, group=group), REPEATS)
-    latency = _seconds(here, lambda: dist.all_reduce(small, group=group), SMALL_REPEATS)
+    seconds = _seconds(context, lambda: dist.all_reduce(tensor, group=group), REPEATS)
+    latency = _seconds(context, lambda: dist.all_reduce(small, group=group), SMALL_REPEATS)
     return {"right": right, "rate": 2 * (size - 1) / size * tensor.nbytes / seconds, "latency": latency}
 
 
-def all_gather(here: Here, group: dist.ProcessGroup) -> Facts:
+def all_gather(context: RankContext, group: dist.ProcessGroup) -> Facts:
     """Check that each rank's numbers arrive in its place, then time it."""
     size = group.size()
-    part = torch.full((BYTES[here.device] // 4 // size,), float(group.rank() + 1), device=here.torch_device())
+    part = torch.full((BYTES[context.kind] // 4 // size,), float(group.rank() + 1), device=context.torch_device())
     whole = part.new_empty(size * part.numel())
     # the first is the name since torch 2.13, which warns of the second
     gather = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor")  # noqa: B009
     gather(whole, part, group=group)
     wanted = torch.arange(1, size + 1, device=whole.device, dtype=whole.dtype)
     right = bool((whole.view(size, -1) == wanted[:, None]).all())
-    seconds = _seconds(here, lambda: gather(whole, part, group=group), REPEATS)
+    seconds = _seconds(context, lambda: gather(whole, part, group=group), REPEATS)
     return {"right": right, "rate": (size - 1) / size * whole.nbytes / seconds}
 
 
-COLLECTIVES: dict[str, Callable[[Here, dist.ProcessGroup], Facts]] = {
+COLLECTIVES: dict[str, Callable[[RankContext, dist.ProcessGroup], Facts]] = {
     "all_reduce": all_reduce,
     "all_gather": all_gather,
 }
 
 
-def _measure_pairs(here: Here, facts: Facts, hosts: list[str]) -> None:
+def _measure_pairs(context: RankContext, facts: Facts, hosts: list[str]) -> None:
     """Exchange a buffer with each neighbour, all pairs of a round at once."""
     for kind, rounds in groups.pair_rounds(hosts).items():
         for number, pairs in enumerate(rounds):
-            here.line.meet(f"{kind}, round {number + 1}")
-            peer = next((a + b - here.rank for a, b in pairs if here.rank in (a, b)), None)
+            context.line.meet(f"{kind}, round {number + 1}")
+            peer = next((a + b - context.rank for a, b in pairs if context.rank in (a, b)), None)
             if peer is None:
                 continue
-            sent = torch.zeros(PAIR_BYTES[here.device] // 4, device=here.torch_device())
+            sent = torch.zeros(PAIR_BYTES[context.kind] // 4, device=context.torch_device())
             received = torch.empty_like(sent)
-            seconds = _seconds(here, lambda: _exchange(sent, received, peer), REPEATS)  # noqa: B023
+            seconds = _seconds(context, lambda: _exchange(sent, received, peer), REPEATS)  # noqa: B023
             facts["pairs"].append({"kind": kind, "peer": peer, "rate": sent.nbytes / seconds})
 
 

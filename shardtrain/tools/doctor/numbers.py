@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
 
 if TYPE_CHECKING:
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 AREA = "numbers"
 
-NUMBERS = {"cpu": 1 << 23, "cuda": 1 << 26}
+NUMBERS = {"cpu": 1 << 23, "accelerator": 1 << 26}
 """Of the gradient whose norm is taken."""
 VOCABULARY = 128256
-TOKENS = {"cpu": 32, "cuda": 512}
+TOKENS = {"cpu": 32, "accelerator": 512}
 LIMIT = 1e-6
 """Relative distance from float64 that is allowed."""
 _BLOCK = 1 << 22
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Note how far a gradient norm and a loss over a real vocabulary are from float64."""
     import torch
 
-    device = here.torch_device()
-    generator = torch.Generator(device).manual_seed(here.rank)
-    here.line.mark("a gradient norm")
-    gradient = torch.randn(NUMBERS[here.device], generator=generator, device=device)
+    device = context.torch_device()
+    generator = torch.Generator(device).manual_seed(context.rank)
+    context.line.mark("a gradient norm")
+    gradient = torch.randn(NUMBERS[context.kind], generator=generator, device=device)
     facts["numbers"], facts["norm_error"] = gradient.numel(), norm_error(gradient)
-    here.line.mark("a sum of losses")
-    logits = torch.randn(TOKENS[here.device], VOCABULARY, generator=generator, device=device)
+    context.line.mark("a sum of losses")
+    logits = torch.randn(TOKENS[context.kind], VOCABULARY, generator=generator, device=device)
     targets = torch.randint(0, VOCABULARY, (len(logits),), generator=generator, device=device)
     facts["tokens"], facts["vocabulary"] = logits.shape
     facts["loss_error"] = loss_error(logits, targets)

@@ -23,12 +23,12 @@ from shardtrain.tools.doctor import (
     storage_judge,
     versions,
 )
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import ERROR, STOPPED, Facts, Finding, Said
 from shardtrain.utils.errors import PeerError
 from shardtrain.utils.log import redact
 
-Collect = Callable[[Here, Facts], None]
+Collect = Callable[[RankContext, Facts], None]
 
 
 @dataclass(frozen=True)
@@ -57,54 +57,54 @@ AREAS = (
 """In the order in which every rank collects them; those that load the machine come last."""
 
 
-def examine(here: Here, areas: Iterable[Area] = AREAS) -> dict[str, Facts]:
+def examine(context: RankContext, areas: Iterable[Area] = AREAS) -> dict[str, Facts]:
     """The facts of this rank by area; a check that raises or outlasts its limit says so in the place of the rest."""
     told: dict[str, Facts] = {}
     for area in areas:
-        told[area.name] = facts = _limited(here, area)
-        here.line.tell(f"facts-{here.rank}-{area.name}", facts)
-    here.line.tell(f"done-{here.rank}", True)
+        told[area.name] = facts = _limited(context, area)
+        context.line.tell(f"facts-{context.rank}-{area.name}", facts)
+    context.line.tell(f"done-{context.rank}", True)
     return told
 
 
-def _limited(here: Here, area: Area) -> Facts:
+def _limited(context: RankContext, area: Area) -> Facts:
     """Collect in a thread, which is left behind where it hangs: nothing can end a write to a dead file server."""
     noted: Facts = {}
 
     def collect() -> None:
         try:
-            area.collect(replace(here, line=line), noted)
+            area.collect(replace(context, line=line), noted)
         except PeerError as error:
             noted[ERROR], noted["is_peer"] = str(error), True
         except Exception as error:
             text = str(error).strip().splitlines() or [""]
             noted[ERROR] = redact(f"{type(error).__name__}: {text[0]}"[:300])
 
-    line = here.line.begin(area.name)
+    line = context.line.begin(area.name)
     thread = threading.Thread(target=collect, name=f"doctor-{area.name}", daemon=True)
     thread.start()
     while thread.is_alive() and time.monotonic() < line.deadline:
         thread.join(timeout=min(0.2, max(0.01, line.deadline - time.monotonic())))
     told = {STOPPED: line.where, "place": line.place} if thread.is_alive() else noted
     if (STOPPED in told or ERROR in told) and not told.get("is_peer"):
-        line.give_up()
-    here.line.was_in_vain = line.was_in_vain
+        line.cancel()
+    context.line.was_in_vain = line.was_in_vain
     return told
 
 
-def gather(here: Here, own: dict[str, Facts], areas: Iterable[Area] = AREAS) -> Said:
+def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = AREAS) -> Said:
     """What all ranks told, on the first rank; those that do not come to the end in time are missing."""
-    facts, missing = {here.rank: own}, {}
-    end = time.monotonic() + here.line.patience_seconds
-    for rank in range(here.size):
-        if rank == here.rank:
+    facts, missing = {context.rank: own}, {}
+    end = time.monotonic() + context.line.patience_seconds
+    for rank in range(context.size):
+        if rank == context.rank:
             continue
-        there = here.line.hear(f"done-{rank}", max(0.0, end - time.monotonic()))
-        told = {area.name: here.line.hear(f"facts-{rank}-{area.name}") for area in areas}
+        there = context.line.hear(f"done-{rank}", max(0.0, end - time.monotonic()))
+        told = {area.name: context.line.hear(f"facts-{rank}-{area.name}") for area in areas}
         facts[rank] = {name: one for name, one in told.items() if one is not None}
         if there is None:
-            missing[rank] = str(here.line.hear(f"at-{rank}") or "the start")
-    return Said(here.size, {rank: one for rank, one in facts.items() if one}, missing)
+            missing[rank] = str(context.line.hear(f"at-{rank}") or "the start")
+    return Said(context.size, {rank: one for rank, one in facts.items() if one}, missing)
 
 
 def judge(said: Said, areas: Iterable[Area] = AREAS) -> list[Finding]:
@@ -129,7 +129,7 @@ def _missing(said: Said) -> Iterator[Finding]:
 
 
 def _unfinished(said: Said, area: str) -> Iterator[Finding]:
-    """Checks that outlasted their limit or raised; those who only waited for others in vain are told of once."""
+    """Checks that outlasted their limit or raised; those that only waited for others are reported once."""
     told = {rank: facts[area] for rank, facts in sorted(said.facts.items()) if area in facts}
     yield from _hung(said, area, {rank: facts for rank, facts in told.items() if STOPPED in facts})
     waited: dict[str, list[int]] = {}

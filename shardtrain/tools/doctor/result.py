@@ -66,9 +66,9 @@ class Said:
             return _ranks(ranks)
         named = {host: [rank for rank in own if rank in ranks] for host, own in hosts.items()}
         texts = [
-            f"{host} ({_ranks(here)})" if here == hosts[host] else f"{_ranks(here)} ({host})"
-            for host, here in named.items()
-            if here
+            f"{host} ({_ranks(context)})" if context == hosts[host] else f"{_ranks(context)} ({host})"
+            for host, context in named.items()
+            if context
         ]
         silent = [rank for rank in sorted(ranks) if rank not in self.facts]
         texts += [_ranks(silent)] if silent else []

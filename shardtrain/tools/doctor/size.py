@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
 
 AREA = "size"
@@ -20,11 +20,11 @@ NODES_OF_A_SEGMENT = 0.8
 """The kernel begins to forget neighbours below its limit."""
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Note limits of the kernel and of this process that count peers."""
     import resource
 
-    facts["num_ranks"], facts["local_size"] = here.num_ranks or here.size, here.local_size
+    facts["num_ranks"], facts["local_size"] = context.num_ranks or context.size, context.local_size
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     facts["open_files"] = -1 if hard == resource.RLIM_INFINITY else hard  # the soft one is raised to it
     facts["system_files"] = _number("/proc/sys/fs/file-max")

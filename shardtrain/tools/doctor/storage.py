@@ -14,8 +14,9 @@ from typing import Any
 
 from shardtrain.checkpoint import storage as checkpoint_storage
 from shardtrain.checkpoint.storage import Place
+from shardtrain.config.assets import is_built_in
 from shardtrain.config.rules.data import datasets
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts
 from shardtrain.utils.errors import PeerError, ShardtrainError
 from shardtrain.utils.units import MIB
@@ -31,32 +32,32 @@ ALL_WRITE = 64
 """With more ranks than this, one of each host signs a folder."""
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Write to each folder of the run, then look for what the other ranks wrote; removes all of it."""
-    folders = writable(here)
+    folders = writable(context)
     facts["folders"] = {}
-    nonce = _nonce(here)
+    nonce = _nonce(context)
     signed: list[Place] = []
     try:
         for option, place in folders.items():
-            here.line.mark(f"writing to {option}")
+            context.line.mark(f"writing to {option}")
             facts["folders"][option] = told = _write(place)
-            told["must_share"] = option == "checkpoint.folder" and here.loaded.config.checkpoint.storage == "shared"
-            if not told["error"] and (here.local_rank == 0 or here.size <= ALL_WRITE):
-                told["signed"] = _sign(place, told, f"{PREFIX}{nonce}-{here.rank}", signed)
-        if here.size > 1:
-            _look(here, folders, facts["folders"], f"{PREFIX}{nonce}-")
+            told["must_share"] = option == "checkpoint.folder" and context.loaded.config.checkpoint.storage == "shared"
+            if not told["error"] and (context.local_rank == 0 or context.size <= ALL_WRITE):
+                told["signed"] = _sign(place, told, f"{PREFIX}{nonce}-{context.rank}", signed)
+        if context.size > 1:
+            _look(context, folders, facts["folders"], f"{PREFIX}{nonce}-")
     finally:
         for sign in signed:
             with contextlib.suppress(OSError, ShardtrainError):
                 sign.unlink(missing_ok=True)
-    here.line.mark("looking at the data")
-    facts["data"] = {name: _survey(path) for name, path in readable(here).items()}
+    context.line.mark("looking at the data")
+    facts["data"] = {name: _survey(path) for name, path in readable(context).items()}
 
 
-def writable(here: Here) -> dict[str, Place]:
+def writable(context: RankContext) -> dict[str, Place]:
     """Where the run writes, by option; a folder that is not there yet stands for the nearest one above it."""
-    config = here.loaded.config
+    config = context.loaded.config
     found: dict[str, Place] = {"job.dump_folder": _existing(Path(config.job.dump_folder))}
     if config.checkpoint.enable:
         place = checkpoint_storage.folder_of(config.job.dump_folder, config.checkpoint.folder)
@@ -65,13 +66,13 @@ def writable(here: Here) -> dict[str, Place]:
     return found
 
 
-def readable(here: Here) -> dict[str, str]:
+def readable(context: RankContext) -> dict[str, str]:
     """Local paths of data and weights, by option; addresses and names on the hub are not tried."""
-    paths = {f"{name}.dataset_path": source.dataset_path for name, source in datasets(here.loaded).items()}
-    paths["checkpoint.initial_load_path"] = here.loaded.config.checkpoint.initial_load_path
-    if here.has_config:
-        paths["model.hf_assets_path"] = here.loaded.config.model.hf_assets_path
-    return {name: path for name, path in paths.items() if path and "://" not in path and path != "bytes"}
+    paths = {f"{name}.dataset_path": source.dataset_path for name, source in datasets(context.loaded).items()}
+    paths["checkpoint.initial_load_path"] = context.loaded.config.checkpoint.initial_load_path
+    if context.has_config:
+        paths["model.hf_assets_path"] = context.loaded.config.model.hf_assets_path
+    return {name: path for name, path in paths.items() if path and "://" not in path and not is_built_in(path)}
 
 
 def _existing(path: Path) -> Path:
@@ -79,10 +80,10 @@ def _existing(path: Path) -> Path:
     return next((one for one in (path, *path.parents) if one.exists()), path)
 
 
-def _nonce(here: Here) -> str:
-    if here.rank == 0:
-        here.line.tell("nonce", secrets.token_hex(4))
-    found = here.line.hear("nonce", here.line.limit_seconds / 2)
+def _nonce(context: RankContext) -> str:
+    if context.rank == 0:
+        context.line.tell("nonce", secrets.token_hex(4))
+    found = context.line.hear("nonce", context.line.limit_seconds / 2)
     if found is None:
         raise PeerError("rank 0 has not come to the check of storage")
     return str(found)
@@ -147,13 +148,13 @@ def _sign(place: Place, told: Facts, name: str, signed: list[Place]) -> bool:
     return True
 
 
-def _look(here: Here, folders: dict[str, Place], told: dict[str, Facts], prefix: str) -> None:
+def _look(context: RankContext, folders: dict[str, Place], told: dict[str, Facts], prefix: str) -> None:
     """Note whose signs this rank sees in each folder, once all ranks have signed."""
-    here.line.tell(f"signed-{here.rank}", {option: found["signed"] for option, found in told.items()})
-    here.line.meet("storage, written")
-    if here.rank == 0:  # one list for all: each rank asking each other would be a square of questions
-        here.line.tell("signers", [here.line.hear(f"signed-{rank}") for rank in range(here.size)])
-    all_signed = here.line.hear("signers", here.line.limit_seconds / 2) or []
+    context.line.tell(f"signed-{context.rank}", {option: found["signed"] for option, found in told.items()})
+    context.line.meet("storage, written")
+    if context.rank == 0:  # one list for all: each rank asking each other would be a square of questions
+        context.line.tell("signers", [context.line.hear(f"signed-{rank}") for rank in range(context.size)])
+    all_signed = context.line.hear("signers", context.line.limit_seconds / 2) or []
     end = time.monotonic() + SEEN_SECONDS
     for option, place in folders.items():
         wanted = {rank for rank, signed in enumerate(all_signed) if signed.get(option)}
@@ -163,7 +164,7 @@ def _look(here: Here, folders: dict[str, Place], told: dict[str, Facts], prefix:
                 break
             time.sleep(0.1)
         told[option]["seen"], told[option]["signers"] = sorted(seen & wanted), sorted(wanted)
-    here.line.meet("storage, seen")
+    context.line.meet("storage, seen")
 
 
 def _signs(place: Place, prefix: str) -> set[int]:
@@ -188,8 +189,8 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
         lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return ""
-    here = str(path.resolve())
-    holding = [(len(words[1]), number, words[2]) for number, words in enumerate(lines) if _below(here, words[1])]
+    context = str(path.resolve())
+    holding = [(len(words[1]), number, words[2]) for number, words in enumerate(lines) if _below(context, words[1])]
     return max(holding)[2] if holding else ""
 
 

@@ -55,12 +55,12 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
         text = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
         raise PeerError(
             f"rank {rank} does not reach MASTER_ADDR={address} MASTER_PORT={port}: {text}; "
-            "look whether rank 0 runs, whether the name resolves, and whether a firewall stands between"
+            "look whether rank 0 runs, whether the name resolves, and whether a firewall is in between"
         ) from error
 
 
 EXTRA_SECONDS, AGAIN_SECONDS = 5.0, 1.0
-"""How long to wait for other ranks: beyond what checks may take, and again after a first wait in vain."""
+"""How long to wait for other ranks: beyond what checks may take, and again after a first wait without an answer."""
 
 
 class StoreChannel:
@@ -90,7 +90,7 @@ class StoreChannel:
         line.mark(area)
         return line
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Say that this rank will come to no more meetings of the area, so that others need not wait for it."""
         self._store.set(f"gave-up-{self.area}", json.dumps([self.rank, self.where]))
 

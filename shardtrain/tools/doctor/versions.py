@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from shardtrain import __version__
 from shardtrain.distributed import config_consistency
-from shardtrain.tools.doctor.context import Here
+from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal
 from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
 
@@ -23,7 +23,7 @@ _FIXES = {
 }
 
 
-def collect(here: Here, facts: Facts) -> None:
+def collect(context: RankContext, facts: Facts) -> None:
     """Note the versions of what takes part in a run, and a digest of all options."""
     import torch
 
@@ -31,14 +31,14 @@ def collect(here: Here, facts: Facts) -> None:
     facts["torch"] = torch.__version__
     facts["python"] = platform.python_version()
     facts["cuda"] = torch.version.cuda or torch.version.hip or ""
-    facts["nccl"] = _nccl() if here.device == "cuda" else ""
+    facts["nccl"] = _nccl() if context.device == "cuda" else ""
     facts["kernel"] = platform.release()
     for name in _LIBRARIES:
         try:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             facts[name] = ""
-    facts["options"] = config_consistency.facts_of(here.loaded.config, here.size)["options"][:12]
+    facts["options"] = config_consistency.facts_of(context.loaded.config, context.size)["options"][:12]
 
 
 def _nccl() -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardtrain.tools.evaluate import request
-from shardtrain.tools.generate import prompts
 
 
 def main(words: list[str]) -> int:
@@ -14,6 +13,7 @@ def main(words: list[str]) -> int:
     if asked is None:
         return 0
     from shardtrain.launch.multirank_cli import Verb, start
+    from shardtrain.tools.generate import prompts
 
     def load() -> Callable[[], None]:
         from shardtrain.tools.evaluate import run

@@ -16,9 +16,9 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from shardtrain.data.ends import ends_of
+from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.tools.generate.opening import OpenedModel
-from shardtrain.tools.generate.sampling import Sampling
 from shardtrain.tools.generate.text import Text
 from shardtrain.utils.errors import ConfigError, Problem
 

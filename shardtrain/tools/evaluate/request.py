@@ -70,21 +70,28 @@ def _arguments() -> Arguments:
     a = Arguments(
         "shardtrain evaluate", ABOUT, "shardtrain evaluate outputs --data held_out=FILE.jsonl", first="--from"
     )
+    a.usage = "shardtrain evaluate RUN [--data NAME=FILE ...] [--tasks A,B] [OPTION ...]"
+    rarer = a.rarer()
     a.add_argument("--from", dest="source", type=Path, required=True, metavar="RUN", help="run, checkpoint or HF_DIR")
-    a.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
-    a.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')
+    rarer.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
+    rarer.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')
     a.add_argument("--data", action="append", default=[], metavar="NAME=FILE", help="a set of text; may be repeated")
-    a.add_argument("--text_field", help="field of the text in --data (data.text_field of the run)")
-    a.add_argument("--add_bos", type=truth, metavar="{true,false}", help="begin texts with bos; as the tokenizer says")
+    rarer.add_argument("--text_field", help="field of the text in --data (data.text_field of the run)")
+    rarer.add_argument(
+        "--add_bos",
+        type=truth,
+        metavar="{true,false}",
+        help="begin texts with bos (as in training)",
+    )
     a.add_argument("--seq_len", type=int, help="tokens per sequence in --data (the run's, at most 2048)")
     a.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval (the eval extra)")
-    a.add_argument("--include_path", type=Path, help="folder of task files of your own; they may hold code, and run it")
+    rarer.add_argument("--include_path", type=Path, help="folder of your own task files, whose code is run")
     a.add_argument("--num_fewshot", type=int, help="examples before each question of a task (the task's own)")
-    a.add_argument("--limit", type=int, help="questions per task (all)")
+    rarer.add_argument("--limit", type=int, help="questions per task (all)")
     a.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes no result")
     a.add_argument("--output", type=Path, help="JSON file to write too, which must not exist")
-    a.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="type to compute in; the run's own")
-    a.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where; the run's own training.device")
+    rarer.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="type to compute in; the run's own")
+    rarer.add_argument("--device", choices=("auto", "cpu", "cuda", "xpu"), help="where; the run's own training.device")
     a.add_argument("--nproc", type=int, default=1, help="processes over which each layer is split (1)")
     return a
 

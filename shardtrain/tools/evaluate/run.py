@@ -13,7 +13,9 @@ from shardtrain.tools.evaluate.request import KINDS, Request
 from shardtrain.tools.generate.answer import join
 from shardtrain.tools.generate.locate_checkpoint import load_config
 from shardtrain.tools.generate.opening import OpenedModel, open_model
+from shardtrain.train.build import use_fastest_kernels
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils.heartbeat import heartbeat
 
 _TOKENS = 2048
 """Tokens of a sequence at most, unless more are asked for: models are made for more than they see at once here."""
@@ -26,21 +28,26 @@ def run(asked: Request) -> None:
         ShardtrainError: for what a user can fix.
     """
     loaded = load_config(asked.source, asked.config, asked.tokenizer)
-    with join(asked.device or loaded.config.training.device) as here:
-        opened = open_model(asked.source, asked.config, asked.dtype, here, tokenizer_path=asked.tokenizer).with_bos(
-            asked.add_bos
-        )
-        if here.rank == 0:
+    with join(asked.device or loaded.config.training.device) as world:
+        use_fastest_kernels(loaded.config, world.device)
+        often = None if world.rank == 0 else 0
+        with heartbeat(f"opening {asked.source}", often):
+            opened = open_model(asked.source, asked.config, asked.dtype, world, tokenizer_path=asked.tokenizer)
+            opened = opened.with_bos(asked.add_bos)
+        if world.rank == 0:
             print(f"shardtrain evaluate: {opened.name}", file=sys.stderr, flush=True)
         wanted = _sections(asked, opened)
         found: dict[str, Any] = {"model": opened.name}
         if wanted:
-            found["sets"] = {name: sets.measure(opened, section, asked.text_field) for name, section in wanted.items()}
+            found["sets"] = {}
+        for name, section in wanted.items():
+            with heartbeat(f"measuring {name}", often):
+                found["sets"][name] = sets.measure(opened, section, asked.text_field)
         if asked.tasks:
             from shardtrain.tools.evaluate import tasks
 
-            found["tasks"] = tasks.measure(opened, asked, is_first=here.rank == 0)
-        if here.rank == 0:
+            found["tasks"] = tasks.measure(opened, asked, is_first=world.rank == 0)
+        if world.rank == 0:
             _tell(found, asked)
 
 

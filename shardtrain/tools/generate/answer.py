@@ -14,14 +14,16 @@ from shardtrain.data.columns import Unusable
 from shardtrain.data.encode import open_conversations
 from shardtrain.distributed import process_group
 from shardtrain.distributed.process_group import World
+from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator, Watch
 from shardtrain.tools.generate.locate_checkpoint import load_config
 from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.tools.generate.prompts import Encoder, Row, check_output, write_rows
 from shardtrain.tools.generate.request import Request
-from shardtrain.tools.generate.sampling import Sampling
 from shardtrain.tools.generate.text import Printer, Text
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.heartbeat import heartbeat
+from shardtrain.utils.redact import visible
 
 
 def run(asked: Request, rows: Sequence[Row] | None) -> None:
@@ -31,24 +33,26 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
         ShardtrainError: for what a user can fix.
     """
     device = asked.device or load_config(asked.source, asked.config, asked.tokenizer).config.training.device
-    with join(device) as here:
-        opened = open_model(
-            asked.source,
-            asked.config,
-            asked.dtype,
-            here,
-            tokenizer_path=asked.tokenizer,
-            base=asked.base,
-            adapter=asked.adapter,
-        ).with_bos(asked.add_bos)
-        is_first = here.rank == 0
+    with join(device) as world:
+        is_first = world.rank == 0
+        with heartbeat(f"opening {asked.source}", None if is_first else 0):
+            opened = open_model(
+                asked.source,
+                asked.config,
+                asked.dtype,
+                world,
+                tokenizer_path=asked.tokenizer,
+                base=asked.base,
+                adapter=asked.adapter,
+            ).with_bos(asked.add_bos)
         if is_first:
             print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)
         answers = Answers(asked, opened, is_first)
         if rows is None:
             answers.print_one()
         else:
-            found = answers.of(rows)
+            with heartbeat(f"generating {len(rows)} rows", None if is_first else 0):
+                found = answers.of(rows)
             if is_first and asked.output is not None:
                 check_output(asked.output)
                 write_rows(asked.output, rows, found, asked.prediction_field)
@@ -59,8 +63,8 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
 def join(device: str) -> Iterator[World]:
     """The world that a launcher describes; a process alone needs no process group."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with process_group.join(Comm(), device) as here:
-            yield here
+        with process_group.join(Comm(), device) as world:
+            yield world
         return
     yield World(0, 1, 0, torch.device(process_group.pick_device_type(device)))
 
@@ -97,6 +101,8 @@ class Answers:
         self._tell_length([ids])
         text = self._text(ids)
         printer = Printer(text)
+        if sys.stdout.isatty() and not asked.chat:  # people read on from the prompt; a pipe gets what is new
+            self._print(asked.prompt or "")
 
         def watch(_: int, new: list[int]) -> bool:
             self._print(printer.more(new))
@@ -144,4 +150,5 @@ class Answers:
 
     def _print(self, text: str) -> None:
         if self._is_first:
-            print(text, end="", flush=True)
+            # a terminal would obey control characters, and a model may write any
+            print(visible(text) if sys.stdout.isatty() else text, end="", flush=True)

@@ -62,7 +62,7 @@ class Cache:
         self._masks = {}
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with some of the rows."""
+        """Continue with some of the rows."""
         index = torch.tensor(rows, device=self._first_B.device)
         self._first_B = self._first_B[index]
         self._padded = bool((self._first_B != self._first_B[:1]).any() or self._first_B[:1].any())
@@ -139,7 +139,7 @@ class CachedCore(nn.Module):
         return out_BTNH.transpose(1, 2) if self.heads_first else out_BTNH
 
     def keep(self, index: Tensor) -> None:
-        """Go on with some of the rows."""
+        """Continue with some of the rows."""
         if self.keys_BKSH is not None and self.values_BKSH is not None:
             self.keys_BKSH, self.values_BKSH = self.keys_BKSH[index], self.values_BKSH[index]
 

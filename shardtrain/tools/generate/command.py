@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from shardtrain.tools.generate import prompts, request
+from shardtrain.tools.generate import request
 
 
 def main(words: list[str]) -> int:
@@ -13,6 +13,7 @@ def main(words: list[str]) -> int:
     if asked is None:
         return 0
     from shardtrain.launch.multirank_cli import Verb, start
+    from shardtrain.tools.generate import prompts
 
     rows = None if asked.input is None else prompts.read_rows(asked.input, asked.field, asked.prediction_field)
 

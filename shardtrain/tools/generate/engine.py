@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shardtrain.layout import Layout
+from shardtrain.ops.sampling import Draws, Sampling, choose, penalise_
 from shardtrain.tools.generate.forward import Cached, Passes, Whole
-from shardtrain.tools.generate.sampling import Draws, Sampling, choose, penalise_
 
 Watch = Callable[[int, list[int]], bool]
 """Told of a row and its new tokens after each; gives whether the row has ended."""

@@ -49,7 +49,7 @@ class Passes(ABC):
 
     @abstractmethod
     def keep(self, places: Sequence[int]) -> None:
-        """Go on with some of the rows."""
+        """Continue with some of the rows."""
 
     def _run(self, rows: Rows, starts: Sequence[int]) -> Tensor:
         """One pass: rows of several lengths, the first token of each at position ``starts``."""

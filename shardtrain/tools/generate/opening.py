@@ -56,7 +56,7 @@ def open_model(
     path: Path,
     config_file: Path | None = None,
     dtype: str | None = None,
-    here: World | None = None,
+    world: World | None = None,
     *,
     tokenizer_path: str | None = None,
     base: Path | None = None,
@@ -64,8 +64,8 @@ def open_model(
 ) -> OpenedModel:
     """Open ``step-N``, a folder of such, a run's folder, whose newest good checkpoint is taken, or a Hugging Face one.
 
-    ``dtype`` is the type to hold and compute in; that in which the run computed unless given. ``here`` says where; with
-    more than one rank each layer is split over all (a collective). The model is on the CPU unless given.
+    ``dtype`` is the type to hold and compute in; that in which the run computed unless given. The model is on the
+    device of ``world``, and with more than one rank each layer is split over all (a collective); else on the CPU.
     ``tokenizer_path`` is for a Hugging Face folder that has no tokenizer. ``base`` is where the weights beside a run's
     adapters are now, ``adapter`` a folder of PEFT to add to a whole model.
 
@@ -93,9 +93,11 @@ def open_model(
     # biases of routers change by steps too small for another type: buffers keep theirs
     buffers = [(owner, name, b) for owner in model.modules() for name, b in owner.named_buffers(recurse=False)]
     model.to(getattr(torch, dtype))
-    if here is not None and here.size > 1:
-        _split(model, module.LAYOUT, config, getattr(shape, "num_experts", 0), here)
-    device = here.device if here is not None else torch.device("cpu")
+    device = world.device if world is not None else torch.device("cpu")
+    if device.type == "cpu":
+        distributed.use_chosen_kernels(model)
+    if world is not None and world.size > 1:
+        _split(model, module.LAYOUT, config, getattr(shape, "num_experts", 0), world)
     ties = tied_names(model)
     model.to_empty(device=device)
     tie(model, ties)
@@ -105,24 +107,24 @@ def open_model(
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     name = f"{config.model.name} {config.model.flavor}, {held.where}, {dtype} on {device.type}"
-    width = here.size if here is not None else 1
+    width = world.size if world is not None else 1
     return OpenedModel(model.eval(), module.LAYOUT, tokenizer, config, name, width, held.from_hub)
 
 
-def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, here: World) -> None:
+def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, world: World) -> None:
     """Split each layer over all ranks, as in training; experts are dealt out where their number allows it."""
     degrees = Parallelism(
-        tensor_parallel_degree=here.size,
+        tensor_parallel_degree=world.size,
         data_parallel_shard_degree=1,
         disable_loss_parallel=True,  # every rank needs all logits, to choose the same token
-        expert_parallel_degree=here.size if num_experts and num_experts % here.size == 0 else 1,
+        expert_parallel_degree=world.size if num_experts and num_experts % world.size == 0 else 1,
     )
-    training = Training(seq_len=64 * here.size, local_batch_size=1)
+    training = Training(seq_len=64 * world.size, local_batch_size=1)
     config = Config(model=config.model, parallelism=degrees, training=training)
     problems = list(configs.check(Loaded(config)))
     if problems:
         raise ConfigError(problems)
-    mesh = distributed.build(config, here)
+    mesh = distributed.build(config, world)
     tensor_parallel.apply(model, layout, mesh, config)
     if layout.expert:
         expert_parallel.mesh_of_experts(mesh, config)

@@ -67,32 +67,41 @@ def check(request: Request, has_source: bool = True) -> None:
 
 def _arguments() -> Arguments:
     a = Arguments("shardtrain generate", ABOUT, 'shardtrain generate outputs --prompt "def "', first="--from")
+    a.usage = "shardtrain generate RUN (--prompt TEXT | --input FILE.jsonl --output FILE.jsonl) [OPTION ...]"
+    rarer = a.rarer()
     a.add_argument(
         "--from", dest="source", type=Path, required=True, metavar="RUN", help="run folder, checkpoint, or HF_DIR"
     )
-    a.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
-    a.add_argument("--base", type=Path, help="weights beside which the run's adapters are; where the run had them")
-    a.add_argument("--adapter", type=Path, help="folder of PEFT whose adapters are added to the model")
-    a.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')
+    rarer.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
+    rarer.add_argument("--base", type=Path, help="frozen weights of a run with adapters, if they have moved")
+    rarer.add_argument("--adapter", type=Path, help="PEFT folder whose adapters are added to the model")
+    rarer.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')
     a.add_argument("--prompt", help="a text to continue")
     a.add_argument("--input", type=Path, help="JSONL file of prompts")
     a.add_argument("--output", type=Path, help="JSONL file to write, which must not exist")
-    a.add_argument("--field", default="prompt", help="field of the prompt (prompt); dots reach into objects")
-    a.add_argument("--prediction_field", default="prediction", help="field that is added (prediction)")
-    a.add_argument("--chat", action="store_true", help="write the prompt by the chat template: a text or messages")
-    a.add_argument("--add_bos", type=truth, metavar="{true,false}", help="begin texts with bos; as the tokenizer says")
-    a.add_argument("--max_new_tokens", type=int, default=128, help="most new tokens per prompt (128)")
-    a.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token (0)")
-    a.add_argument("--top_k", type=int, default=0, help="draw from so many of the likeliest; 0 is all (0)")
-    a.add_argument("--top_p", type=float, default=1.0, help="draw from the likeliest of this probability (1)")
-    a.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1, avoid tokens that were there (1)")
+    rarer.add_argument("--field", default="prompt", help="field of the prompt (prompt); dots reach into objects")
+    rarer.add_argument("--prediction_field", default="prediction", help="field that is added (prediction)")
+    a.add_argument("--chat", action="store_true", help="render the prompt, a text or messages, with the chat template")
+    rarer.add_argument(
+        "--add_bos",
+        type=truth,
+        metavar="{true,false}",
+        help="begin texts with bos (as in training)",
+    )
+    a.add_argument("--max_new_tokens", type=int, default=128, help="at most this many new tokens per prompt (128)")
+    a.add_argument("--temperature", type=float, default=0.0, help="0: the most likely token; above 0: sampled (0)")
+    rarer.add_argument("--top_k", type=int, default=0, help="sample from so many of the most likely; 0: all (0)")
+    a.add_argument(
+        "--top_p", type=float, default=1.0, help="sample from the most likely, of this total probability (1)"
+    )
+    rarer.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: avoid tokens of before (1)")
     a.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    a.add_argument("--seed", type=int, default=0, help="with the row's number decides what is drawn (0)")
-    a.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes no result")
-    a.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="type to compute in; the run's own")
-    a.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where; the run's own training.device")
-    a.add_argument("--nproc", type=int, default=1, help="processes over which each layer is split (1)")
-    a.add_argument("--no_cache", action="store_true", help="read all tokens again for each new one")
+    a.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
+    rarer.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes no result")
+    rarer.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="type to compute in; the run's own")
+    rarer.add_argument("--device", choices=("auto", "cpu", "cuda", "xpu"), help="where; the run's own training.device")
+    rarer.add_argument("--nproc", type=int, default=1, help="processes over which each layer is split (1)")
+    rarer.add_argument("--no_cache", action="store_true", help="compute keys and values again for each new token")
     return a
 
 

@@ -7,6 +7,6 @@ that is read runs code, and no torch is imported. Only the command line imports 
 from __future__ import annotations
 
 from shardtrain.tools.migrate.reading import FOREIGN_ENDINGS, Migration, load, load_flags, migrate, open_file
-from shardtrain.tools.migrate.report import Here
+from shardtrain.tools.migrate.report import ThisMachine
 
-__all__ = ["FOREIGN_ENDINGS", "Here", "Migration", "load", "load_flags", "migrate", "open_file"]
+__all__ = ["FOREIGN_ENDINGS", "Migration", "ThisMachine", "load", "load_flags", "migrate", "open_file"]

@@ -257,7 +257,7 @@ def finish(found: Found) -> None:
     steps, epochs = get("max_steps", int, 0), get("num_epochs", float, 1.0)
     if steps > 0:
         found.set("max_steps", "training.steps", steps)
-        found.default("training.on_data_end", "repeat", "passes over the data go on until max_steps")
+        found.default("training.on_data_end", "repeat", "the data are repeated until max_steps")
     elif epochs == int(epochs) and epochs >= 1:
         found.set("num_epochs", "training.epochs", int(epochs))
     else:

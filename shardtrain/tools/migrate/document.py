@@ -103,7 +103,7 @@ class _Json:
         self.at += 1
         while not self._next("}", bool(found)):
             if self.text[self.at : self.at + 1] != '"':
-                raise self._error("is not valid JSON: a key must stand in double quotes")
+                raise self._error("is not valid JSON: a key must be in double quotes")
             line = self._line()
             name = self._string()
             if name in found:

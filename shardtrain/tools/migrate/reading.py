@@ -19,7 +19,7 @@ from shardtrain.tools.migrate import (
     universal_trainer,
 )
 from shardtrain.tools.migrate.document import Document, read, read_text
-from shardtrain.tools.migrate.report import Entry, Found, Here, Rule, apply, flatten
+from shardtrain.tools.migrate.report import Entry, Found, Rule, ThisMachine, apply, flatten
 from shardtrain.utils.errors import ConfigError, Problem
 
 FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
@@ -66,14 +66,17 @@ class Migration:
 
 
 def migrate(
-    files: Sequence[Path], num_processes: int | None = None, flags: Sequence[str] = (), here: Here | None = None
+    files: Sequence[Path],
+    num_processes: int | None = None,
+    flags: Sequence[str] = (),
+    machine: ThisMachine | None = None,
 ) -> Migration:
     """Read files that configure one run together; raises ConfigError with every problem of them all.
 
     ``num_processes`` is the number of ranks, where a batch per step is written per rank; ``here`` says what else is
     known of it before ranks are chosen. ``flags`` are those of FMEngine's command line.
     """
-    here = here or Here()
+    machine = machine or ThisMachine()
     if len(files) == 1 and files[0].suffix.lower() == ".toml" and not flags:
         return _toml(files[0])
     documents = [read(file) for file in files if not _is_script(file)]
@@ -88,10 +91,10 @@ def migrate(
     chosen = [(reader_of(document), document) for document in documents]
     for reader, document in chosen:
         num_processes = num_processes or _named_processes(document)
-        if num_processes is None and here.nproc and reader is not universal_trainer:  # whose file names the nodes
-            num_processes = here.nproc * (here.nodes or 1)
+        if num_processes is None and machine.nproc and reader is not universal_trainer:  # whose file names the nodes
+            num_processes = machine.nproc * (machine.nodes or 1)
     copies = next((line.num_copies(num_processes) for line in lines), num_processes)
-    parts: list[Found] = [_read(reader, document, copies, bool(lines), here) for reader, document in chosen]
+    parts: list[Found] = [_read(reader, document, copies, bool(lines), machine) for reader, document in chosen]
     parts += [line.read(num_processes, parts) for line in lines]
     problems = list({str(problem): problem for part in parts for problem in part.problems}.values())
     settings = _join(parts, problems)
@@ -114,7 +117,7 @@ def open_file(
     path: Path,
     arguments: Sequence[str] = (),
     num_processes: int | None = None,
-    here: Here | None = None,
+    machine: ThisMachine | None = None,
     verb: str = "train",
 ) -> tuple[config.Loaded, Mapping[str, Any]]:
     """The configuration of a foreign file, for ``train`` or ``test``, and what it says of nodes and processes.
@@ -122,7 +125,7 @@ def open_file(
     Raises:
         ConfigError: where a key of it cannot be followed, or it asks for a test in place of training.
     """
-    found = migrate([path], num_processes, here=here)
+    found = migrate([path], num_processes, machine=machine)
     if verb == "train" and found.verb != verb:
         rule, fix = "asks for a test, and this trains", f"run shardtrain {found.verb} {path}"
         raise ConfigError(Problem("mode", found.verb, rule, fix, path.name))
@@ -195,9 +198,11 @@ def _named_processes(document: Document) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
-def _read(reader: Any, document: Document, num_processes: int | None, beside_flags: bool, here: Here) -> Found:
+def _read(
+    reader: Any, document: Document, num_processes: int | None, beside_flags: bool, machine: ThisMachine
+) -> Found:
     """Answer for each key of a document."""
-    found = Found(document, reader.SYSTEM, num_processes, here)
+    found = Found(document, reader.SYSTEM, num_processes, machine)
     found.values = dict(flatten(document.values, reader.LEAVES))
     if hasattr(reader, "prepare"):
         reader.prepare(found)

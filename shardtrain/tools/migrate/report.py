@@ -122,7 +122,7 @@ def of_kind(value: Any, kind: type) -> Any:
 
 
 @dataclass(frozen=True)
-class Here:
+class ThisMachine:
     """What is known of this machine, for files that say what a batch of it is: what was asked for, and what it has."""
 
     nproc: int | None = None
@@ -140,7 +140,7 @@ class Found:
     document: Document
     system: str
     num_processes: int | None = None
-    here: Here = Here()
+    machine: ThisMachine = ThisMachine()
     launch: dict[str, Any] = field(default_factory=dict)
     """Options of the command line of ``train`` that the file answers: nproc, nnodes, node_rank, rdzv_endpoint."""
     verb: str = "train"

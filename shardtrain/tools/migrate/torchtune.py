@@ -133,7 +133,7 @@ def prepare(found: Found) -> None:
                 found.values[key] = _REFERENCE.sub(value_of, value)
     for key in used:
         if key.replace("\0", ".") not in KEYS:
-            found.answer(key, "honoured", "its value stands where it is referred to")
+            found.answer(key, "honoured", "its value is used where it is referred to")
 
 
 def finish(found: Found) -> None:

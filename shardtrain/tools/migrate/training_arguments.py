@@ -96,7 +96,7 @@ KEYS: Mapping[str, Rule] = {
     "save_steps": JOINED,
     "save_total_limit": JOINED,
     "save_only_model": Cannot(
-        "checkpoints hold all that a run needs to go on; checkpoint.last_save_model_only is for the last"
+        "checkpoints hold all that a run needs to continue; checkpoint.last_save_model_only is for the last"
     ),
     "save_safetensors": Idle("weights are never pickled"),
     "load_best_model_at_end": JOINED,
@@ -138,7 +138,7 @@ KEYS: Mapping[str, Rule] = {
     "prediction_loss_only": _WATCH,
     "include_num_input_tokens_seen": _WATCH,
     "full_determinism": To("debug.deterministic", bool),
-    "auto_find_batch_size": Cannot("`shardtrain train --comm.mode fake_backend` tells what fits"),
+    "auto_find_batch_size": Cannot("`shardtrain train --comm.mode fake_backend` shows what fits"),
     "use_liger_kernel": Idle("which kernels compute the same"),
     "eval_accumulation_steps": _LOADER,
     # beside them: models, data and adapters, as the Trainer's own example programs and TRL call them
@@ -237,7 +237,7 @@ def _length(found: Found) -> None:
     steps, epochs = found.get("max_steps", int, -1), found.get("num_train_epochs", float, 3.0)
     if steps > 0:
         found.set("max_steps", "training.steps", steps)
-        found.default("training.on_data_end", "repeat", "passes over the data go on until max_steps")
+        found.default("training.on_data_end", "repeat", "the data are repeated until max_steps")
         found.answer("num_train_epochs", "ignored", "max_steps decides")
     elif epochs == int(epochs) and epochs >= 1:
         found.set("num_train_epochs", "training.epochs", int(epochs))

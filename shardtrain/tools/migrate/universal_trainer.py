@@ -190,7 +190,7 @@ def _processes(found: Found) -> int:
         found.problems.append(_wrong(found, "master_port", port, "must be a port, 1 to 65535", "correct it"))
     if found.problems:
         return 1
-    here = found.here
+    machine = found.machine
     if not distributed:
         text = "all local devices share the batch, as DataParallel did, each as a process of its own"
         found.answer(_key(_T, "is_distributed"), "honoured", text)
@@ -198,7 +198,7 @@ def _processes(found: Found) -> int:
             found.answer(_key(_N, name), "ignored", "it is read with is_distributed alone")
         batch = found.get(_key(_T, "batch_size"), int, 8)
         batch = max(1, batch // max(1, found.get(_key(_T, "gradient_accumulation_steps"), int, 1)))
-        devices = found.num_processes or here.nproc or here.devices or 1
+        devices = found.num_processes or machine.nproc or machine.devices or 1
         # the batch is that of all devices together, so as many of them share it as it can be dealt to evenly
         used = found.num_processes or max(count for count in range(1, devices + 1) if batch % count == 0)
         found.launch = {"nproc": used}
@@ -228,8 +228,8 @@ def _processes(found: Found) -> int:
     else:
         for name in ("current_node", "master_addr", "master_port"):
             found.answer(_key(_N, name), "ignored", "one node needs none of it")
-    found.launch["nproc"] = here.nproc or gpus
-    return found.num_processes or (here.nodes or nodes) * (here.nproc or gpus)
+    found.launch["nproc"] = machine.nproc or gpus
+    return found.num_processes or (machine.nodes or nodes) * (machine.nproc or gpus)
 
 
 def _wrong(found: Found, name: str, value: Any, rule: str, fix: str) -> Problem:
@@ -287,11 +287,11 @@ def _continue(found: Found) -> None:
     path = found.get(place, str)
     if not found.get(key, bool, False):
         found.answer(
-            key, "ignored", "a run goes on by itself from what its model_dir holds; another one starts from scratch"
+            key, "ignored", "a run continues by itself from what its model_dir holds; another one starts from scratch"
         )
         found.answer(place, "ignored", "it is read with continue_training alone")
     elif not path:
-        found.answer(key, "honoured", "the run goes on from the newest checkpoint of its model_dir")
+        found.answer(key, "honoured", "the run continues from the newest checkpoint of its model_dir")
         found.answer(place, "ignored", "it is empty")
     else:
         found.answer(key, "honoured", "weights, optimizer, loss scale, step and rate of the file")

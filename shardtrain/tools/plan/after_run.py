@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import statistics
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from shardtrain import config as configs
 from shardtrain.config.schema import Config
 from shardtrain.tools.plan import hardware, planning
 from shardtrain.tools.report import reading
+from shardtrain.utils import atomic_io
 from shardtrain.utils.units import GIB
 
 OFF = 0.15
@@ -48,7 +50,9 @@ def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str
         pairs = {"tokens per second and device": (plan.tps, statistics.median(later), ",.0f")}
         if "memory_gib" in metrics:
             # PyTorch counts what it holds, and not the driver's own
-            pairs["peak memory in GiB"] = (plan.fullest.total / GIB, max(metrics["memory_gib"]), ".1f")
+            pairs["peak memory in GiB"] = (plan.fullest.peak / GIB, max(metrics["memory_gib"]), ".1f")
+        kept = {name: [planned, measured] for name, (planned, measured, _) in pairs.items()}
+        atomic_io.write(folder / "planned.json", json.dumps(kept) + "\n")  # for shardtrain report
         lines = []
         for name, (planned, measured, form) in pairs.items():
             off = measured / planned - 1

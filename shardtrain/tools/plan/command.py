@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardtrain import config as configs
 from shardtrain.config import command_line
+from shardtrain.config.command_line import Option
 from shardtrain.config.schema import Checkpoint
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
@@ -25,8 +27,8 @@ tokens per second, MFU, what limits it. Nothing is trained; no GPU and no proces
 
   --gpus N            devices (default: what the configuration's mesh asks for, in whole nodes)
   --nodes N           nodes of the device's size, in place of --gpus
-  --device NAME       {devices}, or a TOML file with a table
-                      [devices.NAME] (docs/plan.md); default: h100
+  --device NAME       default: h100; or a TOML file with a table [devices.NAME] (docs/plan.md), or one of
+{devices}
   --calibrate RUN     scale the device's rates by how long the steps of a finished run took
   --tokens N          also days, device hours and energy for so many tokens, like 15T
   --price DOLLARS     per device and hour, for --tokens
@@ -37,11 +39,47 @@ tokens per second, MFU, what limits it. Nothing is trained; no GPU and no proces
   -o FILE.toml        with --search: write the best one as a configuration for train
   --json              print one JSON object
 
+  shardtrain plan llama3_70b --gpus 64 --device h100
+  shardtrain plan my_run.toml --gpus 32 --device a100-80gb --search -o best.toml
+
 exit status: 0; 2 where the configuration does not fit, or with --search none does
 """
 DOES_NOT_FIT = 2
 ASSUMED_STALL_SECONDS = 5.0
 """What a save keeps training waiting, for an interval that a run would choose itself."""
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) <= 1_000_000:
+        raise ValueError("must be a whole number from 1 to 1000000")
+    return int(text)
+
+
+def _amount(read: Callable[[str], float]) -> Callable[[str], float]:
+    def amount(text: str) -> float:
+        try:
+            number = read(text)
+        except ValueError:
+            number = -1
+        if not 0 < number < 1e18:
+            raise ValueError("must be a number above 0")
+        return number
+
+    return amount
+
+
+OPTIONS = {
+    "--gpus": Option(_count, "64"),
+    "--nodes": Option(_count, "64"),
+    "--top": Option(_count, "64"),
+    "--tokens": Option(_amount(parse_count), "2"),
+    "--price": Option(_amount(float), "2"),
+    "--device": Option(example="NAME"),
+    "--calibrate": Option(example="NAME"),
+    "--output": Option(example="NAME"),
+    "-o": Option(example="NAME"),
+}
+FLAGS = ("--search", "--json", "--largest", "--float8")
 
 
 @dataclass
@@ -61,6 +99,27 @@ class Asked:
     json: bool = False
     largest: bool = False
 
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Asked:
+        """From the options by name; raises ConfigError where two of them do not go together."""
+        if "-o" in given:
+            given["--output"] = given.pop("-o")
+
+        def wrong(option: str, rule: str, fix: str, value: object = None) -> ConfigError:
+            return ConfigError(Problem("-o" if option == "--output" else option, value, rule, fix, "command line"))
+
+        if {"--gpus", "--nodes"} <= given.keys():
+            raise wrong("--nodes", "is given beside --gpus", "give one of them", given["--nodes"])
+        needs = {"--float8": "--search", "--top": "--search", "--output": "--search", "--price": "--tokens"}
+        for option, other in needs.items():
+            if option in given and other not in given:
+                raise wrong(option, f"says nothing without {other}", f"give {other}, or leave it out")
+        for option in ("--largest", "--tokens"):
+            if "--search" in given and option in given:
+                rule = "is about one configuration, and --search is about many"
+                raise wrong(option, rule, "plan the best one with it")
+        return cls(**{name[2:]: value for name, value in given.items()})
+
 
 def main(words: Sequence[str]) -> int:
     """Plan what the words ask for; gives the exit status.
@@ -69,11 +128,13 @@ def main(words: Sequence[str]) -> int:
     """
     from shardtrain.tools.plan import hardware
 
-    asked, rest = _own(list(words))
-    arguments = command_line.split(rest)
-    if arguments.help:
-        print(HELP.format(devices=", ".join(hardware.names())), end="")
+    taken = command_line.take(words, OPTIONS, FLAGS)
+    if taken.help:
+        margin = " " * 22
+        names = textwrap.fill(", ".join(hardware.names()), 100, initial_indent=margin, subsequent_indent=margin)
+        print(HELP.format(devices=names), end="")
         return 0
+    asked, arguments = Asked.of(taken.own), command_line.split(taken.rest)
     for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"):
         if getattr(arguments, name) is not None:
             rule, fix = "starts processes, and a plan starts none", "use --gpus or --nodes"
@@ -144,43 +205,3 @@ def _write(path: Path, text: str) -> None:
         atomic_io.write(path, text)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; name another file with -o") from error
-
-
-def _own(words: list[str]) -> tuple[Asked, list[str]]:
-    """Take the verb's own options out of the words."""
-    asked, rest = Asked(), []
-    while words:
-        word = words.pop(0)
-        name, equals, value = word.partition("=")
-        if name in ("--search", "--json", "--largest", "--float8") and not equals:
-            setattr(asked, name[2:], True)
-        elif name in ("--gpus", "--nodes", "--device", "--calibrate", "--tokens", "--price", "--top", "-o", "--output"):
-            text = value if equals else (words.pop(0) if words else "")
-            _set(asked, name, text)
-        else:
-            rest.append(word)
-    if asked.gpus is not None and asked.nodes is not None:
-        raise ConfigError(Problem("--nodes", asked.nodes, "is given beside --gpus", "give one of them", "command line"))
-    return asked, rest
-
-
-def _set(asked: Asked, name: str, text: str) -> None:
-    if name in ("--gpus", "--nodes", "--top"):
-        if not text.isdecimal() or not 0 < int(text) <= 1_000_000:
-            rule, fix = "must be a whole number from 1 to 1000000", f"write it like {name} 64"
-            raise ConfigError(Problem(name, text, rule, fix, "command line"))
-        setattr(asked, name[2:], int(text))
-    elif name in ("--tokens", "--price"):
-        try:
-            number = parse_count(text) if name == "--tokens" else float(text)
-        except ValueError:
-            number = -1
-        if not 0 < number < 1e18:
-            raise ConfigError(
-                Problem(name, text, "must be a number above 0", f"write it like {name} 2", "command line")
-            )
-        setattr(asked, name[2:], number)
-    else:
-        if not text:
-            raise ConfigError(Problem(name, None, "has no value", f"write it like {name} NAME", "command line"))
-        setattr(asked, "output" if name == "-o" else name[2:], text)

@@ -17,7 +17,7 @@ from typing import Any
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import GIB
 
-ALIASES = {"a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb"}
+ALIASES = {"v100": "v100-32gb", "a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb"}
 _LARGEST = {
     "memory_gib": 100_000,
     "memory_bytes_per_second": 1e15,
@@ -26,6 +26,7 @@ _LARGEST = {
     "power_watts": 100_000,
     "launch_seconds": 1,
     "devices_per_node": 10_000,
+    "devices_per_link": 100_000,
     "flops": 1e18,
 }
 """More than this is a wrong unit, not a device."""
@@ -36,6 +37,7 @@ class Link:
     """What connects devices: bytes per second per device and direction, and the seconds that a message takes at least.
 
     ``efficiency`` is the share of the bandwidth that large collectives reach; ``source`` says where the row is from.
+    ``peers``: without a switch, how many other devices the bandwidth is shared out to; 0 with one.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Link:
     latency_seconds: float
     efficiency: float
     source: str
+    peers: int = 0
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class Device:
     """One accelerator (or CPU rank), its memory, peaks by type, and the links in a node and between nodes.
 
     ``flops`` are dense peaks per second by dtype; the efficiencies are shares of a peak that large kernels reach.
-    ``launch_seconds`` is what the host takes to start a kernel.
+    ``launch_seconds`` is what the host takes to start a kernel; ``devices_per_link`` how many devices the link
+    connects, 0 for those of a node.
     """
 
     name: str
@@ -66,6 +70,17 @@ class Device:
     memory_efficiency: float
     launch_seconds: float
     source: str
+    devices_per_link: int = 0
+
+    @property
+    def linked(self) -> int:
+        """Devices that its link connects."""
+        return self.devices_per_link or self.devices_per_node
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether it is one core of a CPU."""
+        return self.name == "cpu"
 
     @property
     def memory_bytes(self) -> int:
@@ -100,9 +115,10 @@ class Device:
             network=of(self.network),
         )
 
-    def with_nodes_of(self, devices: int) -> Device:
-        """The same device in nodes of another size."""
-        return replace(self, devices_per_node=devices)
+    def with_nodes_of(self, devices: int, link: str | None = None) -> Device:
+        """The same device in nodes of another size, which another link of hardware.toml may connect."""
+        found = self.link if link is None else _link(link, _table()["links"], "link", "hardware.toml")
+        return replace(self, devices_per_node=devices, link=found)
 
 
 def names() -> list[str]:
@@ -118,12 +134,12 @@ def find(name: str, option: str = "--device") -> Device:
     table = _table()
     if name.endswith(".toml"):
         own = _read(Path(name))
-        devices = own.get("devices", {})
+        devices, links = (_tables(own.get(key, {})) for key in ("devices", "links"))
         if len(devices) != 1:
             rule = f"has {len(devices)} tables [devices.NAME]"
             raise ConfigError(Problem(option, name, rule, "write exactly one, as in docs/plan.md"))
         ((own_name, row),) = devices.items()
-        return _device(own_name, row, {**table["links"], **own.get("links", {})}, name)
+        return _device(own_name, row, {**table["links"], **links}, name)
     known = ALIASES.get(name.lower(), name.lower())
     if known not in table["devices"]:
         near = difflib.get_close_matches(known, [*table["devices"], *ALIASES], 1)
@@ -149,6 +165,11 @@ def _table() -> dict[str, Any]:
     return _read(Path(__file__).with_name("hardware.toml"))
 
 
+def _tables(found: Any) -> dict[str, dict[str, Any]]:
+    """The tables in what should be a table of tables."""
+    return {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
@@ -166,6 +187,7 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
         "matmul_efficiency": 0.65,
         "attention_efficiency": 0.45,
         "memory_efficiency": 0.75,
+        "devices_per_link": 0,
         **row,
     }
     path = f"devices.{name}"
@@ -177,11 +199,15 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
         _check_number(f"{path}.flops.{dtype}", value, _LARGEST["flops"], where)
         if value < 1e6:
             raise _wrong(f"{path}.flops.{dtype}", value, "is less than any device", "write FLOPs, not TFLOPs", where)
-    for key in ("memory_gib", "memory_bytes_per_second", "power_watts", "devices_per_node", "launch_seconds"):
-        _check_number(f"{path}.{key}", row[key], _LARGEST[key], where, zero=key in ("power_watts", "launch_seconds"))
+    may_be_zero = ("power_watts", "launch_seconds", "devices_per_link")
+    for key in ("memory_gib", "memory_bytes_per_second", "devices_per_node", *may_be_zero):
+        _check_number(f"{path}.{key}", row[key], _LARGEST[key], where, zero=key in may_be_zero)
+    if not isinstance(row["source"], str):
+        raise _wrong(f"{path}.source", row["source"], "is not text", "say where the numbers are from", where)
     _check_shares(row, ("matmul_efficiency", "attention_efficiency", "memory_efficiency"), path, where)
-    if row["devices_per_node"] != int(row["devices_per_node"]):
-        raise _wrong(f"{path}.devices_per_node", row["devices_per_node"], "is not whole", "write a whole number", where)
+    for key in ("devices_per_node", "devices_per_link"):
+        if row[key] != int(row[key]):
+            raise _wrong(f"{path}.{key}", row[key], "is not whole", "write a whole number", where)
     return Device(
         **{
             **row,
@@ -193,13 +219,18 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
 
 
 def _link(name: Any, links: Mapping[str, Any], path: str, where: str) -> Link:
-    if name not in links:
+    if not isinstance(name, str) or name not in links:
         raise _wrong(path, name, "is not a known link", f"use one of {', '.join(sorted(links))}, or add it", where)
-    row = {"efficiency": 0.75, **links[name]}
+    row = {"efficiency": 0.75, "peers": 0, **links[name]}
     _check_keys(row, {f.name for f in fields(Link)} - {"name"}, f"links.{name}", where)
     for key in ("bytes_per_second", "latency_seconds"):
         _check_number(f"links.{name}.{key}", row[key], _LARGEST[key], where, zero=key == "latency_seconds")
     _check_shares(row, ("efficiency",), f"links.{name}", where)
+    _check_number(f"links.{name}.peers", row["peers"], _LARGEST["devices_per_node"], where, zero=True)
+    if not isinstance(row["source"], str):
+        raise _wrong(f"links.{name}.source", row["source"], "is not text", "say where the numbers are from", where)
+    if row["peers"] != int(row["peers"]):
+        raise _wrong(f"links.{name}.peers", row["peers"], "is not whole", "write a whole number", where)
     return Link(name, **row)
 
 

@@ -8,10 +8,18 @@ from typing import Literal
 
 from shardtrain.config import derived, stages
 from shardtrain.config.schema import Config, Parallelism
+from shardtrain.config.schema.task import Task
 
 WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
-STATES = {"AdamW": 2, "Adam": 2, "Muon": 1}
+STATES = {"AdamW": 2, "Adam": 2, "AdamW8bit": 2, "Muon": 1}
 """Tensors of the size of a parameter that an optimizer keeps of it."""
+
+
+def _state_width(config: Config) -> int:
+    """Bytes of the optimizer's state for each number of each of its tensors."""
+    if config.optimizer.name == "AdamW8bit":
+        return 1
+    return 2 if config.optimizer.state_dtype == "bfloat16" else WIDTH[config.training.dtype]
 
 
 @dataclass(frozen=True)
@@ -20,14 +28,22 @@ class Job:
 
     ``rows`` are sequences of a micro-batch and ``num_microbatches`` the micro-batches of a step on each data-parallel
     rank. ``fsdp``: weights are gathered from shards. ``states``: tensors of the optimizer for each weight.
-    ``state_width``: bytes of their elements; ``stored_width`` those of weights and gradients; ``compute_width`` those
-    of activations and gathered weights, ``reduce_width`` those of gradients on their way. ``recompute`` is "none",
-    "full", "op" or, as digits, every how manieth layer is recomputed. ``fused``: the model is compiled, so that
-    elementwise operations are few. ``float8``: products of linear layers in float8. ``flash``: scores of attention
-    never reach memory. ``split_sequence``: norms work on a part of the sequence under tensor parallelism.
-    ``loss``: "chunked" is ops/cross_entropy.py, "fused" never has all logits, "whole" has them in float32. These three
-    differ for runs of other systems alone. ``offload``: what is in host memory, of weights, gradients and optimizer
-    state.
+    ``state_width``: bytes of their elements; ``early_step``: gradients are used and freed in backward;
+    ``stored_width``: bytes of elements of weights and gradients; ``compute_width`` those
+    of activations and gathered weights, ``reduce_width`` those of gradients on their way, ``gradient_width`` those of
+    gradients where they are not as wide as weights. ``recompute`` is "none", "full", "op" or, as digits, every how
+    manieth layer is recomputed. ``fused``: the model is compiled, so that elementwise operations are few. ``float8``:
+    products of linear layers in float8, ``float8_experts``: those of experts, ``float8_gather``: FSDP sends weights of
+    linear layers in 8 bits. ``offload``: what is in host memory, of weights, gradients and optimizer state.
+
+    The rest differs for runs of other systems alone. ``overlaps``: gradients are reduced beside the backward pass.
+    ``recompute`` may also be "core", attention alone. ``flash``: scores of attention never reach memory;
+    ``attention_speed``: of its kernels, over those that PyTorch has.
+    ``split_sequence``: norms work on a part of the sequence under tensor parallelism. ``repeats_kv``: attention gets a
+    copy of keys and values for each head of the queries. ``reduces_once``: gradients of several micro-batches are
+    reduced together. ``gathers_float8``: tensor parallelism gathers what was cast to float8 before. ``loss``: "chunked"
+    is ops/cross_entropy.py and "at head" ops/linear_cross_entropy.py where that saves memory; of other systems "fused"
+    never has all logits, and "whole" has them in float32.
     """
 
     seq_len: int
@@ -39,6 +55,7 @@ class Job:
     cp: int = 1
     tp: int = 1
     ep: int = 1
+    cp_method: Literal["allgather", "ring", "ulysses"] = "allgather"
     schedule: str = "1F1B"
     stages: tuple[range, ...] = ()
     recompute: str = "none"
@@ -48,17 +65,31 @@ class Job:
     stored_width: int = 4
     compute_width: int = 2
     reduce_width: int = 4
+    gradient_width: int = 0
+    overlaps: bool = True
     states: float = 2
     state_width: int = 4
+    early_step: bool = False
     fsdp: bool = True
     fused: bool = False
     float8: bool = False
+    float8_experts: bool = False
+    float8_gather: bool = False
     offload: Literal["nothing", "optimizer", "all"] = "nothing"
-    loss: Literal["chunked", "fused", "whole"] = "chunked"
+    loss: Literal["chunked", "at head", "fused", "whole"] = "chunked"
     flash: bool = True
     split_sequence: bool = True
+    repeats_kv: bool = False
+    reduces_once: bool = True
+    gathers_float8: bool = False
+    attention_speed: float = 1.0
     compute_dtype: str = "bfloat16"
     notes: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of an element of the gradients that the optimizer is given."""
+        return self.gradient_width or self.stored_width
 
     @property
     def world_size(self) -> int:
@@ -109,7 +140,19 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
     if name in stages.FROM_CSV and p.pipeline_parallel_degree > 1:
         name = "1F1B" if name in stages.SINGLE else "Interleaved1F1B"
         notes.append(f"pipeline_parallel_schedule_csv is not read here; planned as {name}")
-    converters = " ".join(config.model.converters)
+    float8 = config.quantize.linear.float8
+    in_float8 = {
+        name.split(".")[1]: not getattr(config.quantize, name.split(".")[1]).float8.emulate
+        for name in ("quantize.linear.float8", "quantize.grouped_mm.float8")
+        if name in config.model.converters
+    }
+    if not all(in_float8.values()):
+        notes.append("float8 is emulated, which is slower than the planned products in the compute type")
+    # as distributed/loss_at_head.py, where the head is an ordinary linear layer of one of this package's decoders
+    own = config.model.name != "transformers" and not config.model.name.endswith(".py")
+    plain_head = "linear" not in in_float8 or any(name in ("head", "output") for name in float8.filter_fqns)
+    whole = p.tensor_parallel_degree == p.pipeline_parallel_degree == 1
+    at_head = own and plain_head and whole and config.task.name == Task().name
     return Job(
         seq_len=training.seq_len,
         rows=rows * sequences_per_row,
@@ -120,6 +163,7 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         cp=p.context_parallel_degree,
         tp=p.tensor_parallel_degree,
         ep=p.expert_parallel_degree,
+        cp_method=_context_method(p),
         schedule=name,
         stages=layers_of_stages(p, num_layers),
         recompute=mode,
@@ -130,14 +174,24 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         compute_width=WIDTH[compute],
         reduce_width=WIDTH[training.mixed_precision_reduce],
         states=STATES.get(config.optimizer.name, 2),
-        state_width=WIDTH[training.dtype],
+        state_width=_state_width(config),
+        early_step=config.optimizer.early_step_in_backward,
         fsdp=world_size > 1 or compute != training.dtype or training.enable_cpu_offload,
         fused=config.compile.enable and "model" in config.compile.components,
-        float8="float8" in converters,
+        float8=in_float8.get("linear", False),
+        float8_experts=in_float8.get("grouped_mm", False),
+        float8_gather="linear" in in_float8 and float8.enable_fsdp_float8_all_gather,
         offload="all" if training.enable_cpu_offload else "nothing",
         compute_dtype=compute,
+        loss="at head" if at_head else "chunked",
         notes=tuple(notes),
     )
+
+
+def _context_method(p: Parallelism) -> Literal["allgather", "ring", "ulysses"]:
+    if p.context_parallel_method == "ulysses":
+        return "ulysses"
+    return "allgather" if p.context_parallel_rotate_method == "allgather" else "ring"
 
 
 def layers_of_stages(p: Parallelism, num_layers: int) -> tuple[range, ...]:

@@ -3,16 +3,17 @@
 Activations are what autograd saves for backward in the layers of this package (models/layers.py), tensor by tensor, as
 the dry run finds them by tracing; Korthikanti et al. 2022 (arXiv 2205.05198) count alike. ``kernels`` says whose: the
 CPU's have no fused RMSNorm, and add up the gradient of an embedding in float32. The largest of a step is looked for
-at four moments: the end of forward, the loss, the backward of the last layer, and the backward of the embedding.
+at its moments: the end of forward, the loss, the backward of the head, of the last layer and of the embedding. At each,
+FSDP holds other weights and other gradients exist, so that the peak is less than the sum of what each is at most.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from shardtrain.tools.plan import schedule
 from shardtrain.tools.plan.job import Job
@@ -20,15 +21,19 @@ from shardtrain.tools.plan.schedule import Action
 from shardtrain.tools.plan.shapes import Layer, ModelShape, Parameter
 
 Kernels = Literal["cpu", "cuda"]
-CHUNK_NUMEL = 1 << 24
+CHUNK_NUMEL, CPU_CHUNK_NUMEL = 1 << 24, 1 << 18
 """Logits that the loss handles at a time, as ops/cross_entropy.py."""
+CHUNKS, WORTH_IT_BYTES = 8, 1 << 28
+"""As ops/linear_cross_entropy.py."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of the ranks at one place of the pipeline; the total is a bound, for not all are largest at once.
+    """Bytes of the ranks at one place of the pipeline.
 
-    ``when`` is the moment of most activations. ``kept`` is what waits from forward to backward.
+    ``gradients``, ``activations`` and ``gathered`` are each at most; ``total``, the sum that the dry run also gives, is
+    a bound. ``peak`` is the most at one moment, ``when``, and ``at_peak`` what the three are then. ``kept`` is what
+    waits from forward to backward; ``piped`` are buffers of a pipeline, which the dry run does not see.
     """
 
     pp_rank: int
@@ -41,6 +46,8 @@ class RankMemory:
     kept: int
     in_flight: int
     when: str
+    at_peak: tuple[int, int, int] = (0, 0, 0)
+    piped: int = 0
     on_host: int = 0
     """Of weights, gradients and optimizer state, what is in host memory."""
 
@@ -51,8 +58,25 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Sum of all that is on the device."""
+        """Sum of all that is on the device, each at most."""
         return self.states - self.on_host + self.activations + self.gathered
+
+    @property
+    def reserved(self) -> int:
+        """What PyTorch's allocator comes to hold on a GPU: FSDP's buffers are of other streams, and do not share."""
+        return self.total + self.piped
+
+    @property
+    def peak(self) -> int:
+        """The most that is on the device at one moment."""
+        gradients, activations, gathered = self.at_peak
+        return self.parameters + self.optimizer + gradients - self.on_host + activations + gathered
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain values, for JSON."""
+        names = ("gradients", "activations", "gathered")
+        sums = {"total": self.total, "reserved": self.reserved, "peak": self.peak}
+        return {**asdict(self), "at_peak": dict(zip(names, self.at_peak, strict=True)), **sums}
 
 
 @dataclass(frozen=True)
@@ -65,10 +89,26 @@ class _LayerBytes:
 
 
 @dataclass(frozen=True)
+class _Moment:
+    """Bytes of activations, of FSDP's buffers and of gradients at a moment; the last without those accumulated."""
+
+    name: str
+    activations: int
+    gathered: int = 0
+    gradients: int = 0
+
+
+@dataclass(frozen=True)
 class _Stage:
+    """Bytes of a micro-batch on a stage: kept from forward to backward, and ``extra`` that PyTorch's stage adds to it;
+    at most; ``waiting`` for the backward of weights alone; and at each moment.
+    """
+
     kept: int
+    extra: int
     most: int
-    when: str
+    waiting: int
+    moments: tuple[_Moment, ...]
 
 
 def of_ranks(model: ModelShape, job: Job, orders: Sequence[Sequence[Action]], kernels: Kernels) -> list[RankMemory]:
@@ -92,37 +132,127 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | No
     parameters += sum(model.layers[number].low_bits_bytes for index in own for number in job.stages[index])
     learning = sum(size for one, size in held if one.trained)
     tensors = sum(one.trained for one, _ in held)
-    states = learning * job.states * job.state_width
+    states = sum(_state_bytes(one, size, job) for one, size in held if one.trained)
     if job.shard_states:
         states = math.ceil(states / job.dp_replicate)
-    found = {index: _stage(model, job, index, kernels) for index in own}
-    if job.pp > 1:
-        if order is None:
-            in_flight = schedule.in_flight(job.schedule, rank, job.pp, len(own), job.num_microbatches)
-            kept = in_flight * sum(one.kept for one in found.values()) // len(own)
-        else:
-            kept, in_flight = schedule.most_kept({index: one.kept for index, one in found.items()}, order)
-        above = max(found.values(), key=lambda one: one.most - one.kept)
-        activations, when = kept + above.most - above.kept, above.when
-    else:
-        kept, in_flight, activations, when = found[0].kept, 1, found[0].most, found[0].when
-    gathered = sum(_gathered(model, job, index) for index in own) if job.fsdp else 0
     optimizer = int(states) + 4 * tensors
-    gradients = learning * job.stored_width
-    on_host = {"nothing": 0, "optimizer": optimizer, "all": parameters + gradients + optimizer}[job.offload]
+    found = {index: _stage(model, job, index, kernels) for index in own}
+    gradients = learning * job.gradient_bytes
+    if job.early_step:
+        gradients = _gradients_at_once(model, job, own) * job.gradient_bytes
+    accumulated = gradients
+    if (
+        job.fsdp and job.num_microbatches > 1 and job.reduces_once
+    ):  # reduced once, after the last: until then they are whole, in that type
+        whole = (unsharded(trained(tuple(parameters)), job.tp, job.ep) for parameters in owners)
+        accumulated = sum(whole) * job.reduce_width
+    if job.num_microbatches == 1:
+        accumulated = 0
+    gathered = sum(_gathered(model, job, index) for index in own) if job.fsdp else 0
+    if job.pp > 1:
+        kept, in_flight, moments = _in_pipeline(model, job, rank, order, found, accumulated)
+        activations = kept + max(one.most - one.kept for one in found.values())
+        piped = max(moment.activations for moment in moments) - activations
+    else:
+        piped = 0
+        kept, in_flight, activations = found[0].kept, 1, found[0].most
+        moments = [
+            replace(one, gradients=max(accumulated, one.gradients))
+            for one in (*found[0].moments, _Moment("the update", 0, 0, gradients))
+        ]
+    host = {"nothing": 0, "optimizer": optimizer, "all": parameters + gradients + optimizer}[job.offload]
+    if job.early_step:
+        moments = [replace(one, gradients=min(one.gradients, gradients)) for one in moments]
+    if job.offload == "all":
+        moments = [replace(one, gradients=gradients) for one in moments]
+    most = max(moments, key=lambda one: one.activations + one.gathered + one.gradients)
     return RankMemory(
         rank,
         sum(len(job.stages[index]) for index in own),
         parameters,
-        gradients,
+        max(gradients, accumulated),
         optimizer,
         activations,
         gathered,
         kept,
         in_flight,
-        when,
-        on_host,
+        most.name,
+        (most.gradients, most.activations, most.gathered),
+        piped,
+        host,
     )
+
+
+def _in_pipeline(
+    model: ModelShape,
+    job: Job,
+    rank: int,
+    order: Sequence[Action] | None,
+    found: Mapping[int, _Stage],
+    accumulated: int,
+) -> tuple[int, int, list[_Moment]]:
+    """Bytes in flight, how many micro-batches those are, and the moments of a rank of a pipeline.
+
+    Beside what waits for its backward there are PyTorch's buffers: what each stage receives has one for each
+    micro-batch of the step. Where a rank has several stages, what was sent is held until the end of the step.
+    """
+    last, count = len(job.stages) - 1, job.num_microbatches
+    stream = job.local_tokens // job.tp * model.dim * job.compute_width
+    own = list(found)
+    received = sum((index > 0) + (index < last) for index in own) * count * stream
+    remote = sum((index > 0 and index - 1 not in own) + (index < last and index + 1 not in own) for index in own)
+    sent = remote * count * stream * 3 // 4 if len(own) > 1 else 0  # those of the last quarter come after the peak
+    by_stage = {index: one.kept for index, one in found.items()}
+    with_extra = {
+        index: one.kept + one.extra + (stream if index < last and not sent else 0) for index, one in found.items()
+    }
+    if order is None:
+        in_flight = schedule.in_flight(job.schedule, rank, job.pp, len(own), count)
+        kept = in_flight * sum(by_stage.values()) // len(own)
+        held = later = in_flight * sum(with_extra.values()) // len(own)
+        if job.schedule in ("GPipe", "LoopedBFS"):
+            later = held * (count - 1) // count
+    else:
+        kept, in_flight, _ = schedule.most_kept(by_stage, order)
+        waiting = {index: one.waiting for index, one in found.items()}
+        held, _, later = schedule.most_kept(with_extra, order, waiting)
+    buffers = sum(_stage_weights(model, job, index) for index in own) * job.compute_width
+    if not job.fsdp:
+        buffers = 0
+    frees = job.fsdp and job.frees_gathered
+    moments = []
+    for one in found.values():
+        for moment in one.moments:
+            more = moment.activations - one.kept + received + sent
+            gathered = moment.gathered if frees else buffers
+            moments.append(_Moment(moment.name, held + more, gathered, 0))
+            moments.append(_Moment(moment.name, later + more, gathered, accumulated))
+    return kept, in_flight, moments
+
+
+def _stage_weights(model: ModelShape, job: Job, index: int) -> int:
+    """Elements of all weights of a stage, gathered."""
+    return unsharded(tuple(parameters_of_stage(model, job, index)), job.tp, job.ep)
+
+
+def _state_bytes(one: Parameter, size: int, job: Job) -> float:
+    """What the optimizer keeps of ``size`` elements of a parameter; in 8 bits with a scale for 256 of each row."""
+    if job.state_width > 1:
+        return size * job.states * job.state_width
+    if len(one.shape) < 2 or one.numel < 4096:
+        return size * job.states * 4
+    columns = one.shape[-1]
+    return job.states * (size + 4 * size / columns * -(-columns // 256))
+
+
+def _gradients_at_once(model: ModelShape, job: Job, own: Sequence[int]) -> int:
+    """Elements of the gradients that are there before an update in backward frees them.
+
+    FSDP reduces those of a unit together; without it each parameter's is used when it is whole.
+    """
+    units = [model.layers[number].parameters for index in own for number in job.stages[index]]
+    trained = [[sharded(one, job) for one in unit if one.trained] for unit in (model.first, *units, model.last)]
+    return max((sum(sizes) if job.fsdp else max(sizes, default=0) for sizes in trained), default=0)
 
 
 def sharded(one: Parameter, job: Job) -> int:
@@ -159,8 +289,8 @@ def parameters_of_stage(model: ModelShape, job: Job, index: int) -> list[Paramet
 
 
 def recomputes(job: Job, place: int) -> str:
-    """How the layer at a place of its stage is recomputed: "none", "full" or "op"."""
-    if job.recompute in ("none", "full", "op"):
+    """How the layer at a place of its stage is recomputed: "none", "full", "op" or "core"."""
+    if job.recompute in ("none", "full", "op", "core"):
         return job.recompute
     return "full" if place % int(job.recompute) == 0 else "none"
 
@@ -179,12 +309,18 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
     stream = split * model.dim * c
     angles = 2 * tokens * (model.layers[0].qk_dim // 2) * 4
     kept = sum(one.kept for one in layers) + angles
-    moments = {"end of forward": kept + (max((one.whole - one.kept for one in layers), default=0))}
-    ends = 0
+    held = _Gathered(model, job, index)
+    moments = [
+        _Moment(
+            "the end of forward", kept + max((one.whole - one.kept for one in layers), default=0), held.end_of_forward
+        )
+    ]
+    ends = extra = 0
     if last:
         columns = -(-model.vocab // job.tp) if job.loss_parallel else model.vocab
         logits = tokens * columns * c
-        rows = min(tokens, max(1, CHUNK_NUMEL // columns))
+        small = kernels == "cpu" and not job.fused and not (job.tp > 1 and job.loss_parallel)
+        rows = min(tokens, max(1, (CPU_CHUNK_NUMEL if small else CHUNK_NUMEL) // columns))
         copies = 1 + (c < 4) + (job.tp > 1 and job.loss_parallel) + (rows < tokens)  # the last: of the chunk before
         chunk = rows * columns * 4 * copies
         ends = norm_bytes(split * model.dim, split, c, kernels, model.layers[-1].layer_norm) + _input(job, stream)
@@ -192,18 +328,44 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
             logits = 0
         elif job.loss == "whole":  # a float32 copy, its log-softmax and its gradient; the compiler needs one less
             chunk = tokens * columns * 4 * (2 if job.fused else 3)
-        moments["loss"] = kept + ends + 2 * logits + chunk
+        products = 0  # gradients of the head's weight and input, which are made with the loss
+        if job.loss == "at head" and saved_at_head(tokens, model.dim, model.vocab, c) >= WORTH_IT_BYTES:
+            rows = _rows_at_head(tokens, model.vocab)
+            logits, chunk = rows * columns * c, rows * columns * 4 * 2
+            of_weight = columns * model.dim * 4 if any(one.trained for one in model.last) else 0
+            products = of_weight + tokens * model.dim * c
+        moments.append(_Moment("the loss", kept + ends + 2 * logits + chunk + products, held.loss))
+        logits = 0 if products else logits
         head = unsharded(tuple(p for p in model.last if p.trained), job.tp, job.ep) * c
-        moments["backward of the head"] = kept + ends + logits + head + tokens * model.dim * c
+        with_head = kept + ends + logits + head + tokens * model.dim * c
+        moments.append(_Moment("backward of the head", with_head, held.backward_of_head))
         ends += logits
+        extra = logits if job.pp > 1 else 0  # PyTorch's stage holds its output until its backward is over
     if layers:
-        moments["backward of a layer"] = kept + layers[-1].working - layers[-1].kept
+        behind = kept + layers[-1].working - layers[-1].kept
+        moments.append(_Moment("backward of a layer", behind, held.backward_of_last, held.head_shard))
+        if len(layers) > 1:
+            first_layer = angles + layers[0].working
+            done = held.all_shards - held.embed_shard - held.layer_shard
+            moments.append(_Moment("backward of the first layer", first_layer, held.backward_of_layer, done))
     if first and any(one.trained for one in model.first):
         table = unsharded(model.first, job.tp, job.ep)
         rounds = kernels == "cpu" and c < 4
-        moments["backward of the embedding"] = table * (4 + c if rounds else c) + stream
-    when = max(moments, key=lambda moment: moments[moment])
-    return _Stage(kept + ends, max(moments.values()), when)
+        size = table * (4 + c if rounds else c) + stream
+        done = held.all_shards - held.embed_shard
+        moments.append(_Moment("backward of the embedding", size, held.backward_of_embed, done))
+    linears = {id(model.layers[number]): model.layers[number] for number in job.stages[index]}
+    waiting = sum(_outputs(linears[id(model.layers[number])], job) * tokens * c for number in job.stages[index])
+    if index > 0 and job.stages[index]:
+        is_saved = kernels == "cuda" or recomputes(job, 0) != "none"
+        extra -= stream if is_saved else 0  # what the first layer saves is the buffer that it was received in
+    return _Stage(kept + ends, extra, max(one.activations for one in moments), waiting, tuple(moments))
+
+
+def _outputs(layer: Layer, job: Job) -> int:
+    """Features of what all products of a layer give on a rank, and of what its norms take and give."""
+    norms = sum(one.shape[0] for one in layer.parameters if one.word == "sequence") // job.tp
+    return 2 * norms + sum(one.out_features // (job.tp if one.word == "colwise" else 1) for one in layer.linears)
 
 
 def _input(job: Job, stream: int) -> int:
@@ -239,11 +401,22 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
         v, out, cut = k, q, out
     scores = tokens * heads * 4
     projections, feed = layer.inside("attn"), layer.inside("ffn")
-    attention = norm + q + k + v + out + cut + scores
+    squares = 0
+    if not job.flash:  # softmax, the mask of dropout and what it leaves (Korthikanti et al. 2022, section 4.1)
+        squares = tokens * min(job.seq_len, layer.limit or job.seq_len) * heads * (2 * c + 1)
+    attention = norm + q + k + v + out + cut + scores + squares
+    if job.repeats_kv:
+        attention += 2 * (tokens * heads * layer.qk_dim * c) - k - v
+    if job.cp > 1 and job.cp_method == "allgather":  # keys and values of all ranks, and the output of each part
+        attention += (job.cp - 1) * (k + v) + out
+    elif job.cp > 1 and job.cp_method == "ulysses":  # the output, before and after its exchange
+        attention += out
     attention += gathered if any(one.trained for one in projections if one.word != "rowwise") else 0
     if layer.head_norms:
         for numel in (q // c, k // c):
             attention += norm_bytes(numel, numel // layer.qk_dim, c, kernels, False)
+    if layer.unit_norms:  # of float32 copies, without weights
+        attention += (q + k) // c * 4
     for one in projections:
         if one.word == "replicate":  # a latent: its norm, and what the next product saves
             attention += norm_bytes(tokens * one.out_features, tokens, c, kernels, False)
@@ -257,21 +430,21 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
         ffn -= hidden // max(1, len(into))
     if layer.experts:
         rows = split * layer.experts.top_k
-        ffn += stream + 2 * rows * dim * c + 4 * rows * layer.experts.ffn * c
+        ffn += split * dim * 4 + 2 * rows * dim * c + 4 * rows * layer.experts.ffn * c
         if layer.experts.biased:  # sums with three biases, and a gate of several operations (models/gpt_oss.py)
             ffn += rows * dim * c + 2 * rows * layer.experts.ffn * c
         ffn += split * layer.experts.count * 4 + rows * (8 * 3 + 4 * 3)
-        hidden += 2 * rows * layer.experts.ffn * c
+        hidden += 2 * rows * layer.experts.ffn * c + (2 + (job.ep > 1)) * rows * dim * c  # and gradients of rows
     whole = attention + ffn
     weights = unsharded(tuple(p for p in layer.parameters if p.trained), job.tp, job.ep) * c
     if mode == "none":
         kept = whole
     elif mode == "full":
         kept = stream
+    elif mode == "core":
+        kept = whole - squares
     else:
         kept = stream + out + scores + _kept_products(layer, job, tokens, dim, c)
-        if layer.experts:
-            kept += 2 * split * layer.experts.top_k * dim * c if job.ep > 1 else 0
     # the feed-forward's backward is first: gradients of its products, of the stream, and of its own weights
     share = ffn / max(1, whole)
     start = whole + stream + (2 * gathered if job.tp > 1 else 0) + hidden + int(weights * share / 3)
@@ -295,41 +468,89 @@ def _kept_products(layer: Layer, job: Job, tokens: int, dim: int, width: int) ->
     return total
 
 
-def _gathered(model: ModelShape, job: Job, index: int) -> int:
-    """The most that FSDP holds of gathered weights and of gradients on their way.
+class _Gathered:
+    """What FSDP holds of gathered weights and of gradients on their way at the moments of a stage, in bytes.
 
-    Without freeing after forward it is all weights, and the flat buffers of the last two gathers. Else it is largest
-    where backward begins (the head's gradients leave, the last layer is there, the one before is being gathered), in
-    the middle (a layer's gradients leave), or at the end (the embedding's leave).
+    The last layer and the head stay gathered between forward and backward by default. Backward begins with the head's
+    gradients on their way, the last layer there and the one before being gathered; in the middle a layer's gradients
+    leave; at the end the embedding's. ``*_shard`` are bytes of reduced gradients.
     """
-    first, last = index == 0, index == len(job.stages) - 1
-    c, r, ranks = job.compute_width, job.reduce_width, job.dp_shard * job.cp
-    layers = [unsharded(model.layers[number].parameters, job.tp, job.ep) for number in job.stages[index]]
-    gradients = [
-        unsharded(tuple(p for p in model.layers[number].parameters if p.trained), job.tp, job.ep)
-        for number in job.stages[index]
-    ]
-    largest, most_gradients = max(layers, default=0), max(gradients, default=0)
-    pair = 2 * largest
-    if job.ep * job.cp * job.tp > 1 and any(model.layers[number].experts for number in job.stages[index]):
-        pair = largest  # experts are a unit of their own, and what is gathered next to them is the rest of the layer
-    embed = unsharded(model.first, job.tp, job.ep) if first else 0
-    head = unsharded(model.last, job.tp, job.ep) if last else 0
-    own = [trained(model.first) if first else 0, trained(model.last) if last else 0]
-    embed_gradient, head_gradient = (unsharded(one, job.tp, job.ep) if one else 0 for one in own)
-    if model.tied and first and last:
-        head, head_gradient = 0, 0
-    if not job.frees_gathered:
-        return (sum(layers) + embed + 2 * head) * c + (layers[-1] if layers else 0) * c * (1 if last else 2)
-    moments = [
-        head_gradient * r + pair * c + largest // ranks * c,
-        most_gradients * r + pair * c,
-        embed_gradient * r + embed_gradient // ranks * r + (embed_gradient * c if job.tp > 1 else 0),
-        (embed + head + pair) * c if model.tied else (embed + largest) * c,
-    ]
-    return max(moments)
+
+    def __init__(self, model: ModelShape, job: Job, index: int) -> None:
+        first, last = index == 0, index == len(job.stages) - 1
+        c, r, ranks = job.compute_width, job.reduce_width, job.dp_shard * job.cp
+        numbers = job.stages[index]
+        layers = [unsharded(model.layers[number].parameters, job.tp, job.ep) for number in numbers]
+        learning = [unsharded(trained(model.layers[number].parameters), job.tp, job.ep) for number in numbers]
+        largest, most_gradients = max(layers, default=0), max(learning, default=0)
+        pair = 2 * largest if len(layers) > 1 else largest
+        if job.ep * job.cp * job.tp > 1 and any(model.layers[number].experts for number in numbers):
+            pair = (
+                largest  # experts are a unit of their own, and what is gathered next to them is the rest of the layer
+            )
+        embed = unsharded(model.first, job.tp, job.ep) if first else 0
+        head = unsharded(model.last, job.tp, job.ep) if last else 0
+        own = [trained(model.first) if first else (), trained(model.last) if last else ()]
+        embed_gradient, head_gradient = (unsharded(one, job.tp, job.ep) if one else 0 for one in own)
+        if model.tied and first and last:
+            head, head_gradient = 0, 0
+        width = job.gradient_bytes
+        self.layer_shard = (
+            sum(sharded(p, job) for p in trained(model.layers[numbers[0]].parameters)) * width if numbers else 0
+        )
+        self.head_shard = (sum(sharded(p, job) for p in own[1]) if head_gradient else 0) * width
+        self.embed_shard = sum(sharded(p, job) for p in own[0]) * width
+        self.all_shards = (
+            self.head_shard
+            + self.embed_shard
+            + sum(sum(sharded(p, job) for p in trained(model.layers[number].parameters)) for number in numbers) * width
+        )
+        if not job.fsdp:
+            self.most = self.end_of_forward = self.loss = self.backward_of_head = 0
+            self.backward_of_last = self.backward_of_layer = self.backward_of_embed = 0
+            return
+        root = embed if model.tied else 0  # tied ends stay with the root, which is whole through the pass
+        if not job.frees_gathered:
+            whole = (sum(layers) + embed + head) * c
+            self.end_of_forward = self.loss = whole
+            self.backward_of_head = whole
+            self.backward_of_last = whole - head * c + head_gradient * r
+            self.backward_of_layer = (embed + (layers[0] if layers else 0)) * c + most_gradients * r
+            self.backward_of_embed = embed * c + embed_gradient * r
+            self.most = (sum(layers) + embed + 2 * head) * c + (layers[-1] if layers else 0) * c * (1 if last else 2)
+            return
+        keeps_last = job.reshard == "default"
+        last_layer = layers[-1] if layers else 0
+        self.end_of_forward = (last_layer + max(head, largest if len(layers) > 1 else 0) + root) * c
+        self.loss = (last_layer + head + root) * c if keeps_last else root * c
+        self.backward_of_head = (head + pair + root) * c
+        self.backward_of_last = (pair + root) * c + head_gradient * r + head_gradient // ranks * r
+        self.backward_of_layer = (pair // 2 + root) * c + most_gradients * r + most_gradients // ranks * r
+        self.backward_of_embed = embed_gradient * r + embed_gradient // ranks * r + embed_gradient * c * (job.tp > 1)
+        self.most = max(
+            head_gradient * r + pair * c + largest // ranks * c,
+            most_gradients * r + pair * c,
+            self.backward_of_embed,
+            (embed + head + pair) * c if model.tied else (embed + largest) * c,
+        )
+
+
+def _gathered(model: ModelShape, job: Job, index: int) -> int:
+    """The most that FSDP holds of gathered weights and of gradients on their way."""
+    return _Gathered(model, job, index).most
 
 
 def trained(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
     """Those that learn."""
     return tuple(one for one in parameters if one.trained)
+
+
+def saved_at_head(tokens: int, dim: int, vocabulary: int, element_bytes: int) -> int:
+    """What it saves to compute the loss with the head: ``ops.linear_cross_entropy.saved_bytes``, without torch."""
+    rows, usual = _rows_at_head(tokens, vocabulary), min(tokens, max(1, CHUNK_NUMEL // vocabulary))
+    logits = 2 * (tokens - rows) * vocabulary * element_bytes + 8 * (usual - rows) * vocabulary
+    return logits - 4 * vocabulary * dim
+
+
+def _rows_at_head(tokens: int, vocabulary: int) -> int:
+    return min(tokens, max(-(-tokens // CHUNKS), CHUNK_NUMEL // vocabulary, 1))

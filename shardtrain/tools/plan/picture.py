@@ -53,15 +53,21 @@ def _memory(plan: Plan) -> Iterator[str]:
     capacity = plan.device.memory_bytes
     scale = max(plan.peak_bytes, capacity)
     rank = plan.fullest
+    gradients, activations, gathered = rank.at_peak
     rows = (
         ("P parameters", rank.parameters),
-        ("G gradients", rank.gradients),
+        ("G gradients", gradients),
         ("O optimizer state", rank.optimizer),
-        (f"A activations, most in: {rank.when}", rank.activations),
-        ("B FSDP buffers", rank.gathered),
+        ("A activations", activations),
+        ("B FSDP buffers", gathered),
         ("+ driver and allocator", plan.overhead_bytes),
     )
-    yield f"memory of pipeline rank {rank.pp_rank}, the fullest ({rank.layers} layers, {rank.in_flight} in flight)"
+    place = (
+        f" of pipeline rank {rank.pp_rank} ({rank.layers} layers, {rank.in_flight} in flight)"
+        if plan.job.pp > 1
+        else ""
+    )
+    yield f"peak memory{place}, reached in {rank.when}"
     for name, size in rows:
         yield f"  {name:<48}{format_bytes(size):>12}"
     if rank.on_host:
@@ -73,7 +79,7 @@ def _memory(plan: Plan) -> Iterator[str]:
         half = _MOST_RANKS // 2
         shown = (*shown[:half], *shown[-half:])
     for one in shown:
-        total = one.total + plan.overhead_bytes
+        total = one.peak + plan.overhead_bytes
         over = " !" if total > capacity else ""
         yield f"  pp {one.pp_rank:<4}|{_bar(one, plan, scale)}|{format_bytes(total):>11}{over}"
     if len(plan.ranks) > _MOST_RANKS:
@@ -81,8 +87,9 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _bar(rank: RankMemory, plan: Plan, scale: int) -> str:
-    on_device = (rank.parameters, rank.gradients, rank.optimizer) if not rank.on_host else (0, 0, 0)
-    sizes = (*on_device, rank.activations, rank.gathered, plan.overhead_bytes)
+    gradients, activations, gathered = rank.at_peak
+    on_device = (rank.parameters, gradients, rank.optimizer) if not rank.on_host else (0, 0, 0)
+    sizes = (*on_device, activations, gathered, plan.overhead_bytes)
     bar, total = "", 0
     for mark, size in zip(_MARKS, sizes, strict=True):
         total += size

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardtrain import tasks
@@ -70,12 +70,12 @@ class Plan:
     @property
     def fullest(self) -> RankMemory:
         """The rank that needs most memory."""
-        return max(self.ranks, key=lambda rank: rank.total)
+        return max(self.ranks, key=lambda rank: rank.peak)
 
     @property
     def peak_bytes(self) -> int:
         """The most that a device needs, with what driver and allocator take."""
-        return self.fullest.total + self.overhead_bytes
+        return self.fullest.peak + self.overhead_bytes
 
     @property
     def fits(self) -> bool:
@@ -124,7 +124,7 @@ class Plan:
             "peak_bytes": self.peak_bytes,
             "memory_bytes": self.device.memory_bytes,
             "overhead_bytes": self.overhead_bytes,
-            "ranks": [{**asdict(rank), "total": rank.total} for rank in self.ranks],
+            "ranks": [rank.as_dict() for rank in self.ranks],
             "step_seconds": self.time.seconds,
             "costs_seconds": dict(self.time.costs),
             "bubble": self.time.bubble,
@@ -163,7 +163,7 @@ def of_job(model: ModelShape, found: Job, device: Device) -> Plan:
     if found.ep > 1:
         sizes["ep"] = found.ep
     time = timing.of_step(model, found, device, orders)
-    over = overhead(max(rank.total for rank in ranks), device)
+    over = overhead(max(rank.peak for rank in ranks), device)
     return Plan(model.name, model.num_params, device, sizes, found, ranks, over, time, model.flops_per_token)
 
 
@@ -177,7 +177,7 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
 
     def fits(one: Job, shape: ModelShape = model) -> bool:
         orders = schedule.orders(one.schedule, one.pp, len(one.stages), one.num_microbatches)
-        used = max(rank.total for rank in memory.of_ranks(shape, one, orders, kernels_of(device)))
+        used = max(rank.peak for rank in memory.of_ranks(shape, one, orders, kernels_of(device)))
         return used + overhead(used, device) <= device.memory_bytes
 
     unit = 128 * found.cp * found.tp
@@ -211,12 +211,12 @@ def _most(holds: Callable[[int], bool]) -> int:
 
 def kernels_of(device: Device) -> memory.Kernels:
     """Whose kernels run on a device."""
-    return "cpu" if device.name == "cpu" else "cuda"
+    return "cpu" if device.is_cpu else "cuda"
 
 
 def overhead(used: int, device: Device) -> int:
     """Bytes that driver and allocator take beside ``used``."""
-    return 0 if device.name == "cpu" else CONTEXT_BYTES + int(used * FRAGMENTS)
+    return 0 if device.is_cpu else CONTEXT_BYTES + int(used * FRAGMENTS)
 
 
 def smallest_world(config: Config, device: Device) -> int:
@@ -270,7 +270,7 @@ def _changed(model: ModelShape, found: Job, device: Device, config: Config) -> l
     if found.dp_replicate > 1:
         whole = replace(found, dp_replicate=1, dp_shard=found.dp_shard * found.dp_replicate)
         changes.append(("parallelism.data_parallel_replicate_degree=1 (shard over all)", whole))
-    if not config.training.enable_cpu_offload and device.name != "cpu":
+    if not config.training.enable_cpu_offload and not device.is_cpu:
         changes.append(("training.enable_cpu_offload=true", replace(found, offload="all")))
     plans = [(text, of_job(model, one, device)) for text, one in changes]
     for times in (2, 4, 8, 16, 32):

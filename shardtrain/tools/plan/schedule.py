@@ -74,14 +74,26 @@ def _one_f_one_b(rank: int, degree: int, count: int) -> tuple[Action, ...]:
     return tuple(actions)
 
 
-def most_kept(kept_by_stage: Mapping[int, int], actions: Sequence[Action]) -> tuple[int, int]:
-    """Bytes and micro-batches that wait between forward and backward when most bytes do; see the dry run's."""
-    now = most = flying = most_flying = 0
+def most_kept(
+    kept_by_stage: Mapping[int, int], actions: Sequence[Action], waiting_by_stage: Mapping[int, int] | None = None
+) -> tuple[int, int, int]:
+    """Bytes and micro-batches that wait between forward and backward when most bytes do; the first again, once a
+    backward is over and gradients exist.
+
+    The backward of inputs alone ("I") frees nothing, and adds what that of the weights needs: ``waiting_by_stage``.
+    """
+    now = most = flying = most_flying = later = 0
+    began = False
     for action in actions:
-        change = (action.kind == "F") - (action.kind in ("B", "W"))  # "I", the backward of inputs alone, frees nothing
+        change = (action.kind == "F") - (action.kind in ("B", "W"))
         now, flying = now + change * kept_by_stage.get(action.stage, 0), flying + change
+        if waiting_by_stage and action.kind in ("I", "W"):
+            now += waiting_by_stage.get(action.stage, 0) * (1 if action.kind == "I" else -1)
+        began = began or action.kind in ("B", "W")
         most, most_flying = max(most, now), max(most_flying, flying)
-    return most, most_flying
+        if began:
+            later = max(later, now)
+    return most, most_flying, later
 
 
 def in_flight(schedule: str, rank: int, degree: int, per_rank: int, num_microbatches: int) -> int:

@@ -27,6 +27,8 @@ from shardtrain.utils.units import format_bytes, format_seconds
 
 FLOAT8 = "quantize.linear.float8"
 """The converter of linear layers."""
+EQUAL = 0.005
+"""Candidates whose times differ by less are as fast as each other."""
 PLAYED_OUT = 80
 """Candidates that are counted exactly."""
 _RECOMPUTE = ({"mode": "none"}, {"mode": "selective", "selective_ac_option": "op"}, {"mode": "full"})
@@ -104,7 +106,7 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
             continue
         counted += 1
         places = {0, job.pp - 1}
-        most = max(memory.of_rank(model, job, place, None, kernels).total for place in places)
+        most = max(memory.of_rank(model, job, place, None, kernels).peak for place in places)
         most += planning.overhead(most, device)
         if least is None or most < least[0]:
             least = most, options, job
@@ -277,9 +279,10 @@ def why(best: Plan, other: Plan) -> str:
     }
     name, grew = max(per_token.items(), key=lambda item: item[1])
     slower = other.time.seconds / best.time.seconds - 1
-    if slower < 1e-4 or grew <= 0:
-        more = format_bytes(abs(other.peak_bytes - best.peak_bytes))
-        return f"the runner-up is as fast and needs {more} more" if other.peak_bytes > best.peak_bytes else "a tie"
+    if slower < EQUAL or grew <= 0:
+        more = other.peak_bytes - best.peak_bytes
+        memory = f"needs {format_bytes(abs(more))} {'more' if more > 0 else 'less'}" if more else "needs as much"
+        return f"the runner-up is as fast to {EQUAL:.1%} and {memory}"
     return f"the runner-up is {slower:.1%} slower: {name} takes {format_seconds(grew)} more"
 
 

@@ -75,7 +75,8 @@ class Layer:
 
     ``heads``, ``kv_heads``: of the whole model; ``qk_dim`` and ``v_dim`` are features of a head. ``limit`` is the
     tokens that a token attends to at most (0: all before it). ``gated`` says that a feed-forward multiplies two
-    products. ``layer_norm``: its norms are LayerNorms, else RMSNorms. ``head_norms``: queries and keys have norms.
+    products. ``layer_norm``: its norms are LayerNorms, else RMSNorms. ``head_norms``: queries and keys have norms;
+    ``unit_norms``: these have no weights.
     ``low_bits_bytes`` are held of frozen weights by lora.base_dtype; ``restored_numel`` elements are the largest's.
     """
 
@@ -90,6 +91,7 @@ class Layer:
     gated: bool = True
     layer_norm: bool = False
     head_norms: bool = False
+    unit_norms: bool = False
     experts: Experts | None = None
     low_bits_bytes: int = 0
     restored_numel: int = 0
@@ -143,6 +145,7 @@ def read(config: Config) -> ModelShape:
     kinds = []
     for name, layer in layers.items():
         key = (
+            tuple(getattr(m, "norm_eps", None) for m in layer.modules()),
             tuple((path, tuple(p.shape), p.requires_grad) for path, p in layer.named_parameters()),
             tuple((getattr(m, "window", 0), getattr(m, "chunk", 0)) for m in layer.modules()),
             tuple((m.in_features, m.out_features) for m in layer.modules() if isinstance(m, nn.Linear)),
@@ -164,7 +167,8 @@ def read(config: Config) -> ModelShape:
     first, last = (tuple(_parameters(model, names, layout)) for names in (layout.first, layout.last))
     dim = int(getattr(shape, "dim", 0)) or kinds[0].parameters[0].shape[-1]
     label = f"{config.model.name} {config.model.flavor}"
-    return ModelShape(label, tuple(kinds), first, last, dim, task.num_outputs(shape), tied, num_params, flops)
+    columns = task.num_outputs(shape) or int(getattr(shape, "vocab_size", 1))
+    return ModelShape(label, tuple(kinds), first, last, dim, columns, tied, num_params, flops)
 
 
 def decoder(
@@ -182,8 +186,12 @@ def decoder(
     head_dim: int | None = None,
     layer_norm: bool = False,
     experts: Experts | None = None,
+    shared_ffn: int = 0,
 ) -> ModelShape:
-    """The shape of a plain decoder from its sizes alone, for models without a file here."""
+    """The shape of a plain decoder from its sizes alone, for models without a file here.
+
+    ``shared_ffn`` are hidden features of a feed-forward beside the experts.
+    """
     head_dim = head_dim or dim // heads
     linears = [
         Linear("attn.wq", dim, heads * head_dim, "colwise"),
@@ -191,7 +199,9 @@ def decoder(
         Linear("attn.wv", dim, kv_heads * head_dim, "colwise"),
         Linear("attn.wo", heads * head_dim, dim, "rowwise"),
     ]
-    if experts is None:
+    if experts is not None and shared_ffn:
+        ffn = shared_ffn
+    if experts is None or shared_ffn:
         linears += [Linear(f"ffn.w{i}", dim, ffn, "colwise") for i in ((1, 3) if gated else (1,))]
         linears += [Linear("ffn.w2", ffn, dim, "rowwise")]
     parameters = [Parameter(f"{one.path}.weight", (one.out_features, one.in_features), one.word) for one in linears]
@@ -264,6 +274,7 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         gated=sum(one.word == "colwise" and "attn" not in one.path for one in linears) > 1 or bool(stacks),
         layer_norm=any(isinstance(module, nn.LayerNorm) for module in layer.modules()),
         head_norms=any(name.endswith("k_norm.weight") for name, _ in layer.named_parameters()),
+        unit_norms=any(getattr(module, "norm_eps", None) is not None for module in layer.modules()),
         experts=experts,
     )
 

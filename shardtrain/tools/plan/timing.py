@@ -3,13 +3,16 @@
 A kernel takes the longer of its FLOPs and its bytes (Williams et al. 2009, the roofline model). Large products reach a
 share of the peak that ``hardware.toml`` says, small ones less. A collective takes its bytes over the slowest link that
 its ranks need, and a latency. FSDP's gathers and reductions hide behind computation where there is enough of it.
+
+A CPU is its own host: what starts kernels, Python of collectives and gloo's copies all take time from the same cores,
+so that nothing hides behind anything.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shardtrain.tools.plan import memory, schedule
@@ -26,11 +29,34 @@ FUSED = 0.5
 """What the compiler leaves of them."""
 LAUNCHES = 26
 """Kernels of a layer's forward."""
+EXPERT_LAUNCHES = 40
+"""Those that routing and sorting rows add; where experts are exchanged, the host waits for the device before them."""
 HIDDEN_SHARE = 0.85
 """Share of computation behind which a collective can hide."""
+FLOAT8_SHARE = 0.88
+"""What products in float8 reach of what those in bfloat16 reach of their peaks."""
+GROUPED_SHARE = 0.45
+"""What a grouped product of experts reaches of the rate of a plain one of the same rows."""
+ROW_PASSES = 14
+"""Reads and writes in forward of the rows of experts: gathered, exchanged, sorted, brought back, weighted."""
+LOAD = 1.25
+"""Rows of the busiest rank over the mean, where experts are on different ranks."""
 CONTENTION = 0.06
 """By how much computation slows down while a collective runs beside it."""
-HOST_BYTES_PER_SECOND = 25e9
+COLLECTIVE_LAUNCHES, DTENSOR_LAUNCHES = 24, 48
+"""Kernels that a CPU would start in the time that Python takes for a collective of FSDP, and for one of a DTensor with
+the dispatch of what comes before it."""
+PIECE_LAUNCHES = 12
+"""And for each part of the keys that queries attend to under context parallelism: kernel, cuts, merging."""
+THREADS_EXPONENT = 0.9
+"""A CPU's n threads do n to this as much as one."""
+DTENSOR_PRODUCTS = 0.91
+"""What products of DTensors in float32 reach on a CPU of those by oneDNN, which plain weights alone have."""
+SHARED_MEMORY = 2.0
+"""Bytes per second by memory that ranks share over those by gloo: gathers 2.3, sums 1.4 GB/s (docs/performance.md)."""
+KEYS_AT_ONCE = 512
+"""Keys that PyTorch's attention on a CPU takes at a time; those after a query are left out by whole blocks."""
+HOST_BYTES_PER_SECOND = 33e9
 """Of a device's path to host memory, and of the host's optimizer."""
 
 
@@ -58,6 +84,8 @@ class _Pass:
 
 def of_step(model: ModelShape, job: Job, device: Device, orders: Sequence[Sequence[Action]] | None) -> StepTime:
     """How long a step takes; ``orders`` as for ``memory.of_ranks``, or None to take the bubble from a formula."""
+    if device.is_cpu:
+        device = _with_threads(device, job.world_size)
     last = len(job.stages) - 1
     forward, backward = {}, {}
     for index, layers in enumerate(job.stages):
@@ -94,6 +122,16 @@ def of_step(model: ModelShape, job: Job, device: Device, orders: Sequence[Sequen
     return StepTime(sum(costs.values()), costs, bubble)
 
 
+@lru_cache(maxsize=64)
+def _with_threads(device: Device, ranks: int) -> Device:
+    """A CPU whose ranks share its cores, of which a row says what one does; what starts kernels has one thread."""
+    threads = max(1, device.devices_per_node // min(ranks, device.devices_per_node))
+    if threads == 1:
+        return device
+    faster = device.slower(threads**-THREADS_EXPONENT)
+    return replace(faster, launch_seconds=device.launch_seconds, link=device.link, network=device.network)
+
+
 def _stage(
     model: ModelShape, job: Job, device: Device, index: int, layers: range, last: int
 ) -> tuple[dict[str, float], dict[str, float]]:
@@ -111,17 +149,22 @@ def _stage(
             _add(backward, one.forward, len(numbers))
         elif mode == "op":
             _add(backward, one.again, len(numbers))
+        elif mode == "core":
+            _add(backward, {"attention": one.forward["attention"]}, len(numbers))
     if index == last:
         columns = -(-model.vocab // job.tp)
         product = Linear("head", model.dim, columns, "replicate")
-        seconds = _product(product, job, device, job.local_tokens, 1)
-        logits = job.local_tokens * columns * (4 * 6 + job.compute_width * 4) * (FUSED if job.fused else 1.0)
+        seconds = _product(product, replace(job, float8=False), device, job.local_tokens, 1)
+        each = (4 * 6 + job.compute_width * 4) * (FUSED if job.fused else 1.0)
+        if job.loss == "fused":  # written once, read and overwritten by the gradient
+            each = 3 * job.compute_width
+        logits = job.local_tokens * columns * each
         forward["head and loss"] = seconds + logits / (device.memory_bytes_per_second * device.memory_efficiency)
         backward["head and loss"] = 2 * seconds
     gather = _gather_seconds(model, job, device, index) if job.fsdp and job.frees_gathered else 0.0
     if gather:
         for costs in (forward, backward):
-            _hide(costs, gather, "FSDP gathers", len(layers))
+            _hide(costs, gather, "FSDP gathers", len(layers), device)
     return forward, backward
 
 
@@ -135,7 +178,9 @@ def _once_a_step(model: ModelShape, job: Job, device: Device, costs: Mapping[str
         gradients += sum(_gather_seconds(model, job, device, index) for index in own)
     passes = sum(v for k, v in costs.items() if k != "pipeline bubble and sends")
     backward = passes / job.num_microbatches * 2 / 3 / max(1, len(own))
-    if gradients:
+    if gradients and (device.is_cpu or not job.overlaps):
+        once["gradient reduction"] = gradients
+    elif gradients:
         once["gradient reduction"] = max(gradients - HIDDEN_SHARE * backward, gradients / 16)
     held = sum(memory.sharded(one, job) for index in own for one in memory.parameters_of_stage(model, job, index))
     states = held / (job.dp_replicate if job.shard_states else 1)
@@ -144,7 +189,9 @@ def _once_a_step(model: ModelShape, job: Job, device: Device, costs: Mapping[str
     once["optimizer"] = moved / rate + 2e-4
     if job.shard_states:
         group = _bandwidth(device, job.dp_replicate, _stride(job, "dp_replicate"))
-        once["optimizer"] += held * job.stored_width / group
+        units = sum(len(job.stages[index]) for index in own) + 2
+        around = _ring(device, job.dp_replicate, _stride(job, "dp_replicate"))
+        once["optimizer"] += held * job.stored_width / group + units * around
     if job.offload != "nothing":
         once["optimizer"] = (moved * 2) / HOST_BYTES_PER_SECOND
     return once
@@ -167,20 +214,23 @@ def _layer(layer: Layer, job: Job, device: Device, dim: int) -> _Pass:
     split = tokens // job.tp if job.split_sequence else tokens
     products = [(one, _product(one, job, device, tokens, job.tp)) for one in layer.linears if one.word != "router"]
     matmul = sum(seconds for _, seconds in products)
+    cast_forward, cast_backward = _casts(layer, job, device) if _is_float8(job, device) else (0.0, 0.0)
     kept = sum(seconds for number, (_, seconds) in enumerate(products) if number % 2 == 0)
     frozen = sum(seconds for one, seconds in products if not one.trained)
     hidden = sum(one.out_features for one in layer.inside("ffn") if one.word != "rowwise") / job.tp * tokens
     exchange = 0.0
     if layer.experts:
-        rows = split * layer.experts.top_k
+        rows = int(split * layer.experts.top_k * (LOAD if job.ep > 1 else 1))
         # products of groups of rows, as many as there are experts on this rank
         groups = max(1, layer.experts.count // job.ep)
         expert = Linear("", dim, layer.experts.ffn, "replicate")
-        matmul += (3 if layer.gated else 2) * groups * _product(expert, job, device, max(1, rows // groups), 1)
-        hidden += (2 if layer.gated else 1) * rows * layer.experts.ffn + 6 * rows * dim / HIDDEN_PASSES
+        types = replace(job, float8=job.float8_experts)
+        of_experts = (3 if layer.gated else 2) * groups * _product(expert, types, device, max(1, rows // groups), 1)
+        matmul += of_experts / GROUPED_SHARE
+        hidden += (2 if layer.gated else 1) * rows * layer.experts.ffn + ROW_PASSES * rows * dim / HIDDEN_PASSES
         if job.ep > 1:
             moved = rows * dim * c * (job.ep - 1) / job.ep
-            exchange = 2 * (moved / _bandwidth(device, job.ep, _stride(job, "cp")) + _latency(device, job.ep, job))
+            exchange = 2 * (_exchange(moved, job, device) + _latency(device, job.ep, job))
     attention = _attention(layer, job, device)
     heads = tokens * (layer.heads + layer.kv_heads) * layer.qk_dim / job.tp
     passes = (STREAM_PASSES * split * dim + HIDDEN_PASSES * hidden + 6 * heads) * c
@@ -189,18 +239,37 @@ def _layer(layer: Layer, job: Job, device: Device, dim: int) -> _Pass:
     tensor = 0.0
     if job.tp > 1:
         one = stream * (job.tp - 1) / job.tp / _bandwidth(device, job.tp, 1) + _latency(device, job.tp, job)
-        tensor = 4 * one  # two gathers and two reductions, or as many bytes in two all-reduces
+        # two gathers and two reductions, or two all-reduces
+        tensor = 4 * (one + _host(device, DTENSOR_LAUNCHES) + _copies(device, stream))
+        if job.gathers_float8 and _is_float8(job, device):
+            tensor *= 0.75
     context = 0.0
     if job.cp > 1:
-        kv = 2 * tokens * layer.kv_heads * layer.qk_dim * c / job.tp
+        kv_heads = layer.heads if job.repeats_kv else layer.kv_heads
+        kv = 2 * tokens * kv_heads * layer.qk_dim * c / job.tp
         context = kv * (job.cp - 1) / _bandwidth(device, job.cp, job.tp) + _latency(device, job.cp, job)
+        # each part of the keys gives an output, which is merged with those before it in float32
+        merged = tokens * layer.heads * layer.v_dim / job.tp * (c + 4 * 4)
+        context += (job.cp if job.cp_method == "ring" else 2) * merged / rate
+        messages = job.cp if job.cp_method == "ring" else 2  # keys and values
+        pieces = 2 * job.cp - 1 + (job.cp_method == "ring")
+        context += messages * _host(device, COLLECTIVE_LAUNCHES) + pieces * _host(device, PIECE_LAUNCHES)
     launches = LAUNCHES * device.launch_seconds * (0.5 if job.fused else 1.0)
+    routing = EXPERT_LAUNCHES * device.launch_seconds if layer.experts else 0.0
     work = matmul + attention + elementwise
-    host = max(0.0, launches - work)
+    host = launches + routing if device.is_cpu else max(0.0, launches + routing - work)
+    if job.ep > 1:
+        host = max(host, routing)
     links = {"tensor parallel": tensor, "context parallel": context, "expert exchange": exchange}
-    forward = {"matmul": matmul, "attention": attention, "elementwise": elementwise, "kernel launches": host, **links}
+    forward = {
+        "matmul": matmul + cast_forward,
+        "attention": attention,
+        "elementwise": elementwise,
+        "kernel launches": host,
+        **links,
+    }
     backward = {
-        "matmul": 2 * matmul - frozen,
+        "matmul": 2 * matmul - frozen + cast_backward,
         "attention": 2.5 * attention,
         "elementwise": 2 * elementwise,
         "kernel launches": 2 * host,
@@ -209,7 +278,7 @@ def _layer(layer: Layer, job: Job, device: Device, dim: int) -> _Pass:
         "expert exchange": exchange,
     }
     again = {
-        "matmul": matmul - kept,
+        "matmul": matmul - kept + cast_forward / 2,
         "elementwise": elementwise,
         "kernel launches": host,
         "tensor parallel": tensor / 2,
@@ -221,13 +290,44 @@ def _product(one: Linear, job: Job, device: Device, tokens: int, tp: int) -> flo
     """Seconds of one product of (tokens, in) by (in, out) on a rank."""
     into = one.in_features / tp if one.word == "rowwise" else one.in_features
     out = one.out_features / tp if one.word in ("colwise", "head") else one.out_features
-    fast = job.float8 and "float8" in device.flops
-    peak = device.peak("float8" if fast else job.compute_dtype) * device.matmul_efficiency * (0.8 if fast else 1.0)
-    size = math.prod(d / (d + HALF_SIZE) for d in (tokens, into, out)) if device.name != "cpu" else 1.0
+    fast = _is_float8(job, device)
+    peak = device.peak("float8" if fast else job.compute_dtype) * device.matmul_efficiency
+    half_size = HALF_SIZE
+    if fast:
+        peak, half_size = peak * FLOAT8_SHARE, 2 * HALF_SIZE  # twice as fast, with the same time to begin
+    size = math.prod(d / (d + half_size) for d in (tokens, into, out))
+    if device.is_cpu:
+        size = DTENSOR_PRODUCTS if job.tp > 1 and job.compute_dtype == "float32" else 1.0
     moved = (tokens * (into + out) + into * out) * job.compute_width
     rate = device.memory_bytes_per_second * device.memory_efficiency
-    casts = (tokens * into * 3 + into * out * 3) / rate if fast else 0.0
-    return max(2 * tokens * into * out / (peak * size), moved / rate) + casts
+    return max(2 * tokens * into * out / (peak * size), moved / rate)
+
+
+def _is_float8(job: Job, device: Device) -> bool:
+    return job.float8 and "float8" in device.flops
+
+
+def _casts(layer: Layer, job: Job, device: Device) -> tuple[float, float]:
+    """Seconds of casting to float8, in forward and in backward: inputs that products share once, weights, gradients.
+
+    Under tensor parallelism each rank casts what was gathered, or with ``gathers_float8`` its own part before.
+    """
+    tokens, tp = job.local_tokens, job.tp
+    rate = device.memory_bytes_per_second * device.memory_efficiency
+    inputs = outputs = weights = 0.0
+    seen: set[tuple[str, int, bool]] = set()
+    for one in layer.linears:
+        if one.word == "router":
+            continue
+        split = tp if one.word in ("colwise", "rowwise") else 1
+        weights += one.in_features * one.out_features / split
+        outputs += tokens * one.out_features / split
+        shared = (one.path.rpartition(".")[0], one.in_features, one.word == "rowwise")
+        if shared not in seen:
+            seen.add(shared)
+            inputs += tokens * one.in_features / (split if one.word == "rowwise" or job.gathers_float8 else 1)
+    # a cast reads two bytes and writes one; backward casts gradients, and turns inputs and weights around
+    return 3 * (inputs + weights) / rate, (3 * outputs + 2 * inputs + 2 * weights) / rate
 
 
 def _attention(layer: Layer, job: Job, device: Device) -> float:
@@ -235,6 +335,9 @@ def _attention(layer: Layer, job: Job, device: Device) -> float:
     tokens = job.local_tokens
     span = job.seq_len if not layer.limit else min(job.seq_len, layer.limit)
     share = 0.5 if layer.causal and span == job.seq_len else 1.0
+    if device.is_cpu and share < 1:
+        part = span if job.cp == 1 else max(1, span // (2 * job.cp))  # context parallelism attends part by part
+        share = (1 + min(part, KEYS_AT_ONCE) / span) / 2
     flops = 2 * tokens * span * layer.heads / job.tp * (layer.qk_dim + layer.v_dim)
     rate = device.memory_bytes_per_second * device.memory_efficiency
     if not job.flash:
@@ -243,15 +346,22 @@ def _attention(layer: Layer, job: Job, device: Device) -> float:
         return flops / peak + 5 * scores * job.compute_width / rate
     small = min(1.0, (layer.qk_dim + 32) / 160)  # heads below 128 leave units of a GPU idle
     long = span / (span + 512)
-    if device.name == "cpu":
+    if device.is_cpu:
         small = long = 1.0
-    peak = device.peak("bfloat16" if job.compute_width == 2 else job.compute_dtype) * device.attention_efficiency
+    peak = (
+        device.peak("bfloat16" if job.compute_width == 2 else job.compute_dtype)
+        * device.attention_efficiency
+        * job.attention_speed
+    )
     moved = 4 * tokens * layer.heads / job.tp * layer.qk_dim * job.compute_width
     return max(flops * share / (peak * small * long), moved / rate)
 
 
-def _hide(costs: dict[str, float], seconds: float, name: str, layers: int) -> None:
+def _hide(costs: dict[str, float], seconds: float, name: str, layers: int, device: Device) -> None:
     """Let a collective run beside the computation of a pass: what does not fit is exposed, the rest slows it down."""
+    if device.is_cpu:
+        costs[name] = seconds
+        return
     work = sum(costs.values())
     hidden = min(seconds * (1 - 1 / max(1, layers + 1)), HIDDEN_SHARE * work)
     costs[name] = seconds - hidden + CONTENTION * hidden
@@ -260,12 +370,17 @@ def _hide(costs: dict[str, float], seconds: float, name: str, layers: int) -> No
 def _gather_seconds(model: ModelShape, job: Job, device: Device, index: int) -> float:
     """Seconds of gathering all weights of a stage once over the ranks that FSDP shards over."""
     ranks = job.dp_shard * job.cp
-    if ranks == 1:
+    if ranks == 1 and not device.is_cpu:
         return 0.0
-    size = _elements(model, job, index) * job.compute_width
+    size = float(_elements(model, job, index) * job.compute_width)
+    if job.float8_gather:
+        layers = sum(memory.unsharded(model.layers[n].parameters, job.tp, job.ep) for n in job.stages[index])
+        size -= layers * (job.compute_width - 1)
     units = len(job.stages[index]) + 2
-    rate = _bandwidth(device, ranks, _stride(job, "cp"))
-    return size * (ranks - 1) / ranks / rate + units * _latency(device, ranks, job)
+    rate = _shared(device, ranks, _bandwidth(device, ranks, _stride(job, "cp")))
+    each = _ring(device, ranks, _stride(job, "cp")) + _host(device, COLLECTIVE_LAUNCHES)
+    copies = _copies(device, size * (1 + 1 / ranks))
+    return size * (ranks - 1) / ranks / rate + units * each + copies
 
 
 def _reduce_seconds(model: ModelShape, job: Job, device: Device, own: Sequence[int]) -> float:
@@ -276,22 +391,26 @@ def _reduce_seconds(model: ModelShape, job: Job, device: Device, own: Sequence[i
     )
     size, total = trained * job.reduce_width, 0.0
     ranks, units = job.dp_shard * job.cp, sum(len(job.stages[index]) for index in own) + 2
+    if job.fsdp:
+        total += _copies(device, size * (1 + 1 / ranks))
     if ranks > 1:
-        total += size * (ranks - 1) / ranks / _bandwidth(device, ranks, _stride(job, "cp"))
-        total += units * _latency(device, ranks, job)
+        rate = _shared(device, ranks, _bandwidth(device, ranks, _stride(job, "cp")))
+        total += size * (ranks - 1) / ranks / rate
+        total += units * (_ring(device, ranks, _stride(job, "cp")) + _host(device, COLLECTIVE_LAUNCHES))
     if job.dp_replicate > 1:
         part = size / ranks
         rate = _bandwidth(device, job.dp_replicate, _stride(job, "dp_replicate"))
         total += 2 * part * (job.dp_replicate - 1) / job.dp_replicate / rate
-        total += 2 * units * _latency(device, job.dp_replicate, job)
+        total += units * (2 * _latency(device, job.dp_replicate, job) + _host(device, COLLECTIVE_LAUNCHES))
     return total
 
 
 def _send(model: ModelShape, job: Job, device: Device) -> float:
     size = job.local_tokens / job.tp * model.dim * job.compute_width
-    stride = _stride(job, "pp")
-    link = device.link if stride < device.devices_per_node else device.network
-    return size / (link.bytes_per_second * link.efficiency) + link.latency_seconds
+    if _stride(job, "pp") < device.linked:
+        return size / _inside(device, 2) + device.link.latency_seconds
+    network = device.network
+    return size / (network.bytes_per_second * network.efficiency) + network.latency_seconds
 
 
 def _stride(job: Job, axis: str) -> int:
@@ -305,17 +424,57 @@ def _bandwidth(device: Device, ranks: int, stride: int) -> float:
 
     Ranks of a node use its links. Between nodes, those of one node use their network ports together.
     """
-    per_node = min(ranks, max(1, device.devices_per_node // stride))
-    inside = device.link.bytes_per_second * device.link.efficiency
+    per_node = min(ranks, max(1, device.linked // stride))
+    inside = _inside(device, per_node)
     if per_node == ranks:
         return inside
     outside = device.network.bytes_per_second * device.network.efficiency * per_node
     return min(inside, outside / (1 + 0.05 * math.log2(ranks / per_node)))  # more nodes, more switches on the way
 
 
+def _inside(device: Device, ranks: int) -> float:
+    """Bytes per second that each of some ranks of a node gets over its links; without a switch, over those to them."""
+    rate = device.link.bytes_per_second * device.link.efficiency
+    return rate * min(1.0, max(1, ranks - 1) / device.link.peers) if device.link.peers else rate
+
+
+def _exchange(moved: float, job: Job, device: Device) -> float:
+    """Seconds in which each of the expert-parallel ranks sends so many bytes to the others: to other nodes, by its own
+    port of the network alone.
+    """
+    near = min(job.ep, device.linked)
+    far = (job.ep - near) / max(1, job.ep - 1)
+    inside = moved * (1 - far) / _inside(device, near)
+    return max(inside, moved * far / (device.network.bytes_per_second * device.network.efficiency))
+
+
+def _ring(device: Device, ranks: int, stride: int) -> float:
+    """Seconds in which a message of no length passes all ranks: NCCL gathers and reduces to shards on rings alone."""
+    if device.is_cpu:
+        return device.link.latency_seconds
+    per_node = min(ranks, max(1, device.linked // stride))
+    between = ranks // per_node if ranks > per_node else 0
+    return between * device.network.latency_seconds + (ranks - max(1, between)) * device.link.latency_seconds / 2
+
+
 def _latency(device: Device, ranks: int, job: Job) -> float:
-    link: Link = device.link if ranks <= device.devices_per_node else device.network
+    link: Link = device.link if ranks <= device.linked else device.network
     return link.latency_seconds * (1 + math.log2(max(2, ranks)) / 2) if job.world_size > 1 else 0.0
+
+
+def _host(device: Device, launches: int) -> float:
+    """Seconds of Python around a collective, where its host is the device; elsewhere it runs ahead of the device."""
+    return launches * device.launch_seconds if device.is_cpu else 0.0
+
+
+def _shared(device: Device, ranks: int, rate: float) -> float:
+    """FSDP's bytes per second between ranks of a CPU: through memory that they share (distributed/shared_memory.py)."""
+    return SHARED_MEMORY * rate if device.is_cpu and ranks <= device.linked else rate
+
+
+def _copies(device: Device, size: float) -> float:
+    """Seconds of copying so many bytes into and out of a collective's buffers, where nothing hides it."""
+    return 2 * size / (device.memory_bytes_per_second * device.memory_efficiency) if device.is_cpu else 0.0
 
 
 def _add(total: dict[str, float], more: Mapping[str, float], times: float) -> None:

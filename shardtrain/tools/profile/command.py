@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
@@ -13,6 +12,7 @@ from typing import Any
 
 from shardtrain.tools.profile.trace import Summary, read
 from shardtrain.tools.report.reading import read_options
+from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import visible
 from shardtrain.utils.sparkline import bars_for, sparkline
@@ -24,18 +24,20 @@ _FILE = re.compile(r"^rank(\d+)_trace\.json(\.gz)?$")
 
 def main(words: Sequence[str]) -> int:
     """Print what the traces say; raises ConfigError and DataError."""
-    parser = argparse.ArgumentParser(
-        prog="shardtrain profile",
-        description="What the profiler traces of a run say (profiling.enable_profiling writes them): the costliest "
+    parser = Arguments(
+        "shardtrain profile",
+        "What the profiler traces of a run say (profiling.enable_profiling writes them): the costliest "
         "operations, communication that no computation hid, and memory over time.",
-        epilog="example: shardtrain profile outputs",
+        example="shardtrain profile outputs",
     )
     parser.add_argument("run", metavar="RUN", help="folder of a run, or one trace (.json, .json.gz)")
     parser.add_argument("--step", type=int, metavar="N", help="the traces that ended with this step (the newest)")
-    parser.add_argument("--rank", type=int, metavar="R", help="whose operations are told (those of the slowest rank)")
+    parser.add_argument("--rank", type=int, metavar="R", help="whose operations are listed (those of the slowest rank)")
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many operations (10)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
-    asked = parser.parse_args(words)
+    asked = parser.read(words)
+    if asked is None:
+        return 0
     if asked.top < 1:
         raise ConfigError(Problem("--top", asked.top, "must be at least 1", "leave it out for ten", "command line"))
     files = _files(Path(asked.run), asked.step)

@@ -18,11 +18,11 @@ from shardtrain.config import Loaded
 from shardtrain.distributed import LOSS_AXES, process_group
 from shardtrain.metrics.sinks.jsonl import read_records
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.ops.seeding import set_determinism
-from shardtrain.resilience.guards.history import Rewind
-from shardtrain.tools.replay import Plan
+from shardtrain.resilience.guards.loss_spikes import Rewind
+from shardtrain.tools.replay.plan import Plan
 from shardtrain.train import shutdown, trainer
-from shardtrain.train.resume import optimizer_state, resume, weights
+from shardtrain.train.build import set_numerics
+from shardtrain.train.resume import resume, weights
 from shardtrain.train.run import Outcome, Run
 from shardtrain.utils import log
 from shardtrain.utils.errors import CheckpointError, DataError, NumericalError
@@ -34,26 +34,25 @@ OTHER_MESH = 1e-4
 def main(loaded: Loaded, plan: Plan) -> None:
     """Make the steps again as one rank; raises NumericalError, on all ranks, at the first difference."""
     config = loaded.config
-    with process_group.join(config.comm, config.training.device) as here:
-        folder, console = Path(config.job.dump_folder), here.rank in log.console_ranks()
-        log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console, False)
-        if config.debug.deterministic:
-            set_determinism(config.debug.deterministic_warn_only)
-        run = trainer.build(config, here)
+    with process_group.join(config.comm, config.training.device) as world:
+        folder, console = Path(config.job.dump_folder), world.rank in log.console_ranks()
+        log.setup(world.rank, world.size, folder, config.metrics.save_log_file, console, False)
+        set_numerics(config, world.device)  # the kernels of the run, too: others round otherwise
+        run = trainer.build(config, world)
         checkpoints = Checkpoints(config)
         resume(run, checkpoints)
-        run.guard.rewinds = [Rewind(*rewind) for rewind in plan.rewinds]
-        shutdown.expect(run, checkpoints, may_end_early=True)
-        _compare_steps(run, plan, here)
+        run.resilience.guard.rewinds = [Rewind(*rewind) for rewind in plan.rewinds]
+        shutdown.prepare(run, checkpoints, may_end_early=True)
+        _compare_steps(run, plan, world)
 
 
-def _compare_steps(run: Run, plan: Plan, here: process_group.World) -> None:
-    path, same_mesh = plan.run_folder / "metrics.jsonl", plan.world_size in (None, here.size)
+def _compare_steps(run: Run, plan: Plan, world: process_group.World) -> None:
+    path, same_mesh = plan.run_folder / "metrics.jsonl", plan.world_size in (None, world.size)
     records = {record["step"]: record for record in read_records(path)} if path.is_file() else {}
     saved, compared = set(retention.steps(plan.checkpoints)), 0
-    _say(here, f"replaying steps {plan.base + 1} to {plan.last} on {here.size} ranks")
+    _say(world, f"replaying steps {plan.base + 1} to {plan.last} on {world.size} ranks")
     if not same_mesh:
-        _say(here, f"the run had {plan.world_size} ranks: numbers are compared to {OTHER_MESH:g}, tensors are not")
+        _say(world, f"the run had {plan.world_size} ranks: numbers are compared to {OTHER_MESH:g}, tensors are not")
     while run.state.step < plan.last:
         outcome = trainer.step(run)
         if outcome is None:
@@ -71,7 +70,7 @@ def _compare_steps(run: Run, plan: Plan, here: process_group.World) -> None:
         compared += bool(parts)
         found = "; ".join(wrong) if wrong else "equal" if parts else "nothing recorded"
         numbers = f"loss {mine['loss']:.6f} grad_norm {mine['grad_norm']:.6f}"
-        _say(here, f"step {step}: {numbers}: {f'{chr(32).join(parts)}: ' if parts else ''}{found}")
+        _say(world, f"step {step}: {numbers}: {f'{chr(32).join(parts)}: ' if parts else ''}{found}")
         if any_rank(bool(wrong)):
             raise NumericalError(f"step {step} differs from the run: {found}")
     if not compared:
@@ -111,7 +110,7 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
     damage = first_word(tensor_files.find_damaged_file(stored, path))
     if damage:
         raise CheckpointError(f"checkpoint {path}: {damage}; nothing to compare with")
-    tensors = {**weights(run), **optimizer_state(run)}
+    tensors = {**weights(run), **run.optimizer_state_dict()}
     wrong: list[str] = []
     for name, tensor in tensors.items():
         # a save of weights alone has no optimizer, and may hold another type
@@ -133,6 +132,6 @@ def _bits(tensor: Tensor) -> Tensor:
     return local_tensor(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
 
 
-def _say(here: process_group.World, text: str) -> None:
-    if here.rank == 0:
+def _say(world: process_group.World, text: str) -> None:
+    if world.rank == 0:
         print(text, flush=True)

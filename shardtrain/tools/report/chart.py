@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 640, 240
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 10, 28
+LEFT, RIGHT, TOP, BOTTOM = 64, 14, 10, 28
 COLORS = ("#1f6feb", "#d1570b", "#1a7f37", "#8250df", "#bf3989", "#6e7781", "#0a7ea4", "#9a6700")
 
 
@@ -64,15 +64,14 @@ class Chart:
             )
 
         parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">']
-        for tick in range(5):
-            height = y0 + (y1 - y0) * tick / 4
-            _, y = place(x0, height)
-            text = format_number(10**height if self.is_logarithmic else height)
+        for value in ticks(10**y0, 10**y1, True) if self.is_logarithmic else ticks(y0, y1):
+            _, y = place(x0, self._height(value))
             parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text}</text>')
-            step = x0 + (x1 - x0) * tick / 4
+            text = f'<text class="tick" x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{format_number(value)}</text>'
+            parts.append(text)
+        for step in ticks(x0, x1):
             x, _ = place(step, y0)
-            anchor = ("start", "middle", "middle", "middle", "end")[tick]
+            anchor = "end" if x > WIDTH - RIGHT - 16 else "middle"
             parts.append(
                 f'<text class="tick" x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="{anchor}">{format_number(step)}</text>'
             )
@@ -87,6 +86,28 @@ class Chart:
 
     def _height(self, value: float) -> float:
         return math.log10(value) if self.is_logarithmic else value
+
+
+def ticks(low: float, high: float, logarithmic: bool = False) -> list[float]:
+    """Round numbers between two, three to seven of them; ``report.js`` has the same.
+
+    >>> ticks(3.511, 8.053), ticks(1, 300), ticks(0.0002, 0.004)
+    ([4.0, 5.0, 6.0, 7.0, 8.0], [100.0, 200.0, 300.0], [0.001, 0.002, 0.003, 0.004])
+    >>> ticks(0.02, 300, logarithmic=True)
+    [0.1, 1.0, 10.0, 100.0]
+    """
+    if logarithmic and high > 30 * low:
+        first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+        each = -(-(last - first + 1) // 6)
+        return [10.0**power for power in range(first, last + 1, each)]
+    rough = (high - low) / 4
+    if not rough > 0:
+        return [low]
+    size = 10.0 ** math.floor(math.log10(rough))
+    distance = size * min((1, 2, 5, 10), key=lambda factor: abs(math.log(size * factor / rough)))
+    count = math.floor(high / distance + 1e-9)
+    # from the least of them on, each one as near to its decimal as a float can be
+    return [float(f"{place * distance:.12g}") for place in range(math.ceil(low / distance - 1e-9), count + 1)]
 
 
 def format_number(value: float) -> str:

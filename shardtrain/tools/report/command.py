@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from shardtrain.tools.report import page, reading
 from shardtrain.utils import atomic_io
+from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
 
 _MOST_RUNS = 50
@@ -15,15 +15,17 @@ _MOST_RUNS = 50
 
 def main(words: Sequence[str]) -> int:
     """Write the page of some runs; raises ConfigError and StorageError."""
-    parser = argparse.ArgumentParser(
-        prog="shardtrain report",
-        description="Write one HTML page of one or several runs: curves, validation, time, alerts and options. "
+    parser = Arguments(
+        "shardtrain report",
+        "Write one HTML page of one or several runs: curves, validation, time, alerts and options. "
         "It opens from disk and needs no network.",
-        epilog="example: shardtrain report outputs outputs-2 -o report.html",
+        example="shardtrain report outputs outputs-2 -o report.html",
     )
     parser.add_argument("runs", nargs="*", metavar="RUN_FOLDER", help="the job.dump_folder of a run")
     parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
-    asked = parser.parse_args(words)
+    asked = parser.read(words)
+    if asked is None:
+        return 0
     if not 1 <= len(asked.runs) <= _MOST_RUNS:
         given = len(asked.runs) or None
         fix = "write it like shardtrain report outputs -o report.html"

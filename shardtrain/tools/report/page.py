@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
@@ -29,6 +30,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
 )
 # shown elsewhere, or the same again
 LEFT_OUT = ("max_loss", "tps", "tflops", "tokens_seen", "skipped_updates", "spikes", "rewinds")
+_ROWS_OF = "rows_of/"
 _COUNTS = ("skipped_updates", "spikes", "rewinds")
 _VALIDATIONS = 20
 _MOST_CHARTS = 60
@@ -54,7 +56,9 @@ def build(runs: Sequence[RunRecord]) -> str:
         _summary(runs, names),
         '<h2>Curves</h2><p class="hint">Drag to zoom, double-click to go back.</p>',
         f'<div class="charts">{"".join(figures)}</div>',
+        _samples(runs, names),
         _validations(runs, names),
+        _planned(runs, names),
         _time(runs, names),
         _alerts(runs, names),
         _options(runs, names),
@@ -97,7 +101,13 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
         if metrics == ("loss",):
             curves += lines("loss", "validation", " (validation)")
         found.append(Chart(title, curves, logarithmic))
-    others = {name for run in runs for name in run.metrics if not name.startswith("goodput_")} - known
+    sources = sorted({name for run in runs for name in run.metrics if name.startswith(_ROWS_OF)})
+    if sources:
+        of_rows = [line for name in sources for line in lines(name, suffix=f" {name.removeprefix(_ROWS_OF)}")]
+        colored = [dataclasses.replace(line, color=place) for place, line in enumerate(of_rows)]
+        found.append(Chart("Rows read of each source", colored))
+    left_out = ("goodput_", _ROWS_OF)
+    others = {name for run in runs for name in run.metrics if not name.startswith(left_out)} - known
     found += [Chart(name, list(lines(name))) for name in sorted(others)]
     of_validation = {name for run in runs for name in run.validation} - {"loss"}
     found += [Chart(f"{name} (validation)", list(lines(name, "validation"))) for name in sorted(of_validation)]
@@ -140,7 +150,8 @@ def _summary(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
             )
         )
     head = ("Run", "Step", "Tokens", "Loss", "Best validation loss", "Tokens/s", "Memory, GiB", "Goodput", "State")
-    return _table(head, rows)
+    kept = [place for place in range(len(head)) if any(row[place] for row in rows)]
+    return _table([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
 
 
 def _state(run: RunRecord) -> str:
@@ -149,6 +160,27 @@ def _state(run: RunRecord) -> str:
     if run.end.get("code") == 0:
         return "ended"
     return f"ended with exit code {run.end.get('code')}: {str(run.end.get('message', ''))[:500]}"
+
+
+def _samples(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    parts = []
+    for index, run in enumerate(runs):
+        for step, prompt, text in run.samples:
+            head = f"{_name(names, index)} after step {step:,}"
+            parts.append(
+                f"<figure><figcaption>{head}</figcaption><pre><b>{escape(prompt)}</b>{escape(text)}</pre></figure>"
+            )
+    return f'<h2>Samples</h2><div class="charts samples">{"".join(parts)}</div>' if parts else ""
+
+
+def _planned(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
+    rows = [
+        (_name(names, index), escape(what), format_number(plan), format_number(found), f"{found / plan - 1:+.0%}")
+        for index, run in enumerate(runs)
+        for what, (plan, found) in run.planned.items()
+        if plan
+    ]
+    return "<h2>Planned and measured</h2>" + _table(("Run", "", "Planned", "Measured", "Off"), rows) if rows else ""
 
 
 def _validations(runs: Sequence[RunRecord], names: Sequence[str]) -> str:

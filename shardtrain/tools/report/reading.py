@@ -27,6 +27,7 @@ _MOST_METRICS = 200
 _CONFIG_BYTES = 1 << 20
 _LOG_BYTES = 1 << 20
 _MOST_ALERTS = 30
+_MOST_SAMPLES, _TEXT_CHARACTERS = 8, 1000
 
 
 @dataclass
@@ -59,6 +60,10 @@ class RunRecord:
     validation: dict[str, Series] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     """Every option as it held, by its dotted name."""
+    samples: list[tuple[int, str, str]] = field(default_factory=list)
+    """Step, prompt, and what the model wrote after it."""
+    planned: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """What the plan said of the run, and what was measured, by its name."""
     alerts: list[str] = field(default_factory=list)
     account: Account | None = None
     end: dict[str, Any] = field(default_factory=dict)
@@ -81,6 +86,10 @@ def read(folder: Path) -> RunRecord:
     record.bad_lines = _read_series(path, record.metrics)
     if (folder / "validation.jsonl").is_file():
         record.bad_lines += _read_series(folder / "validation.jsonl", record.validation)
+    record.samples = _samples(folder / "samples.jsonl")
+    for name, pair in _object(folder / "planned.json").items():
+        if isinstance(pair, list) and len(pair) == 2 and all(type(value) in (int, float) for value in pair):
+            record.planned[name[:100]] = (float(pair[0]), float(pair[1]))
     record.last_step = max((series.steps[-1] for series in record.metrics.values()), default=0)
     record.options = read_options(folder / "config.resolved.toml")
     record.alerts = _alerts(folder / "logs" / "rank-0.log")
@@ -114,6 +123,27 @@ def _read_series(path: Path, found: dict[str, Series]) -> int:
             series.steps.append(step)
             series.values.append(float(value))
     return bad
+
+
+def _samples(path: Path) -> list[tuple[int, str, str]]:
+    """At most _MOST_SAMPLES of them, spread over the run, the first and the last among them."""
+    found = []
+    for line in _lines(path) if path.is_file() else ():
+        try:
+            record = json.loads(line) if line is not None else None
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            continue
+        prompt, text = record.get("prompt"), record.get("text")
+        if isinstance(prompt, str) and isinstance(text, str):
+            found.append((record["step"], prompt[:_TEXT_CHARACTERS], text[:_TEXT_CHARACTERS]))
+            if len(found) > 2 * _MOST_SAMPLES:
+                del found[1:-1:2]
+    if len(found) > _MOST_SAMPLES:
+        last = len(found) - 1
+        found = [found[round(place * last / (_MOST_SAMPLES - 1))] for place in range(_MOST_SAMPLES)]
+    return found
 
 
 def _lines(path: Path) -> Iterator[bytes | None]:

@@ -1,6 +1,6 @@
 "use strict";
 // Values under the pointer, a drag that zooms, a double click that goes back. Without it the drawings stay as they are.
-const W = 640, H = 240, L = 64, R = 12, T = 10, B = 28, NS = "http://www.w3.org/2000/svg";
+const W = 640, H = 240, L = 64, R = 14, T = 10, B = 28, NS = "http://www.w3.org/2000/svg";
 const make = (name, attributes, parent) => {
   const node = document.createElementNS(NS, name);
   for (const key in attributes) node.setAttribute(key, attributes[key]);
@@ -14,6 +14,24 @@ const number = (v) => {
     return +digits + "e" + +exponent;
   }
   return String(+v.toPrecision(4));
+};
+// round numbers between two, as in chart.py
+const ticks = (low, high, log) => {
+  const found = [];
+  if (log && high > 30 * low) {
+    const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9);
+    for (let power = first; power <= last; power += Math.ceil((last - first + 1) / 6)) found.push(10 ** power);
+    return found;
+  }
+  const rough = (high - low) / 4;
+  if (!(rough > 0)) return [low];
+  const size = 10 ** Math.floor(Math.log10(rough));
+  const off = (factor) => Math.abs(Math.log(size * factor / rough));
+  const distance = size * [1, 2, 5, 10].reduce((best, factor) => off(factor) < off(best) ? factor : best);
+  const end = Math.floor(high / distance + 1e-9);
+  for (let place = Math.ceil(low / distance - 1e-9); place <= end; place++)
+    found.push(+(place * distance).toPrecision(12));
+  return found;
 };
 const nearest = (xs, x) => {
   let low = 0, high = xs.length - 1;
@@ -54,12 +72,13 @@ JSON.parse(document.getElementById("charts").textContent).forEach((chart, index)
     const fresh = make("svg", {viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": chart.title});
     const clip = make("clipPath", {id: "clip-" + index}, fresh);
     make("rect", {x: L, y: 0, width: W - L - R, height: H - B + 4}, clip);
-    for (let tick = 0; tick < 5; tick++) {
-      const y = y0 + (y1 - y0) * tick / 4, x = x0 + (x1 - x0) * tick / 4;
-      make("line", {class: "grid", x1: L, x2: W - R, y1: py(y), y2: py(y)}, fresh);
-      make("text", {class: "tick", x: L - 6, y: py(y) + 4, "text-anchor": "end"}, fresh).textContent =
-        number(chart.log ? 10 ** y : y);
-      const anchor = ["start", "middle", "middle", "middle", "end"][tick];
+    for (const v of chart.log ? ticks(10 ** y0, 10 ** y1, true) : ticks(y0, y1)) {
+      const y = py(height(v));
+      make("line", {class: "grid", x1: L, x2: W - R, y1: y, y2: y}, fresh);
+      make("text", {class: "tick", x: L - 6, y: y + 4, "text-anchor": "end"}, fresh).textContent = number(v);
+    }
+    for (const x of ticks(x0, x1)) {
+      const anchor = px(x) > W - R - 16 ? "end" : "middle";
       make("text", {class: "tick", x: px(x), y: H - 8, "text-anchor": anchor}, fresh).textContent = number(x);
     }
     const curves = make("g", {"clip-path": `url(#clip-${index})`}, fresh);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 from shardtrain.tools.report.chart import format_number
 from shardtrain.utils import atomic_io
+from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import visible
 from shardtrain.utils.units import format_seconds
@@ -42,15 +42,17 @@ class Found:
 
 def main(words: Sequence[str]) -> int:
     """Print the table; raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="shardtrain runs",
-        description="List the runs in and below a folder: state, last step and loss, and how long ago they last wrote. "
+    parser = Arguments(
+        "shardtrain runs",
+        "List the runs in and below a folder: state, last step and loss, and how long ago they last wrote. "
         "silent: no exit.json, and nothing written for ten minutes.",
-        epilog="example: shardtrain runs outputs",
+        example="shardtrain runs outputs",
     )
     parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="default: this one")
     parser.add_argument("--json", action="store_true", help="one JSON object per run")
-    asked = parser.parse_args(words)
+    asked = parser.read(words)
+    if asked is None:
+        return 0
     root = Path(asked.folder)
     if not root.is_dir():
         raise ConfigError(

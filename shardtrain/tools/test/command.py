@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded
-from shardtrain.config.command_line import CommandLine, split
+from shardtrain.config.command_line import CommandLine, Option, split, take
 from shardtrain.tools.test.request import Request, sets_of
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -27,6 +27,8 @@ writes into job.dump_folder, or FOLDER:
 
 A test set without labels gets predictions alone. Without --checkpoint the best one is taken (checkpoint.keep_best),
 or the newest where none was kept as best.
+
+  shardtrain test my_classifier.toml --checkpoint best
 """
 
 
@@ -84,8 +86,9 @@ def _as_rank(asked: Request) -> NoReturn:
 
 
 def _require(loaded: Loaded, world_size: int, accelerators: int) -> None:
-    device = loaded.config.training.device
-    device = ("cuda" if accelerators else "cpu") if device == "auto" else device
+    from shardtrain.launch import environment
+
+    device = environment.device_type(loaded.config.training.device, accelerators)
     configs.require(loaded, world_size=world_size, device=device, num_devices=accelerators)
 
 
@@ -95,20 +98,10 @@ def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
 
 def _read(words: list[str], open_config: Opener) -> Request | None:
     """The request, or None where help was asked for. Raises ConfigError."""
-    own: dict[str, str] = {}
-    rest = list(words)
-    for name in ("--checkpoint", "--output"):
-        for place, word in enumerate(rest):
-            if word == name or word.startswith(f"{name}="):
-                value = word.partition("=")[2] if "=" in word else (rest[place + 1] if place + 1 < len(rest) else "")
-                if not value or value.startswith("--"):
-                    raise ConfigError(Problem(name, None, "has no value", f"write {name} VALUE", "command line"))
-                del rest[place : place + (1 if "=" in word else 2)]
-                own[name] = value
-                break
-    arguments = split(rest)
-    if arguments.help:
+    taken = take(words, {"--checkpoint": Option(), "--output": Option(example="FOLDER")})
+    if taken.help:
         return None
+    own, arguments = taken.own, split(taken.rest)
     loaded, arguments = open_config(arguments)
     config = loaded.config
     # no step is made: the batch of one says nothing here, and need not be one that these ranks could make

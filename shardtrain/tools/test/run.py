@@ -16,8 +16,9 @@ from shardtrain.distributed import BATCH_AXES, Mesh, process_group
 from shardtrain.lora import base_weights
 from shardtrain.tools.test.request import SPLITS, Request, sets_of
 from shardtrain.train import reference_models, saved_file, validation
-from shardtrain.train.build import Built, build_model
-from shardtrain.train.resume import held_by, weights_of
+from shardtrain.train.model import Built, build_model
+from shardtrain.train.resume import held_by
+from shardtrain.train.run import model_state_dict
 from shardtrain.train.validation import Evaluation
 from shardtrain.utils import atomic_io, log
 from shardtrain.utils.errors import CheckpointError
@@ -27,11 +28,13 @@ from shardtrain.utils.log import logger
 def main(asked: Request) -> None:
     """Evaluate the sets and write their files (the first rank); raises ShardtrainError for what a user can fix."""
     config = asked.loaded.config
-    with process_group.join(config.comm, config.training.device) as here:
-        console = here.rank in log.console_ranks()
+    # weights are measured, in the type of the run; float8 is how they were trained
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, converters=[]))
+    with process_group.join(config.comm, config.training.device) as world:
+        console = world.rank in log.console_ranks()
         folder = Path(asked.launched.config.job.dump_folder)
-        log.setup(here.rank, here.size, folder, config.metrics.save_log_file, console)
-        mesh = distributed.build(config, here)
+        log.setup(world.rank, world.size, folder, config.metrics.save_log_file, console)
+        mesh = distributed.build(config, world)
         built = build_model(config, mesh)
         if isinstance(built.task, tasks.RowTask):  # a teacher takes no part in what is measured
             reference_models.hold(built.task, built.runner, config, mesh)
@@ -59,7 +62,7 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
         if built.adapters is not None:
             device = next(iter(built.runner.parameters().values())).device
             base_weights.load(config, built.runner, built.adapters, device, checkpoints)
-        tensors = held_by(built.adapters, weights_of(built.runner))
+        tensors = held_by(built.adapters, model_state_dict(built.runner))
         if saved_file.is_saved_file(path) and built.adapters is None:
             all_ranks(lambda: saved_file.fill(Path(str(path)), tensors, config.model))
         else:

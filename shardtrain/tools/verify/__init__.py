@@ -136,8 +136,8 @@ def plan(loaded: Loaded, request: Request) -> Task:
     task = shrink.prepare(plans, loaded, request.steps, request.full, small)
     task = dataclasses.replace(task, notes=[*loaded.notices, *task.notes])
     problems = [line for one in task.plans for line in one.problem.splitlines()] if named else []
-    if loaded.config.training.device == "cuda":
-        problems += _devices(task)
+    if loaded.config.training.device not in ("auto", "cpu"):
+        problems += _devices(task, loaded.config.training.device)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return task
@@ -159,15 +159,15 @@ def small_copy(plans: Sequence[Plan], loaded: Loaded) -> dict[str, Any] | None:
     return dict(found)
 
 
-def _devices(task: Task) -> list[str]:
+def _devices(task: Task, kind: str) -> list[str]:
     from shardtrain.launch import environment
 
-    found = environment.count_accelerators("cuda")
+    found = environment.count_accelerators(kind)
     most = max((one.num_ranks for one in task.plans if not one.problem), default=1)
     if found >= most:
         return []
     rule = f"needs {most} devices, and this machine has {found}"
-    return [str(Problem("training.device", "cuda", rule, 'use "cpu", or smaller meshes with --mesh'))]
+    return [str(Problem("training.device", kind, rule, 'use "cpu", or smaller meshes with --mesh'))]
 
 
 def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tuple[Task, list[str]]:
@@ -185,7 +185,7 @@ def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tup
     config, peers = task.reference, folder / "peers"
     peers.mkdir()
     try:
-        if config.training.device != "cuda":
+        if config.training.device in ("auto", "cpu"):
             try:
                 limit = workers.PROBE_TIMEOUT_SECONDS
                 workers.run(
@@ -232,7 +232,10 @@ def reference(task: Task, trainer: Trainer, folder: Path) -> None:
 
 
 def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: Task, folder: Path) -> None:
-    backend = "cpu:gloo,cuda:nccl" if config.training.device == "cuda" else "gloo"
+    from shardtrain.ops import accelerator
+
+    device = config.training.device
+    backend = accelerator.collectives("cpu" if device == "auto" else device)
     limit = workers.TIMEOUT_SECONDS if task.unit_gain else workers.FULL_TIMEOUT_SECONDS
     workers.run(count, steps, trainer, config, task, str(folder), folder=folder, backend=backend, limit_seconds=limit)
 

@@ -161,20 +161,18 @@ def expert_dropped(e: Evidence) -> str | None:
     if not e.layout.expert:
         return None
     for name in e.first.names:
-        if not any(matches(name[:end], e.layout.expert) for end in _dots(name)):
+        modules = [name[:end] for end, letter in enumerate(name) if letter == "."]
+        if not any(matches(module, e.layout.expert) for module in modules):
             continue
         mine, theirs = e.mine(name), e.theirs(name)
         if mine is None or mine.ndim != 3:
             continue
+        # an expert that one process gives no token either is not dropped, and of all experts something else is wrong
         silent = (mine.flatten(1).norm(dim=1) == 0) & (theirs.flatten(1).norm(dim=1) > 0)
         if bool(silent.any()) and not bool(silent.all()):
             chosen = ", ".join(str(i) for i in silent.nonzero().flatten().tolist())
             return f"expert {chosen} of {name} gets no tokens: they are dropped on the way"
     return None
-
-
-def _dots(name: str) -> list[int]:
-    return [i for i, letter in enumerate(name) if letter == "."]
 
 
 def replicas_differ(e: Evidence) -> str | None:

@@ -145,6 +145,7 @@ def _compare_step(expected: Expected, records: Sequence[Record], step: int, foun
     wrong_buffers = [name for name in expected.buffers if not _same_buffer(expected, records, step, name)]
     wrong_weights = [name for name, error in weights.items() if error > WEIGHT_TOLERANCE]
     loss_differs = loss > LOSS_TOLERANCE
+    # a wrong gradient comes before a loss that differs: it names tensors, and usually the same fault is behind both
     if wrong_gradients:
         found.first = First("gradient", step, wrong_gradients, gradients[wrong_gradients[0]], loss_differs)
     elif loss_differs:

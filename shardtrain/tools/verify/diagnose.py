@@ -33,6 +33,7 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
 
 def diagnose(e: Evidence) -> str:
     """The likely cause of the first difference."""
+    # what differs first has everything after it as its consequence, so only its own causes are looked for
     if e.first.kind in ("own", "initial"):
         return _initial(e)
     if e.first.kind == "norm":
@@ -47,6 +48,7 @@ def diagnose(e: Evidence) -> str:
     if absent:
         return f"no gradient: {absent[0]} takes no part in the loss on this mesh"
     place = forward.first_difference(e) if e.first.loss_differs and e.first.step == 0 else ""
+    # each computes what its fault would give, from one process's numbers, and is named only where that fits all ranks
     for hypothesis in HYPOTHESES:
         cause = hypothesis(e)
         if cause:

@@ -11,6 +11,7 @@ import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,9 +196,22 @@ class Prober:
     def _repeats(self) -> None:
         """Twice the same answer, from the same model and from one built again."""
         tokens, positions = self._tokens_BT, self._positions_BT
-        before = _state(self._model)
+        fill(self._model)  # earlier passes may have changed weights
+        before, weights = _state(self._model), _copies(self._model)
+        given = tokens.clone(), positions.clone()
         one = self._run(tokens, positions)
         middle = _state(self._model)
+        if not all(map(torch.equal, given, (tokens, positions))):
+            rule = "writes into the tokens or positions that it is given: micro-batches and recomputation read them"
+            return self._break(rule, "write positions = positions + 2 in place of positions += 2")
+        written = [name for name, weight in self._model.named_parameters() if not torch.equal(weight, weights[name])]
+        if written:
+            rule = (
+                f"changes the weight {written[0]} in forward, of which a rank has a part, and forward runs more often "
+                "on a mesh"
+            )
+            fix = "compute with a changed copy, as F.linear(x, F.normalize(self.weight, dim=-1)) does (no max_norm)"
+            return self._break(rule, fix)
         other, third = self._run(tokens, positions), self._run(tokens, positions)
         for again in (other, third):
             if off(again.out, one.out, REPEATED):
@@ -290,23 +304,23 @@ class Prober:
             if not path.exists():
                 continue
             told, peer = _of_peer(path)
-            here = f"on rank {rank} of 2"
+            on_two = f"on rank {rank} of 2"
             for pattern, draw in draws.items():
                 if (there := told["draws"].get(pattern)) != draw:
-                    rule = f"starts from other weights {here}: initial() gives {pattern} {there}, alone {draw}"
+                    rule = f"starts from other weights {on_two}: initial() gives {pattern} {there}, alone {draw}"
                     return self._break(rule, fix)
             for name in sorted({*sizes, *told["parameters"]}):
                 if told["parameters"].get(name) != sizes.get(name):
                     there, alone = told["parameters"].get(name, "absent"), sizes.get(name, "absent")
-                    return self._break(f"has other weights {here}: {name} is {there}, alone {alone}", fix)
+                    return self._break(f"has other weights {on_two}: {name} is {there}, alone {alone}", fix)
             if "error" in told:
-                return self._break(f"fails {here}, and not alone: {told['error']}", fix)
+                return self._break(f"fails {on_two}, and not alone: {told['error']}", fix)
             row = slice(rank, rank + 1)
             single = self._run(self._tokens_BT[row], self._positions_BT[row])
             peer.out = peer.calls[-1].outputs[0]
             if off(peer.out, single.out, CLOSE):
                 where = self._say(blame(single, peer, _whole, CLOSE))
-                return self._break(f"gives other numbers {here} than alone: {where} knows of ranks", fix)
+                return self._break(f"gives other numbers {on_two} than alone: {where} knows of ranks", fix)
         return None
 
     def _precision(self) -> None:
@@ -357,34 +371,44 @@ class Prober:
             self.found.impossible.setdefault("tp", self._axis("tp", rule, fix))
 
     def _places(self) -> None:
-        """The second half of a sequence, given its positions and what attention gave it, is as within the whole."""
+        """Half of a sequence, given its positions and what attention gave it, is as within the whole."""
         if self._foreign or "cp" in self.found.impossible or "tp" in self.found.impossible:
             return None
         fixed = [path for path, _ in self._model.named_modules() if self._is_core(path) and self._outermost(path)]
         if not fixed:
             fixed = [path for path, _ in self._model.named_modules() if word_of(self._layout, path) == "gather"]
-        whole = self._run(self._tokens_BT, self._positions_BT)
-        half = slice(self._count // 2, None)
-        part = self._run(
-            self._tokens_BT[:, half], self._positions_BT[:, half], replay=outputs_of(whole, fixed), fit=_second_half
-        )
-        if off(part.out, whole.out[:, half], CLOSE):  # places added to activations
-            path = blame(whole, part, _half(self._count), CLOSE, skip=lambda path: _within(path, fixed))
+        first, second = (self._differs_in_half(fixed, start) for start in (0, self._count // 2))
+        if second is not None and first is None:
             rule = (
                 "breaks the promise to take positions from its argument: the second half of a sequence, given its "
-                f"positions, has other numbers than within the whole, first in {self._say(path)}"
+                f"positions, has other numbers than within the whole, {second}"
             )
             return self._break(rule, "use positions_BT wherever a token's place counts, never arange", "cp")
+        if (differs := first or second) is None:
+            return None
+        rule = f"answers half of a sequence, given its positions, otherwise than within the whole, {differs}"
+        fix = "let no token's numbers depend on how many tokens or which positions a row has"
+        return self._break(f"{rule}: it depends on the length of the row, of which cp ranks have a part", fix, "cp")
+
+    def _differs_in_half(self, fixed: Sequence[str], start: int) -> str | None:
+        """Where half of a sequence, from ``start``, is not as within the whole, with what ``fixed`` gave there."""
+        whole = self._run(self._tokens_BT, self._positions_BT)
+        half, pick = slice(start, start + self._count // 2), _half(self._count, start)
+        part = self._run(
+            self._tokens_BT[:, half],
+            self._positions_BT[:, half],
+            replay=outputs_of(whole, fixed),
+            fit=partial(_of_half, start),
+        )
+        if off(part.out, whole.out[:, half], CLOSE):  # places added to activations
+            path = blame(whole, part, pick, CLOSE, skip=lambda path: _within(path, fixed))
+            return f"first in {self._say(path)}"
         ones = [call for call in whole.calls if call.path in fixed]
         others = [call for call in part.calls if call.path in fixed]
         for one, other in zip(ones, others, strict=True):
-            pairs = [_half(self._count)(a, b) for a, b in zip(one.inputs, other.inputs, strict=True)]
+            pairs = [pick(a, b) for a, b in zip(one.inputs, other.inputs, strict=True)]
             if any(pair is not None and off(pair[1], pair[0], CLOSE) for pair in pairs):
-                rule = (
-                    "breaks the promise to take positions from its argument: for the second half of a sequence, given "
-                    f"its positions, {one.path} is given other queries, keys or values than within the whole"
-                )
-                return self._break(rule, "use positions_BT wherever a token's place counts, never arange", "cp")
+                return f"where {one.path} is given other queries, keys or values"
         return None
 
     def _shared(self) -> None:
@@ -480,8 +504,8 @@ def _as_it_was(kept: list[Tensor], output: Any) -> Any:
     return output
 
 
-def _half(count: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
-    """The second half of tensors with ``count`` tokens, against what has half as many."""
+def _half(count: int, start: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None]:
+    """A half of tensors with ``count`` tokens, from token ``start``, against what has half as many."""
 
     def pick(whole: Tensor, part: Tensor) -> tuple[Tensor, Tensor] | None:
         if whole.ndim != part.ndim:
@@ -490,14 +514,14 @@ def _half(count: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor] | None
             if size != own:
                 if size != count or own != count // 2:
                     return None
-                whole = whole.narrow(dim, count // 2, count // 2)
+                whole = whole.narrow(dim, start, own)
         return whole, part
 
     return pick
 
 
-def _second_half(kept: list[Tensor], output: Any) -> Any:
-    """What a module gave for the second half of the tokens, in the form of what it gives now."""
+def _of_half(start: int, kept: list[Tensor], output: Any) -> Any:
+    """What a module gave for the half of the tokens from ``start`` on, in the form of what it gives now."""
     remaining = iter(kept)
 
     def cut(now: Any) -> Any:
@@ -506,10 +530,14 @@ def _second_half(kept: list[Tensor], output: Any) -> Any:
         then = next(remaining)
         for dim, (size, own) in enumerate(zip(then.shape, now.shape, strict=True)):
             if size != own:
-                then = then.narrow(dim, size - own, own)
+                then = then.narrow(dim, start and size - own, own)
         return then.clone()
 
     return type(output)(cut(x) for x in output) if isinstance(output, tuple | list) else cut(output)
+
+
+def _copies(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def _state(model: nn.Module) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.config import Config
-from shardtrain.distributed import pipeline_parallel
+from shardtrain.distributed import pipeline_parallel, tensor_parallel
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.tools.verify import casts, dropout, probes
 from shardtrain.tools.verify.batches import whole_batch
@@ -45,7 +45,9 @@ def probe(
             return {"broken": broken, "notes": [], "impossible": {}}
         found = probes.ask(config, module, shape, model, Path(folder) if folder else None, kinds)
         broken = found.broken or prober.all()
-    impossible = found.impossible
+        impossible = found.impossible
+        if not broken and (kinds is None or "pp" in kinds) and (rule := prober.no_chain()):
+            impossible["pp"] = rule
     if not module.LAYOUT.context:
         problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
         impossible["cp"] = str(problem)
@@ -82,7 +84,7 @@ class _Prober:
         """Every broken promise of a model that runs."""
         if hasattr(self._model, "tensor_plan"):  # a network of transformers, which promises no chain
             return []
-        checks = ((self._weightless, "cp"), (self._chain, "pp"), (self._documents, ""), (self._halves, "tp"))
+        checks = ((self._weightless, "cp"), (self._documents, ""), (self._words, "tp"), (self._halves, "tp"))
         asked = [check for check, kind in checks if not kind or self._kinds is None or kind in self._kinds]
         return [sentence for check in asked for sentence in check()]
 
@@ -128,25 +130,30 @@ class _Prober:
         rule = f"breaks the promise to read shapes from activations: half of a sequence fails in {place}: {error}"
         return [self._problem(rule, "take batch and sequence from x.shape, not from the config")] if error else []
 
-    def _chain(self) -> list[str]:
-        """First modules, each layer, last modules, one model each, one after the other, are the whole."""
+    def no_chain(self) -> str:
+        """Why first modules, each layer and last modules, one model each, one after the other are not the whole.
+
+        Stages of a pipeline need it, and no other kind of parallelism does.
+        """
+        if hasattr(self._model, "tensor_plan"):
+            return ""
         whole, _, _ = self._run(self._model, self._tokens_BT, self._positions_BT)
         layers = list(getattr(self._model, self._layout.layers))
         promise = "breaks the promise that forward is a chain of first modules, layers and last modules"
-        fix = "pass x alone from one to the next, with nothing between them and no other path around them"
+        fix = "pass x alone from one to the next, with no other path around them, or leave pp at 1"
         x = self._tokens_BT
         for keep in (
             [*self._layout.first],
             *([f"{self._layout.layers}.{name}"] for name in layers),
             [*self._layout.last],
         ):
-            piece = _only(self._model, self._layout, set(keep))
+            piece = pipeline_parallel.stage(copy.deepcopy(self._model), self._layout, set(keep))
             x, error, place = self._run(piece, x, self._positions_BT)
             if error:
-                return [self._problem(f"{promise}: with {', '.join(keep)} alone, {place} fails: {error}", fix)]
+                return self._problem(f"{promise}: with {', '.join(keep)} alone, {place} fails: {error}", fix)
         if x.shape != whole.shape or _error(x, whole) > CLOSE:
-            return [self._problem(f"{promise}: one after the other they give other numbers than the whole", fix)]
-        return []
+            return self._problem(f"{promise}: one after the other they give other numbers than the whole", fix)
+        return ""
 
     def _documents(self) -> list[str]:
         """Other tokens in one document change no logit of the next, where the model is told of documents at all."""
@@ -180,6 +187,10 @@ class _Prober:
         for handle in handles:
             handle.remove()
         return tuple(seen)
+
+    def _words(self) -> list[str]:
+        """Words for linears name linears."""
+        return [str(problem) for problem in tensor_parallel.misnamed(self._model, self._layout)[:1]]
 
     def _halves(self) -> list[str]:
         """Layers run with half of their columns and rows, as two tensor-parallel ranks have them."""
@@ -218,7 +229,12 @@ class _Prober:
                 said, fix = said + "the features that it is given are split already", 'call it "rowwise"'
             else:
                 said, fix = said + "the features that it is given are whole", 'call it "colwise"'
+                if not self._runs_as_colwise(halved, place):
+                    fix = 'compute them with a linear that is "colwise", which deals them'
             return [self._problem(f"{said}: under tp=2 {error}", fix)]
+        if error and (name := self._whole_beside_halves(halved)):
+            said = f'calls {name} "replicate" in LAYOUT.tensor, but what it gives meets features that are split'
+            return [self._problem(f"{said}: under tp=2 {error}", 'call it "colwise"')]
         if error:
             return [self._problem(f"{rule}{place} fails: {error}", fix)]
         heads = self._core_heads(halved)
@@ -227,14 +243,37 @@ class _Prober:
             return [self._problem(f"{rule}{core} is given {heads} heads and not half of {whole}", fix)]
         return []
 
+    def _runs_as_colwise(self, halved: nn.Module, path: str) -> bool:
+        """Whether layers run where the linear of this name has half of its outputs in place of its inputs."""
+        before = f"{self._layout.layers}."
+        name = path.removeprefix(before).partition(".")[2]
+        tried = copy.deepcopy(halved)
+        for layer in getattr(self._model, self._layout.layers):
+            whole = dict(self._model.named_modules()).get(f"{before}{layer}.{name}")
+            if whole is not None:
+                tried.set_submodule(f"{before}{layer}.{name}", copy.deepcopy(whole))
+                _halve(tried.get_submodule(f"{before}{layer}.{name}"), 0)
+        _, error, _ = self._run(tried, self._tokens_BT, self._positions_BT)
+        return not error
+
+    def _whole_beside_halves(self, halved: nn.Module) -> str:
+        """The linear that every layer has whole, where layers run once half of its outputs are left; "" for none."""
+        before = f"{self._layout.layers}."
+        whole: dict[str, list[str]] = {}
+        for path, module in halved.named_modules():
+            if path.startswith(before) and isinstance(module, nn.Linear) and word_of(self._layout, path) == "replicate":
+                whole.setdefault(path.removeprefix(before).partition(".")[2], []).append(path)
+        for paths in whole.values():
+            tried = copy.deepcopy(halved)
+            if all(_halve(tried.get_submodule(path), 0) for path in paths):
+                _, error, _ = self._run(tried, self._tokens_BT, self._positions_BT)
+                if not error:
+                    return paths[0]
+        return ""
+
 
 class _NoTensor(Exception):
     """A forward pass gave something else than logits."""
-
-
-def _only(model: nn.Module, layout: Layout, keep: set[str]) -> nn.Module:
-    """A copy that has some of the modules, as a pipeline stage has them."""
-    return pipeline_parallel.stage(copy.deepcopy(model), layout, keep)
 
 
 def _halve(module: nn.Module, dim: int) -> bool:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardtrain.config.command_line import Option, number_of, take
 from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """\
@@ -26,6 +27,9 @@ are printed.
               more than 2^31 numbers, one layer and the vocabulary of the configured model at their real width
   --memory    GiB that --real may take; three quarters of what is free unless given. What does not fit is left out,
               and its row says so
+
+  shardtrain verify
+  shardtrain verify my_model.py --mesh tp=2 --mesh "pp=2,dp_shard=2"
 """
 
 
@@ -51,63 +55,38 @@ def read(words: Sequence[str]) -> Request:
     Raises:
         ConfigError: an option lacks its value, or ``--steps`` is not a whole number above 0.
     """
-    path: str | None = None
-    lists: dict[str, list[str]] = {"--mesh": [], "--schedule": [], "--steps": [], "--memory": []}
-    flags: set[str] = set()
-    overrides: list[str] = []
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
-        name, equals, value = word.partition("=")
-        if name in lists:
-            values = [value] if equals else _values(remaining)
-            if not any(values):
-                raise ConfigError(
-                    Problem(name, None, "needs a value", f"write it like {EXAMPLES[name]}", "command line")
-                )
-            lists[name] += values
-        elif word in ("--full", "--json", "--real", "--help", "-h"):
-            flags.add(word)
-        elif path is None and not overrides and not word.startswith("-"):
-            path = word
-        else:
-            overrides.append(word)
-    steps = lists["--steps"][-1] if lists["--steps"] else "3"
-    if not steps.isdecimal() or int(steps) < 1:
-        rule = "must be a whole number of steps above 0"
-        raise ConfigError(Problem("--steps", steps, rule, "write it like --steps 3", "command line"))
-    memory = lists["--memory"][-1] if lists["--memory"] else "0"
-    if not re.fullmatch(r"\d+(\.\d+)?", memory) or (lists["--memory"] and not float(memory)):
-        raise ConfigError(Problem("--memory", memory, "must be GiB above 0", f"write it like {EXAMPLES['--memory']}"))
-    real_only = {"--memory"} if lists["--memory"] and "--real" not in flags else set()
-    elsewhere = {name for name in ("--mesh", "--schedule", "--steps") if lists[name]} | flags & {"--full"}
-    if unused := sorted(real_only or (elsewhere if "--real" in flags else set())):
+    taken = take(words, OPTIONS, ("--full", "--json", "--real"))
+    if taken.help:
+        return Request(help=True)
+    own = taken.own
+    real_only = {"--memory"} if "--memory" in own and "--real" not in own else set()
+    elsewhere = {"--mesh", "--schedule", "--steps", "--full"} & own.keys()
+    if unused := sorted(real_only or (elsewhere if "--real" in own else set())):
         rule = "has no effect " + ("without --real" if real_only else "with --real, whose meshes and sizes are fixed")
         raise ConfigError(Problem(unused[0], None, rule, "leave it out", "command line"))
+    path, overrides = taken.configuration()
     return Request(
         path,
-        tuple(lists["--mesh"]),
-        tuple(lists["--schedule"]),
-        int(steps),
-        "--full" in flags,
-        "--json" in flags,
-        bool(flags & {"--help", "-h"}),
-        "--real" in flags,
-        float(memory),
-        tuple(overrides),
+        tuple(own.get("--mesh", ())),
+        tuple(own.get("--schedule", ())),
+        own.get("--steps", 3),
+        full="--full" in own,
+        json="--json" in own,
+        real="--real" in own,
+        memory_gib=own.get("--memory", 0.0),
+        overrides=overrides,
     )
 
 
-EXAMPLES = {
-    "--mesh": '--mesh "tp=2,pp=2"',
-    "--schedule": "--schedule 1F1B",
-    "--steps": "--steps 3",
-    "--memory": "--memory 8",
+def _gib(text: str) -> float:
+    if not re.fullmatch(r"\d+(\.\d+)?", text) or not float(text):
+        raise ValueError("must be GiB above 0")
+    return float(text)
+
+
+OPTIONS = {
+    "--mesh": Option(example='"tp=2,pp=2"', is_list=True),
+    "--schedule": Option(example="1F1B", is_list=True),
+    "--steps": Option(number_of("steps"), "3"),
+    "--memory": Option(_gib, "8"),
 }
-
-
-def _values(remaining: list[str]) -> list[str]:
-    values = []
-    while remaining and not remaining[0].startswith("-"):
-        values.append(remaining.pop(0))
-    return values

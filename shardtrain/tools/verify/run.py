@@ -31,7 +31,7 @@ from shardtrain.distributed.process_group import World
 from shardtrain.layout import Draw, Layout
 from shardtrain.lora import spec
 from shardtrain.lora.linear import is_adapter
-from shardtrain.ops import init_weights
+from shardtrain.ops import accelerator, init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.tied import tie, tied_names
 from shardtrain.tools.verify import dropout
@@ -71,8 +71,9 @@ class Record:
 
 
 def device_of(config: Config, rank: int) -> torch.device:
-    """CPU, unless the configuration asks for CUDA."""
-    return torch.device("cuda", rank) if config.training.device == "cuda" else torch.device("cpu")
+    """CPU, unless the configuration names an accelerator."""
+    kind = config.training.device
+    return torch.device("cpu") if kind in ("auto", "cpu") else accelerator.of_rank(kind, rank)
 
 
 def model_of(config: Config) -> tuple[Any, Any, nn.Module]:
@@ -119,10 +120,8 @@ def _run_steps(
     rank: int, num_ranks: int, trainer: Trainer, config: Config, task: Task, folder: str, watch: _Watch
 ) -> None:
     device = device_of(config, rank)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    here = World(rank, num_ranks, rank, device)
-    mesh = distributed.build(config, here)
+    world = World(rank, num_ranks, rank, device)
+    mesh = distributed.build(config, world)
     module, shape, model = model_of(config)
     watch.layout = module.LAYOUT
     spec.adapt(model, module, shape, config.lora)
@@ -158,8 +157,8 @@ def _run_steps(
         total_steps=task.steps,
         num_params=num_params,
         flops_per_token=0.0,
-        compares_norms=False,
     )
+    run.resilience.compares_norms = False  # the comparison of all ranks' tensors names the cause
     recorder.keep("initial", runner.parameters())
     recorder.watch_core(module.LAYOUT, first_layer)
     watch.begin(runner.parts)

@@ -165,6 +165,7 @@ def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[Plan], config: Config
 
 
 def _cuts(degrees: Mapping[str, int]) -> int:
+    # ranks of cp hold two pieces each, one from either end of the sequence
     cp = degrees.get("cp", 1)
     return degrees.get("tp", 1) * (2 * cp if cp > 1 else 1)
 
@@ -180,6 +181,7 @@ def _steady(sections: dict[str, dict[str, Any]], config: Config, notes: list[str
         "epochs": None,
         "nonfinite_policy": "stop",
     }
+    # with the usual eps the first updates are the signs of gradients: rounding would decide them
     sections["optimizer"] = {
         "name": "AdamW",
         "lr": 1e-2,

@@ -6,6 +6,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.heartbeat import WaitingHeartbeat
 
 TIMEOUT_SECONDS = 300
 """How long ranks may take in all: a mesh that hangs is a finding too."""
@@ -58,7 +60,7 @@ def run(
     """
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
-    sys.stdout.flush()
+    sys.stdout.flush()  # a fork would print what is buffered again
     sys.stderr.flush()
     processes = [
         context.Process(
@@ -72,27 +74,36 @@ def run(
         for process in processes:
             process.start()
         for _, sender in pipes:
-            sender.close()
-        return _collect([receiver for receiver, _ in pipes], limit_seconds)
+            sender.close()  # else the end of a process would not be the end of its pipe
+        return _collect([receiver for receiver, _ in pipes], processes, limit_seconds)
     finally:
         _end(processes)
 
 
-def _collect(receivers: list[Connection], limit_seconds: float) -> list[Any]:
+def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limit_seconds: float) -> list[Any]:
     answers: dict[int, Any] = {}
     failures: list[tuple[bool, int, dict[str, Any]]] = []
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
-    end = time.monotonic() + limit_seconds
+    end, heartbeat = time.monotonic() + limit_seconds, WaitingHeartbeat(_named(len(receivers)))
     while waiting:
-        ready: list[Any] = wait(list(waiting), timeout=max(0.0, end - time.monotonic()))
+        left = max(0.0, end - time.monotonic())
+        # the end of a process as well as that of its pipe, which processes that were forked later hold open
+        ended = {processes[rank].sentinel: receiver for receiver, rank in waiting.items()}
+        ready: Any = wait([*waiting, *ended], timeout=min(left, heartbeat.seconds or left))
+        ready = {ended.get(one, one) for one in ready}
+        if not ready and time.monotonic() < end:
+            heartbeat.tell()
+            continue
         if not ready:
             break
         for receiver in ready:
             rank = waiting.pop(receiver)
             try:
+                if not receiver.poll():  # it has ended and said nothing
+                    raise EOFError
                 answer = json.loads(receiver.recv_bytes())
             except EOFError:
-                answer = {"sentence": "died", "refused": False}
+                answer = {"sentence": _death(processes[rank]), "refused": False}
             if not answer["sentence"]:
                 answers[rank] = answer["value"]
                 continue
@@ -109,8 +120,21 @@ def _collect(receivers: list[Connection], limit_seconds: float) -> list[Any]:
     return [answers[rank] for rank in range(len(receivers))]
 
 
+def _death(process: BaseProcess) -> str:
+    process.join(GRACE_SECONDS)
+    if process.exitcode == -signal.SIGKILL:
+        return "died: killed by SIGKILL, as a system does whose memory is used up"
+    if process.exitcode is not None and process.exitcode < 0:
+        return f"died: killed by {signal.Signals(-process.exitcode).name}"
+    return f"died: exit status {process.exitcode}"
+
+
+def _named(num_ranks: int) -> str:
+    return f"comparing on {num_ranks} ranks" if num_ranks > 1 else "comparing on one process"
+
+
 def _end(processes: Sequence[BaseProcess]) -> None:
-    end = time.monotonic() + 1.0  # those that have answered are about to end; others wait for a peer in vain
+    end = time.monotonic() + 1.0  # those that have answered are about to end; others wait for a peer that has ended
     for process in processes:
         if process.pid is None:
             continue

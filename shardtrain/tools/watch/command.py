@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import select
@@ -18,6 +17,7 @@ from typing import Any
 from shardtrain.tools.report import runs
 from shardtrain.tools.watch.following import Followed
 from shardtrain.tools.watch.screen import Terminal, frame
+from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import color_allowed
 from shardtrain.utils.sparkline import BARS, bars_for
@@ -31,16 +31,18 @@ _MOST_RUNS = 32
 
 def main(words: Sequence[str]) -> int:
     """Show the runs until q or Ctrl-C, or once; raises ConfigError."""
-    parser = argparse.ArgumentParser(
-        prog="shardtrain watch",
-        description="A live view of runs, from their files alone: loss, speed, memory, time, alerts. It works on any "
+    parser = Arguments(
+        "shardtrain watch",
+        "A live view of runs, from their files alone: loss, speed, memory, time, alerts. It works on any "
         "machine that sees the folder, also before the run has started, and changes nothing.",
-        epilog="example: shardtrain watch outputs",
+        example="shardtrain watch outputs",
     )
     parser.add_argument("folders", nargs="*", default=["outputs"], metavar="RUN", help="folders of runs, or one above")
     parser.add_argument("--once", action="store_true", help="print one frame and end, as without a terminal")
     parser.add_argument("--interval_seconds", type=float, default=1.0, metavar="S", help="between two frames (1)")
-    asked = parser.parse_args(words)
+    asked = parser.read(words)
+    if asked is None:
+        return 0
     if not 0.1 <= asked.interval_seconds <= 3600:
         rule, fix = "must be 0.1 to 3600 seconds", "leave it out for one frame a second"
         raise ConfigError(Problem("--interval_seconds", asked.interval_seconds, rule, fix, "command line"))

@@ -12,15 +12,18 @@ import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 
 from shardtrain import config
 from shardtrain.config import Loaded, secondary
 from shardtrain.config.machine import mesh_notes
-from shardtrain.train.preflight.machine import Machine, here, named
+from shardtrain.train.preflight.machine import Machine, named, this_machine
 from shardtrain.utils import errors
 from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, ShardtrainError
+from shardtrain.utils.heartbeat import WaitingHeartbeat
+from shardtrain.utils.redact import redact, visible
 
-__all__ = ["Machine", "Verdict", "here", "judge", "named", "require", "require_in_child"]
+__all__ = ["Machine", "Verdict", "judge", "named", "require", "require_in_child", "this_machine"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Verdict:
 
     errors: tuple[ShardtrainError, ...] = ()
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """Those of the notes that a run tells before it starts its ranks, as no rank knows of them."""
 
     @property
     def lines(self) -> list[str]:
@@ -60,6 +65,7 @@ class _Found:
     problems: list[Problem | str] = field(default_factory=list)
     errors: list[ShardtrainError] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def is_clean(self, *starts: str) -> bool:
         """Whether no problem so far is about an option that begins so: what is wrong is not looked at further."""
@@ -76,13 +82,17 @@ class _Found:
 
 
 def require(loaded: Loaded, machine: Machine) -> None:
-    """Raise what ``judge`` finds: before ranks are started, everything at once.
+    """Raise what ``judge`` finds: before ranks are started, everything at once; print its warnings.
 
     Raises:
         ConfigError: where a problem of the configuration is among it, with the lines of all others.
         DataError, CheckpointError: where all is well but the data, or the first weights.
     """
-    judge(loaded, machine).raise_errors()
+    verdict = judge(loaded, machine)
+    verdict.raise_errors()
+    if os.environ.get("RANK", "0") == "0":
+        for line in verdict.warnings:
+            print(f"warning: {redact(visible(line, lines=False))}", file=sys.stderr, flush=True)
 
 
 def require_in_child(loaded: Loaded, machine: Machine) -> None:
@@ -115,7 +125,10 @@ def require_in_child(loaded: Loaded, machine: Machine) -> None:
             sys.stderr.flush()
             os._exit(code)
     os.close(sender)
+    heartbeat = WaitingHeartbeat("checking configuration, data, tokenizer and model")
     with os.fdopen(receiver) as pipe:
+        while not wait([receiver], heartbeat.seconds):
+            heartbeat.tell()
         said = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code:
@@ -154,16 +167,20 @@ def judge(loaded: Loaded, machine: Machine | None) -> Verdict:
     kept = {str(one) for one in [*loaded.problems, *secondary.without(loaded.problems, own)]}
     problems = [one for one in found.problems if isinstance(one, str) or str(one) in kept]
     errors: list[ShardtrainError] = [ConfigError(problems)] if problems else []
-    notes = (*loaded.notices, *config.notes(loaded), *found.notes)
-    return Verdict((*errors, *found.errors), tuple(dict.fromkeys(notes)))
+    notes = (*loaded.notices, *config.notes(loaded), *found.notes, *found.warnings)
+    return Verdict((*errors, *found.errors), tuple(dict.fromkeys(notes)), tuple(found.warnings))
 
 
 def _look_at_files(loaded: Loaded, machine: Machine, found: _Found) -> None:
     """Files of the user's, the tokenizer, the first rows, how many there are, and the first weights."""
-    from shardtrain.train.preflight import data, own_files, weights
+    from shardtrain.train.preflight import data, own_files, storage, weights
 
     if found.is_clean("metrics.sinks"):
         found.take(own_files.look(loaded.config))
+    if found.is_clean("checkpoint.folder") and (error := storage.address_problem(loaded.config)):
+        found.take([error])
+    if found.is_clean("training.") and (problem := storage.shared_memory_problem(loaded, machine)):
+        found.problems.append(problem)
     if found.is_clean("checkpoint", "lora", "model.hf_assets_path", "job"):
         found.take(weights.look(loaded.config, is_alone=machine.world_size == machine.local_ranks))
     if found.is_clean("task", "data.", "model.tokenizer_path", "model.hf_assets_path", "training.seq_len"):
@@ -177,16 +194,29 @@ def _look_at_files(loaded: Loaded, machine: Machine, found: _Found) -> None:
 
 
 def _look_at_model(loaded: Loaded, machine: Machine, found: _Found) -> None:
-    """The model without memory, where rules and sizes alone do not say that it can be built and fits."""
+    """Batches, the model (without memory, and only where sizes do not say that it can be built and fits), the disk."""
     if not found.is_clean("model", "task", "lora", "optimizer", "parallelism", "training", "compile"):
         return
-    from shardtrain.train.preflight import memory
+    from shardtrain.train.preflight import memory, storage
 
-    if memory.surely_fits(loaded, machine) and not (machine.is_here and memory.only_building_tells(loaded)):
-        return
-    from shardtrain.train.preflight import model
+    if problem := memory.batch_problem(loaded, machine):
+        found.problems.append(problem)
+    made: list[list[memory.Parameter] | None] = []
 
-    errors, built = model.build(loaded.config)
-    found.take(errors)
-    if built is not None:
-        found.problems += memory.problems(loaded, machine, built)
+    def build() -> list[memory.Parameter] | None:
+        if not made:
+            from shardtrain.train.preflight import model
+
+            errors, parameters = model.build(loaded.config)
+            found.take(errors)
+            made.append(parameters)
+        return made[0]
+
+    if not memory.surely_fits(loaded, machine) or (machine.is_here and memory.only_building_tells(loaded)):
+        built = build()
+        if built is not None:
+            found.problems += memory.problems(loaded, machine, built)
+    if machine.is_here and found.is_clean("checkpoint", "job"):
+        errors, warnings = storage.look(loaded, machine, build)
+        found.take(errors)
+        found.warnings += warnings

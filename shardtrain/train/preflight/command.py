@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from shardtrain.config import Loaded
-from shardtrain.config.command_line import CommandLine, split
-from shardtrain.train.preflight import judge, machine
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.config.command_line import CommandLine, Option, split, take
+from shardtrain.launch import environment, nodes
+from shardtrain.train.preflight import Machine, judge, machine
 from shardtrain.utils.log import redact
 
 USAGE = """usage: shardtrain config check [CONFIG.toml] [--for-machine none|here|NAME] [--nproc N] [--section.key VALUE]
 
-Tells everything that `shardtrain train` would refuse before its first step, all at once: wrong keys and values, paths,
+Lists everything that `shardtrain train` would refuse before its first step, all at once: wrong keys and values, paths,
 the tokenizer, the data, the first weights, options that are not available, and a model that cannot fit. Nothing starts.
 
   --for-machine here   judge what `train` would do on this machine (the default)
@@ -23,21 +24,23 @@ the tokenizer, the data, the first weights, options that are not available, and 
 Exit status: 0 where `train` would begin, else the one that it would end with: 2 configuration, 3 data, 5 checkpoint.
 """
 
-_OPTION = "--for-machine"
+_OPTION, _MACHINE = "--for-machine", Option(example="h100, or none, or here")
 
 
 def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, CommandLine]]) -> int:
     """Run the verb; gives the exit status. ``open_config`` reads the configuration as ``train`` does."""
-    name, rest = _take(words)
-    arguments = split(rest)
-    if arguments.help:
+    taken = take(words, {_OPTION: _MACHINE, _OPTION.replace("-m", "_m"): _MACHINE})
+    arguments = split(taken.rest)
+    if taken.help:
         print(USAGE, end="")
         return 0
     loaded, arguments = open_config(arguments)
+    name = next(iter(taken.own.values()), "here")
     meant = None
-    if name != "none":
-        nproc = arguments.nproc
-        meant = machine.here(loaded, nproc) if name == "here" else machine.named(name, loaded, nproc)
+    if name == "here":
+        meant = _here(loaded, arguments)
+    elif name != "none":
+        meant = machine.named(name, loaded, arguments.nproc)
     verdict = judge(loaded, meant)
     lines = [f"error: {line}" for line in verdict.lines] + [f"note: {note}" for note in verdict.notes]
     counts = f"{_counted(len(verdict.lines), 'error')}, {_counted(len(verdict.notes), 'note')}"
@@ -45,22 +48,16 @@ def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, Co
     return verdict.exit_code
 
 
-def _take(words: list[str]) -> tuple[str, list[str]]:
-    """The machine that is meant, and the other words."""
-    name, rest = "here", []
-    remaining = list(words)
-    while remaining:
-        word = remaining.pop(0)
-        key, equals, value = word.partition("=")
-        if key.replace("_", "-") != _OPTION:
-            rest.append(word)
-            continue
-        name = value if equals else (remaining.pop(0) if remaining else "")
-        if not name or name.startswith("--"):
-            raise ConfigError(
-                Problem(_OPTION, None, "has no value", "use none, here, or a name as h100", "command line")
-            )
-    return name, rest
+def _here(loaded: Loaded, arguments: CommandLine) -> Machine:
+    """This machine as ``train`` would use it: alone, or as one of several nodes. Raises ConfigError."""
+    if environment.is_rank(os.environ) and not arguments.nnodes:
+        return machine.this_machine(loaded, arguments.nproc)
+    several = nodes.find(arguments, os.environ)
+    if several is None:
+        return machine.this_machine(loaded, arguments.nproc)
+    accelerators, cores = environment.count_accelerators(loaded.config.training.device), environment.usable_cores()
+    count = nodes.choose_processes(loaded.config, arguments.nproc, os.environ, several, accelerators, cores).count
+    return machine.this_machine(loaded, None, count * several.most if several.least == several.most else None, count)
 
 
 def _counted(count: int, word: str) -> str:

@@ -45,7 +45,7 @@ def look(config: Config, section: str, world_size: int | None) -> tuple[list[Sha
                 check_enough(config.training, 0, -(-end // batch), config.training.steps)
         except ShardtrainError as error:
             return [error], notes
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return [own_files.explain(error, config)], notes
     return [], notes
 

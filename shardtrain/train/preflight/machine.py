@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardtrain.config import Loaded, derived
+from shardtrain.config import Loaded, derived, without_effect_on_a_cpu
 from shardtrain.config.schema import Config
 from shardtrain.launch import environment
 from shardtrain.utils.errors import ConfigError, Problem
@@ -25,8 +25,8 @@ class Machine:
 
     world_size:   ranks of the whole run; None where it is not known.
     local_ranks:  ranks that share one host.
-    device:       "cpu" or "cuda"; None where it is not known.
-    num_devices:  CUDA devices of a host.
+    device:       "cpu", "cuda" or "xpu"; None where it is not known.
+    num_devices:  accelerators of a host.
     name:         of the device, in words.
     memory_bytes: what one device has, or on a CPU what all ranks of the host share; 0 where it is not known.
     is_here:      whether this is the machine on which the verdict is made, so that its files count.
@@ -42,6 +42,8 @@ class Machine:
 
     def notes(self, config: Config) -> list[str]:
         """What the device does, and does slowly."""
+        if self.device == "cpu":
+            return without_effect_on_a_cpu(config)
         dtype = derived.compute_dtype(config)
         if self.device != "cuda" or dtype != "bfloat16" or peak_flops(self.name, "float16") is None:
             return []
@@ -51,7 +53,9 @@ class Machine:
         return [f"{option}=bfloat16: {self.name} has no bfloat16 units and computes it slowly; use float16"]
 
 
-def here(loaded: Loaded, nproc: int | None, world_size: int | None = None, local_ranks: int | None = None) -> Machine:
+def this_machine(
+    loaded: Loaded, nproc: int | None, world_size: int | None = None, local_ranks: int | None = None
+) -> Machine:
     """This machine with as many ranks as ``train`` would start, or those of a launcher.
 
     Raises:
@@ -63,9 +67,8 @@ def here(loaded: Loaded, nproc: int | None, world_size: int | None = None, local
         cores = environment.usable_cores()
         local_ranks = environment.choose_processes(config, nproc, os.environ, accelerators, cores).count
         world_size = local_ranks
-    wanted = config.training.device
-    device = ("cuda" if accelerators else "cpu") if wanted == "auto" else wanted
-    name, memory = _gpu() if device == "cuda" and accelerators else _host()
+    device = environment.device_type(config.training.device, accelerators)
+    name, memory = _gpu() if device != "cpu" and accelerators else _host()
     return Machine(world_size, local_ranks, device, accelerators, name, memory)
 
 

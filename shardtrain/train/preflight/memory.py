@@ -17,9 +17,11 @@ from shardtrain.train.preflight.machine import Machine
 from shardtrain.utils.errors import Problem
 from shardtrain.utils.units import format_bytes
 
-_STATES = {"AdamW": 2, "Adam": 2, "Muon": 1}
+_STATES = {"AdamW": 2, "Adam": 2, "AdamW8bit": 2, "Muon": 1}
 """Tensors of an optimizer for each weight, at least."""
 _WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
+_ID_BYTES = 16
+"""Of a token in a batch: its id and its target."""
 _SMALL = 0.5
 """Share of the memory below which a generous guess of the size needs no exact count."""
 _TASKS_OF_RULES = ("language_model",)
@@ -59,12 +61,18 @@ def _states(optimizer: str) -> int:
     return _STATES.get(optimizer, 0 if optimizer.endswith(".py") else 1)
 
 
+def _width_of_states(config: Config) -> float:
+    if config.optimizer.name == "AdamW8bit":
+        return 1.0
+    return 2.0 if config.optimizer.state_dtype == "bfloat16" else _WIDTH.get(config.training.dtype, 4)
+
+
 def surely_fits(loaded: Loaded, machine: Machine) -> bool:
     """Whether a generous guess of the number of weights, from sizes alone, is far below what there is."""
     if not machine.memory_bytes:
         return True
     sizes = model_shape(loaded)
-    guess = _generous_guess(sizes) if sizes is not None else None
+    guess = generous_guess(sizes) if sizes is not None else None
     if guess is None:
         return False
     ranks = machine.local_ranks if machine.device == "cpu" else 1
@@ -72,7 +80,7 @@ def surely_fits(loaded: Loaded, machine: Machine) -> bool:
     return held * ranks < _SMALL * machine.memory_bytes
 
 
-def _generous_guess(sizes: dict[str, Any]) -> int | None:
+def generous_guess(sizes: dict[str, Any]) -> int | None:
     """More weights than a model of these sizes has; None where a size that decides is not known."""
 
     def size(name: str, default: int = 0) -> int:
@@ -92,21 +100,53 @@ def _generous_guess(sizes: dict[str, Any]) -> int | None:
 def state_bytes(config: Config, world_size: int, parameters: list[Parameter]) -> int:
     """Bytes of weights, gradients and optimizer state of the rank that holds most, at least."""
     p, width = config.parallelism, _WIDTH.get(config.training.dtype, 4)
-    states = _states(config.optimizer.name)
+    states, state_width = _states(config.optimizer.name), _width_of_states(config)
     pieces = max(1, derived.shard_degree(config, world_size)) * max(1, p.context_parallel_degree)
     replicas = p.data_parallel_replicate_degree if p.shard_optimizer_states else 1
     total = 0.0
     for one in parameters:
         shares = pieces * (p.tensor_parallel_degree if one.tensor or one.expert else 1)
-        tensors = 1 + (1 + states / max(1, replicas) if one.trained else 0)
-        total += one.num_elements * width * tensors / shares
+        size = float(width)
+        if one.trained:  # gradients that backward frees are not all there at once
+            size += (0 if config.optimizer.early_step_in_backward else width) + state_width * states / max(1, replicas)
+        total += one.num_elements * size / shares
     return int(total / max(1, p.pipeline_parallel_degree))  # stages differ: the largest holds no less than the mean
 
 
 def checkpoint_bytes(config: Config, parameters: list[Parameter]) -> int:
-    """Bytes of a checkpoint: weights and the optimizer's state of those that learn."""
+    """Bytes of a checkpoint: weights and the optimizer's state of those that learn; beside adapters nothing else."""
+    if config.lora.enable:
+        parameters = [one for one in parameters if one.trained]
     width, states = _WIDTH.get(config.training.dtype, 4), _states(config.optimizer.name)
-    return sum(one.num_elements * width * (1 + states * one.trained) for one in parameters)
+    states_bytes = states * _width_of_states(config)
+    return int(sum(one.num_elements * (width + states_bytes * one.trained) for one in parameters))
+
+
+def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
+    """The problem of batches that alone are more than the machine has: their ids, and what enters the first layer."""
+    config = loaded.config
+    t, p, dim = config.training, config.parallelism, (model_shape(loaded) or {}).get("dim")
+    if not machine.world_size or not machine.memory_bytes:
+        return None
+    tokens = t.local_batch_size * t.seq_len
+    activations = 0
+    if isinstance(dim, int) and p.pipeline_parallel_degree == 1:
+        shares = max(1, p.context_parallel_degree) * max(1, p.tensor_parallel_degree)
+        activations = tokens * dim * _WIDTH.get(derived.compute_dtype(config), 2) // shares
+    passes = max(1, derived.accumulation_steps(config, machine.world_size))
+    needed = activations + (_ID_BYTES * tokens * passes if machine.device == "cpu" else 0)
+    if machine.device == "cpu":
+        needed *= machine.local_ranks
+    if needed <= machine.memory_bytes:
+        return None
+    by_passes = activations * 2 < needed and passes > 1
+    option = "training.global_batch_size" if by_passes else "training.local_batch_size"
+    rows = t.local_batch_size * (passes if by_passes else 1)
+    rule = (
+        f"makes {rows} sequences of seq_len={t.seq_len} on a rank: their ids and the input of the first layer take "
+        f"{format_bytes(needed)} or more on {machine.name}, which has {format_bytes(machine.memory_bytes)}"
+    )
+    return Problem(option, loaded.value(option), rule, "lower it, or training.seq_len", loaded.where(option))
 
 
 def problems(loaded: Loaded, machine: Machine, parameters: list[Parameter]) -> Iterator[Problem]:

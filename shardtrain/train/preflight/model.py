@@ -6,6 +6,7 @@ import torch
 
 from shardtrain import models, optim, tasks
 from shardtrain.config.schema import Config
+from shardtrain.distributed import tensor_parallel
 from shardtrain.layout import word_of
 from shardtrain.lora import spec
 from shardtrain.train.preflight import own_files
@@ -25,7 +26,7 @@ def build(config: Config) -> tuple[list[ShardtrainError], list[Parameter] | None
         return [], _parameters(config)
     except ShardtrainError as error:
         return [error], None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return [own_files.explain(error, config)], None
 
 
@@ -40,6 +41,9 @@ def _parameters(config: Config) -> list[Parameter]:
     layout = module.LAYOUT
     with torch.device("meta"):
         model = task.adapt(models.build(module, shape), layout)
+    split = config.parallelism.tensor_parallel_degree > 1 and not hasattr(model, "tensor_plan")
+    if split and (problems := tensor_parallel.misnamed(model, layout)):
+        raise ConfigError(problems)
     spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     named = dict(model.named_parameters())
     if config.optimizer.name.endswith(".py"):

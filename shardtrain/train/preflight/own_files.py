@@ -9,7 +9,7 @@ from shardtrain.metrics.sinks import own as sinks
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 
-def explain(error: Exception, config: Config) -> ConfigError:
+def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
     """The error of a file of the user's with its place there, in Python's words; any other is raised again."""
     files = {name: option for option, name in _named(config) if name.endswith(".py")}
     by_path = {str(Path(name).resolve()): name for name in files}
@@ -21,6 +21,10 @@ def explain(error: Exception, config: Config) -> ConfigError:
         trace = trace.tb_next
     if isinstance(error, SyntaxError) and error.filename and str(Path(error.filename).resolve()) in by_path:
         found, place = by_path[str(Path(error.filename).resolve())], f" (line {error.lineno})"
+    if isinstance(error, SystemExit):  # which would pass for the end of a run that did its work
+        if not found:
+            raise ShardtrainError(f"sys.exit({error.code!r}) was called before ranks had started") from error
+        return ConfigError(Problem(files[found], found, f"ends the program{place}: sys.exit", "raise an error instead"))
     if not found:
         raise error
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split()) or "an error without words"
@@ -35,7 +39,7 @@ def look(config: Config) -> list[ShardtrainError]:
             sinks.find(path)
         except ShardtrainError as error:
             found.append(error)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             found.append(explain(error, config))
     return found
 

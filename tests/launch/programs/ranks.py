@@ -40,6 +40,8 @@ def trainer(mode):
         os.write(1, f"rank {rank} says hello\n".encode())  # print may write the end of the line apart
         if mode == "early" and rank == 1:
             raise RuntimeError("boom")
+        if mode.startswith("exit-") and rank == 1:
+            sys.exit(int(mode.removeprefix("exit-")))
         world = {} if os.environ["WORLD_SIZE"] == "1" else {"store": meeting()}
         dist.init_process_group("gloo", **world, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
         number = torch.ones(1)

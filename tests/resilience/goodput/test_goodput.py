@@ -13,7 +13,7 @@ from shardtrain.resilience.goodput import command, events
 from shardtrain.resilience.goodput.account import BINS, account, attempts_of
 from shardtrain.resilience.goodput.events import Death, Progress, Start
 from shardtrain.resilience.goodput.ledger import Ledger, note_death
-from shardtrain.resilience.phases import Phases
+from shardtrain.resilience.progress import Phases
 from shardtrain.utils.errors import ConfigError, DataError
 
 
@@ -57,7 +57,8 @@ class Life:
             if number % 4 == 0:
                 with phases.within("validation"):
                     self.spend(2.0, "validation")
-            ledger.note(first + number, True)
+            ledger.step = first + number
+            ledger.measures()
             if number % interval == 0:
                 with phases.within("checkpoint"):
                     self.spend(1.0, "checkpoint")
@@ -132,8 +133,8 @@ def test_what_the_run_shows_while_it_trains_is_what_its_file_says_later(tmp_path
     life.spend(9.0)
     phases.begin("step")
     life.spend(20.0)
-    shown = ledger.note(8, True, lambda: {"own": 1.0})
-    assert shown.pop("own") == 1.0
+    ledger.step = 8
+    shown = ledger.measures()
     found = life.account()
     assert shown == pytest.approx(
         {"goodput": found.goodput, **{f"goodput_{k}_seconds": v for k, v in found.seconds.items()}}
@@ -152,7 +153,8 @@ def train(life: Life, ledger: Ledger, first: int, last: int) -> None:
     """Steps ``first`` to ``last`` of 2 s each."""
     for step in range(first, last + 1):
         life.spend(2.0)
-        ledger.note(step, True)
+        ledger.step = step
+        ledger.measures()
 
 
 def test_a_save_that_is_told_late_takes_back_no_step_and_promises_none(tmp_path):
@@ -196,8 +198,8 @@ def test_a_rank_that_keeps_no_account_writes_nothing(tmp_path):
     ledger = Ledger(None, Phases(), 0, 2)
     with ledger:
         ledger.saved(1)
-        assert ledger.note(1, True, lambda: {"own": 1.0}) == {"own": 1.0}
-        assert ledger.note(2, False) == {}
+        ledger.step = 1
+        assert ledger.measures() == {}
 
 
 def test_a_line_that_a_kill_has_torn_costs_that_line_alone(tmp_path):
@@ -233,7 +235,8 @@ def test_another_command_that_starts_at_step_0_is_another_run(tmp_path):
 def test_a_file_that_cannot_be_written_does_not_stop_a_run(tmp_path):
     (tmp_path / events.FILE).mkdir()
     with Ledger(tmp_path, Phases(), 3, 1) as ledger:
-        assert ledger.note(4, True, lambda: {"own": 2.0}) == {"own": 2.0}
+        ledger.step = 4
+        assert ledger.measures() == {}
 
 
 GOOD = [Start("a", "j", 1.0, 2.0, 0, 1, 0), Progress("a", 3.0, 1, 0, {"step": 1.0}, False), Death("j", 4.0)]
@@ -294,3 +297,22 @@ def test_the_prediction_is_the_measured_share_where_failures_come_as_the_model_s
     life.attempt(50, 50, 1.0, dies=False)
     found = life.account()
     assert found.predicted_ettr() == pytest.approx(found.ettr, abs=0.03)
+
+
+def test_a_run_that_goes_back_behind_a_start_that_had_nothing_to_do_is_accounted(tmp_path):
+    """A finished run that is repeated ends where it began; then ``checkpoint.load_step`` goes back further."""
+    life = Life(tmp_path)
+    life.new_command()
+    life.attempt(6, 2, 4.0, dies=False)
+    life.new_command()
+    ledger = a_ledger(life, Phases(lambda: life.now), step=6)
+    life.spend(3.0)
+    ledger.__exit__(None, None, None)
+    life.new_command()
+    phases = Phases(lambda: life.now)
+    ledger = a_ledger(life, phases, step=2)
+    phases.begin("step")
+    train(life, ledger, 3, 4)
+    found = ledger.account()
+    assert found.seconds["productive"] == pytest.approx(2 * 4.0 + 2 * 2.0)
+    assert found.seconds["lost"] == pytest.approx(4 * 4.5)  # steps 3 to 6 of the first, with their data

@@ -17,7 +17,7 @@ import pytest
 import torch
 from once import made_once
 from ranks import run_ranks
-from tiny import Ended, assert_bitwise, text_file, tiny_config, train_whole
+from tiny import Ended, assert_bitwise, shallow_config, text_file, train_whole
 
 from shardtrain import data
 from shardtrain.checkpoint import manifest
@@ -35,7 +35,7 @@ BACK = {"spike_policy": "rewind", "spike_rewind_steps": 2, "spike_skip_steps": 2
 
 def config(folder: Path, local: int, keys: dict[str, Any] | None = None, **training: Any) -> Config:
     options = {"steps": STEPS, "local_batch_size": local, "seq_len": 32, "spike_window": 4, **training}
-    made = tiny_config(
+    made = shallow_config(
         job={"dump_folder": str(folder)},
         training=options,
         model={"overrides": {"num_layers": 2}},
@@ -63,7 +63,7 @@ def poisoned(rank: int, config: Config, steps: tuple[int, ...] = (POISONED,), st
         return dataclasses.replace(batch, targets_BT=targets_BT)
 
     def stopping(run: trainer.Run) -> trainer.Outcome | None:
-        if (len(run.guard.rewinds), run.state.step) == stop:
+        if (len(run.resilience.guard.rewinds), run.state.step) == stop:
             raise NumericalError("killed")
         return step(run)
 
@@ -173,7 +173,7 @@ def test_the_history_of_a_rewound_run_holds_each_step_once(root: Path, one: dict
     # losses has 10 steps, and 8 after going back
     assert [record["loss"] for record in found] == one["rewind"].losses[:8] + one["rewind"].losses[10:]
     log = (root / "rewind/logs/rank-0.log").read_text()
-    assert "going on after step 8" in log and "without rows 72 to 87 of the order of the data" in log
+    assert "continuing after step 8" in log and "without rows 72 to 87 of the order of the data" in log
 
 
 @pytest.mark.parametrize("name", ["resumed", "late resumed"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from once import made_once
 from ranks import run_ranks
-from tiny import Ended, assert_bitwise, tiny_config, train_whole
+from tiny import Ended, assert_bitwise, shallow_config, train_whole
 
 from shardtrain.config.schema import Config
 from shardtrain.ops import cross_entropy
@@ -21,7 +21,7 @@ BAD_RANK = 1
 
 
 def config(folder: Path, steps: int = 5, **training: Any) -> Config:
-    return tiny_config(
+    return shallow_config(
         job={"dump_folder": str(folder)},
         training={"steps": steps, "local_batch_size": 4, **training},
         checkpoint={"enable": True, "interval": 4},

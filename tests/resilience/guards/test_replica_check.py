@@ -12,7 +12,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from tiers import cases
-from tiny import make_run, tiny_config
+from tiny import make_run, shallow_config
 from torch import Tensor
 
 from shardtrain.checkpoint.folder import Checkpoints
@@ -22,7 +22,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import World
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience.guards.replica_check import Replicas
-from shardtrain.train import resume, trainer
+from shardtrain.train import trainer
 from shardtrain.utils.errors import NumericalError
 
 FLIPS = int(os.environ.get("SHARDTRAIN_REPLICA_FLIPS", "12"))
@@ -32,7 +32,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def build(rank: int, parallelism: dict[str, Any], interval: int = INTERVAL) -> trainer.Run:
-    config = tiny_config(
+    config = shallow_config(
         model={"overrides": {"num_layers": 2}},
         parallelism=parallelism,
         training={"seq_len": 16, "local_batch_size": 2, "replica_check_interval": interval},
@@ -151,7 +151,7 @@ REPLICATED: list[tuple[int, dict[str, Any]]] = [
 
 
 def run_of(folder: Path, parallelism: dict[str, Any], mode: str, **checkpoint: Any) -> Config:
-    return tiny_config(
+    return shallow_config(
         job={"dump_folder": str(folder)},
         parallelism=parallelism,
         training={"seq_len": 16, "local_batch_size": 2, "steps": 6},
@@ -170,7 +170,7 @@ def losses(rank: int, config: Config, flipped: int = 0, name: str = "exp_avg_sq"
             loss = run.mesh.sum_of_all(outcome.loss_sum.detach().double().reshape(1)).item()
             steps[str(run.state.step)] = loss
         if run.state.step == flipped and rank == torch.distributed.get_world_size() - 1:
-            state = resume.optimizer_state(run)
+            state = run.optimizer_state_dict()
             whole = f"optimizer.norm.weight.{name}"
             flip(state[whole], 0, 20)
         return outcome

@@ -8,8 +8,6 @@ import pytest
 
 from shardtrain.tools.data import progress
 from shardtrain.tools.data.progress import Progress
-from shardtrain.tools.data.words import take, whole_number
-from shardtrain.utils.errors import ConfigError
 
 
 def test_without_a_terminal_a_line_is_printed_now_and_then(
@@ -40,19 +38,3 @@ def test_a_terminal_gets_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: 
     with Progress("preparing web", 1000) as bar:
         bar.show(0.5, 100)
     assert not re.search(r"preparing web: ", capsys.readouterr().err)
-
-
-def test_words_of_the_verb_are_taken_and_the_rest_is_left() -> None:
-    found = take(
-        ["run.toml", "--output=o", "--a.b", "1", "2", "--flag", "--n", "1_000"],
-        {"--output": str, "--n": whole_number},
-        ["--flag"],
-    )
-    assert found.config_file == "run.toml" and found.overrides == ["--a.b", "1", "2"]
-    assert found.own == {"--output": "o", "--n": 1000, "--flag": True}
-    assert take(["--x.y", "1", "-h"], {}).help
-    with pytest.raises(ConfigError, match="--n has no value"):
-        take(["--n", "--other"], {"--n": whole_number})
-    for wrong in ("0", "-1", "1.5", "x", "\u0663", ""):
-        with pytest.raises(ConfigError, match="must be a whole number above 0"):
-            take([f"--n={wrong}"], {"--n": whole_number})

@@ -132,7 +132,7 @@ def _folder_of(pid):
     [
         (["nothing.toml"], 'job.config_file="nothing.toml" does not exist'),
         (["--limit_seconds", "0"], '--limit_seconds="0" must be 1 to 3600 seconds'),
-        (["--limit_seconds"], "must be 1 to 3600 seconds"),
+        (["--limit_seconds"], "has no value; write it like --limit_seconds 30"),
         (["--nproc", "0"], "must be a whole number of processes above 0"),
         (["--max_restarts", "3"], "the doctor runs once"),
         (["--comm.mode", "fake_backend"], "sends nothing that could be measured"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hub_folders import build, save
 from ranks import run_ranks
-from tiny import text_file, tiny_config, train_whole
+from tiny import shallow_config, text_file, train_whole
 
 from shardtrain import cli, data
 from shardtrain.config import Loaded
@@ -62,14 +62,14 @@ def test_loss_and_bits_are_those_of_transformers_in_float64(rows: Path, tmp_path
 
 
 def measured(rank: int, folder: Path, size: int) -> Any:
-    opened = open_model(folder, here=World(rank, size, rank, torch.device("cpu")))
+    opened = open_model(folder, world=World(rank, size, rank, torch.device("cpu")))
     return sets.measure(opened, opened.config.validation)
 
 
 def test_it_is_the_validation_loss_of_the_run_on_any_number_of_ranks(tmp_path: Path) -> None:
     (tmp_path / "text").write_bytes(Path(text_file()).read_bytes()[:3000])
     validation = {"enable": True, "freq": 2, "dataset": "text", "dataset_path": str(tmp_path / "text"), "seq_len": 64}
-    config = tiny_config(
+    config = shallow_config(
         job={"dump_folder": str(tmp_path / "run")},
         training={"steps": 2, "local_batch_size": 8},
         checkpoint={"enable": True},

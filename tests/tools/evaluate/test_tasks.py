@@ -90,7 +90,7 @@ def asked(place: Path, batch_size: int = 3) -> Request:
 
 
 def ours(rank: int, place: Path, size: int, batch_size: int = 3) -> Any:
-    opened = open_model(place / "hf", here=World(rank, size, rank, torch.device("cpu")))
+    opened = open_model(place / "hf", world=World(rank, size, rank, torch.device("cpu")))
     return measure(opened, asked(place, batch_size))
 
 

@@ -143,7 +143,7 @@ def save_one(rank, config):
 
 def generate_split(rank, folder, prompts):
     here = World(rank, torch.distributed.get_world_size(), rank, torch.device("cpu"))
-    opened = open_model(folder, here=here)
+    opened = open_model(folder, world=here)
     held = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in opened.model.parameters())
     made = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
     return made.generate(prompts, 6), held

@@ -16,9 +16,9 @@ from shardtrain.config.model_file import model_names
 from shardtrain.models import build, find, shape_of
 from shardtrain.models.layers import AttentionCore
 from shardtrain.ops import init_weights
+from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.cache import BLOCK, CachedCore, installed
 from shardtrain.tools.generate.engine import Generator
-from shardtrain.tools.generate.sampling import Sampling
 from shardtrain.utils.errors import ConfigError, NumericalError
 
 VOCAB = SHAPE["vocab_size"]

@@ -43,7 +43,7 @@ CHAT = "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if add_gener
 
 
 def ours(folder: Path, here: World | None = None, ids: int = 260) -> list[list[int]]:
-    opened = open_model(folder, here=here, tokenizer_path="bytes")
+    opened = open_model(folder, world=here, tokenizer_path="bytes")
     return Generator(opened.model, opened.layout, ids, width=opened.width).generate(PROMPTS, NEW)
 
 

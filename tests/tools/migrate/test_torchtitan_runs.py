@@ -23,6 +23,11 @@ from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
 
 ROOT = Path(__file__).parents[3]
 PRESETS = ROOT / "tests/fixtures/configs"
+TORCHTRAIN_RUNS = (
+    "tests/tools/migrate/test_torchtitan_runs.py::"
+    "test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags"
+)
+"""The law of the default tier that starts a script of theirs."""
 SMALL = "--training.seq_len 32 --training.batch_size 1 --training.device cpu"
 TEXTS = ["A mesh of ranks holds one model.", "Every rank reads its own rows.", "The loss is a sum, divided once."] * 300
 
@@ -127,7 +132,7 @@ def test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_ta
 
 @pytest.mark.nightly(
     "the whole preset",
-    by="tests/tools/migrate/test_torchtitan_runs.py::test_torchtitan_s_own_script_starts_this_trainer",
+    by=TORCHTRAIN_RUNS,
 )
 def test_torchrun_runs_train_py_as_torchtrain_s_own_script_did(torchtrain):
     """``torchrun ... train.py --job.config_file``: all ranks are torchrun's, with nothing made small but the data."""
@@ -150,6 +155,7 @@ def as_torchrun(words: list[str], rank: int, size: int, port: int, names: dict[s
     return words[place:], {**names, **rendezvous, **of_rank}
 
 
+@pytest.mark.nightly("another script", by=TORCHTRAIN_RUNS)
 def test_torchtitan_s_own_script_starts_this_trainer(torchtitan):
     """``TRAIN_FILE=shardtrain.train ./run_train.sh`` in a clone of torchtitan, with nothing edited."""
     line = "./run_train.sh --training.seq_len 32 --training.local_batch_size 1 --training.steps 3 --training.device cpu"
@@ -315,7 +321,7 @@ def pod(folder: Path, number: int, port: int, steps: int) -> subprocess.Popen[st
 
 
 @pytest.mark.nightly(
-    "two hosts stop and go on",
+    "two hosts stop and continue",
     by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
 )
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.ops.dtensor import to_full
 from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.tools import migrate
-from shardtrain.tools.migrate import Here
+from shardtrain.tools.migrate import ThisMachine
 from shardtrain.train import trainer
 from shardtrain.train.resume import resume
 from shardtrain.utils.errors import CheckpointError, ConfigError
@@ -51,7 +51,7 @@ def made(folder: Path, **values: Any) -> Path:
 
 
 def configured(file: Path, nproc: int, verb: str = "train") -> Config:
-    return migrate.open_file(file, here=Here(nproc=nproc), verb=verb)[0].config
+    return migrate.open_file(file, machine=ThisMachine(nproc=nproc), verb=verb)[0].config
 
 
 def body(rank: int, config: Config, steps: int) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def test_sharding_flags_change_no_loss(tmp_path: Path, name: str) -> None:
 def test_a_batch_of_all_devices_is_dealt_to_as_many_as_divide_it(tmp_path: Path) -> None:
     file = made(tmp_path / "folder", is_distributed=False, batch_size=9)
     for devices, used in ((1, 1), (2, 1), (3, 3), (4, 3), (8, 3), (9, 9)):
-        loaded, launch = migrate.open_file(file, here=Here(devices=devices))
+        loaded, launch = migrate.open_file(file, machine=ThisMachine(devices=devices))
         c = loaded.config
         assert launch == {"nproc": used} and (c.training.local_batch_size, c.training.global_batch_size) == (
             9 // used,
@@ -243,7 +243,7 @@ def test_a_batch_of_all_devices_is_dealt_to_as_many_as_divide_it(tmp_path: Path)
 def test_a_run_goes_on_from_a_file_of_the_program(
     tmp_path: Path, ranks: int, prefix: str, sharding: dict[str, Any]
 ) -> None:
-    """Weights, Adam's state, step, rate and loss scale; then the steps are those of the program that goes on."""
+    """Weights, Adam's state, step, rate and loss scale; then the steps are those of the program that continues."""
     folder = tmp_path / "folder"
     values = {"gpus": ranks, "batch_size": 8 // ranks, **sharding}
     made(folder, **values)
@@ -422,7 +422,7 @@ def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epoch
     best = next(step for step, value in accuracies.items() if value == max(accuracies.values()))
     assert json.loads((models / "checkpoint" / "best.json").read_text())["step"] == best
     before = logs[0].read_text()
-    again = command(folder, "--params=parameters.yml")  # nothing is left to do, and the log goes on
+    again = command(folder, "--params=parameters.yml")  # nothing is left to do, and the log continues
     assert again.returncode == 0 and steps_of(models)[-1] == 7 * epochs
     assert logs[0].read_text().startswith(before) and len(logs[0].read_text()) > len(before)
     folders.write_parameters(folder, mode="test", max_length=16)

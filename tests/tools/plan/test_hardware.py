@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shardtrain.tools.plan import hardware
+from shardtrain import config as configs
+from shardtrain.tools.plan import hardware, planning
 from shardtrain.utils.errors import ConfigError
 
 ROW = """
@@ -24,7 +25,8 @@ bfloat16 = 100e12
 def test_each_device_of_the_package_is_possible_and_says_where_its_numbers_are_from(name):
     device = hardware.find(name)
     assert device.source and device.link.source and device.network.source
-    assert device.peak("bfloat16") >= device.peak("float32")
+    half = "bfloat16" if "bfloat16" in device.flops else "float16"
+    assert device.peak(half) >= device.peak("float32")
     assert device.memory_bytes > 2**30
 
 
@@ -76,3 +78,33 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path):
     (tmp_path / "bad.toml").write_text("[")
     with pytest.raises(ConfigError, match="not TOML"):
         hardware.find(str(tmp_path / "bad.toml"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("devices = 3\n", "0 tables"),
+        ("[devices]\nmine = 3\n", "0 tables"),
+        ("links = 3\n[devices.mine]\nlink = ['pcie4']\n", "is missing"),
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path, text, said):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        hardware.find(str(path))
+
+
+def test_without_a_switch_two_devices_get_their_share_of_the_link(tmp_path):
+    path = tmp_path / "mine.toml"
+    links = '[links.direct]\nbytes_per_second = 300e9\nlatency_seconds = 1e-6\nsource = "its board"\npeers = 3\n'
+    path.write_text(ROW.replace('"pcie4"', '"direct"') + links)
+    direct = hardware.find(str(path))
+    path.write_text(path.read_text().replace("peers = 3", "peers = 0"))
+    switched = hardware.find(str(path))
+    config = configs.load("llama3_8b", ["--parallelism.tensor_parallel_degree", "2"]).config
+    costs = [planning.make(config, 4, device).time.costs["tensor parallel"] for device in (direct, switched)]
+    assert costs[0] == pytest.approx(3 * costs[1], rel=0.01)
+    path.write_text(path.read_text().replace("peers = 0", "peers = 1.5"))
+    with pytest.raises(ConfigError, match=r"links.direct.peers=1.5 is not whole"):
+        hardware.find(str(path))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
+import patience
 import pytest
 
 import shardtrain
@@ -30,7 +33,7 @@ def test_json_is_one_object_with_bytes_and_seconds(capsys):
     code, out, _ = answer(capsys, "llama3_8b", "--nodes", "2", "--device", "h200", "--json")
     plan = json.loads(out)
     assert (code, plan["world_size"], plan["device"]) == (0, 16, "h200")
-    assert plan["peak_bytes"] == max(rank["total"] for rank in plan["ranks"]) + plan["overhead_bytes"]
+    assert plan["peak_bytes"] == max(rank["peak"] for rank in plan["ranks"]) + plan["overhead_bytes"]
     assert sum(plan["costs_seconds"].values()) == pytest.approx(plan["step_seconds"])
 
 
@@ -59,6 +62,10 @@ def test_the_python_face_gives_the_numbers_of_the_command(capsys):
         (("--device", "tpu"), "not a known device"),
         (("--tokens", "lots"), "--tokens"),
         (("--nproc", "2"), "use --gpus"),
+        (("--float8",), "says nothing without --search"),
+        (("-o", "best.toml"), "says nothing without --search"),
+        (("--price", "2"), "says nothing without --tokens"),
+        (("--search", "--largest"), "--largest is about one configuration"),
         (("--gpus", "8", "--parallelism.tensor_parallel_degree", "3"), "tensor_parallel_degree=3"),
     ],
 )
@@ -100,6 +107,32 @@ def test_the_best_of_a_search_is_no_slower_than_what_was_asked_and_a_configurati
     assert planning.make(again.config, 16, device).as_dict() == best.plan.as_dict()
     text = search.lines(found, 3)
     assert max(map(len, text)) <= 80 and any("runner-up" in line for line in text)
+
+
+@pytest.mark.nightly("searches and traces of models up to 405B")
+@pytest.mark.parametrize(
+    ("preset", "world_size", "device"),
+    [
+        ("llama3_1b", 8, "h100"),
+        ("llama2_7b", 16, "a100"),
+        ("llama3_70b", 64, "h200"),
+        ("debug_moe", 8, "l40s"),
+        ("llama3_405b", 512, "h100"),
+    ],
+)
+def test_the_best_of_a_search_is_trained_as_a_dry_run_on_as_many_ranks(preset, world_size, device, tmp_path):
+    path = tmp_path / "best.toml"
+    words = [preset, "--gpus", str(world_size), "--device", device, "--search", "-o", str(path)]
+    assert cli.main(["plan", *words]) == 0
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_text("a text " * 100)
+    command = [sys.executable, "-m", "shardtrain", "train", str(path), "--nproc", str(world_size)]
+    command += ["--comm.mode", "fake_backend", "--job.dump_folder", str(tmp_path / "run")]
+    command += ["--model.hf_assets_path", "bytes", "--training.dataset_path", str(text)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patience.seconds(1800))
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "GiB" in done.stdout + done.stderr
 
 
 def test_a_search_on_devices_too_small_says_what_is_closest(capsys):

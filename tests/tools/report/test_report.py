@@ -77,6 +77,19 @@ def test_a_page_has_the_curves_and_the_last_numbers_of_its_run(tmp_path: Path) -
     assert "first" in elements.text and "ended" in elements.text and "training.seq_len" in elements.text
 
 
+def test_samples_sources_and_what_was_planned_are_shown(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run", more={"rows_of/web": 3, "rows_of/books": 1})
+    lines = [json.dumps({"step": step, "prompt": "def ", "text": f"f_{step}(<b>)"}) for step in range(1, 100)]
+    (folder / "samples.jsonl").write_text("\n".join([*lines, "{", '{"step": 1, "prompt": 2}', '{"step": 100']))
+    (folder / "planned.json").write_text('{"peak memory in GiB": [2.0, 3.0], "wrong": "x", "none": [0, 1]}')
+    text = written(tmp_path, folder)
+    shown = Elements(text).text
+    assert "f_1(<b>)" in shown and "f_99(<b>)" in shown and 2 <= shown.count("def f_") <= 8
+    assert "peak memory in GiB" in shown and "+50%" in shown and "wrong" not in shown
+    assert [line["name"] for line in charts(text)["Rows read of each source"]["lines"]] == ["run books", "run web"]
+    assert "rows_of/web" not in charts(text)
+
+
 def test_runs_beside_each_other_tell_the_options_that_differ_and_no_others(tmp_path: Path) -> None:
     one, two = run_folder(tmp_path / "a" / "run", steps=5, lr=0.1), run_folder(tmp_path / "b" / "run", steps=9, lr=0.2)
     text = written(tmp_path, one, two)

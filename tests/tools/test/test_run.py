@@ -19,7 +19,7 @@ import torch
 from launched import end, fork
 from ranks import run_ranks
 from reviews import config, file_of, rows
-from tiny import make_run, text_file, tiny_config, train_whole
+from tiny import make_run, shallow_config, text_file, train_whole
 
 from shardtrain import cli, distributed
 from shardtrain import config as configs
@@ -29,7 +29,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import World
 from shardtrain.tools.test import command
 from shardtrain.tools.test import run as testing
-from shardtrain.train.build import build_model
+from shardtrain.train.model import build_model
 from shardtrain.utils.errors import CheckpointError
 
 ROOT = Path(__file__).parents[3]
@@ -162,7 +162,7 @@ def test_a_config_without_a_held_out_set_is_refused(capsys: pytest.CaptureFixtur
 
 def test_a_language_model_is_tested_by_its_loss() -> None:
     held_out = {"enable": True, "dataset": "text", "dataset_path": text_file(), "seq_len": 64, "steps": 2}
-    one = tiny_config(validation=held_out)
+    one = shallow_config(validation=held_out)
     loss, files = run_ranks(1, language_model, one)[0]
     assert list(files) == ["dev_results.json"] and json.loads(files["dev_results.json"])["loss"] == pytest.approx(loss)
 

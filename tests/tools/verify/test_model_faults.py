@@ -40,6 +40,7 @@ IN_ATTN = "        q, k, v = (w(x)"
 IN_BLOCK = "        x = x + self.drop(self.attn("
 EMBEDDED = "x = self.embed(tokens)\n"
 UNFLATTEN = "unflatten(-1, (-1, self.head_dim))"
+EMBED_INIT = "self.embed = nn.Embedding(c.vocab_size, c.dim)"
 FFN_INIT = "self.up, self.down = nn.Linear(c.dim, 2 * c.dim), nn.Linear(2 * c.dim, c.dim)"
 CORE = "return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)"
 HEAD_INIT = "        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)\n"
@@ -202,24 +203,54 @@ FAULTS: dict[str, Fault] = {
     "a buffer with values": Fault(
         [(FFN_INIT, FFN_INIT + "\n        self.register_buffer('factor', torch.full((1,), 0.5))"),
          *before_ffn("x = x * self.factor")],
-        "dp_shard=2", "refused", ["buffer blocks.0.ffn.factor would lose its values"],
+        "dp_shard=2", "refused", ["buffer blocks.*.ffn.factor would lose its values"],
     ),
     "a rotary cache that is not saved": Fault(
         [("self.core = Core()", "self.core = Core()\n        "
           "self.register_buffer('cos', torch.arange(64.0).cos(), persistent=False)"),
          (IN_ATTN, "        x = x + self.cos[positions][..., None]\n" + IN_ATTN)],
-        "dp_shard=2", "refused", ["buffer blocks.0.attn.cos would lose its values"],
+        "dp_shard=2", "refused", ["buffer blocks.*.attn.cos would lose its values"],
     ),
     "a table of the meta device": Fault(
         [(FFN_INIT, FFN_INIT + "\n        self.table = torch.arange(64.0)"),
          *before_ffn("x = x * self.table[:1]")],
-        "dp_shard=2", "refused", ["blocks.0.ffn keeps a tensor as table", "compute it in forward"],
+        "dp_shard=2", "refused", ["ffn keeps a tensor as table", "compute it in forward"],
     ),
     "heads of the config": Fault(
         [(UNFLATTEN, "unflatten(-1, (self.c.num_heads, -1))")],
         "tp=2", "refused", ["heads and sizes from weight shapes", "core is given"],
     ),
+    # what forward writes, and how long a row is
+    "a weight normalised in place": Fault(
+        before_ffn("w = self.down.weight.data", "w.div_(w.norm(dim=-1, keepdim=True))"),
+        "tp=2", "refused", ["changes the weight blocks.0.ffn.down.weight in forward", "F.normalize"],
+    ),
+    "an embedding with a largest norm": Fault(
+        [(EMBED_INIT, EMBED_INIT.replace("c.dim)", "c.dim, max_norm=1.0)"))],
+        "tp=2", "refused", ["changes the weight embed.weight in forward", "no max_norm"],
+    ),
+    "positions moved in place": Fault(
+        [(EMBEDDED, "positions += 2\n        " + EMBEDDED)],
+        "pp=2", "refused", ["writes into the tokens or positions", "positions = positions + 2"],
+    ),
+    "a temperature by the length of a row": Fault(
+        [(IN_ATTN, "        x = x * x.size(1) ** 0.5\n" + IN_ATTN)],
+        "cp=2", "refused", ["depends on the length of the row", "blocks.0.attn.core is given other"],
+    ),
+    "angles by the largest position": Fault(
+        [("angles = positions[..., None, None] *", "angles = positions[..., None, None] / (8 + positions.max()) *")],
+        "cp=2", "refused", ["depends on the length of the row", "blocks.0.attn.core is given other"],
+    ),
     # the layout
+    "a convolution as a linear": Fault(
+        [(FFN_INIT, FFN_INIT.replace("nn.Linear(c.dim, 2 * c.dim)", "nn.Conv1d(c.dim, 2 * c.dim, 1)")),
+         (IN_FFN, IN_FFN.replace("self.up(x)", "self.up(x.mT).mT"))],
+        "tp=2", "refused", ["is for nn.Linear, and blocks.0.ffn.up is of class Conv1d", "per_head"],
+    ),
+    "rowwise on whole features": Fault(
+        [('"blocks.*.ffn.up": "colwise"', '"blocks.*.ffn.up": "replicate"')],
+        "tp=2", "refused", ['calls blocks.0.ffn.down "rowwise"', 'compute them with a linear that is "colwise"'],
+    ),
     "colwise where rowwise": Fault(
         [('"blocks.*.ffn.down": "rowwise"', '"blocks.*.ffn.down": "colwise"')],
         "tp=2", "refused", ['calls blocks.0.ffn.down "colwise"', 'call it "rowwise"'],
@@ -228,6 +259,12 @@ FAULTS: dict[str, Fault] = {
         [('"blocks.*.ffn.up": "colwise"', '"blocks.*.ffn.up": "rowwise"')],
         "tp=2", "refused", ['calls blocks.0.ffn.up "rowwise"', 'call it "colwise"'],
     ),
+    "replicate beside split features": Fault(
+        [(FFN_INIT, FFN_INIT + "\n        self.gate = nn.Linear(c.dim, 2 * c.dim)"),
+         (IN_FFN, "return self.down(F.gelu(self.up(x)) * self.gate(x))"),
+         ('"blocks.*.ffn.up": "colwise"', '"blocks.*.ffn.up": "colwise", "blocks.*.ffn.gate": "replicate"')],
+        "tp=2", "refused", ['calls blocks.0.ffn.gate "replicate"', "features that are split", 'call it "colwise"'],
+    ),
     "norm of the sequence as one that is replicated": Fault(
         [('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "replicate"'),
          ("dropout: float = 0.1", "dropout: float = 0.0")],
@@ -235,20 +272,20 @@ FAULTS: dict[str, Fault] = {
     ),
     "a weight without a word": Fault(
         [('        "blocks.*.ffn.up": "colwise",\n', "")],
-        "tp=2", "refused", ["blocks.0.ffn.up.weight is named by 0 rules"],
+        "tp=2", "refused", ["blocks.*.ffn.up.weight is named by 0 rules"],
     ),
     "a path around the layers": Fault(
         [("return self.head(self.norm(x))", "return self.head(self.norm(x + self.embed(tokens)))")],
-        "pp=2", "refused", ["forward is a chain"],
+        "pp=2", "not possible", ["forward is a chain"],
     ),
     "layers in a list of Python": Fault(
         [("self.blocks.values()", "self.order"),
          (HEAD_INIT, HEAD_INIT + "        self.order = list(self.blocks.values())\n")],
-        "pp=2", "refused", ["forward is a chain"],
+        "pp=2", "not possible", ["forward is a chain"],
     ),
     "every second layer skipped": Fault(
         [("for block in self.blocks.values():", "for block in list(self.blocks.values())[::2]:")],
-        "pp=2", "refused", ["forward is a chain"],
+        "pp=2", "not possible", ["forward is a chain"],
     ),
     "one block for two layers": Fault(
         [("self.norm = nn.LayerNorm(c.dim)\n", "self.norm = nn.LayerNorm(c.dim)\n        self.blocks['1'].ffn = "
@@ -258,11 +295,11 @@ FAULTS: dict[str, Fault] = {
     "a number of the stage": Fault(
         [("for block in self.blocks.values():", "for i, block in enumerate(self.blocks.values()):\n"
           "            x = x * (1 + i)")],
-        "pp=2", "refused", ["forward is a chain"],
+        "pp=2", "not possible", ["forward is a chain"],
     ),
     "a head that is the embedding": Fault(
         [("return self.head(self.norm(x))", "return F.linear(self.norm(x), self.embed.weight)")],
-        "pp=2", "refused", ["forward is a chain"],
+        "pp=2", "not possible", ["forward is a chain"],
     ),
     "a core with a scale of its own": Fault(
         [(CORE, CORE.replace("is_causal=True", "is_causal=True, scale=0.1"))],

@@ -184,6 +184,11 @@ BROKEN = {
         [("self.places(positions)", "self.places(torch.arange(x.size(1)))")],
         ["take positions from its argument", "first in module blocks.0 (Block)"],
     ),
+    "a convolution as a linear": (
+        [("self.up, self.down = nn.Linear(c.dim, 4 * c.dim)", "self.up, self.down = nn.Conv1d(c.dim, 4 * c.dim, 1)"),
+         ("self.up(x)", "self.up(x.transpose(1, 2)).transpose(1, 2)")],
+        ["'blocks.*.mix.up']=\"colwise\" is for nn.Linear", "blocks.0.mix.up is of class Conv1d"],
+    ),
     "core with weights": (
         [("class Core(nn.Module):\n", "class Core(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
           "        self.scale = nn.Linear(1, 1)\n\n"),
@@ -218,7 +223,7 @@ def test_a_broken_promise_is_refused_with_its_place(name, tmp_path, found):
         assert error.value.exit_code == 2
         told = str(error.value)
     else:
-        told = "\n".join(found[name]["broken"])
+        told = "\n".join([*found[name]["broken"], found[name]["impossible"].get("pp", "")])
     assert all(word in told for word in words), told
 
 

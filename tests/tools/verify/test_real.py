@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from shardtrain.distributed import grad_clip, runner
 from shardtrain.ops import cross_entropy, dtensor
 from shardtrain.tools.verify import real, request
 from shardtrain.tools.verify.real import beyond, float64, layers, sums, tile
+from shardtrain.train import trainer
 from shardtrain.utils.errors import ConfigError
 
 SMALL = real.Sizes(numbers=1 << 20, far_rows=4099, far_samples=10_007, vocabularies=(1000,), tokens=256, losses=1 << 18)
@@ -89,7 +91,7 @@ def _many_micro_batches():
 
 def test_chunks_of_tokens_are_added_up_in_float64(monkeypatch):
     # a million tokens of a real vocabulary are eight thousand chunks
-    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 4)
+    monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 4)
     logits = torch.zeros(1, 1 << 12, 4)
     targets = torch.zeros(1, 1 << 12, dtype=torch.int64)
     exact = (1 << 12) * math.log(4.0)
@@ -283,3 +285,43 @@ def test_the_spare_folder_is_removed(monkeypatch, tmp_path):
     count = lambda folder: (float(len(list(folder.iterdir()))), "")  # noqa: E731
     assert real.measured(real.Check("loss sum", "", "1", 1, 0, 1e-6, count), 1).verdict == "pass"
     assert list(Path(tmp_path).iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        # a head that is most of its model, and a layer that is
+        (["qwen2", "0.5B"], "vocabulary"),
+        (["llama2", "1B"], "layer"),
+    ],
+)
+@pytest.mark.nightly("a gigabyte, and a minute each")
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of memory is read from /proc")
+def test_a_step_takes_no_more_memory_than_its_row_says_it_needs(words, name, tmp_path):
+    loaded = config.load("debug", [f"--model.name={words[0]}", f"--model.flavor={words[1]}"])
+
+    def count(piece):
+        (found,) = real._on_ranks(tmp_path, 1, layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
+        return dataclasses.replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
+
+    (piece,) = [one for one in layers.pieces(loaded, 1 << 29, count) if one.name == name]
+    path = str(tmp_path / "gradients.safetensors")
+    before, reference, step = (
+        run_ranks(1, _peak, *call)[0]
+        for call in (
+            (None,),
+            (layers.reference, piece, path),
+            (layers.step, trainer, layers.on_mesh(piece, {}).config, piece, path),
+        )
+    )
+    assert piece.numel > 1 << 26 or name == "layer"
+    assert max(reference, step) - before <= piece.bytes_on({}, 1), (before, reference, step)
+
+
+def _peak(rank, function, *arguments):
+    """Most bytes that this process has held since now."""
+    Path("/proc/self/clear_refs").write_text("5")
+    if function:
+        function(rank, 1, *arguments)
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])

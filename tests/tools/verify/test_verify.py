@@ -76,7 +76,7 @@ def test_experts_borrow_ranks_from_shards_where_no_other_axis_has_them():
         (["--mesh", "pp=2", "--schedule", "2F2B"], ['pipeline_parallel_schedule="2F2B" is not a schedule']),
         (["--mesh", "ep=2"], ["expert_parallel_degree=2"]),
         (["--mesh", "tp=2", "--schedule", "1F1B"], ["has no effect without pipeline stages"]),
-        (["--mesh"], ["--mesh needs a value"]),
+        (["--mesh"], ["--mesh has no value"]),
         (["--steps", "0"], ["--steps"]),
         (["--mesh", "tp=2", "--training.device", "cuda"], ["needs 2 devices"]),
         (["--mesh", "tp=2", "--training.sequence", "3"], ["training.sequence"]),

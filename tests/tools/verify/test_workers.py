@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 
 import pytest
@@ -34,6 +35,13 @@ def die(rank, num_ranks):
     dist.barrier()
 
 
+def killed(rank, num_ranks):
+    """As by a system without memory; the other rank, forked later, holds this one's pipe and tells of gloo."""
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
 def refuse(rank, num_ranks):
     raise ConfigError("this cannot be")
 
@@ -42,7 +50,8 @@ def refuse(rank, num_ranks):
     ("function", "sentence", "refused"),
     [
         (fail, r"^rank 1: ValueError: of its own \(test_workers.py:\d+\)$", False),
-        (die, "^rank 1: died$", False),
+        (die, "^rank 1: died: exit status 3$", False),
+        (killed, "^rank 0: died: killed by SIGKILL, as a system does whose memory is used up$", False),
         (refuse, "^this cannot be$", True),
     ],
 )

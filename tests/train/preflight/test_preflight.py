@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import patience
@@ -22,6 +24,7 @@ from shardtrain.train import trainer
 from shardtrain.train.preflight import judge, machine, memory, model, require, require_in_child
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.hardware import GPUS, peak_flops
+from shardtrain.utils.units import format_bytes
 
 SMALL = """
 [job]
@@ -71,6 +74,9 @@ FAULTY: dict[str, list[str]] = {
     "no such step": ["--checkpoint.enable", "--checkpoint.load_step=7"],
     "run folder is a file": ["--job.dump_folder=rows.jsonl"],
     "run folder below a file": ["--job.dump_folder=rows.jsonl/run"],
+    "run folder with a name that is too long": ["--job.dump_folder=" + "ä" * 128],
+    "run folder too far down": ["--job.dump_folder=" + "d/" * 2040],
+    "run folder at home": ["--job.dump_folder=~/run"],
     "template absent": ["--data.format=chat", "--data.chat_template=absent.jinja"],
     "model file absent": ["--model.name=absent.py"],
     "task file absent": ["--task.name=absent.py"],
@@ -126,6 +132,19 @@ FAULTY: dict[str, list[str]] = {
     "no module for adapters": ["--lora.enable", "--lora.random_base", "--lora.target_modules=layers.*.nothing"],
     "pattern of nothing": ["--optimizer.no_weight_decay=nothing.*"],
     "too large for this machine": ["--model.overrides.dim=65536", "--model.overrides.ffn_dim=65536"],
+    "batches too large for this machine": ["--training.local_batch_size=99999999", "--training.on_data_end=repeat"],
+    "steps too large for this machine": [
+        "--training.global_batch_size=1999999998", "--training.on_data_end=repeat",
+    ],
+    # code that ends the program
+    "dataset file that exits": ["--training.dataset=exits.py"],
+    "sink that exits": ["--metrics.sinks=exits.py"],
+    "task that exits": ["--task.name=exits.py"],
+    "model that exits": ["--model.name=exiting_model.py"],
+    # addresses
+    "store that is not known": ["--checkpoint.enable", "--checkpoint.folder=s4://bucket/run"],
+    "run folder is an address": ["--job.dump_folder=s3://bucket/run"],
+    "run folder without a name": ["--job.dump_folder="],
     # several at once
     "unknown key and others": ["--training.stepz=3", "--training.dataset_path=absent.jsonl", "--task.name=text_task"],
     "wrong type and others": ["--optimizer.lr=fast", "--model.hf_assets_path=absent", "--fault_tolerance.enable"],
@@ -205,7 +224,8 @@ SOUND: dict[str, list[str]] = {
     "table": ["--training.dataset=tsv", "--training.dataset_path=rows.tsv", "--data.text_field=words"],
 }  # fmt: skip
 CHEAP = ("dataset absent", "wrong column", "too few for the steps", "not a task", "unknown key and others",
-         "run folder is a file", "too large for this machine")  # fmt: skip
+         "run folder is a file", "too large for this machine", "dataset file that exits", "run folder is an address",
+         "batches too large for this machine")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +247,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "no_task.py": TASK,
         "no_model.py": MODEL,
         "failing_task.py": FAILING_TASK,
+        "exits.py": "import sys\nopen_source = Task = Sink = None\nsys.exit(0)\n",
+        "exiting_model.py": MODEL + "import sys\nif True:\n    sys.exit(0)\n\n\nclass Model:\n    pass\n",
         "failing_model.py": MODEL + "class Model:\n    pass\n\n\nabsent_name\n",
     }
     for name, text in files.items():
@@ -275,6 +297,67 @@ def test_what_the_check_passes_begins(name: str, capsys: pytest.CaptureFixture[s
     assert started(SOUND[name]) == (0, [])
 
 
+@pytest.mark.usefixtures("no_steps")
+def test_the_check_knows_of_other_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "check", "run.toml", "--nnodes=2"]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert started(["--nnodes=2"]) == (2, [line.partition("]: ")[2] for line in told])
+    assert len(told) == 1 and "nothing says where they meet" in told[0]
+    words = ["--nnodes=2", "--rdzv_endpoint=here:29500", "--parallelism.data_parallel_shard_degree=2"]
+    assert cli.main(["config", "check", "run.toml", "--nproc=1", *words]) == 0  # two ranks in all
+
+
+@pytest.fixture
+def small_disks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Lets every file system have a number of free bytes."""
+
+    def shrink(free: int) -> None:
+        monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1, f_flag=0))
+
+    return shrink
+
+
+def test_a_disk_without_room_for_a_checkpoint_is_refused_with_the_numbers(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    small_disks: Callable[[int], None],
+) -> None:
+    monkeypatch.chdir(folder)
+    words = ["--checkpoint.enable", "--checkpoint.interval=1", "--training.steps=20", "--training.on_data_end=repeat"]
+    loaded = config.load("run.toml", words)
+    _, parameters = model.build(loaded.config)
+    assert parameters is not None
+    size = memory.checkpoint_bytes(loaded.config, parameters)
+    for free, code, told in (
+        (int(1.1 * size), 8, "a save begins where 1.2 times that are free"),
+        (int(3 * 1.2 * size) + 9, 0, "room for 3"),
+        (int(11 * 1.2 * size) + 9, 0, ""),  # ten are kept, and the eleventh is there before the first is deleted
+    ):
+        small_disks(free)
+        verdict = judge(loaded, machine.this_machine(loaded, 1))
+        lines = [line for line in (*verdict.lines, *verdict.warnings) if "checkpoint" in line]
+        assert (verdict.exit_code, len(lines)) == (code, 1 if told else 0) and told in "".join(lines), lines
+        assert not told or (format_bytes(size) in lines[0] and format_bytes(free) in lines[0])
+        if told and not code:
+            require(loaded, machine.this_machine(loaded, 1))
+            assert capsys.readouterr().err == f"warning: {lines[0]}\n"
+    assert not judge(config.load("run.toml", words[1:]), machine.this_machine(loaded, 1)).lines  # nothing is saved
+
+
+def test_workers_whose_batches_do_not_fit_shared_memory_are_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, small_disks: Callable[[int], None]
+) -> None:
+    monkeypatch.chdir(folder)
+    loaded = config.load("run.toml", ["--training.dataloader.num_workers=2"])
+    needed = 2 * 4 * 24 * 2 * 32  # workers, batches ahead, bytes of a token, rows, tokens of a row
+    small_disks(needed)
+    assert not judge(loaded, machine.this_machine(loaded, 1)).lines
+    small_disks(needed - 1)
+    (line,) = judge(loaded, machine.this_machine(loaded, 1)).lines
+    assert "training.dataloader.num_workers=2" in line and format_bytes(needed) in line
+
+
 def threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
@@ -291,12 +374,12 @@ def test_a_process_that_will_fork_opens_nothing_itself(folder: Path, words: list
     before = threads()
     in_child: ShardtrainError | None = None
     try:
-        require_in_child(loaded, machine.here(loaded, 1))
+        require_in_child(loaded, machine.this_machine(loaded, 1))
     except ShardtrainError as error:
         in_child = error
     assert threads() == before
     try:
-        require(loaded, machine.here(loaded, 1))
+        require(loaded, machine.this_machine(loaded, 1))
     except ShardtrainError as error:
         assert in_child is not None and (type(in_child), str(in_child)) == (type(error), str(error))
     else:

@@ -50,8 +50,8 @@ class Gradients:
         found = torch.zeros(stop - first, columns.stop - columns.start, dtype=torch.float64)
         for use in self.factors[name]:
             if use.ids is not None:
-                here = (use.ids >= first) & (use.ids < stop)
-                found.index_add_(0, use.ids[here] - first, use.left[here, columns])
+                in_block = (use.ids >= first) & (use.ids < stop)
+                found.index_add_(0, use.ids[in_block] - first, use.left[in_block, columns])
                 continue
             assert use.right is not None
             low, high = max(first, use.first), min(stop, use.first + use.left.size(1))

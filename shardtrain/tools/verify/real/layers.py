@@ -63,9 +63,10 @@ class Piece:
 
     def bytes_on(self, degrees: Mapping[str, int], num_ranks: int) -> int:
         """Weights and gradients of all ranks, and what FSDP gathers, reduces and copies on the way."""
-        gathered = 0
-        if num_ranks > degrees.get("tp", 1):
-            gathered = 16 * self.largest_unit * num_ranks // degrees.get("tp", 1)
+        replicas = num_ranks // degrees.get("tp", 1)
+        # FSDP's copy of a unit's weights, its gradient as the layers sum it up, and what is reduced of it; with one
+        # rank too. Among several, what is sent as well.
+        gathered = (16 * replicas if replicas > 1 else 12) * self.largest_unit
         return 8 * self.numel + gathered + GIB // 4 * num_ranks
 
 

@@ -19,7 +19,6 @@ from shardtrain.distributed import BATCH_AXES, Mesh, grad_clip
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.runner import ModelParts, PlainRunner
 from shardtrain.distributed.tensor_parallel import SplitVocabulary
-from shardtrain.ops.cross_entropy import split_vocabulary_chunk_loss
 from shardtrain.ops.dtensor import local_slices, local_tensor, split_axes
 from shardtrain.tools.verify.real import tile
 
@@ -170,18 +169,17 @@ def loss_sum(
     mesh, config = mesh_of(rank, num_ranks, degrees)
     whole_PV = torch.empty(PREFIXES, vocabulary)
     tile.fill_(whole_PV, "logits")
-    chunk, own_Pv = None, whole_PV
+    part, own_Pv = None, whole_PV
     if mesh.size("tp") > 1:
         part = SplitVocabulary(mesh, vocabulary)
-        chunk = split_vocabulary_chunk_loss(part)
         own_Pv = whole_PV[:, part.offset : part.offset + part.columns].contiguous()
-    runner = PlainRunner(ModelParts([_Bigrams(own_Pv)], mesh, config, chunk))
+    runner = PlainRunner(ModelParts([_Bigrams(own_Pv)], mesh, config, None, part))
     ranks = mesh.size(*BATCH_AXES)
     size = tokens // batches
     made = _Batches(batches // ranks, size, whole_PV, seed=mesh.rank(*BATCH_AXES))
     weight = torch.tensor(1.0 / (size * (batches // ranks) * ranks))
     loss = runner.forward_backward(made, weight)  # type: ignore[arg-type]
-    total = grad_clip.agree(loss, torch.ones(()), mesh).loss
+    total = grad_clip.Agreement(loss, torch.ones(()), mesh).read().loss
     return {"loss": total / float(weight), "sum": math.fsum(made.sums) / mesh.size("tp")}
 
 

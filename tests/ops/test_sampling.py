@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardtrain.tools.generate.sampling import Draws, Sampling, choose, penalise_
+from shardtrain.ops.sampling import Draws, Sampling, choose, penalise_
 
 SHARES = torch.tensor([0.05, 0.5, 0.15, 0.3])
 LOGITS = SHARES.log()[None]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import pytest
 from tiers import cases
 
-from shardtrain.resilience.guards.history import RECENT_STEPS, Guard, Rewind
+from shardtrain.resilience.guards.loss_spikes import RECENT_STEPS, Guard, Rewind
 from shardtrain.utils.errors import CheckpointError
 
 

@@ -1,0 +1,307 @@
+"""Tokens per CPU-second of other trainers, of plain PyTorch loops and of ours on one CPU: interleaved rounds, raw rows.
+
+    python benchmarks/peers.py [--rounds 3] [--steps 8] [--only 'plain;ours'] [--out benchmarks/results/peers_cpu.json]
+        [--environments FOLDER]
+
+The work is the same for all. A trainer that is not installed here gets an environment of its own, made once under
+``--environments`` (``$XDG_CACHE_HOME/shardtrain/peers`` unless given), which sees the PyTorch of this one. A row is a
+program of its own with one thread per process; its first two steps are left out. CPU seconds are summed over ranks, so
+that a busy machine does not decide. Beside the rows: the processor, and how many GFLOP/s one core multiplies at the
+shapes of the model, by MKL and by oneDNN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import distribution, version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SCRIPTS = HERE / "peers"
+TOKENS_PER_STEP = 8 * 512
+sys.path.insert(0, str(SCRIPTS))  # the sizes of the work
+LEFT_OUT = 2
+"""First steps of a program: they allocate, and some compile."""
+
+SIZES = {
+    "vocab_size": 2048, "dim": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32, "ffn_dim": 768,
+    "rope_scaling": "none",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A program: its words after ``timed.py FOLDER``."""
+
+    words: Callable[[str, int, int, Path], list[str]]
+    """Of a type, a number of steps, of ranks, and a folder to write into."""
+    ranks: int = 1
+    needs: tuple[str, ...] = ()
+    """What pip installs into its own environment."""
+
+
+def litgpt(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
+    """Its command with a file of its form (JSON is YAML); it always compiles."""
+    from work import BETAS, EPS, LEARNING_RATE, MAX_NORM, ROWS, THETA, TOKENS, WEIGHT_DECAY
+
+    model = {
+        "name": "common", "block_size": TOKENS, "vocab_size": SIZES["vocab_size"],
+        "padded_vocab_size": SIZES["vocab_size"], "n_layer": SIZES["num_layers"], "n_head": SIZES["num_heads"],
+        "n_query_groups": SIZES["num_kv_heads"], "n_embd": SIZES["dim"], "head_size": SIZES["head_dim"],
+        "rotary_percentage": 1.0, "parallel_residual": False, "bias": False, "norm_class_name": "RMSNorm",
+        "norm_eps": EPS, "mlp_class_name": "LLaMAMLP", "intermediate_size": SIZES["ffn_dim"], "rope_base": int(THETA),
+    }  # fmt: skip
+    file = folder / "litgpt.yaml"
+    asked = {
+        "model_name": "common", "model_config": model, "data": "litgpt_rows.Rows", "devices": 1,
+        "precision": "bf16-mixed" if dtype == "bfloat16" else "32-true", "out_dir": str(folder / "out"),
+        "train": {
+            "global_batch_size": ROWS, "micro_batch_size": ROWS, "max_seq_length": TOKENS, "log_interval": 1,
+            "max_tokens": steps * TOKENS_PER_STEP, "save_interval": None, "lr_warmup_steps": 1, "max_norm": MAX_NORM,
+            "tie_embeddings": False, "min_lr": LEARNING_RATE,
+        },
+        "eval": {"interval": 100_000, "initial_validation": False, "final_validation": False},
+        "optimizer": {
+            "class_path": "torch.optim.AdamW",
+            "init_args": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "betas": list(BETAS)},
+        },
+        "logger_name": "csv",
+    }  # fmt: skip
+    file.write_text(json.dumps(asked))
+    return ["-m", "litgpt", "pretrain", "--config", str(file)]
+
+
+def script(name: str, *flags: str) -> Callable[[str, int, int, Path], list[str]]:
+    """A loop of ours around a peer, or around none."""
+
+    def words(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
+        return [str(SCRIPTS / name), "--dtype", dtype, "--steps", str(steps), *flags]
+
+    return words
+
+
+def ours(*flags: str) -> Callable[[str, int, int, Path], list[str]]:
+    """``shardtrain train`` as a user starts it, less its checkpoint at the end."""
+
+    def words(dtype: str, steps: int, ranks: int, folder: Path) -> list[str]:
+        options = {f"model.overrides.{name}": size for name, size in SIZES.items()} | {
+            "model.name": "llama3", "model.flavor": "debugmodel", "job.dump_folder": folder, "training.seq_len": 512,
+            "training.local_batch_size": 8 // ranks, "training.steps": steps, "training.mixed_precision_param": dtype,
+            "activation_checkpoint.mode": "none", "lr_scheduler.warmup_steps": 1, "checkpoint.enable": "false",
+        }  # fmt: skip
+        given = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        alone = ["--nproc", "1"] if ranks == 1 and "parallel_degree" not in " ".join(flags) else []
+        return ["-m", "shardtrain", "train", "debug", *alone, *given, *flags]
+
+    return words
+
+
+PEERS = {
+    "plain": Peer(script("plain.py")),
+    "plain, compiled": Peer(script("plain.py", "--compile")),
+    "Hugging Face Trainer": Peer(script("hugging_face.py"), needs=("transformers>=5", "accelerate")),
+    "Fabric": Peer(script("fabric.py"), needs=("lightning",)),
+    "litgpt (compiled)": Peer(litgpt, needs=("litgpt", "lightning", "requests")),
+    "ours": Peer(ours()),
+    "ours, PyTorch's kernels": Peer(ours("--training.cpu_kernels", "pytorch")),
+    "ours, compiled": Peer(ours("--compile.enable", "true")),
+    "plain FSDP2, 2 ranks": Peer(script("plain.py"), 2),
+    "ours, FSDP, 2 ranks": Peer(ours(), 2),
+    "ours, tensor parallel, 2 ranks": Peer(
+        lambda d, s, r, f: ours("--parallelism.tensor_parallel_degree", "2")(d, s, 1, f), 2
+    ),
+    "ours, context parallel, 2 ranks": Peer(
+        lambda d, s, r, f: ours("--parallelism.context_parallel_degree", "2")(d, s, 1, f), 2
+    ),
+}
+
+
+def python_of(peer: Peer, environments: Path) -> str:
+    """The interpreter with what a peer needs; its environment is made where it is not there yet."""
+    if not peer.needs:
+        return sys.executable
+    folder = environments / "-".join(re.sub(r"[^a-z0-9]+", "_", need) for need in peer.needs)
+    python = folder / "bin" / "python"
+    if not (folder / "done").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
+        (site,) = (folder / "lib").glob("python3*/site-packages")
+        # all trainers compute by one PyTorch, and share nothing else: they ask for other versions of the rest. pip does
+        # not replace what the constraint holds
+        own = distribution("torch")
+        for name in {file.parts[0] for file in own.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            (site / name).symlink_to(Path(str(own.locate_file(name))))
+        pinned = folder / "constraints.txt"
+        pinned.write_text(f"torch=={version('torch')}\n")
+        subprocess.run(
+            [str(python), "-m", "pip", "install", "--quiet", "-c", str(pinned), *peer.needs],
+            check=True,
+            stdout=sys.stderr,
+        )
+        (folder / "done").touch()
+    return str(python)
+
+
+def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str = sys.executable) -> dict[str, object]:
+    """One program from its start to its end."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        times, work = folder / "times", folder / "work"
+        times.mkdir()
+        work.mkdir()
+        start = [python]
+        if peer.ranks > 1:
+            start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={peer.ranks}"]
+        command = [*start, str(SCRIPTS / "timed.py"), str(times), *peer.words(dtype, steps, peer.ranks, work)]
+        environment = {
+            **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(SCRIPTS), str(HERE.parent)]),
+        }  # fmt: skip
+        load, started = os.getloadavg()[0], time.time()
+        with open(folder / "log", "w+") as log:
+            try:
+                code = subprocess.run(
+                    command, cwd=work, env=environment, stdout=log, stderr=subprocess.STDOUT, timeout=timeout_seconds
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = -1
+            log.seek(0)
+            last = log.read()[-1500:]
+        ranks = [list(_steps(path)) for path in sorted(times.glob("*.jsonl"))]
+    row: dict[str, object] = {"exit": code, "load": round(load, 1)}
+    if code or len(ranks) < peer.ranks or any(len(rank) <= LEFT_OUT + 1 for rank in ranks):
+        return {**row, "last_lines": last}
+    cpu = [
+        [after[1] - before[1] for before, after in zip(rank[LEFT_OUT - 1 :], rank[LEFT_OUT:], strict=False)]
+        for rank in ranks
+    ]
+    return {
+        **row,
+        "tokens_per_cpu_second": round(TOKENS_PER_STEP / sum(statistics.median(rank) for rank in cpu)),
+        "cpu_seconds_per_step": [[round(value, 4) for value in rank] for rank in cpu],
+        "seconds_to_first_step": round(ranks[0][0][0] - started, 2),
+        "cpu_seconds_to_first_step": round(ranks[0][0][1], 2),
+        "peak_mib": [rank[-1][2] for rank in ranks],
+    }
+
+
+def _steps(path: Path) -> Iterator[tuple[float, float, float]]:
+    """Wall seconds, CPU seconds and peak memory after each step; a wrapper's steps beside the optimizer's are not."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return ((wall, cpu, peak) for name, wall, cpu, peak in lines if name == lines[0][0])
+
+
+GEMM = """
+import json, time, torch
+torch.set_num_threads(1)
+found = {}
+for dtype in (torch.float32, torch.bfloat16):
+    for inputs, outputs in ((256, 768), (768, 256), (256, 2048), (1024, 1024)):
+        rows = 1024 if inputs == 1024 else 4096
+        x, w = torch.randn(rows, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
+        ways = {"linear": lambda: torch.nn.functional.linear(x, w)}
+        if dtype == torch.float32:
+            ways["oneDNN"] = lambda: torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")
+        for name, way in ways.items():
+            seconds = []
+            for _ in range(12):
+                began = time.process_time(); way(); seconds.append(time.process_time() - began)
+            shape = f"{str(dtype)[6:]} {rows}x{inputs}x{outputs} {name}"
+            found[shape] = round(2 * rows * inputs * outputs / sorted(seconds)[2] / 1e9)
+print(json.dumps(found))
+"""
+
+
+def gemm_ceilings() -> dict[str, int]:
+    """GFLOP/s of one core."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", GEMM], stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+def processor() -> str:
+    """Its name, family and model, and which matrix instructions it has."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    facts = dict(map(str.strip, line.split(":", 1)) for line in lines if ":" in line)
+    flags = set(facts.get("flags", "").split())
+    has = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    return (
+        f"{facts.get('model name', '')}, family {facts.get('cpu family')} model {facts.get('model')}: {' '.join(has)}"
+    )
+
+
+def summary(rows: list[dict[str, object]]) -> Iterator[str]:
+    """A line per type and peer: medians over rounds, and the ratio to the plain loop of as many ranks in its round."""
+    for dtype in dict.fromkeys(str(row["dtype"]) for row in rows):
+        of_type = [row for row in rows if row["dtype"] == dtype]
+        for name in dict.fromkeys(str(row["peer"]) for row in of_type):
+            mine = {row["round"]: row for row in of_type if row["peer"] == name}
+            base = "plain FSDP2, 2 ranks" if PEERS[name].ranks > 1 else "plain"
+            theirs = {row["round"]: row for row in of_type if row["peer"] == base}
+            speed = {number: row["tokens_per_cpu_second"] for number, row in mine.items() if "peak_mib" in row}
+            if not speed:
+                yield f"{dtype} | {name} | failed | | | |"
+                continue
+            ratios = [
+                speed[number] / theirs[number]["tokens_per_cpu_second"]  # type: ignore[operator]
+                for number in speed
+                if "peak_mib" in theirs.get(number, {})
+            ]
+            ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if ratios else ""
+            first = statistics.median(row["seconds_to_first_step"] for row in mine.values() if "peak_mib" in row)  # type: ignore[type-var]
+            first_cpu = statistics.median(
+                row["cpu_seconds_to_first_step"]
+                for row in mine.values()
+                if "peak_mib" in row  # type: ignore[type-var]
+            )
+            peak = max(max(row["peak_mib"]) for row in mine.values() if "peak_mib" in row)  # type: ignore[type-var]
+            median = statistics.median(speed.values())  # type: ignore[type-var]
+            yield f"{dtype} | {name} | {median:.0f} | {ratio} | {first:.1f} ({first_cpu:.1f}) | {peak}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--dtypes", default="float32,bfloat16")
+    parser.add_argument("--only", help="names of peers, separated by semicolons")
+    parser.add_argument("--timeout", type=float, default=400.0, help="seconds of one program")
+    parser.add_argument("--out", type=Path)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    parser.add_argument("--environments", type=Path, default=cache / "shardtrain" / "peers")
+    asked = parser.parse_args()
+    names = asked.only.split(";") if asked.only else list(PEERS)
+    rows: list[dict[str, object]] = []
+    facts: dict[str, object] = {
+        "processor": processor(), "torch": version("torch"), "python": platform.python_version(),
+        "gemm_gflops": gemm_ceilings(),
+    }  # fmt: skip
+    print(json.dumps(facts))
+    pythons = {name: python_of(PEERS[name], asked.environments) for name in names}
+    for number in range(asked.rounds):
+        for dtype in asked.dtypes.split(","):
+            for name in names:
+                row = run(PEERS[name], dtype, asked.steps, asked.timeout, pythons[name])
+                rows.append({"round": number, "dtype": dtype, "peer": name, **row})
+                print(json.dumps(rows[-1]), flush=True)
+                if asked.out:
+                    asked.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    print("type | program | tokens per CPU-second | ratio | seconds (CPU) to the first step | MiB")
+    for line in summary(rows):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()

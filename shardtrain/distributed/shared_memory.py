@@ -1,0 +1,212 @@
+"""FSDP's collectives on CPUs: by memory that the ranks of a machine share, and with half of gloo's bytes elsewhere.
+
+gloo sends through sockets also within a machine, so that each number is copied into the kernel and out of it again, and
+its reduce-scatter is an all-reduce of which most is thrown away. Here each rank writes what the others need to memory
+that all have mapped, waits until all have written, and reads. Sums are taken in the order of ranks, in float32 or wider
+and rounded once, with shared memory and without: which of the two it is changes no bit.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from shardtrain.utils.log import logger
+
+_FOLDER = Path("/dev/shm")
+_HALF_BYTES = 1 << 20
+"""Of a rank's part that is written at a time: what a core's own cache holds. There are two, written in turn."""
+
+
+def use(model: nn.Module) -> None:
+    """Let the units of FSDP gather and reduce by these collectives; their groups must be gloo's."""
+    gather, reduce = AllGather(), ReduceScatter()
+    reduce.exchanges = gather.exchanges
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(gather)  # type: ignore[arg-type]
+            module.set_custom_reduce_scatter(reduce)  # type: ignore[arg-type]
+
+
+class _Collective:
+    """What both have in common: where FSDP's buffers lie, and the memory that each group shares."""
+
+    def __init__(self) -> None:
+        self.exchanges: dict[str, Exchange | None] = {}
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory of a rank's own: gradients stay in it until the update."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def exchange(self, group: dist.ProcessGroup) -> Exchange | None:
+        """The memory that the ranks of a group share, or None where they have none (a collective at first)."""
+        if group.group_name not in self.exchanges:
+            self.exchanges[group.group_name] = Exchange.between(group)
+        return self.exchanges[group.group_name]
+
+
+class AllGather(_Collective):
+    """``torch.distributed.fsdp``'s interface of an all-gather."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        """Give all ranks the inputs (n,) of all, in order of ranks: (ranks n,)."""
+        out_Rn, in_n = output_tensor.view(group.size(), -1), input_tensor.flatten()
+        exchange = self.exchange(group)
+        if exchange is None:
+            dist.all_gather(list(out_Rn.unbind()), in_n, group=group)
+            return
+        for part in exchange.parts(in_n.numel(), in_n.dtype):
+            rows_Rm = exchange.give(in_n[part].unsqueeze(0))
+            for rank in range(group.size()):
+                source = in_n[part] if rank == group.rank() else rows_Rm[rank][0]
+                if source.data_ptr() != out_Rn[rank, part].data_ptr():  # FSDP's input is a part of its output
+                    out_Rn[rank, part].copy_(source)
+
+
+class ReduceScatter(_Collective):
+    """``torch.distributed.fsdp``'s interface of a reduce-scatter."""
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any = dist.ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> None:
+        """Give each rank the sum (n,) of all ranks' inputs (ranks n,) for it."""
+        if op != dist.ReduceOp.SUM:
+            raise ValueError(f"FSDP asks for {op}, and gradients are sums")
+        ranks, own = group.size(), group.rank()
+        in_Rn, out_n = input_tensor.view(ranks, -1), output_tensor.flatten()
+        exchange = self.exchange(group)
+        if exchange is None:
+            for_me_Rn = torch.empty_like(in_Rn)
+            dist.all_to_all_single(for_me_Rn.view(-1), in_Rn.reshape(-1), group=group)
+            _sum(list(for_me_Rn.unbind()), out_n)
+            return
+        for part in exchange.parts(out_n.numel(), out_n.dtype, rows=ranks):
+            given = exchange.give(in_Rn[:, part])
+            _sum([in_Rn[own, part] if rank == own else rows[own] for rank, rows in enumerate(given)], out_n[part])
+
+
+def _sum(addends: list[Tensor], out: Tensor) -> None:
+    """Add tensors one after the other, in float32 at least, and round once."""
+    exact = torch.promote_types(out.dtype, torch.float32)
+    total = out if out.dtype == exact else torch.empty_like(out, dtype=exact)
+    total.copy_(addends[0])
+    for addend in addends[1:]:
+        total += addend
+    if total is not out:
+        out.copy_(total)
+
+
+class Exchange:
+    """Memory that the ranks of a group on one machine have mapped: two halves for each rank, which it alone writes.
+
+    Halves are written in turn. A rank that writes one has waited for all others since it wrote the other, and each of
+    them had read, before it waited too, all that was written two turns ago: so nobody reads what is being written.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, memory: mmap.mmap) -> None:
+        self._group, self._turn = group, 0
+        self._bytes_R2b = torch.frombuffer(memory, dtype=torch.uint8).view(group.size(), 2, _HALF_BYTES)
+        self._meet = torch.zeros(1, dtype=torch.uint8)
+
+    @classmethod
+    def between(cls, group: dist.ProcessGroup) -> Exchange | None:
+        """Of the ranks of a group, where all are on one machine and it has the memory (a collective)."""
+        if dist.get_backend(group) != "gloo":
+            return None
+        size = 2 * group.size() * _HALF_BYTES
+        name = torch.zeros(16, dtype=torch.uint8)
+        memory = None
+        if group.rank() == 0:
+            token = secrets.token_bytes(16)
+            memory = _create(token, size)
+            if memory is not None:
+                name = torch.tensor(list(token), dtype=torch.uint8)
+            else:
+                logger.info(f"FSDP on CPUs: no {size:,} bytes of {_FOLDER} could be set aside; gloo's sockets are used")
+        first = dist.get_global_rank(group, 0)
+        dist.broadcast(name, first, group=group)
+        token = bytes(name.tolist())
+        try:
+            if group.rank() != 0 and any(token):
+                memory = _open(token, size)
+            have = torch.tensor([memory is not None], dtype=torch.int32)
+            dist.all_reduce(have, dist.ReduceOp.MIN, group=group)
+        finally:
+            if group.rank() == 0 and any(token):
+                _path(token).unlink(missing_ok=True)  # those who have mapped it keep it, and nobody else finds it
+        return cls(group, memory) if have and memory is not None else None
+
+    def parts(self, numel: int, dtype: torch.dtype, rows: int = 1) -> Iterator[slice]:
+        """Stretches of ``rows`` rows of so many numbers that fit into a half."""
+        step = max(1, _HALF_BYTES // (rows * dtype.itemsize))
+        return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
+
+    def give(self, own_rm: Tensor) -> list[Tensor]:
+        """Write rows of numbers, wait, and get those of each rank (r, m), to be read before the next call."""
+        half_Rb, self._turn = self._bytes_R2b[:, self._turn], 1 - self._turn
+        used = own_rm.numel() * own_rm.element_size()
+        rows = [half_b[:used].view(own_rm.dtype).view(own_rm.shape) for half_b in half_Rb]
+        own = self._group.rank()
+        if len(own_rm) == 1:
+            rows[own].copy_(own_rm)
+        else:  # a row for each rank, of which one needs none
+            rows[own][:own].copy_(own_rm[:own])
+            rows[own][own + 1 :].copy_(own_rm[own + 1 :])
+        dist.all_reduce(self._meet, group=self._group)
+        return rows
+
+
+def _path(token: bytes) -> Path:
+    return _FOLDER / f"shardtrain-{token.hex()}"
+
+
+def _create(token: bytes, size: int) -> mmap.mmap | None:
+    """A new file of the user's alone, with its memory set aside; None where there is none."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        file = os.open(_path(token), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(file, 0, size)  # else a rank would be killed where a container allows less
+        return mmap.mmap(file, size)
+    except OSError:
+        with suppress(OSError):
+            _path(token).unlink()
+        return None
+    finally:
+        os.close(file)
+
+
+def _open(token: bytes, size: int) -> mmap.mmap | None:
+    """The file that the first rank has made; None where it is on another machine, or is not the user's."""
+    try:
+        file = os.open(_path(token), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(file)
+        return mmap.mmap(file, size) if found.st_uid == os.geteuid() and found.st_size == size else None
+    except OSError:
+        return None
+    finally:
+        os.close(file)

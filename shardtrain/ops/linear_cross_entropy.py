@@ -1,0 +1,89 @@
+"""The last linear layer and its cross-entropy together, a chunk of tokens at a time: all logits never exist.
+
+As in Liger Kernel (Hsu et al. 2024, arXiv 2410.10989) the gradients are computed with the loss, so that the logits of a
+chunk are freed before those of the next are made. What is held instead is the gradient of the weight, in float32, since
+it is a sum over chunks.
+
+Shape suffixes: N tokens, n tokens of a chunk, D features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardtrain.ops import cross_entropy
+from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss
+
+CHUNKS = 8
+"""At most: more would read and write the gradient of the weight more often than is saved."""
+WORTH_IT_BYTES = 1 << 28
+"""What must be saved, for the two to be computed together."""
+
+
+def saved_bytes(tokens: int, dim: int, vocabulary: int, element_bytes: int) -> int:
+    """Memory that computing them together saves at the peak of the loss; negative where it takes more.
+
+    Saved are all logits and their gradients but those of a chunk; a chunk has float32 copies either way.
+    """
+    rows = _rows(tokens, vocabulary)
+    usual_rows = min(tokens, max(1, cross_entropy.CHUNK_NUMEL // vocabulary))
+    usual = 2 * tokens * vocabulary * element_bytes + 8 * usual_rows * vocabulary
+    return usual - (2 * rows * vocabulary * element_bytes + 8 * rows * vocabulary + 4 * vocabulary * dim)
+
+
+def linear_cross_entropy_sum(
+    hidden_BTD: Tensor, weight_VD: Tensor, targets_BT: Tensor, weight: Tensor, chunk: ChunkFunction | None = None
+) -> Tensor:
+    """``cross_entropy_sum(hidden @ weight_VD.T, targets, weight)``, a float32 scalar, without all logits.
+
+    Logits have the type of their factors, and their gradients are rounded to it as there; the gradient of ``weight_VD``
+    is a float32 sum of the chunks' products, rounded once.
+    """
+    hidden_ND, targets_N = hidden_BTD.flatten(0, -2), targets_BT.flatten()
+    return _LinearCrossEntropySum.apply(hidden_ND, weight_VD, targets_N, weight, chunk or chunk_loss)  # type: ignore[no-any-return]
+
+
+def _rows(tokens: int, vocabulary: int) -> int:
+    """Tokens of a chunk."""
+    return min(tokens, max(-(-tokens // CHUNKS), cross_entropy.CHUNK_NUMEL // vocabulary, 1))
+
+
+class _LinearCrossEntropySum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weight: Tensor, chunk: ChunkFunction
+    ) -> Tensor:
+        loss = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
+        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        dhidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
+        exact = torch.promote_types(weight_VD.dtype, torch.float32)
+        dweight_VD = torch.zeros_like(weight_VD, dtype=exact) if needs_weight else None
+        rows = _rows(len(hidden_ND), len(weight_VD))
+        for start in range(0, len(hidden_ND), rows):
+            hidden_nD = hidden_ND[start : start + rows]
+            chunk_sum, gradient_nV = chunk(hidden_nD @ weight_VD.t(), targets_N[start : start + rows])
+            loss += chunk_sum
+            if not (needs_hidden or needs_weight):
+                continue
+            gradient_nV = gradient_nV.mul_(weight).to(hidden_nD.dtype)
+            if dhidden_ND is not None:
+                dhidden_ND[start : start + rows] = gradient_nV @ weight_VD
+            if dweight_VD is not None:
+                dweight_VD += gradient_nV.t() @ hidden_nD
+            del gradient_nV  # before the next chunk has one
+        dweight = None if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
+        ctx.save_for_backward(dhidden_ND, dweight)
+        return (loss * weight).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        # In place: the trainer calls backward once, with an output gradient of exactly one.
+        dhidden_ND, dweight_VD = (
+            None if one is None else one.mul_(gradients[0].to(one.dtype)) for one in ctx.saved_tensors
+        )
+        return dhidden_ND, dweight_VD, None, None, None

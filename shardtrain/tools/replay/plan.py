@@ -1,0 +1,90 @@
+"""What a replay makes again: from which checkpoint, to which step, and with which configuration. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.checkpoint import manifest, retention
+from shardtrain.checkpoint.manifest import Manifest
+from shardtrain.config import Config
+from shardtrain.utils.errors import CheckpointError
+
+RESOLVED_CONFIG = "config.resolved.toml"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is made again: steps ``base`` + 1 to ``last`` of the run in ``run_folder``."""
+
+    run_folder: Path
+    checkpoints: Path
+    base: int
+    """Step of the checkpoint that it starts from; 0 is the start of the run."""
+    last: int
+    world_size: int | None
+    """Ranks of the run; None where nothing says so."""
+    rewinds: tuple[tuple[int, ...], ...]
+    """What the run left out of its data, as its newest checkpoint knows; see ``guard.Rewind``."""
+
+
+def plan(config: Config, first: int, last: int) -> Plan:
+    """Where to start, and what is known of the run."""
+    run_folder = Path(config.job.dump_folder)
+    folder = run_folder / config.checkpoint.folder
+    known: dict[int, Manifest] = {}
+    damages = []
+    for step in retention.steps(folder):
+        try:
+            known[step] = manifest.read(folder / f"step-{step}")
+        except CheckpointError as error:
+            damages.append(str(error))
+    if not known and not (run_folder / "metrics.jsonl").is_file():
+        text = f"{run_folder} holds neither metrics.jsonl nor a checkpoint: nothing to compare with"
+        raise CheckpointError(f"{text}{'; ' + damages[0] if damages else ''}; name the run's job.dump_folder")
+    usable = [step for step, stored in known.items() if step < first and not stored.facts.get("weights_only")]
+    usable = [step for step in usable if retention.is_whole(folder / f"step-{step}")]
+    base, guard = max(usable, default=0), known[max(known)].facts.get("guard", {}) if known else {}
+    rewinds = guard.get("rewinds", []) if isinstance(guard, dict) else []
+    size = known[base].world_size if base else _world_size(run_folder / RESOLVED_CONFIG)
+    return Plan(run_folder, folder, base, last, size, tuple(map(tuple, rewinds)))
+
+
+def config_of(config: Config, found: Plan, output: Path) -> Config:
+    """The run's configuration, reading its checkpoint and writing its own log alone."""
+    path = str(found.checkpoints / f"step-{found.base}") if found.base else config.checkpoint.initial_load_path
+    # from its start a run takes the weights that it took then, in the way that it took them
+    part = {"initial_load_model_only": False, "exclude_from_loading": []} if found.base else {}
+    checkpoint = dataclasses.replace(
+        config.checkpoint,
+        enable=bool(found.base) or config.checkpoint.enable,
+        load_only=bool(found.base) or config.checkpoint.enable,  # without checkpoints there is nothing to save either
+        load_step=-1,
+        initial_load_path=config.checkpoint.initial_load_path if config.lora.enable else path,
+        create_seed_checkpoint=False,
+        keep_best="",  # which needs a validation, and none is made
+        accept_changes=[*config.checkpoint.accept_changes, "training.spike_policy"],  # see below
+        **part,  # type: ignore[arg-type]
+    )
+    # spikes that made the run go back are not part of what is left of it
+    lora = config.lora
+    if lora.enable and found.base:
+        lora = dataclasses.replace(lora, initial_load_path=path)
+    policy = "log" if config.training.spike_policy == "rewind" else config.training.spike_policy
+    return dataclasses.replace(
+        config,
+        job=dataclasses.replace(config.job, dump_folder=str(output), save_config_file=None),
+        checkpoint=checkpoint,
+        lora=lora,
+        training=dataclasses.replace(config.training, spike_policy=policy),
+        validation=dataclasses.replace(config.validation, enable=False),
+        profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
+        metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False, sinks=[]),
+    )
+
+
+def _world_size(resolved: Path) -> int | None:
+    from shardtrain.train.run_folder import read_world_size
+
+    return read_world_size(resolved) if resolved.is_file() else None

@@ -1,0 +1,60 @@
+"""A model on a mesh, with its initial weights, under the loss of its task: the one that learns, and frozen ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from shardtrain import distributed, models, tasks
+from shardtrain.config.schema import Config
+from shardtrain.distributed import Mesh, Runner
+from shardtrain.distributed.distillation_runner import DistillationRunner
+from shardtrain.distributed.task_runner import TaskRunner
+from shardtrain.layout import Draw
+from shardtrain.lora import quantize
+from shardtrain.lora import spec as adapters
+from shardtrain.metrics.flops import count_model
+from shardtrain.ops import init_weights
+from shardtrain.tasks.distillation import Distillation
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model on a mesh, with its initial weights, under the loss of a task."""
+
+    task: tasks.LanguageModel | tasks.RowTask
+    module: ModuleType
+    shape: Any
+    runner: Runner
+    names: list[str]
+    num_params: int
+    flops_per_token: int
+    adapters: adapters.Spec | None = None
+
+
+def build_model(config: Config, mesh: Mesh) -> Built:
+    """The model of a config; a second one of the same mesh is another model, which a task may hold frozen."""
+    task, module = tasks.open_task(config), models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    model = task.adapt(models.build(module, shape), module.LAYOUT)
+    spec: adapters.Spec | None = None
+    added: dict[str, Draw] = {}
+    if config.lora.enable:
+        spec, added = adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
+    num_params, flops = count_model(model, module.LAYOUT, shape, config.training.seq_len)
+    names = [name for name, _ in model.named_parameters()]
+    own = [name for name in names if name not in added]
+    draws = (
+        init_weights.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
+    )
+    if config.lora.base_dtype != quantize.WHOLE:
+        quantize.check_installed(config.lora.base_dtype)
+        quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
+    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
+    if isinstance(task, Distillation):
+        runner = DistillationRunner(runner, task.mix)
+    elif task.loss is not None:
+        runner = TaskRunner(runner, task.loss)
+    runner.materialize(draws, config.debug.seed)
+    return Built(task, module, shape, runner, names, num_params, flops, spec)

@@ -1,0 +1,50 @@
+"""When Python collects garbage: at the same step on all ranks, so that none waits for another's collector."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
+from shardtrain.utils.units import format_seconds
+
+
+class GarbageCollection:
+    """Collects Python's garbage every ``freq`` steps, on all ranks at the same step, and never in between.
+
+    A collection that starts by itself on one rank makes all others wait. ``debug`` collects everything every step
+    and logs what was found. ``close`` (or the end of the context) gives the collector back to Python. Raises
+    ConfigError for a ``freq`` below 1.
+    """
+
+    def __init__(self, freq: int, debug: bool = False) -> None:
+        if freq < 1:
+            raise ConfigError(Problem("training.gc_freq", freq, "must be at least 1", "set it to 50"))
+        self._freq, self._debug = freq, debug
+        self._was_enabled = gc.isenabled()
+        gc.disable()
+
+    def step(self, step: int) -> None:
+        """Collect where it is due; call it once per training step."""
+        if self._debug:
+            start = time.perf_counter()
+            unreachable = gc.collect()
+            seconds = format_seconds(time.perf_counter() - start)
+            logger.info(f"gc: step {step}: {unreachable} objects in cycles, {len(gc.garbage)} not freed, {seconds}")
+        elif step % self._freq == 0:
+            # The young generations only: a full collection walks every object of the process.
+            gc.collect(1)
+
+    def close(self) -> None:
+        """Let Python collect by itself again, if it did before."""
+        if self._was_enabled:
+            gc.enable()
+
+    def __enter__(self) -> GarbageCollection:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the collector back."""
+        self.close()

@@ -1,0 +1,99 @@
+"""A line every few seconds while something long runs that has nothing else to say."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from shardtrain.utils.units import format_bytes, format_seconds
+
+SECONDS = 5.0
+"""Between two lines; what is done earlier prints none."""
+_IO = Path("/proc/self/io")
+
+
+def _print(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def heartbeat(what: str, seconds: float | None = None, say: Callable[[str], None] = _print) -> Iterator[None]:
+    """Print to standard error how long ``what`` has taken, and on Linux what it has read from and written to disks.
+
+    ``seconds`` lie between two lines, without them what ``SHARDTRAIN_HEARTBEAT_SECONDS`` says, where 0 prints none.
+    ``say`` takes the lines elsewhere. A thread of its own prints: where this process may fork meanwhile and must have
+    one thread alone, see ``WaitingHeartbeat``.
+    """
+    seconds = _asked_seconds() if seconds is None else seconds
+    if not seconds:
+        yield
+        return
+    done, line = threading.Event(), _line(what)
+
+    def tell() -> None:
+        while not done.wait(seconds):
+            say(line())
+
+    thread = threading.Thread(target=tell, name="heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+class WaitingHeartbeat:
+    """The same lines from a loop that waits for other processes, without a thread."""
+
+    def __init__(self, what: str) -> None:
+        self.seconds: float | None = _asked_seconds() or None
+        """How long to wait before ``tell`` is called; None where nothing is printed."""
+        self._line = _line(what)
+
+    def tell(self) -> None:
+        """Print a line."""
+        _print(self._line())
+
+
+def _line(what: str) -> Callable[[], str]:
+    """A function that gives the line of this moment; time and bytes count from now."""
+    started, (read, written) = time.monotonic(), _disk_bytes()
+
+    def line() -> str:
+        now_read, now_written = _disk_bytes()
+        parts = [f"{what}: {format_seconds(round(time.monotonic() - started))}"]
+        if now_read > read:
+            parts.append(f"{format_bytes(now_read - read)} read")
+        if now_written > written:
+            parts.append(f"{format_bytes(now_written - written)} written")
+        return ", ".join(parts)
+
+    return line
+
+
+def _asked_seconds() -> float:
+    text = os.environ.get("SHARDTRAIN_HEARTBEAT_SECONDS", "").strip()
+    try:
+        seconds = float(text or SECONDS)
+    except ValueError:
+        seconds = math.nan
+    if math.isfinite(seconds) and seconds >= 0:
+        return seconds
+    print(f"SHARDTRAIN_HEARTBEAT_SECONDS={text!r} is not a number of seconds; using {SECONDS:g}", file=sys.stderr)
+    return SECONDS
+
+
+def _disk_bytes() -> tuple[int, int]:
+    """Bytes that this process has had read from and written to disks so far; 0 where the system does not count."""
+    try:
+        counts = dict(line.split(": ") for line in _IO.read_text().splitlines())
+        return int(counts["read_bytes"]), int(counts["write_bytes"])
+    except (OSError, ValueError, KeyError):
+        return 0, 0

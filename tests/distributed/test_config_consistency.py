@@ -1,0 +1,82 @@
+"""What the first rank asks of the store while it compares all ranks, by their number."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from typing import Any
+
+import pytest
+
+from shardtrain.config.schema import Comm, Config
+from shardtrain.distributed import config_consistency
+from shardtrain.utils.errors import ConfigError, PeerError
+
+
+class Store:
+    """What ranks have said, and how often the first one asks."""
+
+    def __init__(self, ranks: int, said: dict[int, Any]) -> None:
+        self.keys = {f"agreement/facts-{rank}": json.dumps(one) for rank, one in said.items()}
+        self.asked, self.ranks = 0, ranks
+
+    def set(self, key: str, value: str) -> None:
+        self.keys[f"agreement/{key}"] = value
+
+    def check(self, keys: list[str]) -> bool:
+        self.asked += 1
+        return all(f"agreement/{key}" in self.keys for key in keys)
+
+    def get(self, key: str) -> bytes:
+        self.asked += 1
+        return self.keys[f"agreement/{key}"].encode()
+
+
+@pytest.fixture(autouse=True)
+def plain_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_consistency.dist, "PrefixStore", lambda prefix, store: store)
+
+
+@functools.cache
+def facts(ranks: int) -> dict[str, str]:
+    return config_consistency.facts_of(Config(), ranks)
+
+
+def test_ranks_that_are_there_are_asked_twice_each() -> None:
+    store = Store(4096, {rank: [facts(4096), {}] for rank in range(1, 4096)})
+    config_consistency.check(Config(), store, 0, 4096)
+    assert store.asked == 2 * 4095 + 1
+
+
+def test_asking_for_ranks_that_are_awaited_does_not_grow_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each round asks for as many, and a rank that came late is found whatever its place."""
+    rounds: list[int] = []
+    store = Store(4096, {rank: [facts(4096), {}] for rank in range(1, 4000)})
+
+    def sleep(seconds: float) -> None:
+        rounds.append(store.asked)
+        if len(rounds) == 300:
+            store.keys |= {f"agreement/facts-{rank}": json.dumps([facts(4096), {}]) for rank in range(4000, 4096)}
+
+    monkeypatch.setattr(config_consistency.time, "sleep", sleep)
+    config_consistency.check(Config(), store, 0, 4096)
+    asked = [after - before for before, after in itertools.pairwise(rounds)]
+    assert max(asked) <= 2 * config_consistency._ASKED_AT_A_TIME and len(rounds) < 320
+
+
+def test_a_rank_that_differs_is_named_while_others_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config_consistency, "_HEARD_SECONDS", 0)
+    with pytest.raises(ConfigError, match="number of ranks: 300 on rank 0, 200 on rank 270"):
+        config_consistency.check(Config(), Store(300, {270: [facts(200), {}]}), 0, 300)
+
+
+def test_ranks_that_do_not_come_are_named_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter(range(0, 100_000, 7))
+    monkeypatch.setattr(config_consistency.time, "monotonic", lambda: next(times))
+    monkeypatch.setattr(config_consistency.time, "sleep", lambda seconds: None)
+    config = Config(comm=Comm(init_timeout_seconds=60))
+    own = config_consistency.facts_of(config, 100)
+    store = Store(100, {rank: [own, {}] for rank in range(1, 100) if rank not in (40, 3)})
+    with pytest.raises(PeerError, match="rank 3, 40 has not come"):
+        config_consistency.check(config, store, 0, 100)

@@ -1,0 +1,283 @@
+"""Laws of a training step on an accelerator, tried on one that does not exist (``pretended_accelerator.py``).
+
+One step of the real trainer, built by the real build, for every family with every kind of recomputation, precision,
+parallelism, packing and optimizer: no operation mixes devices, and the host waits for the device once, for the loss and
+the gradient norm. Of the pairs of two options every one occurs in some case (a covering array of strength two, Cohen et
+al. 1997); which third options they meet with is left to the seed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import random
+import traceback
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from pretended_accelerator import NAME, in_a_fork, pretending
+from tiers import cases
+from tiny import tiny_config
+from torch.distributed.pipelining import schedules
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from shardtrain.config import problems_of
+from shardtrain.config.load import Loaded
+from shardtrain.config.schema import Config
+from shardtrain.distributed import expert_parallel, fake_backend
+from shardtrain.distributed.process_group import World
+from shardtrain.models import moe
+from shardtrain.ops import accelerator
+from shardtrain.train import trainer
+
+AGREEMENT, EXCHANGE, ROWS = "loss and gradient norm", "rows of experts to exchange", "rows of each expert"
+
+WITH_EXPERTS = ("llama4", "mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "neox", *WITH_EXPERTS)
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {"mode": "none"},
+    "full": {"mode": "full"},
+    "op": {"mode": "selective", "selective_ac_option": "op"},
+    "every second": {"mode": "selective", "selective_ac_option": "2"},
+}
+PRECISION: dict[str, dict[str, Any]] = {
+    "fp32": {"mixed_precision_param": "float32"},
+    "bf16": {"mixed_precision_param": "bfloat16"},
+    "fp16": {"mixed_precision_param": "float16"},
+    "bf16 weights": {"dtype": "bfloat16", "mixed_precision_param": "bfloat16"},
+}
+PIPELINE = {"pipeline_parallel_degree": 2}
+CONTEXT = {"context_parallel_degree": 2}
+MESHES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "fsdp": (4, {}),
+    "hsdp": (4, {"data_parallel_replicate_degree": 2}),
+    "ddp": (2, {"data_parallel_replicate_degree": 2}),
+    "zero1": (2, {"data_parallel_replicate_degree": 2, "shard_optimizer_states": True}),
+    "tp": (4, {"tensor_parallel_degree": 2}),
+    "1F1B": (4, PIPELINE),
+    "GPipe": (2, {**PIPELINE, "pipeline_parallel_schedule": "GPipe"}),
+    "Interleaved1F1B": (2, {**PIPELINE, "pipeline_parallel_schedule": "Interleaved1F1B"}),
+    "ZBVZeroBubble": (2, {**PIPELINE, "pipeline_parallel_schedule": "ZBVZeroBubble"}),
+    "gather": (4, {**CONTEXT, "context_parallel_rotate_method": "allgather"}),
+    "ring": (4, {**CONTEXT, "context_parallel_rotate_method": "alltoall"}),
+    "ulysses": (2, {**CONTEXT, "context_parallel_method": "ulysses"}),
+    "ep": (4, {"expert_parallel_degree": 2}),
+    "pp x tp x fsdp": (8, {**PIPELINE, "tensor_parallel_degree": 2}),
+}
+PACKING: dict[str, dict[str, Any]] = {
+    "end to end": {"packing": "concat", "document_mask": "off"},
+    "documents": {"packing": "concat", "document_mask": "on"},
+    "padded": {"packing": "padded", "long_documents": "cut"},
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"name": "AdamW"},
+    "Adam": {"name": "Adam"},
+    "foreach": {"name": "AdamW", "implementation": "foreach"},
+    "Muon": {"name": "Muon"},
+}
+FACTORS = (FAMILIES, tuple(RECOMPUTE), tuple(PRECISION), tuple(MESHES), tuple(PACKING), tuple(OPTIMIZERS))
+Case = tuple[str, str, str, str, str, str]
+
+
+def is_legal(case: Case) -> bool:
+    """Whether a run with these options is one; ``test_the_cases_are_legal_runs`` holds it to the rules."""
+    family, _, precision, mesh, _, _ = case
+    if mesh == "ep" and family not in WITH_EXPERTS:
+        return False
+    return not (precision == "fp32" and mesh in ("gather", "ring"))  # no flash kernel in float32
+
+
+@functools.cache
+def covering() -> list[Case]:
+    """Cases in which every pair of options of two factors occurs that a legal case can have, found greedily."""
+    draw = random.Random(0)
+    places = list(itertools.combinations(range(len(FACTORS)), 2))
+    open_pairs = {(a, x, b, y) for a, b in places for x in FACTORS[a] for y in FACTORS[b]}
+    chosen: list[Case] = []
+    while open_pairs:
+        a, x, b, y = min(open_pairs)
+        best, most = None, 0
+        for _ in range(60):
+            values: list[Any] = [draw.choice(options) for options in FACTORS]
+            values[a], values[b] = x, y
+            case: Case = tuple(values)  # type: ignore[assignment]
+            found = len(pairs_of(case) & open_pairs) if is_legal(case) else 0
+            if found > most:
+                best, most = case, found
+        if best is None:  # no legal case has this pair
+            open_pairs.discard((a, x, b, y))
+            continue
+        chosen.append(best)
+        open_pairs -= pairs_of(best)
+    return chosen
+
+
+def pairs_of(case: Case) -> set[tuple[int, str, int, str]]:
+    return {(a, case[a], b, case[b]) for a, b in itertools.combinations(range(len(case)), 2)}
+
+
+def config_of(case: Case) -> tuple[int, Config]:
+    family, recompute, precision, mesh, packing, optimizer = case
+    ranks, degrees = MESHES[mesh]
+    layers = 4 if "Interleaved" in mesh or "ZBV" in mesh else 2
+    config = tiny_config(
+        parallelism=degrees,
+        training={**PRECISION[precision], "seq_len": 32, "local_batch_size": layers, "global_batch_size": -1},
+        activation_checkpoint=RECOMPUTE[recompute],
+        data=PACKING[packing],
+        optimizer=OPTIMIZERS[optimizer],
+    )
+    flavor = "debugmodel_moe" if family == "qwen3_moe" else "debugmodel"
+    model = dataclasses.replace(config.model, name=family, flavor=flavor, overrides={"num_layers": layers})
+    return ranks, dataclasses.replace(config, model=model)
+
+
+def stages_know_their_shapes(_: Any, stages: list[Any], *__: Any) -> None:
+    """What the ranks of a pipeline tell each other once, before their first step: that none has to ask for shapes."""
+    for stage in stages:
+        stage._inference_mode = schedules.InferenceMode.STATIC
+
+
+class Experts:
+    """Rows of the block of experts that runs now, from which the numbers follow that the host would have read."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.calls = self._rows = 0
+        for kind, counted in ((moe.Experts, True), (expert_parallel.AllToAllDispatch, False)):
+            patch.setattr(kind, "forward", self._watched(kind.forward, counted))
+
+    def _watched(self, forward: Any, counted: bool) -> Any:
+        def run(module: Any, *inputs: Any) -> Any:
+            self.calls += counted
+            self._rows = inputs[0 if counted else 1].size(0)
+            return forward(module, *inputs)
+
+        return run
+
+    def exchanged(self, _: torch.Tensor) -> list[Any]:
+        """Half of the rows stay, and half of those of the other rank of expert parallelism come."""
+        return [[self._rows // 2] * 2] * 2
+
+    def of_each(self, counts: torch.Tensor) -> list[Any]:
+        """As many rows for each expert."""
+        return [self._rows // counts.numel()] * counts.numel()
+
+
+def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
+    """How often a step waited for which numbers, other waits, and how often a block of experts was run."""
+    ranks, config = config_of(case)
+    dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=0, world_size=ranks)
+    with pytest.MonkeyPatch.context() as patch:
+        experts = Experts(patch)
+        patch.setattr(accelerator, "has_flash_attention", accelerator.is_accelerator)
+        patch.setattr(moe, "has_grouped_matmul", lambda _, dtype: dtype == torch.bfloat16)  # as Hopper has
+        patch.setattr(schedules._PipelineSchedule, "_warmup_p2p", stages_know_their_shapes)
+        with pretending({EXCHANGE: experts.exchanged, ROWS: experts.of_each}) as device:
+            run = trainer.build(config, World(0, ranks, 0, torch.device(NAME, 0)))
+            device.waits.clear()
+            outcome = trainer.step(run)
+        assert outcome is not None and outcome.loss_sum.device.type == NAME
+    dist.destroy_process_group()
+    fake_backend._forget_meshes()
+    reads = dict(Counter(wait.read for wait in device.waits if wait.read))
+    return reads, [f"{wait.where}: {wait.why}" for wait in device.waits if not wait.read], experts.calls
+
+
+def broken(chosen: list[Case]) -> list[str]:
+    """What is wrong with a step of each case, in words; in a fork, which knows the device."""
+    wrong = []
+    for case in chosen:
+        name = ", ".join(case)
+        try:
+            reads, others, calls = waits_of_a_step(case)
+        except Exception as error:
+            lines = [frame for frame in traceback.extract_tb(error.__traceback__) if "/shardtrain/" in frame.filename]
+            where = f"{lines[-1].filename}:{lines[-1].lineno}" if lines else ""
+            wrong.append(f"{name}: {where}: {type(error).__name__}: {str(error)[:300]}")
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            continue
+        family, _, precision, mesh, _, _ = case
+        expected = {AGREEMENT: 1}
+        if family in WITH_EXPERTS and calls:
+            if mesh == "ep":
+                expected[EXCHANGE] = calls
+            if "bf16" not in precision:
+                expected[ROWS] = calls
+        if reads != expected or others:
+            wrong.append(f"{name}: reads {reads}, not {expected}; {others}")
+    return wrong
+
+
+def test_the_cases_are_legal_runs():
+    for case in covering():
+        ranks, config = config_of(case)
+        problems = problems_of(Loaded(config), ranks, "cuda", ranks)
+        assert not [str(problem) for problem in problems if problem.option != "training.device"], case
+
+
+def seen() -> dict[str, str]:
+    """What the pretended device says of operations that a step must not have."""
+
+    def matrix() -> torch.Tensor:
+        return torch.ones(4, 4, device=NAME)
+
+    found = {}
+    attempts: dict[str, Any] = {
+        "item": lambda: matrix().sum().item(),
+        "bool": lambda: bool(matrix().any()),
+        "tolist": lambda: matrix()[0].tolist(),
+        "cpu": lambda: matrix().cpu(),
+        "equal": lambda: torch.equal(matrix(), matrix()),
+        "tensor": lambda: torch.tensor([1.0], device=NAME),
+        "pageable": lambda: torch.ones(4).to(NAME, non_blocking=True),
+        "nonzero": lambda: matrix().nonzero(),
+        "mask": lambda: matrix()[matrix() > 0],
+        "two devices": lambda: matrix() @ torch.ones(4, 4),
+        "pinned": lambda: accelerator.to_device(torch.ones(4), NAME),
+        "filled": lambda: torch.full((), 2.0, device=NAME),
+        "one number of the host": lambda: matrix() * torch.ones(()),
+    }
+    for name, attempt in attempts.items():
+        with pretending() as device:
+            try:
+                attempt()
+                found[name] = " ".join(sorted({wait.why for wait in device.waits})) or "nothing"
+            except Exception as error:
+                found[name] = type(error).__name__
+    return found
+
+
+def test_what_a_step_must_not_do_is_seen():
+    assert in_a_fork(seen) == {
+        **dict.fromkeys(("item", "bool", "tolist"), "_local_scalar_dense"),
+        "cpu": "copy to the host",
+        "equal": "equal",
+        "tensor": "copy to the device",
+        "pageable": "copy to the device from memory that is not page-locked",
+        **dict.fromkeys(("nonzero", "mask"), "DynamicOutputShapeException"),
+        "two devices": "FakeTensorDeviceMismatchError",
+        **dict.fromkeys(("pinned", "filled", "one number of the host"), "nothing"),
+    }
+
+
+def each_option_once() -> list[Case]:
+    """A few of the cases in which every option occurs."""
+    left = {(place, option) for place, options in enumerate(FACTORS) for option in options}
+    chosen: list[Case] = []
+    while left:
+        best = max(covering(), key=lambda case: len(left & set(enumerate(case))))
+        left -= set(enumerate(best))
+        chosen.append(best)
+    return chosen
+
+
+@pytest.mark.parametrize("mesh", cases(["each option once"], nightly=list(MESHES)))
+def test_a_step_waits_once_for_the_accelerator_and_mixes_no_devices(mesh):
+    chosen = each_option_once() if mesh not in MESHES else [case for case in covering() if case[3] == mesh]
+    assert in_a_fork(broken, chosen) == []

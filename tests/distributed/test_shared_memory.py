@@ -1,0 +1,120 @@
+"""FSDP's collectives on a CPU give what the ranks have, by memory that they share and without it, to the same bits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import Tensor
+
+from shardtrain.distributed import shared_memory
+from shardtrain.distributed.shared_memory import AllGather, Exchange, ReduceScatter
+
+HALF_BYTES = 64
+"""So small that tensors of a few numbers take many turns."""
+
+
+def _drawn(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(rank)).to(dtype)
+
+
+def _collectives(gather: AllGather, reduce: ReduceScatter, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """What this rank gets of an all-gather in place, as FSDP does it, and of a reduce-scatter."""
+    group, ranks, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    whole = gather.allocate((numel * ranks,), dtype=dtype, device=torch.device("cpu"))
+    own = whole.narrow(0, numel * rank, numel)
+    own.copy_(_drawn(rank, numel, dtype))
+    gather(output_tensor=whole, input_tensor=own, group=group)
+    part = reduce.allocate((numel,), dtype=dtype, device=torch.device("cpu"))
+    reduce(output_tensor=part, input_tensor=_drawn(rank, numel * ranks, dtype), group=group, op=dist.ReduceOp.SUM)
+    return whole, part
+
+
+def _check(rank: int, ranks: int, shared: bool) -> list[tuple[Tensor, Tensor]]:
+    shared_memory._HALF_BYTES = HALF_BYTES
+    if not shared:
+        shared_memory._FOLDER = Path("/nowhere")  # as where ranks are on several machines
+    gather, reduce = AllGather(), ReduceScatter()
+    reduce.exchanges = gather.exchanges
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for numel in (1, 5, 16, 100, 3):
+            whole, part = _collectives(gather, reduce, numel, dtype)
+            assert torch.equal(whole, torch.cat([_drawn(one, numel, dtype) for one in range(ranks)]))
+            inputs = [_drawn(one, numel * ranks, dtype).view(ranks, numel)[rank].double() for one in range(ranks)]
+            exact = torch.stack(inputs).sum(0)
+            # float32 adds a rounding for each rank; bfloat16 is summed in float32 and rounded once, to 2^-9
+            torch.testing.assert_close(part.double(), exact, rtol=2**-8 if dtype == torch.bfloat16 else 0, atol=1e-6)
+            found.append((whole, part))
+    (exchange,) = gather.exchanges.values()
+    assert (exchange is not None) == shared
+    return found
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory of files")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_shared_memory_changes_no_bit(ranks: int) -> None:
+    one, other = (run_ranks(ranks, _check, ranks, shared) for shared in (True, False))
+    for by_rank, by_socket in zip(one, other, strict=True):
+        for got, expected in zip(by_rank, by_socket, strict=True):
+            assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+
+
+def _one_cannot_open(rank: int) -> bool:
+    if rank == 1:
+        shared_memory._open = lambda token, size: None  # on another machine the name says nothing
+    return Exchange.between(dist.group.WORLD) is not None
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory of files")
+def test_where_one_rank_cannot_open_the_memory_none_uses_it() -> None:
+    assert run_ranks(2, _one_cannot_open) == [False, False]
+
+
+def _files(rank: int) -> list[str]:
+    tokens: list[bytes] = []
+    create = shared_memory._create
+
+    def note(token: bytes, size: int):
+        tokens.append(token)
+        made = create(token, size)
+        assert shared_memory._path(token).stat().st_mode & 0o777 == 0o600
+        return made
+
+    shared_memory._create = note
+    exchange = Exchange.between(dist.group.WORLD)
+    assert exchange is not None
+    dist.barrier()
+    return [str(shared_memory._path(token)) for token in tokens]
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory of files")
+def test_the_file_is_the_users_alone_and_gone_before_it_is_used() -> None:
+    (path,) = run_ranks(2, _files)[0]
+    assert not Path(path).exists()
+
+
+def test_memory_that_cannot_be_set_aside_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert shared_memory._create(bytes(16), 4096) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_of_another_size_or_a_link_is_not_mapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    token = bytes(range(16))
+    assert shared_memory._create(token, 4096) is not None
+    assert shared_memory._open(token, 4096) is not None and shared_memory._open(token, 8192) is None
+    path = shared_memory._path(token)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert shared_memory._open(token, 4096) is None

@@ -1,0 +1,132 @@
+"""A run does not end, and does not end well, because nobody reads what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import forked
+import patience
+import pytest
+from tiers import cases
+from tiny import text_file
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full is Linux's")
+
+
+def words(folder: Path, ranks: int = 1) -> list[str]:
+    return [
+        sys.executable, "-m", "shardtrain", "train", f"--job.dump_folder={folder}", "--training.dataset=text",
+        f"--training.dataset_path={text_file()}", "--training.seq_len=32", "--training.local_batch_size=1",
+        "--training.steps=3", "--training.device=cpu", "--model.overrides.num_layers=1",
+        "--lr_scheduler.warmup_steps=1", "--metrics.log_freq=1", "--nproc", str(ranks),
+    ]  # fmt: skip
+
+
+def closed(*numbers: int) -> Callable[[], None]:
+    """Close standard streams as a shell's ``2>&-`` does, which Python tells by their being None."""
+
+    def close() -> None:
+        for number in numbers:
+            os.close(number)
+            name = ("stdin", "stdout", "stderr")[number]
+            setattr(sys, name, None)
+            setattr(sys, f"__{name}__", None)
+
+    return close
+
+
+@contextlib.contextmanager
+def stream(kind: str) -> Iterator[int]:
+    """A descriptor that nothing can be written to: of a full disk, or of a pipe whose reader has left."""
+    if kind == "full":
+        descriptor = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    cases([("pipe", 1), ("closed", 1)], nightly=[("pipe", 2), ("closed", 2), ("full", 1), ("full", 2)]),
+)
+def test_a_run_whose_terminal_is_gone_trains_to_its_end(kind: str, ranks: int, tmp_path: Path) -> None:
+    if kind == "closed":
+        done = forked.run(words(tmp_path, ranks), preexec_fn=closed(0, 1, 2), timeout=patience.seconds(120))
+    else:
+        with stream(kind) as end:
+            done = forked.run(words(tmp_path, ranks), stdout=end, stderr=end, timeout=patience.seconds(120))
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 0
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+    assert "step:  3" in (tmp_path / "logs/rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("kind", ["pipe", "full"])
+def test_output_that_cannot_be_written_is_told_unless_its_reader_has_left(kind: str) -> None:
+    with stream(kind) as end:
+        done = forked.run(
+            [sys.executable, "-m", "shardtrain", "config", "show"],
+            stdout=end, stderr=subprocess.PIPE, text=True, timeout=patience.seconds(60),
+        )  # fmt: skip
+    if kind == "pipe":
+        assert (done.returncode, done.stderr) == (0, "")
+    else:
+        assert (done.returncode, done.stderr) == (8, "error[8]: cannot write to stdout: No space left on device\n")
+
+
+def in_a_deleted_folder(tmp_path: Path) -> Callable[[], None]:
+    def enter() -> None:
+        (tmp_path / "deleted").mkdir()
+        os.chdir(tmp_path / "deleted")
+        (tmp_path / "deleted").rmdir()
+
+    return enter
+
+
+def without_a_temporary_folder(tmp_path: Path) -> Callable[[], None]:
+    def hide() -> None:
+        import tempfile
+
+        tempfile._candidate_tempdir_list = lambda: [str(tmp_path / "none")]  # type: ignore[attr-defined]
+
+    return hide
+
+
+def with_few_files(tmp_path: Path) -> Callable[[], None]:
+    return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))
+
+
+def on_a_strange_network(tmp_path: Path) -> Callable[[], None]:
+    return lambda: os.environ.__setitem__("GLOO_SOCKET_IFNAME", "no\nsuch0")
+
+
+REFUSED = {
+    "the working folder": (in_a_deleted_folder, 2, "the working folder of this process was deleted"),
+    "temporary files": (without_a_temporary_folder, 8, "no folder for temporary files can be written; set TMPDIR"),
+    "open files": (with_few_files, 8, "Too many open files; raise the limit of open files: ulimit -n"),
+    "the interface": (on_a_strange_network, 2, 'GLOO_SOCKET_IFNAME="no?such0" is not a network interface'),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_the_system_refuses_is_one_line(kind: str, tmp_path: Path) -> None:
+    make, code, told = REFUSED[kind]
+    done = forked.run(
+        words(Path("run"), 2), cwd=tmp_path, preexec_fn=make(tmp_path), stderr=subprocess.PIPE, text=True,
+        timeout=patience.seconds(120),
+    )  # fmt: skip
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("shardtrain ")]
+    assert done.returncode == code and len(lines) == 1, done.stderr
+    assert lines[0].startswith(f"error[{code}]: ") and told in lines[0]

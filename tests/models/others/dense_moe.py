@@ -1,0 +1,123 @@
+"""A mixture of experts by hand: softmax, the best two, all experts computed in one matrix, and a shared expert."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw, Layout
+from shardtrain.models.layers import AttentionCore, RotaryAngles, rotate
+
+FLAVORS = {"tiny": {}}
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 512
+    dim: int = 32
+    num_layers: int = 4
+    num_heads: int = 4
+    ffn_dim: int = 64
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.*_norm": "sequence",
+        "layers.*.attn": "gather",
+        "layers.*.attn.w[qkv]": "colwise",
+        "layers.*.attn.wo": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+        "layers.*.moe": "gather",
+        "layers.*.moe.router": "replicate",
+        "layers.*.moe.share": "copy",
+        "layers.*.moe.up": "colwise",
+        "layers.*.moe.down": "rowwise",
+        "layers.*.shared": "gather",
+        "layers.*.shared.up": "colwise",
+        "layers.*.shared.down": "rowwise",
+    },
+    context="layers.*.attn.core",
+)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.hd = c.dim // c.num_heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.core = AttentionCore()
+
+    def forward(self, x, angles, documents_BT=None):
+        q, k, v = (w(x).unflatten(-1, (-1, self.hd)) for w in (self.wq, self.wk, self.wv))
+        return self.wo(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.up, self.down = nn.Linear(c.dim, c.ffn_dim, bias=False), nn.Linear(c.ffn_dim, c.dim, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+class MoE(nn.Module):
+    """All experts are computed; their features lie feature by feature in one matrix."""
+
+    def __init__(self, c, experts=4):
+        super().__init__()
+        self.experts = experts
+        self.router, self.share = nn.Linear(c.dim, experts, bias=False), nn.Identity()
+        self.up, self.down = (
+            nn.Linear(c.dim, experts * c.ffn_dim, bias=False),
+            nn.Linear(experts * c.ffn_dim, c.dim, bias=False),
+        )
+
+    def forward(self, x):
+        p = self.router(x).softmax(-1)
+        best, which = p.topk(2, -1)
+        gate = self.share(torch.zeros_like(p).scatter(-1, which, best / best.sum(-1, keepdim=True)))
+        h = F.silu(self.up(x)).unflatten(-1, (-1, self.experts))
+        return self.down((h * gate[:, :, None]).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
+        self.attn, self.moe, self.shared = Attention(c), MoE(c), MLP(c)
+
+    def forward(self, x, angles):
+        x = x + self.attn(self.attn_norm(x), angles)
+        y = self.mlp_norm(x)
+        return x + self.moe(y) + self.shared(y)
+
+
+class Model(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.rope = RotaryAngles(c.dim // c.num_heads, 10000.0)
+        self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
+        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+
+    def forward(self, tokens, positions):
+        x, angles = self.embed(tokens), self.rope(positions)
+        for layer in self.layers.values():
+            x = layer(x, angles)
+        return self.head(self.norm(x))
+
+
+def initial(c):
+    return {
+        "norm.weight": Draw("ones"),
+        "layers.*.*_norm.weight": Draw("ones"),
+        "*.weight": Draw("normal", std=0.1),
+        "layers.*.*.*.weight": Draw("normal", std=0.1),
+    }

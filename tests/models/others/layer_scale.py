@@ -1,0 +1,115 @@
+"""LayerScale (Touvron et al. 2021): a learned factor for each feature of what a branch adds."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw, Layout
+from shardtrain.models.layers import AttentionCore, RotaryAngles, rotate
+
+FLAVORS = {"tiny": {}}
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 512
+    dim: int = 32
+    num_layers: int = 4
+    num_heads: int = 4
+    ffn_dim: int = 64
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.*_norm": "sequence",
+        "layers.*.attn": "gather",
+        "layers.*.attn.w[qkv]": "colwise",
+        "layers.*.attn.wo": "rowwise",
+        "layers.*.mlp": "gather",
+        "layers.*.mlp.up": "colwise",
+        "layers.*.mlp.down": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+        "layers.*.ls_*": "sequence",
+    },
+    context="layers.*.attn.core",
+)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.hd = c.dim // c.num_heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.core = AttentionCore()
+
+    def forward(self, x, angles, documents_BT=None):
+        q, k, v = (w(x).unflatten(-1, (-1, self.hd)) for w in (self.wq, self.wk, self.wv))
+        return self.wo(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.up, self.down = nn.Linear(c.dim, c.ffn_dim, bias=False), nn.Linear(c.ffn_dim, c.dim, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+class LayerScale(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.full((dim,), 1e-1))
+
+    def forward(self, x):
+        return x * self.gamma
+
+
+class Layer(nn.Module):
+    def __init__(self, c, drop):
+        super().__init__()
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
+        self.attn, self.mlp, self.ls_attn, self.ls_mlp = Attention(c), MLP(c), LayerScale(c.dim), LayerScale(c.dim)
+        self.drop_path = drop
+
+    def path(self, x):
+        if not self.training or self.drop_path == 0.0:
+            return x
+        keep = torch.rand(x.shape[0], 1, 1, device=x.device) >= self.drop_path
+        return x * keep / (1 - self.drop_path)
+
+    def forward(self, x, angles):
+        x = x + self.path(self.ls_attn(self.attn(self.attn_norm(x), angles)))
+        return x + self.path(self.ls_mlp(self.mlp(self.mlp_norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.rope = RotaryAngles(c.dim // c.num_heads, 10000.0)
+        self.layers = nn.ModuleDict({str(i): Layer(c, 0.0) for i in range(c.num_layers)})
+        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+
+    def forward(self, tokens, positions):
+        x, angles = self.embed(tokens), self.rope(positions)
+        for layer in self.layers.values():
+            x = layer(x, angles)
+        return self.head(self.norm(x))
+
+
+def initial(c):
+    return {
+        "norm.weight": Draw("ones"),
+        "layers.*.*_norm.weight": Draw("ones"),
+        "*.weight": Draw("normal", std=0.1),
+        "layers.*.*.*.weight": Draw("normal", std=0.1),
+        "layers.*.ls_*.gamma": Draw("uniform", std=0.5),
+    }

@@ -1,0 +1,115 @@
+"""Skips between the first and the last layers, as modded-nanogpt and U-ViT have them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw, Layout
+from shardtrain.models.layers import AttentionCore, RotaryAngles, rotate
+
+FLAVORS = {"tiny": {}}
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 512
+    dim: int = 32
+    num_layers: int = 4
+    num_heads: int = 4
+    ffn_dim: int = 64
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.*_norm": "sequence",
+        "layers.*.attn": "gather",
+        "layers.*.attn.w[qkv]": "colwise",
+        "layers.*.attn.wo": "rowwise",
+        "layers.*.mlp": "gather",
+        "layers.*.mlp.up": "colwise",
+        "layers.*.mlp.down": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+        "layers.*.skip": "sequence",
+    },
+    context="layers.*.attn.core",
+)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.hd = c.dim // c.num_heads
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.core = AttentionCore()
+
+    def forward(self, x, angles, documents_BT=None):
+        q, k, v = (w(x).unflatten(-1, (-1, self.hd)) for w in (self.wq, self.wk, self.wv))
+        return self.wo(self.core(rotate(q, angles), rotate(k, angles), v, documents_BT).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.up, self.down = nn.Linear(c.dim, c.ffn_dim, bias=False), nn.Linear(c.ffn_dim, c.dim, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+class Skip(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, skip):
+        return x + self.weight * skip
+
+
+class Layer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.attn_norm, self.mlp_norm = nn.RMSNorm(c.dim), nn.RMSNorm(c.dim)
+        self.attn, self.mlp, self.skip = Attention(c), MLP(c), Skip()
+
+    def forward(self, x, angles, skip=None):
+        if skip is not None:
+            x = self.skip(x, skip)
+        x = x + self.attn(self.attn_norm(x), angles)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.rope = RotaryAngles(c.dim // c.num_heads, 10000.0)
+        self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
+        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+
+    def forward(self, tokens, positions):
+        x, angles = self.embed(tokens), self.rope(positions)
+        kept, half = [], len(self.layers) // 2
+        for i, layer in enumerate(self.layers.values()):
+            if i < half:
+                x = layer(x, angles)
+                kept.append(x)
+            else:
+                x = layer(x, angles, kept.pop())
+        return self.head(self.norm(x))
+
+
+def initial(c):
+    return {
+        "norm.weight": Draw("ones"),
+        "layers.*.*_norm.weight": Draw("ones"),
+        "*.weight": Draw("normal", std=0.1),
+        "layers.*.*.*.weight": Draw("normal", std=0.1),
+        "layers.*.skip.weight": Draw("ones"),
+    }

@@ -1,0 +1,163 @@
+"""Laws of the questions asked of a device, each answered for the host, for CUDA and for a device that pretends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from pretended_accelerator import NAME, in_a_fork, pretending
+
+from shardtrain.metrics.memory import DeviceMemory, read_peak
+from shardtrain.metrics.profiling import profiling_problems
+from shardtrain.ops import accelerator, document_mask, flash_attention
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CUDA device of compute capability 9.0 to ask."""
+    here = SimpleNamespace(capability=(9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: here.capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    return here
+
+
+def test_the_host_has_no_queue_and_nothing_to_pin():
+    assert not accelerator.is_accelerator("cpu") and not accelerator.is_accelerator("meta")
+    assert accelerator.collectives("cpu") == "gloo"
+    assert accelerator.of_rank("cpu", 3) == CPU
+    assert not accelerator.pins_memory(CPU)
+    assert accelerator.name(CPU) == "cpu"
+    tensor = torch.arange(3)
+    assert accelerator.to_device(tensor, CPU) is tensor
+    assert accelerator.read(tensor, "numbers") == [0, 1, 2]
+    accelerator.finish(CPU)
+    accelerator.finish_stream(CPU)
+    assert accelerator.profiler_activity("cpu") is None
+
+
+def test_cpu_counts_travel_beside_the_collectives_of_each_kind_of_device():
+    assert accelerator.collectives("cuda") == "cpu:gloo,cuda:nccl"
+    assert accelerator.collectives("xpu") == "cpu:gloo,xpu:xccl"
+
+
+def test_what_pytorch_finds_is_what_is_found(monkeypatch):
+    assert accelerator.found() == ""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    assert accelerator.found() == "xpu"
+    assert accelerator.pins_memory()
+
+
+@pytest.mark.parametrize(
+    ("capability", "flash", "grouped", "bfloat16"),
+    [
+        ((7, 5), False, False, False),
+        ((8, 0), True, False, True),
+        ((9, 0), True, True, True),
+        ((12, 0), True, False, True),
+    ],
+)
+def test_kernels_follow_from_the_compute_capability(cuda, capability, flash, grouped, bfloat16):
+    cuda.capability = capability
+    assert accelerator.has_flash_attention(CUDA) == flash
+    assert accelerator.has_grouped_matmul(CUDA, torch.bfloat16) == grouped
+    assert not accelerator.has_grouped_matmul(CUDA, torch.float32)
+    assert accelerator.has_bfloat16_units(CUDA) == bfloat16
+    assert accelerator.has_grouped_matmul(CPU, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("capability", "asked", "first"),
+    [((8, 0), "FA2", "FLASH_ATTENTION"), ((9, 0), "FA2", "CUDNN_ATTENTION"), ((9, 0), "FA3", "FLASH_ATTENTION")],
+)
+def test_attention_tries_the_fastest_kernel_first_and_gives_the_order_back(cuda, monkeypatch, capability, asked, first):
+    cuda.capability, activated = capability, []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    before = torch._C._get_sdp_priority_order()
+    with accelerator.prefer_attention(CUDA, asked):
+        assert torch._C._get_sdp_priority_order()[0] == int(getattr(torch.nn.attention.SDPBackend, first))
+    assert torch._C._get_sdp_priority_order() == before
+    assert activated == ([] if asked == "FA2" else [asked])
+    with accelerator.prefer_attention(CPU):
+        assert torch._C._get_sdp_priority_order() == before
+
+
+def asked_of_a_pretended_device():
+    answers = {}
+    device = accelerator.of_rank(NAME, 0)
+    answers["device"] = str(device)
+    answers["pins"] = accelerator.pins_memory(device)
+    answers["name"] = accelerator.name(device)
+    answers["memory"] = accelerator.total_memory_bytes(device)
+    answers["peak"] = read_peak(NAME)
+    answers["found"] = accelerator.found()
+    answers["history"] = accelerator.records_memory_history(device)
+    with pretending() as mode:
+        accelerator.finish(device)
+        accelerator.finish_stream(device)
+        answers["waits"] = [wait.why for wait in mode.waits]
+        reading = accelerator.Reading(torch.ones(2, device=NAME), "two numbers")
+        answers["asked for"] = len(mode.waits)
+        answers["numbers"] = reading.get()
+        answers["read"] = mode.waits[-1].read
+    return answers
+
+
+def test_a_device_of_any_kind_is_asked_the_same_questions():
+    assert in_a_fork(asked_of_a_pretended_device) == {
+        "device": f"{NAME}:0",
+        "pins": True,
+        "name": "Pretended 80GB",
+        "memory": 80 << 30,
+        "peak": DeviceMemory(3.0, 4.0, 80.0, 0, 0),
+        "found": NAME,
+        "history": False,
+        "waits": ["synchronize", "Stream.synchronize"],
+        "asked for": 2,
+        "numbers": [0.0, 0.0],  # they have no memory
+        "read": "two numbers",
+    }
+
+
+def attention_of_grouped_heads():
+    """Attention to some of the keys and its backward, with repeating refused; the waits that it cost."""
+
+    def refused(*_):
+        raise AssertionError("heads of keys were repeated")
+
+    with pytest.MonkeyPatch.context() as patch, pretending() as mode:
+        patch.setattr(flash_attention, "repeat_heads", refused)
+        q, k, v = (torch.zeros(2, 16, heads, 8, dtype=torch.bfloat16, device=NAME) for heads in (8, 2, 2))
+        for causal in (True, False):
+            out, lse = flash_attention.attend(q, k, v, causal)
+            grads = flash_attention.attend_backward(out, q, k, v, out, lse, causal)
+            assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+            assert out.shape == q.shape and lse.shape == (2, 8, 16)
+        return mode.waits
+
+
+def test_split_attention_repeats_no_heads_of_keys_on_an_accelerator():
+    assert in_a_fork(attention_of_grouped_heads) == []
+
+
+def test_micro_batches_are_remembered_by_the_whole_of_which_they_are_rows(monkeypatch):
+    # the documents of a step on a device, and rows of it as a pipeline cuts them
+    host = torch.arange(12).reshape(4, 3)
+    whole = torch.empty(4, 3, dtype=torch.int64, device="meta")
+    document_mask.remember(whole, host)
+    for start, stop in ((0, 2), (1, 4), (3, 4)):
+        assert torch.equal(document_mask.on_host(whole[start:stop]), host[start:stop])
+    with pytest.raises(NotImplementedError):  # columns are none of it: they are copied, and meta has no numbers
+        document_mask.on_host(whole[:, 1:])
+
+
+def test_a_memory_snapshot_is_refused_where_no_allocator_writes_its_history():
+    from shardtrain.config.schema import Config, Profiling
+
+    config = Config(profiling=Profiling(enable_memory_snapshot=True))
+    assert not profiling_problems(config, "cuda")
+    assert "xpu" in str(profiling_problems(config, "xpu")[0])

@@ -1,0 +1,144 @@
+"""The head and the loss together are the head and then the loss, on every mesh, and logits never exist."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import Result, reference, tiny_config, train_steps
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardtrain.distributed import loss_at_head
+from shardtrain.ops import cross_entropy, linear_cross_entropy
+from shardtrain.ops.cross_entropy import IGNORE, cross_entropy_sum
+from shardtrain.ops.linear_cross_entropy import linear_cross_entropy_sum, saved_bytes
+from shardtrain.tools.plan import memory
+
+TOKENS, DIM, VOCABULARY = 30, 24, 50
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cross_entropy, "CHUNK_NUMEL", 1)  # an eighth of the tokens at a time
+
+
+def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(2, TOKENS // 2, DIM, generator=generator).to(dtype)
+    head = torch.randn(VOCABULARY, DIM, generator=generator).mul(DIM**-0.5).to(dtype)
+    targets = torch.randint(0, VOCABULARY, (2, TOKENS // 2), generator=generator)
+    targets[0, :4] = IGNORE
+    return hidden, head, targets
+
+
+def computed(hidden: Tensor, head: Tensor, targets: Tensor, together: bool, weight: float = 0.25) -> list[Tensor]:
+    hidden, head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+    factor = torch.tensor(weight)
+    if together:
+        loss = linear_cross_entropy_sum(hidden, head, targets, factor)
+    else:
+        loss = cross_entropy_sum(hidden @ head.t(), targets, factor)
+    loss.backward()
+    assert hidden.grad is not None and head.grad is not None
+    return [loss.detach(), hidden.grad, head.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_its_error_against_float64_is_that_of_the_two_apart(dtype: torch.dtype) -> None:
+    hidden, head, targets = drawn(dtype)
+    leaves = [hidden.double().requires_grad_(), head.double().requires_grad_()]
+    logits = (leaves[0] @ leaves[1].t()).flatten(0, 1)
+    exact_loss = torch.nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum") / 4
+    exact_loss.backward()
+    exact = [exact_loss.detach(), *(leaf.grad for leaf in leaves)]
+    ours, usual = (computed(hidden, head, targets, together) for together in (True, False))
+    for mine, theirs, expected in zip(ours, usual, exact, strict=True):
+        assert expected is not None and mine.dtype == theirs.dtype
+        mine_error, usual_error = (float((one.double() - expected).norm()) for one in (mine, theirs))
+        # products of a chunk are rounded once each, and their sum once more
+        assert mine_error <= 1.5 * usual_error + torch.finfo(dtype).eps * float(expected.norm())
+
+
+def test_a_frozen_head_and_evaluation_make_no_gradient_of_it() -> None:
+    hidden, head, targets = drawn(torch.float32)
+    hidden.requires_grad_()
+    linear_cross_entropy_sum(hidden, head, targets, torch.ones(())).backward()
+    assert head.grad is None and hidden.grad is not None
+    with torch.no_grad():
+        one = linear_cross_entropy_sum(hidden, head, targets, torch.ones(()))
+    torch.testing.assert_close(one, cross_entropy_sum(hidden @ head.t(), targets).detach())
+
+
+class Largest(TorchDispatchMode):
+    """The largest result of any operation, in rows of the vocabulary."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            is_weight = isinstance(tensor, Tensor) and DIM in tensor.shape
+            if isinstance(tensor, Tensor) and tensor.shape[-1:] == (VOCABULARY,) and not is_weight:
+                self.rows = max(self.rows, tensor.numel() // VOCABULARY)
+        return result
+
+
+def test_logits_of_more_than_a_chunk_never_exist() -> None:
+    hidden, head, targets = drawn(torch.float32)
+    with Largest() as largest:
+        computed(hidden, head, targets, together=True)
+    assert 0 < largest.rows <= -(-TOKENS // linear_cross_entropy.CHUNKS)
+
+
+@pytest.mark.parametrize("tokens", [1, 4096, 8192])
+@pytest.mark.parametrize("dim", [256, 4096])
+@pytest.mark.parametrize("vocabulary", [2048, 128256])
+def test_the_plan_counts_alike(tokens: int, dim: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    found = saved_bytes(tokens, dim, vocabulary, 2)
+    assert memory.saved_at_head(tokens, dim, vocabulary, 2) == found
+    # logits of 4,096 tokens and more of a large vocabulary weigh more than the head itself
+    assert (found >= linear_cross_entropy.WORTH_IT_BYTES) == (vocabulary > 2048 and tokens > dim)
+
+
+def at_head(rank: int, config: Any) -> tuple[Result, int]:
+    asked = []
+    compute = loss_at_head.linear_cross_entropy_sum
+    loss_at_head.linear_cross_entropy_sum = lambda *arguments: asked.append(1) or compute(*arguments)  # type: ignore[assignment]
+    loss_at_head.WORTH_IT_BYTES = -(1 << 62)
+    cross_entropy.CHUNK_NUMEL = 1
+    return train_steps(rank, config, 4), len(asked)
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "one": {},
+    "fsdp": {},
+    "cp": {"context_parallel_degree": 2},
+    "tp": {"tensor_parallel_degree": 2},
+    "pp": {
+        "pipeline_parallel_degree": 2,
+        "pipeline_parallel_first_stage_less_layers": 0,
+        "pipeline_parallel_last_stage_less_layers": 0,
+    },
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_it_changes_no_number_of_a_run(mesh: str) -> None:
+    config = tiny_config(parallelism=MESHES[mesh], training={"local_batch_size": 4 if mesh == "fsdp" else 8})
+    for result, asked in run_ranks(1 if mesh == "one" else 2, at_head, config):
+        assert (asked > 0) == (mesh not in ("tp", "pp"))  # their logits are split, or cross a stage's end
+        assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)
+        assert result.grad_norms == pytest.approx(reference(4).grad_norms, rel=1e-5)
+
+
+def test_a_tied_head_and_one_that_is_not_trained_alone_change_no_number() -> None:
+    config = tiny_config(model={"overrides": {"tied_embeddings": True}}, training={"local_batch_size": 4})
+    tied, whole = run_ranks(2, at_head, config), run_ranks(2, train_steps, config, 4)
+    for (result, asked), expected in zip(tied, whole, strict=True):
+        assert asked
+        assert result.losses == pytest.approx(expected.losses, abs=1e-5)
+        assert result.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)

@@ -1,0 +1,109 @@
+"""RMSNorm by rows is RMSNorm: as near to float64 as PyTorch's own, and left out wherever it is not for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiny import Result, reference, tiny_config, train_steps
+from torch import Tensor, nn
+
+from shardtrain.ops import cpu_kernels, rms_norm
+from shardtrain.ops.cpu_kernels import Kernels
+from shardtrain.ops.rms_norm import RowwiseRMSNorm
+
+
+@pytest.fixture(autouse=True)
+def _also_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm, "_SMALLEST_NUMEL", 1)
+
+
+def computed(kind: type[nn.RMSNorm], dtype: torch.dtype, shape: tuple[int, ...], eps: float) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(*shape, generator=generator).bfloat16().to(dtype) for _ in range(2))
+    weight = torch.randn(shape[-1], generator=generator).bfloat16().to(dtype)
+    module = kind(shape[-1], eps=eps, dtype=dtype)
+    with torch.no_grad():
+        module.weight.copy_(weight)
+    x.requires_grad_()
+    out = module(x)
+    out.backward(gradient)
+    assert out.dtype == dtype and x.grad is not None and module.weight.grad is not None
+    return [out.detach(), x.grad, module.weight.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (7, 24), (2, 300, 48), (3, 2, 5, 8)])
+@pytest.mark.parametrize("eps", [1e-5, 0.1])
+def test_its_error_against_float64_is_that_of_pytorch(
+    dtype: torch.dtype, shape: tuple[int, ...], eps: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rms_norm, "_CHUNK_NUMEL", 200)  # several chunks, the last of which is shorter
+    exact = computed(nn.RMSNorm, torch.float64, shape, eps)
+    ours, theirs = computed(RowwiseRMSNorm, dtype, shape, eps), computed(nn.RMSNorm, dtype, shape, eps)
+    for found, usual, expected in zip(ours, theirs, exact, strict=True):
+        error, usual_error = (float((one.double() - expected).norm()) for one in (found, usual))
+        # half a unit in the last place of a number of its size, where PyTorch happens to be exact
+        assert error <= 1.5 * usual_error + torch.finfo(dtype).eps * float(expected.norm()), (error, usual_error)
+
+
+def test_without_an_eps_it_takes_pytorch_s() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        small = torch.full((1, 4), 0.001, dtype=dtype)  # so small that eps decides
+        torch.testing.assert_close(RowwiseRMSNorm(4, dtype=dtype)(small), nn.RMSNorm(4, dtype=dtype)(small))
+
+
+def test_a_view_and_a_gradient_that_are_not_contiguous_are_taken() -> None:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    results = []
+    for kind in (RowwiseRMSNorm, nn.RMSNorm):
+        leaf = x.clone().requires_grad_()
+        kind(4, eps=1e-5)(leaf.t()).t().backward(torch.ones(6, 4).t())
+        results.append(leaf.grad)
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module, x: (module.double(), x.double()),
+        lambda module, x: (module, x.bfloat16()),
+        lambda module, x: (module.to("meta"), x.to("meta")),
+        lambda module, x: (module, x[:0]),
+    ],
+)
+def test_what_is_not_for_it_is_left_to_pytorch(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rms_norm._RMSNorm, "apply", lambda *_: pytest.fail("by rows"))
+    module, x = change(RowwiseRMSNorm(8, eps=1e-5), torch.ones(2, 8))
+    assert module(x).shape == x.shape
+
+
+def test_a_subclass_and_a_norm_without_weight_are_left_alone() -> None:
+    class Other(nn.RMSNorm):
+        pass
+
+    model = nn.Sequential(Other(2), nn.RMSNorm(2, elementwise_affine=False), nn.RMSNorm(2))
+    names = list(model.state_dict())
+    rms_norm.use(model)
+    assert [type(module) for module in model] == [Other, nn.RMSNorm, RowwiseRMSNorm]
+    assert list(model.state_dict()) == names
+
+
+def by_rows(rank: int, config: Any) -> tuple[Result, int]:
+    asked = []
+    apply = rms_norm._RMSNorm.apply
+    rms_norm._RMSNorm.apply = lambda *arguments: asked.append(1) or apply(*arguments)  # type: ignore[func-returns-value]
+    cpu_kernels.use(Kernels(rms_norm=2.0))
+    return train_steps(rank, config, 4), len(asked)
+
+
+@pytest.mark.parametrize("mesh", ["one", "fsdp", "tp"])
+def test_it_changes_no_number_of_a_run(mesh: str) -> None:
+    parallelism = {"tensor_parallel_degree": 2} if mesh == "tp" else {}
+    config = tiny_config(parallelism=parallelism, training={"local_batch_size": 4 if mesh == "fsdp" else 8})
+    for result, asked in run_ranks(1 if mesh == "one" else 2, by_rows, config):
+        assert asked or mesh == "tp"  # whose norms are given DTensors
+        assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)
+        assert result.grad_norms == pytest.approx(reference(4).grad_norms, rel=1e-5)

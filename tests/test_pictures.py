@@ -1,0 +1,91 @@
+"""The pictures of the documentation are made by scripts that work: a terminal is drawn as it was."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+from types import ModuleType
+
+import patience
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+cast, pictures = script("cast"), script("pictures")
+
+
+def rows(svg: str) -> list[str]:
+    return ["".join(text.itertext()) for text in xml.etree.ElementTree.fromstring(svg) if text.tag.endswith("}text")]
+
+
+def test_a_command_is_recorded_replayed_and_drawn(tmp_path: Path) -> None:
+    program = "import sys; print('a <b> & c'); print('\\x1b[32mgreen\\x1b[0m', sys.stdout.isatty())"
+    output, recording = tmp_path / "one.svg", tmp_path / "one.cast"
+    words = [sys.executable, "docs/cast.py", "-o", str(output)]
+    command = ["--columns", "40", "--record", str(recording), "--title", "program", "--", sys.executable, "-c", program]
+    limit = patience.seconds(60)
+    subprocess.run([*words, *command], cwd=ROOT, check=True, capture_output=True, timeout=limit)
+    drawn = output.read_text()
+    assert rows(drawn) == ["$program", "a <b> & c", "greenTrue"]  # spans have places of their own
+    assert f'fill="{cast.COLORS[32]}">green<' in drawn
+    head, *events = map(json.loads, recording.read_text().splitlines())
+    assert head["version"] == 2 and head["width"] == 40 and all(kind == "o" for _, kind, _ in events)
+    subprocess.run([*words, "--replay", str(recording)], cwd=ROOT, check=True, capture_output=True, timeout=limit)
+    assert rows(output.read_text()) == rows(drawn)
+
+
+def test_lines_that_were_drawn_again_are_shown_as_they_were_at_the_end() -> None:
+    events = [
+        (0.0, "header\r\n"),
+        (1.0, "bar 1"),
+        (2.0, "\r\x1b[2Kstep 1\r\nbar 2\r\n"),
+        (3.0, "\x1b[1A\x1b[2Kend\r\n"),
+    ]
+    assert [re.sub(r"\s", "", row) for row in rows(cast.draw("x", 20, events))] == ["$x", "header", "step1", "end"]
+    wide = cast.draw("x", 5, [(0.0, "1234567")])
+    assert rows(wide)[1:] == ["12345", "67"]
+
+
+def test_of_a_long_output_the_rows_that_are_named_are_drawn() -> None:
+    events = [(float(number), f"line{number}\r\n") for number in range(100)]
+    assert rows(cast.draw("x", 20, events, "0:2 98:")) == ["$x", "line0", "line1", "...", "line98", "line99"]
+
+
+def test_the_picture_of_the_readme_is_one_of_a_run() -> None:
+    drawn = (ROOT / "docs/first_run.svg").read_text()
+    shown = rows(drawn)
+    assert shown[0] == "$shardtrain train debug" and any(row.startswith("next:") for row in shown)
+    assert any(row.startswith("sample after step") for row in shown)
+    assert not re.search(r"<script|href|url\(|@import", drawn) and len(drawn) < 50_000
+
+
+PAGE = "tests/tools/report/test_report.py::test_a_page_has_the_curves_and_the_last_numbers_of_its_run"
+
+
+@pytest.mark.nightly("a browser starts", by=PAGE)
+def test_a_report_is_photographed_at_two_widths_and_printed(tmp_path: Path) -> None:
+    if pictures.browser() is None:
+        pytest.skip("no Chromium here")
+    from shardtrain import report
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "loss": {9 / step}}}\n' for step in range(1, 9)))
+    taken = pictures.take(Path(report(run, tmp_path / "report.html")), tmp_path)
+    starts = {".png": b"\x89PNG", ".pdf": b"%PDF"}
+    assert [path.name for path in taken] == ["report.png", "report_phone.png", "report_print.pdf"]
+    assert all(path.read_bytes().startswith(starts[path.suffix]) and path.stat().st_size > 3000 for path in taken)

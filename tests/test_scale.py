@@ -1,0 +1,39 @@
+"""Costs that must not grow with the number of ranks, for up to 16,384 pretended ones; see docs/scale.md."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from tiers import cases
+
+from shardtrain.resilience.watchdog.watchdog import beat_seconds, monitors
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import scale
+
+NODES = (1, 8, 64, 512, 2048)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    cases(
+        ["1T pp 16 fsdp 1024 ep 64"],
+        nightly=[mesh for mesh in scale.MESHES if mesh != "1T pp 16 fsdp 1024 ep 64"],
+    ),
+)
+def test_what_ranks_say_before_a_save_and_its_manifest_stay_small(mesh):
+    # what all ranks say is equal on those of a pipeline stage and heard once, so it is shared by all of them
+    found = scale.saving(mesh)
+    assert found["said_bytes"] <= max(4096 * found["ranks"], 500_000)
+    assert found["said_bytes"] <= 500_000
+    assert found["manifest_bytes"] <= 5_000_000
+
+
+@pytest.mark.parametrize("nodes", NODES)
+def test_the_store_of_a_run_hears_a_bounded_number_of_heartbeats(nodes):
+    # a node says one thing and asks for the verdict; the ranks that judge ask for what all nodes said in one request
+    requests_per_beat = 2 * nodes + len(monitors(8 * nodes))
+    assert requests_per_beat / beat_seconds(100.0, nodes) <= 2_000
+    assert beat_seconds(100.0, nodes) <= 3.0, "a hang is still named within its time"

@@ -1,0 +1,195 @@
+"""The planned peak is that of a real run: tensor bytes of each rank, counted while it trains on a CPU.
+
+What is counted: the weights and states that a rank holds, and each storage from the operation that made it to its end,
+gradients and FSDP's buffers included, in the second of two steps. The sizes are such that activations are most of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from tiers import cases
+from tiny import make_run, tiny_config
+
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Model
+from shardtrain.distributed.activation_memory import LiveMemory
+from shardtrain.lora.quantize import held
+from shardtrain.ops.dtensor import local_tensor
+from shardtrain.tools.plan import job, memory, schedule, shapes
+from shardtrain.train import resume, trainer
+
+SIZES = {"dim": 128, "num_heads": 8, "vocab_size": 512, "num_layers": 4}
+GROUPED = {**SIZES, "num_kv_heads": 4, "head_dim": 16}
+LLAMA = {"name": "llama3", "flavor": "debugmodel", "overrides": {**GROUPED, "ffn_dim": 384}}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"flavor": "debugmodel", "overrides": {**GROUPED, "ffn_dim": 384, "tied_embeddings": True}},
+    "qwen3_moe": {
+        "flavor": "debugmodel_moe",
+        "overrides": {**GROUPED, "moe_ffn_dim": 96, "num_experts": 8, "top_k": 2},
+    },
+    "mixtral": {"flavor": "debugmodel", "overrides": {**GROUPED, "moe_ffn_dim": 128, "num_experts": 4}},
+    "llama4": {
+        "flavor": "debugmodel",
+        "overrides": {**GROUPED, "ffn_dim": 384, "moe_ffn_dim": 128, "num_experts": 4},
+    },
+    "gpt_oss": {
+        "flavor": "debugmodel",
+        "overrides": {**GROUPED, "moe_ffn_dim": 128, "num_experts": 4, "top_k": 2},
+    },
+    "neox": {"flavor": "debugmodel", "overrides": {**SIZES, "head_dim": 16, "ffn_dim": 512}},
+    "deepseek_v3": {
+        "flavor": "debugmodel",
+        "overrides": {
+            **SIZES,
+            "ffn_dim": 384,
+            "moe_ffn_dim": 96,
+            "kv_lora_rank": 64,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+        },
+    },
+}
+FULL = {"activation_checkpoint": {"mode": "full"}}
+PER_OPERATION = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}
+EVERY_SECOND = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}
+EIGHT_ROWS = {"training": {"local_batch_size": 8}}
+LORA = {"enable": True, "random_base": True}
+
+
+class Counted(LiveMemory):
+    """Bytes of all storages that operations have made, in ``now``, and the most that they were, in ``most``."""
+
+    most = 0
+
+    @property
+    def now(self) -> int:
+        return self.activations + sum(storage.nbytes() for storage in self._buffers)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is not NotImplemented:
+            self.most = max(self.most, self.now)
+        return result
+
+
+def measured_bytes(rank: int, config: Any) -> int:
+    """The most that a rank holds in the second of two steps."""
+    run = make_run(rank, config)
+    if config.lora.base_dtype != "training":
+        resume.resume(run, Checkpoints(config))
+    parameters = [parameter for part in run.runner.parts for parameter in part.parameters()]
+    counted = Counted(parameters)
+    with counted:
+        trainer.step(run)  # makes the optimizer's states, which stay
+    counted.most = 0
+    with counted:
+        trainer.step(run)
+    weights = {local_tensor(p).untyped_storage()._cdata: local_tensor(p).untyped_storage().nbytes() for p in parameters}
+    low_bits = sum(module.low_bits.bytes for part in run.runner.parts for module in held(part))
+    return sum(weights.values()) + low_bits + counted.most
+
+
+def planned_bytes(config: Any, size: int) -> list[int]:
+    """The peak of each place of the pipeline."""
+    model = shapes.read(config)
+    found = job.of_config(config, size, len(model.layers))
+    orders = schedule.orders(found.schedule, found.pp, len(found.stages), found.num_microbatches)
+    return [one.peak for one in memory.of_ranks(model, found, orders, "cpu")]
+
+
+def check(size: int, sections: dict[str, Any], model: dict[str, Any], most: float) -> None:
+    training = {
+        "seq_len": 512, "mixed_precision_param": "bfloat16", "local_batch_size": 2, "global_batch_size": -1
+    } | sections.get("training", {})  # fmt: skip
+    config = tiny_config(**{**sections, "training": training})
+    config = dataclasses.replace(config, model=Model(**model))
+    measured, planned = run_ranks(size, measured_bytes, config), planned_bytes(config, size)
+    per_place = size // len(planned)
+    for place, bytes_planned in enumerate(planned):
+        bytes_measured = max(measured[place * per_place : (place + 1) * per_place])
+        assert bytes_planned == pytest.approx(bytes_measured, rel=most), f"pipeline rank {place}"
+
+
+def mesh(**degrees: Any) -> dict[str, Any]:
+    return {"parallelism": degrees}
+
+
+def piped(name: str, **degrees: Any) -> dict[str, Any]:
+    ends = {"pipeline_parallel_first_stage_less_layers": 0, "pipeline_parallel_last_stage_less_layers": 0}
+    return {**mesh(pipeline_parallel_degree=2, pipeline_parallel_schedule=name, **ends, **degrees), **EIGHT_ROWS}
+
+
+@pytest.mark.parametrize(
+    ("size", "sections"),
+    cases(
+        [(2, {}), (2, piped("1F1B"))],
+        nightly=[
+            (1, {}),
+            (1, {"training": {"mixed_precision_param": "float32"}}),
+            (1, FULL),
+            (2, {"training": {"dtype": "bfloat16"}}),
+            (4, {}),
+            (2, FULL),
+            (2, PER_OPERATION),
+            (2, EVERY_SECOND),
+            (2, mesh(fsdp_reshard_after_forward="never")),
+            (2, {"training": {"global_batch_size": 8}}),
+            (2, {"training": {"global_batch_size": 8}, **FULL}),
+            (2, mesh(data_parallel_replicate_degree=2, data_parallel_shard_degree=1)),
+            (2, mesh(data_parallel_replicate_degree=2, data_parallel_shard_degree=1, shard_optimizer_states=True)),
+            (4, mesh(data_parallel_replicate_degree=2)),
+            (2, mesh(tensor_parallel_degree=2)),
+            (2, {**mesh(tensor_parallel_degree=2), **FULL}),
+            (2, {**mesh(tensor_parallel_degree=2), **PER_OPERATION}),
+            (4, mesh(tensor_parallel_degree=2)),
+            (2, mesh(context_parallel_degree=2)),
+            (2, {**mesh(context_parallel_degree=2), **FULL}),
+            (2, mesh(context_parallel_degree=2, context_parallel_rotate_method="alltoall")),
+            (2, mesh(context_parallel_degree=2, context_parallel_method="ulysses")),
+            (2, piped("GPipe")),
+            (2, piped("Interleaved1F1B")),
+            (2, {**piped("Interleaved1F1B"), **FULL}),
+            (2, piped("LoopedBFS")),
+            (2, piped("ZBVZeroBubble")),
+            (2, piped("InterleavedZeroBubble")),
+            (2, piped("DualPipeV")),
+            (4, piped("1F1B", data_parallel_shard_degree=2)),
+            (4, {**piped("1F1B", tensor_parallel_degree=2), **FULL}),
+            (2, {"optimizer": {"name": "Muon"}}),
+            (2, {"lora": LORA}),
+            (2, {"lora": {**LORA, "base_dtype": "nf4"}}),
+            (2, {"lora": {**LORA, "base_dtype": "int8"}}),
+        ],
+    ),
+    ids=str,
+)
+def test_a_real_step_holds_the_planned_bytes_on_every_rank(size, sections):
+    check(size, sections, LLAMA, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    cases(
+        [("qwen3", {})],
+        nightly=[
+            ("qwen3_moe", {}),
+            ("qwen3_moe", mesh(expert_parallel_degree=2)),
+            ("qwen3_moe", {**mesh(expert_parallel_degree=2), **FULL}),
+            ("qwen3_moe", {**mesh(expert_parallel_degree=2), **PER_OPERATION}),
+            ("mixtral", mesh(expert_parallel_degree=2)),
+            ("llama4", {}),
+            ("gpt_oss", {}),
+            ("neox", {}),
+            ("deepseek_v3", {}),
+            ("deepseek_v3", FULL),
+        ],
+    ),
+    ids=str,
+)
+def test_a_real_step_of_every_family_holds_the_planned_bytes(name, sections):
+    check(2, sections, {"name": name, **FAMILIES[name]}, 0.05)

@@ -1,0 +1,113 @@
+"""Samples during training: the same text on every mesh, that of ``generate``, and no trace of them in the numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiers import cases
+from tiny import assert_bitwise, make_run, tiny_config, train_whole
+
+from shardtrain import config as configs
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
+from shardtrain.data import open_tokenizer
+from shardtrain.layout import Layout
+from shardtrain.models import llama
+from shardtrain.tools.generate.engine import Generator
+from shardtrain.train import samples
+from shardtrain.train.samples import Samples
+
+PROMPT = "mesh shard "
+
+
+def config(parallelism: dict[str, Any] | None = None, freq: int = 2, **sections: Any) -> Config:
+    metrics = {"sample_prompt": PROMPT, "sample_freq": freq}
+    return tiny_config(parallelism=parallelism or {}, metrics=metrics, **sections)
+
+
+def drawn(rank: int, one: Config) -> str:
+    run = make_run(rank, one)
+    found = Samples(one, run.runner, run.mesh, None, 0)
+    assert found.every_steps == 2
+    return found.run(2)
+
+
+MESHES: dict[str, dict[str, Any]] = {
+    "fsdp": {"data_parallel_shard_degree": 2},
+    "tp": {"tensor_parallel_degree": 2},
+    "copies": {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1},
+}
+
+
+@pytest.mark.parametrize("mesh", cases(["tp", "fsdp"], nightly=["copies"]))
+def test_meshes_change_no_sample(mesh: str) -> None:
+    (alone,) = run_ranks(1, drawn, config())
+    assert alone and run_ranks(2, drawn, config(MESHES[mesh])) == [alone] * 2
+
+
+def both(rank: int, one: Config) -> tuple[str, str]:
+    run, tokenizer = make_run(rank, one), open_tokenizer("bytes")
+    layout: Layout = llama.LAYOUT
+    generator = Generator(run.runner.parts[0], layout, tokenizer.vocab_size)
+    prompt = [*tokenizer.prefix_ids, *tokenizer.encode(PROMPT).tolist()]
+    new = 64 - len(prompt)
+    stops = frozenset([tokenizer.eos_id]) if tokenizer.eos_id is not None else frozenset()
+    (ids,) = generator.generate([prompt], new, samples.SAMPLING, seed=1, stop_ids=stops)
+    return drawn(rank, one), tokenizer.decode(ids)
+
+
+def test_a_sample_is_what_generate_draws_from_the_same_weights() -> None:
+    ((sample, generated),) = run_ranks(1, both, config())
+    assert sample == generated
+
+
+def test_samples_leave_no_trace_in_training_and_continue_with_the_run(tmp_path: Path) -> None:
+    def ended(name: str, freq: int, steps: int) -> Any:
+        folder = {"dump_folder": str(tmp_path / name)}
+        saves = {"enable": True, "interval": 100}
+        one = config(freq=freq, job=folder, training={"steps": steps}, checkpoint=saves)
+        return run_ranks(1, train_whole, one)[0]
+
+    with_samples, without = ended("with", 1, 3), ended("without", 0, 3)
+    assert with_samples.losses == without.losses
+    assert_bitwise(with_samples.weights, without.weights)
+    assert not (tmp_path / "without/samples.jsonl").exists()
+    ended("with", 2, 4)  # continues after step 3
+    lines = [json.loads(line) for line in (tmp_path / "with/samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(line["prompt"] == PROMPT and isinstance(line["text"], str) for line in lines)
+    assert "sample after step 4: " in (tmp_path / "with/logs/rank-0.log").read_text()
+
+
+def test_where_none_can_be_drawn_the_log_tells_so_and_no_rank_waits() -> None:
+    asked = Loaded(config({"pipeline_parallel_degree": 2}), origins={"metrics.sample_freq": "run.toml:3"})
+    assert any("metrics.sample_freq: without effect" in note for note in configs.notes(asked))
+    assert run_ranks(2, is_idle, asked.config) == [True, True]
+
+
+def is_idle(rank: int, one: Config) -> bool:
+    run = make_run(rank, one)
+    return not Samples(one, run.runner, run.mesh, None, 0).every_steps
+
+
+def test_a_frequency_without_a_prompt_is_refused() -> None:
+    one = tiny_config(metrics={"sample_freq": 5})
+    (found,) = configs.check(Loaded(one, origins={"metrics.sample_freq": "run.toml:3"}))
+    assert "metrics.sample_freq=5 has no text to continue" in str(found)
+
+
+def test_evaluation_mode_is_left_as_it_was() -> None:
+    assert run_ranks(1, modes, config()) == [True]
+
+
+def modes(rank: int, one: Config) -> bool:
+    run = make_run(rank, one)
+    found = Samples(one, run.runner, run.mesh, None, 0)
+    before = torch.random.get_rng_state()
+    found.run(2)
+    return all(part.training for part in run.runner.parts) and torch.equal(before, torch.random.get_rng_state())

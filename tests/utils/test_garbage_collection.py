@@ -1,0 +1,52 @@
+"""Python's garbage is collected every so many steps, and never in between."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+
+from shardtrain.utils import garbage_collection
+from shardtrain.utils.errors import ConfigError
+
+
+@pytest.fixture
+def collections(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        garbage_collection,
+        "gc",
+        SimpleNamespace(**{name: getattr(gc, name) for name in ("isenabled", "enable", "disable")}),
+    )
+    garbage_collection.gc.collect = lambda generation=2: calls.append(generation) or 0
+    garbage_collection.gc.garbage = []
+    yield calls
+    gc.enable()
+
+
+@pytest.mark.parametrize(("steps", "freq"), [(10, 3), (10, 1), (10, 50), (100, 50)])
+def test_garbage_is_collected_steps_over_freq_times_and_never_by_itself(collections, steps, freq):
+    with garbage_collection.GarbageCollection(freq) as collection:
+        for step in range(1, steps + 1):
+            assert not gc.isenabled()
+            collection.step(step)
+    assert collections == [1] * (steps // freq)
+    assert gc.isenabled()
+
+
+def test_gc_debug_collects_everything_every_step_and_says_what_it_found(collections, caplog):
+    with (
+        caplog.at_level("INFO", logger="shardtrain"),
+        garbage_collection.GarbageCollection(50, debug=True) as collection,
+    ):
+        for step in (1, 2):
+            collection.step(step)
+    assert collections == [2, 2]
+    assert "gc: step 2: 0 objects in cycles, 0 not freed" in caplog.text
+
+
+def test_a_gc_frequency_below_one_is_an_error():
+    with pytest.raises(ConfigError, match=r"training\.gc_freq=0"):
+        garbage_collection.GarbageCollection(0)
+    assert gc.isenabled()

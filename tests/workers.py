@@ -1,0 +1,213 @@
+"""Workers of pytest-xdist as forks of one process that has imported all tests.
+
+A worker of its own imports PyTorch, transformers and each test file, whose assertions are rewritten: 13 CPU seconds,
+and 25 in a new clone, for each of four workers. A worker that is forked finds them there and collects in three. On
+Linux alone: elsewhere, and with one worker, pytest-xdist starts what it always starts.
+
+``start`` makes the process that forks, and ``command`` is what takes the place of an interpreter: it hands its standard
+streams over, and ends as the fork ends.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); import workers; workers.serve(int(sys.argv[2]), sys.argv[3:])"
+"""The main module of the forks has no file, as that of a worker: a process that is spawned would run it again."""
+
+
+class Server:
+    """The process from which workers are forked, for as long as this one lives or until ``close``."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="shardtrain-workers-")
+        self._path = str(Path(self._folder.name) / "socket")
+        here = str(Path(__file__).parent)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(self._path)
+            listener.listen()
+            words = [sys.executable, "-c", BOOTSTRAP, here, str(listener.fileno()), *arguments]
+            self._process = subprocess.Popen(words, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+
+    def command(self) -> str:
+        """What pytest-xdist takes for the Python of a worker."""
+        return shlex.join([sys.executable, "-I", "-S", __file__, self._path])
+
+    def close(self) -> None:
+        """End it, and workers that are left."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        import patience  # not where this file is a command
+
+        try:
+            self._process.wait(patience.seconds(20))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+
+def is_possible() -> bool:
+    """Whether this system has what is needed to wait for forks and for their callers alike."""
+    return hasattr(os, "pidfd_open") and hasattr(socket, "send_fds")
+
+
+def serve(listener_fd: int, arguments: list[str]) -> None:
+    """Import what ``arguments`` of pytest collect, and fork a worker for each that asks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the controller, which ends its workers
+    _collect(arguments)
+    with socket.socket(fileno=listener_fd) as listener, selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(0, selectors.EVENT_READ)
+        callers: dict[int, tuple[int, socket.socket]] = {}  # by pidfd: the process, and who waits for it
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is listener:
+                    caller = listener.accept()[0]
+                    pid = _fork(caller, [listener, selector, *(caller for _, caller in callers.values())])
+                    pidfd = os.pidfd_open(pid)
+                    callers[pidfd] = pid, caller
+                    selector.register(pidfd, selectors.EVENT_READ)
+                    selector.register(caller, selectors.EVENT_READ, pid)
+                elif key.fd in callers:
+                    pid, caller = callers.pop(key.fd)
+                    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    if caller in selector.get_map():
+                        selector.unregister(caller)
+                        caller.sendall(bytes([code if code >= 0 else 128 - code]))
+                    caller.close()
+                elif key.data is not None:  # its caller was killed
+                    selector.unregister(key.fileobj)
+                    os.kill(key.data, signal.SIGKILL)
+                else:  # the controller has closed this end, or is gone
+                    for pid, _ in callers.values():
+                        os.kill(pid, signal.SIGKILL)
+                    return
+
+
+def _collect(arguments: list[str]) -> None:
+    import gc
+
+    import pytest
+
+    kept = [os.dup(1), os.dup(2)]
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    for number in (1, 2):
+        os.dup2(nothing, number)
+    helper = _rewrite_from_the_end()
+    gc.disable()  # all of it stays: a collection would look at a million objects again and again
+    try:  # what cannot be collected is told by the workers
+        pytest.main([*arguments, "--collect-only", "-n", "0", "-p", "no:cacheprovider"])
+    finally:
+        for number, original in enumerate(kept, 1):
+            os.dup2(original, number)
+            os.close(original)
+        os.close(nothing)
+    if helper:
+        os.waitpid(helper, 0)
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # a collection of a fork would copy the pages of all that it looks at
+
+
+def _rewrite_from_the_end() -> int:
+    """Fork a process that compiles the tests as pytest does, the last first, and the package; gives its process id.
+
+    In a new clone that is half of what collecting costs, and the second core is idle meanwhile: both meet midway.
+    What it uses of pytest is not public. Where that has changed, files are compiled when they are imported.
+    """
+    if sys.dont_write_bytecode:
+        return 0
+    if pid := os.fork():
+        return pid
+    try:
+        import compileall
+        from types import SimpleNamespace
+
+        from _pytest.assertion import rewrite
+
+        tests, quiet = Path(__file__).parent, SimpleNamespace(trace=lambda text: None)
+        for path in sorted(tests.rglob("test_*.py"), reverse=True):
+            kept = rewrite.get_cache_dir(path) / (path.name[:-3] + rewrite.PYC_TAIL)
+            if rewrite.try_makedirs(kept.parent) and rewrite._read_pyc(path, kept) is None:
+                stamp, code = rewrite._rewrite_test(path, None)
+                rewrite._write_pyc(quiet, code, stamp, kept)
+        compileall.compile_dir(tests.parent / "shardtrain", quiet=2)
+    finally:
+        os._exit(0)
+
+
+def _fork(caller: socket.socket, others: list[socket.socket | selectors.BaseSelector]) -> int:
+    """Fork a worker that has the streams of ``caller``; gives its process id."""
+    _, streams, _, _ = socket.recv_fds(caller, 1, 3)
+    pid = os.fork()
+    if pid:
+        for stream in streams:
+            os.close(stream)
+        return pid
+    try:
+        for one in (*others, caller):
+            one.close()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        _work()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        os._exit(1)
+
+
+def _work() -> NoReturn:
+    """What ``python -u -c`` does with the line of execnet that begins a worker."""
+    import random
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    random.seed()
+    sys.argv = ["-c"]
+    sys.stdin = sys.__stdin__ = os.fdopen(0, "r", closefd=False)
+    sys.stdout = sys.__stdout__ = os.fdopen(1, "w", 1, closefd=False)
+    sys.stderr = sys.__stderr__ = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
+    code = 0
+    try:
+        exec(eval(sys.stdin.readline()), {"__name__": "__main__"})
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code & 0xFF)
+
+
+def ask(path: str) -> int:
+    """Have a worker with the standard streams of this process; gives the status with which it ended."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        os._exit(128 + signum)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(path)
+        socket.send_fds(server, [b"w"], [0, 1, 2])
+        os.close(0)
+        os.close(1)
+        status = server.recv(1)
+    return status[0] if status else 1
+
+
+if __name__ == "__main__":
+    sys.exit(ask(sys.argv[1]))
