@@ -38,6 +38,8 @@ from shardtrain.config.options import options
 options()  # it remembers them
 SEED = torch.initial_seed()
 """What a fresh interpreter has."""
+STACKS = signal.SIGRTMAX
+"""On this signal a forked command writes on its standard error where each of its threads is, and goes on."""
 
 
 class Popen(subprocess.Popen):
@@ -110,6 +112,7 @@ def _as_fresh(environment: dict[str, str]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     faulthandler.disable()
+    faulthandler.register(STACKS, file=2)
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)
     multiprocessing.process._children = set()  # type: ignore[attr-defined]

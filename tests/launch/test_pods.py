@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import forked
@@ -37,6 +38,7 @@ def pod(number: int, port: int, command: list[str]) -> subprocess.Popen:
         "PET_NNODES": "2", "PET_NODE_RANK": str(number), "PET_NPROC_PER_NODE": "auto", "PYTHONUNBUFFERED": "1",
         "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "NODE_NAME": f"node{number}",
         "RUNAI_PROJECT": "team", "RUNAI_JOB_NAME": "job", "RUNAI_JOB_UUID": "8c1c", "RUNAI_NUM_OF_GPUS": "1",
+        "RDZV_TIMEOUT": str(round(patience.seconds(TIMEOUT))),
     }  # fmt: skip
     inherited = {name: value for name, value in os.environ.items() if name not in DROPPED}
     environment = {**inherited, "GLOO_SOCKET_IFNAME": "lo", "SHARDTRAIN_LOCAL_ADDR": "127.0.0.1", **names}
@@ -66,6 +68,9 @@ def test_two_pods_train_one_is_told_to_go_and_the_same_command_resumes(tmp_path)
         codes = [one.poll() for one in pods]
         if any(code is not None for code in codes):
             for one in pods:
+                if one.poll() is None:
+                    one.send_signal(forked.STACKS)
+                    time.sleep(1)
                 one.terminate()  # or the other waits for it as long as a node waits
             told = [one.communicate(timeout=patience.seconds(TIMEOUT))[1] for one in pods]
             pytest.fail(f"ended with {codes} before two steps:\n" + "\n".join(told))
