@@ -6,6 +6,7 @@ A model file carries one ``LAYOUT`` and one ``INIT`` table; ``check`` proves tha
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -76,20 +77,19 @@ class Draw:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _globs(pattern: str) -> tuple[re.Pattern[str], ...]:
     # fnmatch's "*" crosses dots; a layout's must not, or "layers.*.ffn" would also name its children
-    pieces = re.findall(r"\*|\?|\[[^\]]*\]|[^*?\[]+", pattern)
-    regex = {"*": "[^.]*", "?": "[^.]"}
-    return re.compile("".join(regex.get(piece, piece if piece[0] == "[" else re.escape(piece)) for piece in pieces))
+    return tuple(re.compile(fnmatch.translate(part)) for part in pattern.split("."))
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a dotted path fits a glob in which ``*`` stops at a dot.
+    """Whether a dotted path fits a glob, part by part between dots, each as ``fnmatch`` has it: *, ?, [ab], [!ab].
 
-    >>> matches("layers.3.attn.wq", "layers.*.attn.w[qkv]"), matches("layers.3.ffn.w1", "layers.*")
+    >>> matches("layers.3.attn.wq", "layers.*.attn.w[!o]"), matches("layers.3.ffn.w1", "layers.*")
     (True, False)
     """
-    return _compiled(pattern).fullmatch(path) is not None
+    names, globs = path.split("."), _globs(pattern)
+    return len(names) == len(globs) and all(glob.match(name) for name, glob in zip(names, globs, strict=True))
 
 
 def word_of(layout: Layout, module_path: str) -> str | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
+import itertools
 
 import pytest
 
@@ -52,10 +54,25 @@ def changed(**fields) -> Layout:
         ("axb", "a.b", False),
         ("a+b", "a+b", True),
         ("", "*", True),
+        ("layers.3.attn.wq", "layers.*.attn.w[!o]", True),
+        ("layers.3.attn.wo", "layers.*.attn.w[!o]", False),
+        ("layers.3.attn.w!", "layers.*.attn.w[!o]", True),
+        ("layers.attn", "layers[!o]attn", False),
+        ("layers.11.attn", "layers.[!0].attn", False),
     ],
 )
 def test_a_star_stops_at_a_dot(path: str, pattern: str, fits: bool) -> None:
     assert matches(path, pattern) is fits
+
+
+def test_within_a_part_a_pattern_means_what_fnmatch_says() -> None:
+    """All globs of up to four of these letters, on names of up to two: sets, their opposites, ranges, and what is no set."""
+    names = ["".join(letters) for count in range(3) for letters in itertools.product("ab]!-", repeat=count)]
+    for count in range(1, 5):
+        for letters in itertools.product("[]!a-*", repeat=count):
+            pattern = "".join(letters)
+            for name in names:
+                assert matches(f"x.{name}", f"x.{pattern}") is fnmatch.fnmatchcase(name, pattern), (name, pattern)
 
 
 def test_word_of_a_path_is_that_of_the_rule_that_names_it() -> None:
