@@ -66,7 +66,7 @@ def test_a_star_stops_at_a_dot(path: str, pattern: str, fits: bool) -> None:
 
 
 def test_within_a_part_a_pattern_means_what_fnmatch_says() -> None:
-    """All globs of up to four of these letters, on names of up to two: sets, their opposites, ranges, and what is no set."""
+    """All globs of up to four of these letters, on names of up to two: sets, their opposites, ranges, and no sets."""
     names = ["".join(letters) for count in range(3) for letters in itertools.product("ab]!-", repeat=count)]
     for count in range(1, 5):
         for letters in itertools.product("[]!a-*", repeat=count):

@@ -213,7 +213,8 @@ class _Length:
             fix = 'write "replicate" for a module within one that is gathered'
         elif not part and self.is_part(x_BtD):
             rule = "works on the whole sequence, and is given this rank's part of it"
-            fix = 'write "sequence", or put it into a module with the word "gather"'
+            own = "router" if word == "rowwise" else "sequence"
+            fix = f'write "{own}", or put it into a module with the word "gather"'
         else:
             return x_BtD
         raise ConfigError(Problem(f"LAYOUT.tensor[{path!r}]", word, rule, fix))
@@ -230,7 +231,7 @@ def _style(word: str, loss_parallel: bool, path: str = "", length: _Length | Non
     if word == "colwise":
         return GatheringColwise(length)
     if word == "rowwise":
-        return RowwiseParallel(output_layouts=sequence)
+        return DealingRowwise(lambda x: length.require(path, word, x, part=False))
     if word == "head":
         return ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1) if loss_parallel else Replicate())
     if word == "local":
@@ -281,6 +282,26 @@ class GatheringColwise(ColwiseParallel):
             return (_gathered(inputs[0], device_mesh), *inputs[1:]) if is_part else inputs
 
         module.register_forward_pre_hook(gather)
+        return super()._apply(module, device_mesh)
+
+
+class DealingRowwise(RowwiseParallel):
+    """Input features split; of features that all ranks have whole, as a "replicate" module gives them, a rank takes its
+    own, and each rank has the gradient of all of them. ``take`` may refuse what is whole."""
+
+    def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(output_layouts=Shard(1))
+        self._take = take
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def deal(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            x = inputs[0]
+            if not isinstance(linear, nn.Linear) or isinstance(x, DTensor) or x.size(-1) != linear.in_features:
+                return inputs
+            whole = DTensor.from_local(self._take(x), device_mesh, (Replicate(),), run_check=False)
+            return (whole.redistribute(placements=(Shard(-1),)), *inputs[1:])
+
+        module.register_forward_pre_hook(deal)
         return super()._apply(module, device_mesh)
 
 

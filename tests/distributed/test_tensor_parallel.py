@@ -9,12 +9,14 @@ import torch
 from ranks import run_ranks
 from tiny import SHAPE, tiny_config
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 
 from shardtrain.distributed import build, tensor_parallel
 from shardtrain.distributed.process_group import World
 from shardtrain.models import find, shape_of
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.tied import tied_names
+from shardtrain.utils.errors import ConfigError
 
 PLACEMENTS = {
     "embed": Shard(0),
@@ -91,6 +93,48 @@ def _check_tied(rank: int) -> None:
 
 def test_words_split_weights_and_activations_as_they_say() -> None:
     run_ranks(2, _check)
+
+
+class Mixer(torch.nn.Module):
+    """A state that all features share, so that every rank computes all of it, and a linear out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
+
+    def forward(self, x_BTD):
+        return self.out(self.into(x_BTD).softmax(-1).cumsum(1))
+
+
+def _check_rowwise_on_whole_features(rank: int) -> None:
+    mesh = build(tiny_config(parallelism={"tensor_parallel_degree": 2}), World(rank, 2, rank, torch.device("cpu")))
+    generator = torch.Generator().manual_seed(0)
+    x_BTD, back_BTD = (torch.randn(3, 4, 8, generator=generator) for _ in range(2))
+    torch.manual_seed(0)
+    alone, split = Mixer(), Mixer()
+    split.load_state_dict(alone.state_dict())
+    length = tensor_parallel._Length(2)
+    length.note(split, (x_BTD, torch.zeros(3, 4)), {})
+    words = {"": "gather", "into": "replicate", "out": "rowwise"}
+    styles = {path: tensor_parallel._style(word, False, path, length) for path, word in words.items()}
+    parallelize_module(split, mesh.submesh("tp"), styles)
+    half = slice(2 * rank, 2 * rank + 2)
+    mine_BTD, theirs_BTD = x_BTD[:, half].clone().requires_grad_(), x_BTD.clone().requires_grad_()
+    expected_BTD, out_BTD = alone(theirs_BTD), local_tensor(split(mine_BTD))
+    torch.testing.assert_close(out_BTD, expected_BTD[:, half])
+    expected_BTD.backward(back_BTD)
+    out_BTD.backward(back_BTD[:, half])
+    torch.testing.assert_close(mine_BTD.grad, theirs_BTD.grad[:, half])
+    for name, parameter in split.named_parameters():
+        torch.testing.assert_close(parameter.grad.full_tensor(), alone.get_parameter(name).grad, msg=name)
+    # weights that each rank has whole have whole gradients: they are never summed
+    torch.testing.assert_close(split.into.weight.grad.to_local(), alone.into.weight.grad)
+    with pytest.raises(ConfigError, match='"rowwise" works on the whole sequence.*write "router"'):
+        split.out(torch.zeros(3, 2, 12))
+
+
+def test_a_rowwise_linear_that_is_given_all_features_on_each_rank_takes_its_own() -> None:
+    run_ranks(2, _check_rowwise_on_whole_features)
 
 
 def test_one_rank_changes_nothing() -> None:

@@ -216,7 +216,7 @@ class _Prober:
                 changed.append(path)
         if not changed:
             return []
-        _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
+        error, place = self._run_dealing(halved)
         rule = (
             "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under tp=2, "
         )
@@ -242,6 +242,17 @@ class _Prober:
             core = self._layout.context
             return [self._problem(f"{rule}{core} is given {heads} heads and not half of {whole}", fix)]
         return []
+
+    def _run_dealing(self, halved: nn.Module) -> tuple[str, str]:
+        """The error and its place where rowwise linears that are given all features take their half, as a rank does."""
+        while True:
+            _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
+            module = dict(halved.named_modules()).get(place)
+            if not error or not isinstance(module, nn.Linear) or word_of(self._layout, place) != "rowwise":
+                return error, place
+            if module._forward_pre_hooks or self._runs_as_colwise(halved, place):
+                return error, place
+            module.register_forward_pre_hook(_take_half)
 
     def _runs_as_colwise(self, halved: nn.Module, path: str) -> bool:
         """Whether layers run where the linear of this name has half of its outputs in place of its inputs."""
@@ -274,6 +285,12 @@ class _Prober:
 
 class _NoTensor(Exception):
     """A forward pass gave something else than logits."""
+
+
+def _take_half(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Of twice the features that a linear has weights for, the first half; what is of another width stays."""
+    half = linear.get_parameter("weight").size(-1)
+    return (inputs[0][..., :half], *inputs[1:]) if inputs[0].size(-1) == 2 * half else inputs
 
 
 def _halve(module: nn.Module, dim: int) -> bool:

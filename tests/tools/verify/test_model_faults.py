@@ -247,9 +247,14 @@ FAULTS: dict[str, Fault] = {
          (IN_FFN, IN_FFN.replace("self.up(x)", "self.up(x.mT).mT"))],
         "tp=2", "refused", ["is for nn.Linear, and blocks.0.ffn.up is of class Conv1d", "per_head"],
     ),
-    "rowwise on whole features": Fault(
-        [('"blocks.*.ffn.up": "colwise"', '"blocks.*.ffn.up": "replicate"')],
-        "tp=2", "refused", ['calls blocks.0.ffn.down "rowwise"', 'compute them with a linear that is "colwise"'],
+    "rowwise on a part of the sequence": Fault(
+        [("self.drop = nn.Dropout(c.dropout)", "self.drop, self.mix = nn.Dropout(c.dropout), nn.Linear(c.dim, c.dim)"),
+         (IN_BLOCK, "        x = x + self.mix(x)\n" + IN_BLOCK),
+         ('"blocks.*.*.*.bias": Draw("zeros"),', '"blocks.*.*.*.bias": Draw("zeros"),\n        '
+          '"blocks.*.mix.*": Draw("normal", std=0.02),'),
+         ("dropout: float = 0.1", "dropout: float = 0.0"),
+         ('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "sequence", "blocks.*.mix": "rowwise"')],
+        "tp=2", "not possible", ["blocks.0.mix", '"rowwise" works on the whole sequence', 'write "router"'], True,
     ),
     "colwise where rowwise": Fault(
         [('"blocks.*.ffn.down": "rowwise"', '"blocks.*.ffn.down": "colwise"')],
