@@ -18,7 +18,7 @@ TENSOR_WORDS = {
     "sequence": "norm on activations split along the sequence, as its output is; weights whole on every tp rank",
     "gather": "the module's first input is gathered along the sequence; holds no weights of its own",
     "colwise": "linear, output features split over tp; an input split along the sequence is gathered",
-    "rowwise": "linear, input features split over tp (of whole ones its own part of whole ones), output split along the sequence",
+    "rowwise": "linear, input features split over tp (of whole ones its own), output split along the sequence",
     "head": "linear to the vocabulary, output features split over tp",
     "local": "the module works on this rank's part of the sequence; holds no weights of its own",
     "router": "linear on activations that are split along the sequence; weights whole on every tp rank",
