@@ -7,164 +7,41 @@ the package, so that a refusal can be held against them: one that breaks none of
 from __future__ import annotations
 
 import dataclasses
-import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
-DOCUMENTS = "tests/fixtures/search/documents.jsonl"
-STEPS = 2
-P, T, A, M = "parallelism.", "training.", "activation_checkpoint.", "model.overrides."
-DEGREES = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
-PP, DDP, FSDP, CP, TP = (f"{P}{axis}_degree" for axis in DEGREES)
-EP, SCHEDULE = f"{P}expert_parallel_degree", f"{P}pipeline_parallel_schedule"
-MICRO, LOCAL, SEQ = f"{P}pipeline_parallel_microbatch_size", f"{T}local_batch_size", f"{T}seq_len"
-LESS = tuple(f"{P}pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
-SINGLE, V_SHAPED = ("1F1B", "GPipe"), ("ZBVZeroBubble", "DualPipeV")
-LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
-SPLIT = ("InterleavedZeroBubble", *V_SHAPED)
-NEWER = ("llama4", "gpt_oss", "deepseek_v2")
-"""Families that came after most seeds had been searched: drawn where asked for, so that cases stay the same."""
-MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", *NEWER)
-OF_ANSWERS = ("preference", "simpo", "orpo", "kto")
-NEW_HEAD = ("classification", "reward_model")
-"""Tasks whose head takes the place of that to the vocabulary."""
-
-ATTENTION = {"dim": "32", "num_heads": "4", "head_dim": "8"}
-SHAPES: dict[str, dict[str, str]] = {
-    "llama3": {**ATTENTION, "num_kv_heads": "2", "ffn_dim": "64"},
-    "mistral": {**ATTENTION, "num_kv_heads": "2", "ffn_dim": "64", "sliding_window": "0"},
-    "qwen2": {**ATTENTION, "num_kv_heads": "2", "ffn_dim": "64", "tied_embeddings": "false"},
-    "qwen3": {**ATTENTION, "num_kv_heads": "2", "ffn_dim": "64", "tied_embeddings": "false"},
-    "neox": {**ATTENTION, "ffn_dim": "64", "rotary_pct": "0.5"},
-    "encoder": {**ATTENTION, "num_kv_heads": "2", "ffn_dim": "64", "dropout": "0"},
-    "qwen3_moe": {**ATTENTION, "num_kv_heads": "2", "moe_ffn_dim": "24", "num_experts": "8", "top_k": "2"},
-    "mixtral": {**ATTENTION, "num_kv_heads": "2", "moe_ffn_dim": "24", "num_experts": "4"},
-    "deepseek_v3": {
-        "dim": "32", "num_heads": "4", "q_lora_rank": "16", "kv_lora_rank": "12", "qk_nope_head_dim": "8",
-        "qk_rope_head_dim": "4", "v_head_dim": "8", "num_dense_layers": "1", "ffn_dim": "64", "moe_ffn_dim": "16",
-        "num_experts": "8", "num_shared_experts": "1", "top_k": "2", "num_groups": "4", "top_groups": "2",
-        "init_std": "0.1",
-    },
-    "llama4": {
-        **ATTENTION, "num_kv_heads": "2", "ffn_dim": "64", "moe_ffn_dim": "24", "num_experts": "8", "top_k": "1",
-        "num_shared_experts": "1", "interleave_moe_layer_step": "2", "no_rope_layer_interval": "2",
-        "attention_chunk_size": "11", "floor_scale": "9",
-    },
-    "gpt_oss": {
-        **ATTENTION, "num_kv_heads": "2", "moe_ffn_dim": "24", "num_experts": "8", "top_k": "2",
-        "sliding_window": "11", "init_std": "0.1",
-    },
-    "deepseek_v2": {
-        "dim": "32", "num_heads": "4", "q_lora_rank": "0", "kv_lora_rank": "12", "qk_nope_head_dim": "8",
-        "qk_rope_head_dim": "4", "v_head_dim": "8", "num_dense_layers": "1", "ffn_dim": "64", "moe_ffn_dim": "16",
-        "num_experts": "8", "num_shared_experts": "2", "top_k": "2", "init_std": "0.1",
-    },
-}  # fmt: skip
-"""Of each family the fields that make it tiny, but the number of layers and the vocabulary, which all have."""
-FLAVORS = {"qwen3_moe": "debugmodel_moe"}
-FAMILIES = (
-    *("llama3", "llama3", "mistral", "qwen2", "qwen3", "neox", "encoder"),
-    *(2 * ("qwen3_moe", "mixtral", "deepseek_v3")),
+import search_more
+from search_case import (
+    CP,
+    DDP,
+    EP,
+    FAMILIES,
+    FSDP,
+    LESS,
+    LOCAL,
+    LOOPED,
+    MICRO,
+    MIXTURES,
+    NEW_HEAD,
+    NEWER,
+    OF_ANSWERS,
+    PP,
+    SCHEDULE,
+    SEQ,
+    SHAPES,
+    SINGLE,
+    SPLIT,
+    TP,
+    UNSET,
+    V_SHAPED,
+    WRITTEN,
+    A,
+    Broken,
+    Case,
+    M,
+    P,
+    T,
 )
-"""What a case's family is drawn from, each as often as it stands here."""
-
-BASE = {
-    f"{T}dataset": "jsonl",
-    f"{T}dataset_path": DOCUMENTS,
-    f"{T}device": "cpu",
-    f"{T}steps": str(STEPS),
-    SEQ: "32",
-    LOCAL: "1",
-    f"{T}mixed_precision_param": "float32",
-    f"{A}mode": "none",
-    "optimizer.lr": "1e-2",
-    "optimizer.eps": "1e-3",
-    "lr_scheduler.warmup_steps": "1",
-    "model.name": "llama3",
-    f"{M}num_layers": "2",
-    f"{M}vocab_size": "320",
-    FSDP: "1",
-}
-"""What a case starts from: a shorter case is one that says less beside it. AdamW's eps is large, because a small one
-turns rounding of 1e-8 in a gradient into 1e-4 in a weight."""
-UNSET = "unset"
-"""The value that takes an option of BASE away."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """A configuration: what it says beside BASE, passes per step and data rank, and a second mesh or none.
-
-    ``then`` are options that the second half of the run, continued from its checkpoint, has instead of those of
-    ``options`` that are about the mesh.
-    """
-
-    options: Mapping[str, str] = field(default_factory=dict)
-    accumulation: int = 1
-    then: Mapping[str, str] | None = None
-
-    def value(self, option: str, default: str = "") -> str:
-        """What an option is set to."""
-        found = self.options.get(option, BASE.get(option, default))
-        return default if found == UNSET else found
-
-    def number(self, option: str, default: int = 1) -> int:
-        """The same of a whole number."""
-        text = self.value(option, str(default))
-        return int(text) if text.lstrip("-").isdigit() else default
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks that the mesh has."""
-        return math.prod(self.number(degree) for degree in (PP, DDP, FSDP, CP, TP))
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that read different rows."""
-        return self.number(DDP) * self.number(FSDP)
-
-    @property
-    def global_batch(self) -> int:
-        """Rows of a step."""
-        return self.number(LOCAL) * self.data_ranks * self.accumulation
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether all numbers are float32."""
-        types = [self.value(f"{T}{name}", "float32") for name in ("dtype", "mixed_precision_param")]
-        return {*types, self.value(f"{T}mixed_precision_reduce", "float32")} == {"float32"}
-
-    def resolved(self) -> dict[str, str]:
-        """All options, those of BASE too."""
-        family = self.value("model.name")
-        shape = {f"{M}{name}": value for name, value in SHAPES[family].items()}
-        flavor = {"model.flavor": FLAVORS[family]} if family in FLAVORS else {}
-        batch = {f"{T}global_batch_size": str(self.global_batch)}
-        merged = {**BASE, **shape, **flavor, **batch, **self.options}
-        return {name: value for name, value in merged.items() if value != UNSET}
-
-    def words(self) -> list[str]:
-        """The command line, without the number of ranks."""
-        return [word for name, value in self.resolved().items() for word in (f"--{name}", *value.split("\n"))]
-
-    def moved(self) -> Case:
-        """The second half, with the rows per step of the first."""
-        assert self.then is not None
-        kept = {name: value for name, value in self.options.items() if not is_of_mesh(name)}
-        second = Case({**kept, **self.then})
-        passes, rest = divmod(self.global_batch, second.number(LOCAL) * second.data_ranks)
-        return dataclasses.replace(second, accumulation=passes if not rest else 0)
-
-    def one_process(self) -> Case:
-        """What it must be equal to: the same model, data and optimizer, in one pass on one rank."""
-        kept = {name: value for name, value in self.options.items() if not is_of_mesh(name)}
-        return Case({**kept, LOCAL: str(self.global_batch)})
-
-
-def is_of_mesh(option: str) -> bool:
-    """Whether an option says how something is computed, and not what."""
-    return option.startswith((P, A, "compile.", "training.dataloader")) or option in (LOCAL, f"{T}enable_cpu_offload")
 
 
 def draw_any(seed: int, number: int) -> Case:
@@ -172,13 +49,15 @@ def draw_any(seed: int, number: int) -> Case:
     return _draw(random.Random(f"any {seed}/{number}"))
 
 
-def draw(seed: int, number: int, families: Sequence[str] = FAMILIES) -> Case:
+def draw(seed: int, number: int, families: Sequence[str] = FAMILIES, features: Sequence[str] = ()) -> Case:
     """Case ``number`` of a seed: nearly always a legal one, now and then the first that comes."""
+    if features:
+        return _draw_more(random.Random(f"more {seed}/{number}"), families, features)
     rng = random.Random(f"{seed}/{number}")
     case = _draw(rng, families)
     if rng.random() < 0.9:
         for _ in range(200):
-            if not list(broken(case)):
+            if not list(broken(case)) and not _was_refused(case):
                 break
             case = _draw(rng, families)
     if rng.random() < 0.15 and case.value("task.name", "language_model") == "language_model":
@@ -188,6 +67,34 @@ def draw(seed: int, number: int, families: Sequence[str] = FAMILIES) -> Case:
             moved = dataclasses.replace(case, then=options)
             if moved.moved().accumulation and not list(broken(moved.moved())) and not list(broken(case)):
                 return moved
+    return case
+
+
+def _was_refused(case: Case) -> bool:
+    """What broke a rule when the first seeds were searched, and is drawn as a feature since: cases stay the same."""
+    task = case.value("task.name")
+    return (task in NEW_HEAD and case.value("lora.enable") == "true") or (task == "reward_model" and TP in case.options)
+
+
+def _draw_more(rng: random.Random, families: Sequence[str], features: Sequence[str]) -> Case:
+    """A case with some of the features, and often with a second mesh where it is saved; nine in ten are legal."""
+    families, any_will_do = [name for name in families if name != "encoder"], rng.random() < 0.1
+    for _ in range(300):
+        case = _draw(rng, families)
+        draft = search_more.Draft(dict(case.options), case.accumulation)
+        search_more.add(rng, draft, features)
+        case = Case(draft.options, draft.accumulation)
+        if any_will_do:
+            return case
+        if list(broken(case)):
+            continue
+        if not draft.moves or "validation.steps" in case.options:
+            return case
+        options = _mesh(rng, case.value("model.name"), rng.choice((1, 2, 2, 4)))
+        options[LOCAL] = str(rng.choice((1, 2, 4)))
+        moved = dataclasses.replace(case, then=options)
+        if moved.moved().accumulation and not list(broken(moved.moved())):
+            return moved
     return case
 
 
@@ -431,20 +338,13 @@ def _task(rng: random.Random, family: str, so_far: dict[str, str]) -> dict[str, 
     return options
 
 
-@dataclass(frozen=True)
-class Broken:
-    """A rule that a case breaks, and the options of which a refusal may name any."""
-
-    rule: str
-    options: tuple[str, ...]
-
-
 def broken(case: Case) -> Iterator[Broken]:
     """The documented rules that a case breaks."""
     yield from _of_tensors(case)
     yield from _of_pipeline(case)
     yield from _of_experts(case)
     yield from _of_pairs(case)
+    yield from search_more.broken(case)
 
 
 def _of_tensors(case: Case) -> Iterator[Broken]:
@@ -478,16 +378,19 @@ def _of_pipeline(case: Case) -> Iterator[Broken]:
     per_stage = case.number(f"{P}pipeline_parallel_layers_per_stage", 0)
     weighted = layers + sum(less)
     stages = -(-weighted // per_stage) if per_stage else pp * (1 if schedule in SINGLE else 2)
-    named = (PP, SCHEDULE, f"{P}pipeline_parallel_layers_per_stage")
+    parts = case.value(search_more.PARTS)
+    stages = parts.count("[") - 1 if parts else stages
+    named = (PP, SCHEDULE, f"{P}pipeline_parallel_layers_per_stage", search_more.PARTS)
     fits = {
         **dict.fromkeys(SINGLE, stages == pp),
         **dict.fromkeys(V_SHAPED, stages == 2 * pp),
         **dict.fromkeys(LOOPED, stages % pp == 0 and stages >= 2 * pp),
+        WRITTEN: stages % pp == 0,
     }[schedule]
     if not fits:
         yield Broken(f"{schedule} on {pp} ranks takes no {stages} stages", named)
     # as evenly as whole layers allow, the ends counting for layers, and a layer for each stage
-    if layers < stages or (weighted < stages + sum(less)):
+    if not parts and (layers < stages or (weighted < stages + sum(less))):
         yield Broken(f"{layers} layers are enough for {stages} stages", named)
     size, local = case.number(MICRO), case.number(LOCAL)
     if local % size:
@@ -541,9 +444,9 @@ def _of_pairs(case: Case) -> Iterator[Broken]:
     if case.value("data.packing", "concat") == "concat" and case.value("data.long_documents", "split") != "split":
         yield Broken("concat cuts long documents", ("data.long_documents",))
     task = case.value("task.name", "language_model")
-    if task == "language_model":
+    if task in ("language_model", "distillation"):
         return
-    degrees = [PP, CP] if task in ("classification", *OF_ANSWERS) else [PP, CP, TP]
+    degrees = [PP, CP] if task in (*NEW_HEAD, *OF_ANSWERS) else [PP, CP, TP]
     for degree in degrees:
         if case.number(degree) > 1:
             yield Broken(f"{task} reads whole rows on whole models", (degree,))
@@ -551,7 +454,5 @@ def _of_pairs(case: Case) -> Iterator[Broken]:
         yield Broken("a task of rows needs its outputs whole", (f"{P}disable_loss_parallel",))
     if case.number(TP) > 1 and case.value("compile.enable") == "true" and case.value("compile.components") != "loss":
         yield Broken("rows of every length are not compiled for split layers", ("compile.enable",))
-    if task in NEW_HEAD and case.value("lora.enable") == "true":
-        yield Broken(f"{task} starts a head anew", ("lora.enable",))
     if task == "classification" and 4 % case.number(TP):
         yield Broken("a head of four rows is divided", (TP,))

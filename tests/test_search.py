@@ -1,6 +1,6 @@
 """Random configurations, each refused before a rank starts, or equal to one process; and the search for others.
 
-``SHARDTRAIN_SEARCH_SEED`` takes others, ``SHARDTRAIN_SEARCH`` so many in place of 20: see ``docs/search.md``.
+``SHARDTRAIN_SEARCH_SEED`` takes others, ``SHARDTRAIN_SEARCH`` so many a part in place of 20: see ``docs/search.md``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import search
 import torch.distributed as dist
 from search import Searcher, Verdict, command, parse, refusal, shrink
-from search_space import (
+from search_case import (
     CP,
     DDP,
     FAMILIES,
@@ -36,22 +36,25 @@ from search_space import (
     Case,
     M,
     P,
-    broken,
-    draw,
-    draw_any,
 )
+from search_more import FEATURES, NOT_DRAWN
+from search_space import broken, draw, draw_any
 from tiers import cases
 
 from shardtrain.config import problems as config_problems
+from shardtrain.config.options import Option, entry_name, options, options_of
 from shardtrain.distributed import fsdp, pipeline_parallel
 from shardtrain.utils.errors import ConfigError, Problem
 
 SEED = int(os.environ.get("SHARDTRAIN_SEARCH_SEED", "0"))
 COUNT = int(os.environ.get("SHARDTRAIN_SEARCH", "20"))
-PARTS, NEWER_PARTS = 25, 3
-"""Parts of 20 cases are 500 together."""
-SMALL_COUNTS = ((COUNT * 7 // 10, FAMILIES), (COUNT - COUNT * 7 // 10, NEWER))
-"""Of the default tier, 20 together: the first of two ranks and few passes, of any part."""
+PARTS, NEWER_PARTS, MORE_PARTS = 25, 3, 15
+"""Parts of 20 cases are 500 together, and 300 with features."""
+OLDER, NEW, MORE = (FAMILIES, ()), (NEWER, ()), ((*FAMILIES, *NEWER), FEATURES)
+"""Families to draw from, and features."""
+CHEAP = (("llama3", "mixtral"), ("named_stages", "distillation", "chat", "mixture", "low_bits", "early_step"))
+SMALL_COUNTS = ((COUNT * 7 // 10, OLDER), (COUNT - COUNT * 7 // 10, NEW), (COUNT // 7, CHEAP))
+"""Of the default tier: the first of two ranks and few passes, of any part."""
 SMALL, SMALL_PIPELINE = 2, 8
 """Passes of layers in a step of one rank, which time goes to."""
 
@@ -83,7 +86,7 @@ def searcher(tmp_path: Path) -> Searcher:
     return Searcher(tmp_path)
 
 
-def small_ones(how_many: int, families: Sequence[str]) -> Iterator[int]:
+def small_ones(how_many: int, families: Sequence[str], features: Sequence[str]) -> Iterator[int]:
     """The first cases of the seed that two ranks run in few passes."""
 
     def is_small(case: Case) -> bool:
@@ -92,29 +95,29 @@ def small_ones(how_many: int, families: Sequence[str]) -> Iterator[int]:
         passes *= case.number(f"{M}num_layers")
         return case.num_ranks == 2 and passes <= (SMALL_PIPELINE if piped else SMALL)
 
-    return islice((number for number in count() if is_small(draw(SEED, number, families))), how_many)
+    return islice((number for number in count() if is_small(draw(SEED, number, families, features))), how_many)
 
 
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("families", "numbers"),
+    ("of", "numbers"),
     cases(
         [
-            pytest.param(families, list(small_ones(how_many, families)), id=f"{name}-small")
-            for name, (how_many, families) in zip(("all", "newer"), SMALL_COUNTS, strict=True)
+            pytest.param(of, list(small_ones(how_many, *of)), id=f"{name}-small")
+            for name, (how_many, of) in zip(("all", "newer", "cheap-features"), SMALL_COUNTS, strict=True)
         ],
         nightly=[
-            pytest.param(families, range(part * COUNT, (part + 1) * COUNT), id=f"{name}-{part}")
-            for name, families, parts in (("all", FAMILIES, PARTS), ("newer", NEWER, NEWER_PARTS))
+            pytest.param(of, range(part * COUNT, (part + 1) * COUNT), id=f"{name}-{part}")
+            for name, of, parts in (("all", OLDER, PARTS), ("newer", NEW, NEWER_PARTS), ("features", MORE, MORE_PARTS))
             for part in range(parts)
         ],
     ),
 )
 def test_random_configurations_are_refused_or_equal_to_one_process(
-    families: Sequence[str], numbers: Sequence[int]
+    of: tuple[Sequence[str], Sequence[str]], numbers: Sequence[int]
 ) -> None:
     lines: list[str] = []
-    counts, faults = search.search(SEED, numbers, lines.append, families=families)
+    counts, faults = search.search(SEED, numbers, lines.append, families=of[0], features=of[1])
     assert not faults, "\n".join(lines)
     assert sum(counts.values()) == len(numbers)
     assert counts["equal"] > counts["refused"]  # a search of refusals would prove little
@@ -167,6 +170,34 @@ def test_cases_reach_every_kind_of_option() -> None:
     assert sum(case.then is not None for case in cases) > 50
     legal = sum(not list(broken(case)) for case in cases)
     assert 0.8 * len(cases) < legal < len(cases)
+
+
+def names_of(option: Option) -> list[str]:
+    """Its own, or those of the keys of its entries."""
+    return list(options_of(f"{option.name}.{entry_name(option)}", option.entry)) if option.entry else [option.name]
+
+
+def placed(name: str) -> str:
+    """The option of the schema that an option of a case sets: ``data.sources.NAME.weight`` for one source's weight."""
+    table = next((option for option in options().values() if name.startswith(f"{option.name}.")), None)
+    if table is None:
+        return name
+    _entry, _, key = name[len(table.name) + 1 :].partition(".")
+    return f"{table.name}.{entry_name(table)}.{key.partition('.')[0]}" if table.entry else table.name
+
+
+def test_every_option_is_drawn_or_said_to_change_no_number() -> None:
+    every = {name for option in options().values() for name in names_of(option)}
+    drawn_cases = [draw(4, number, features=features) for number in range(450) for features in ((), FEATURES)]
+    drawn_cases += [case.moved() for case in drawn_cases if case.then is not None]
+    drawn = {placed(name) for case in drawn_cases for name in case.resolved()}
+    reasons = [name for names in NOT_DRAWN.values() for name in names]
+    known = {option: [name for name in reasons if f"{option}.".startswith(f"{name.rstrip('.')}.")] for option in every}
+    assert drawn <= every
+    assert not [option for option in drawn if known[option]], "these are drawn: take them out of NOT_DRAWN"
+    missing = [option for option in every - drawn if not known[option]]
+    assert not missing, "draw these in tests/search_more.py, or say in NOT_DRAWN why they change no number"
+    assert set(reasons) == {name for names in known.values() for name in names}  # none that is no option
 
 
 SPLIT = Case(

@@ -62,6 +62,15 @@ def compute_dtype(config: Config) -> str:
     return config.training.mixed_precision_param
 
 
+BLOCK_OF_8_BITS = 256
+"""Numbers of an 8-bit state that have a scale in common, along the last dimension of a parameter; as in torchao."""
+
+
+def state_block(config: Config) -> int:
+    """Columns of a matrix whose optimizer state has to stay on one rank; 1 where each number has a state of its own."""
+    return BLOCK_OF_8_BITS if config.optimizer.name == "AdamW8bit" else 1
+
+
 def initial_weights(config: Config) -> str | None:
     """Where a run that has no checkpoint of its own takes its weights; None where it draws them."""
     options = config.checkpoint

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed import context_parallel, expert_parallel, float8, fsdp, grad_clip, loss_at_head
 from shardtrain.distributed.context_parallel import Batch
@@ -102,7 +103,7 @@ class Runner(ABC):
         self._before_pass = float8.before_pass(self.parts, self._mesh, self._config)
         if self._config.parallelism.shard_optimizer_states:
             trained = {name: parameter for name, parameter in self.parameters().items() if parameter.requires_grad}
-            self._split_states = SplitStates(trained, self._mesh)
+            self._split_states = SplitStates(trained, self._mesh, derived.state_block(self._config))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's parameters by the names that the whole model has."""

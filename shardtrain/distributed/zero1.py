@@ -21,13 +21,16 @@ AXIS = "dp_replicate"
 
 
 class SplitStates:
-    """The slices of replicated parameters that this replica updates."""
+    """The slices of replicated parameters that this replica updates.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+    ``block`` columns of a matrix stay together, because their state has one scale.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, block: int = 1) -> None:
         self._group = mesh.group(AXIS)
         self._replicas, self._replica = mesh.size(AXIS), mesh.rank(AXIS)
         self._parameters = parameters
-        self._dims = {name: _free_dim(parameter, self._replicas) for name, parameter in parameters.items()}
+        self._dims = {name: _free_dim(parameter, self._replicas, block) for name, parameter in parameters.items()}
         self.slices = {name: self._slice(name, parameter) for name, parameter in parameters.items()}
 
     def before_update(self) -> None:
@@ -93,12 +96,16 @@ class SplitStates:
         return _chunks(whole, self._dims[name], self._replicas)[self._replica]
 
 
-def _free_dim(parameter: Tensor, replicas: int) -> int | None:
-    """The first dimension that no axis with several ranks splits and that gives each replica a part."""
+def _free_dim(parameter: Tensor, replicas: int, block: int) -> int | None:
+    """The first dimension that no axis with several ranks splits, that gives each replica a part and cuts no block."""
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
     taken = {sharded_dim(p) for axis, p in enumerate(parameter.placements) if mesh.size(axis) > 1}
-    return next((d for d in range(parameter.ndim) if d not in taken and parameter.shape[d] >= replicas), None)
+    free = [d for d in range(parameter.ndim) if d not in taken and parameter.shape[d] >= replicas]
+    columns = parameter.ndim - 1
+    if columns > 0 and -(-parameter.shape[columns] // replicas) % block:
+        free = [d for d in free if d != columns]
+    return next(iter(free), None)
 
 
 def _chunks(whole: Tensor, dim: int | None, replicas: int) -> list[Tensor]:

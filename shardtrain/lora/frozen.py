@@ -21,6 +21,7 @@ from shardtrain.hf import as_is, importing, mapping
 from shardtrain.hf.block_fp8 import open_weights
 from shardtrain.hf.model import check_same, recognise, translation_of
 from shardtrain.hf.source import dtypes_of
+from shardtrain.layout import Draw
 from shardtrain.lora import FACT, PATH, quantize, stacks
 from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import is_transposed
@@ -69,7 +70,8 @@ class Frozen:
         if path is None:
             assert config is not None
             layers = len(getattr(model, module.LAYOUT.layers))
-            self._draws = init_weights.plan(self.shapes, module.initial(shape), module.LAYOUT, layers)
+            rules = {**module.initial(shape), **dict.fromkeys(module.LAYOUT.buffers, Draw("zeros"))}
+            self._draws = init_weights.plan(self.shapes, rules, module.LAYOUT, layers)
             self._seed, self.dtype = config.debug.seed, config.training.dtype
         elif (path / manifest.MANIFEST).exists():
             self._stored = manifest.read(path)

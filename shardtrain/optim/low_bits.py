@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from shardtrain.config.derived import BLOCK_OF_8_BITS
 from shardtrain.config.schema import Optimizer
 from shardtrain.ops import stochastic_rounding
 from shardtrain.ops.dtensor import is_distributed, local_slices, local_tensor
 from shardtrain.utils.errors import ConfigError, Problem
 
-BLOCK = 256
-"""Numbers with a scale in common, as in torchao."""
+BLOCK = BLOCK_OF_8_BITS
 SMALLEST = 4096
 """Numbers of a parameter from which on its state is in 8 bits, as in torchao and bitsandbytes."""
 _CHUNK = 1 << 24

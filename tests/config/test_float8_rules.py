@@ -10,6 +10,13 @@ from shardtrain.config.machine import machine_notes
 FLOAT8 = "--model.converters=quantize.linear.float8"
 EMULATED = [FLOAT8, "--quantize.linear.float8.emulate=true"]
 
+EXPERTS = [
+    "--model.converters=quantize.grouped_mm.float8",
+    "--quantize.grouped_mm.float8.fqns=experts",
+    "--quantize.grouped_mm.float8.emulate",
+]
+MOE = ["--model.name=qwen3_moe", "--model.flavor=debugmodel_moe"]
+
 
 def problems(*words: str) -> str:
     return "\n".join(map(str, check(load("debug", list(words)))))
@@ -36,6 +43,8 @@ def problems(*words: str) -> str:
             "has no effect without enable_fsdp_float8_all_gather",
         ),
         (["--model.converters=quantize.grouped_mm.float8"], 'set it to ["experts"]'),
+        ([*EXPERTS, "--model.name=llama3"], "names experts, and llama3 has none"),
+        ([*EXPERTS, *MOE, "--model.overrides.moe_ffn_dim=24"], "whose moe_ffn_dim is 24, which is not a multiple of"),
         (["--optimizer.early_step_in_backward"], "before all gradients are known, which training.max_norm"),
         (
             ["--optimizer.early_step_in_backward", "--training.max_norm=inf", "--training.nonfinite_policy=skip"],
@@ -55,6 +64,7 @@ def test_what_cannot_take_effect_is_refused(words, said):
     "words",
     [
         EMULATED,
+        [*EXPERTS, *MOE],
         ["--optimizer.early_step_in_backward", "--training.max_norm=inf"],
         ["--optimizer.name=AdamW8bit"],
         ["--optimizer.state_dtype=bfloat16", "--optimizer.bf16_stochastic_round"],

@@ -213,6 +213,18 @@ CHECKING = [
         [],
         ["decision of the compiler", "compile.enable"],
     ),
+    (
+        "debugging what keeps operations",
+        '[activation_checkpoint]\nmode = "selective"\nselective_ac_option = "op"\ndebug = true',
+        [],
+        ["activation_checkpoint.debug", "recomputations of whole layers alone"],
+    ),
+    (
+        "debugging what recomputes several times",
+        '[activation_checkpoint]\nmode = "full"\ndebug = true',
+        ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=DualPipeV"],
+        ["activation_checkpoint.debug", "splits the backward"],
+    ),
     ("budget without its mode", "[activation_checkpoint]\nmemory_budget = 0.7", [], ["memory_budget=0.7", "no effect"]),
     (
         "budget curve",

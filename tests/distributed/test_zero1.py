@@ -112,3 +112,20 @@ def test_fused_adamw_heeds_gaps_in_memory() -> None:
         parameter.grad = torch.ones(3, 2)
         torch.optim.AdamW([parameter], lr=0.1, fused=True).step()
     assert torch.equal(gapped, packed)
+
+
+def _kept_whole(rank: int, block: int) -> list[str]:
+    parallelism = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "shard_optimizer_states": True}
+    mesh = build(tiny_config(parallelism=parallelism), World(rank, 4, rank, torch.device("cpu")))
+    shapes = {"narrow": (8, 32), "of blocks": (8, 512), "within a block": (8, 768), "norm": (64,)}
+    parameters = {
+        name: nn.Parameter(distribute_tensor(torch.zeros(shape), mesh.data_mesh(), (Replicate(), Shard(0))))
+        for name, shape in shapes.items()
+    }
+    slices = SplitStates(parameters, mesh, block).slices
+    return [name for name in shapes if slices[name] is parameters[name]]
+
+
+def test_columns_whose_states_have_one_scale_stay_together() -> None:
+    assert run_ranks(4, _kept_whole, 1) == [["norm"]] * 4  # whose one dimension FSDP has
+    assert run_ranks(4, _kept_whole, 256) == [["narrow", "within a block", "norm"]] * 4

@@ -9,9 +9,10 @@ from lora_runs import adapter_config, logits, train
 from ranks import run_ranks
 from tiny import make_run, tiny_config
 
-from shardtrain import cli
+from shardtrain import cli, models
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded, check
+from shardtrain.lora.frozen import Frozen
 from shardtrain.lora.linear import FrozenLinear
 from shardtrain.lora.quantize import Packed, packed_bytes
 from shardtrain.ops.dtensor import to_full
@@ -89,6 +90,16 @@ def test_what_was_trained_beside_low_bits_is_merged_with_what_they_stand_for(bas
     torch.testing.assert_close(logits(merged, 260), beside, atol=1e-5, rtol=0)
     run = run_ranks(1, logits_in_training, config)[0]
     torch.testing.assert_close(run, beside, atol=1e-5, rtol=0)
+
+
+def test_weights_that_are_drawn_have_the_buffers_of_routers_too():
+    sizes = {"num_layers": 1, "num_experts": 4, "dim": 32, "num_heads": 4, "load_balance_coeff": 1e-3}
+    module = models.find("mixtral")
+    shape = models.shape_of(module, "debugmodel", sizes, "rmsnorm")
+    config = tiny_config(lora={"enable": True, "random_base": True, "base_dtype": "nf4"})
+    with Frozen(None, module, shape, config, "nf4") as weights:
+        assert not weights.read("layers.0.moe.router.expert_bias").any()
+        assert weights.read("layers.0.moe.router.gate.weight").any()
 
 
 def logits_in_training(rank, config):

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
+from shardtrain.config.rules.model import model_shape
 from shardtrain.config.rules.values import any_of, problem
 from shardtrain.utils.errors import Problem
 
 OPTION = "model.converters"
 LINEAR, GROUPED = "quantize.linear.float8", "quantize.grouped_mm.float8"
+_MULTIPLE = 16
+"""Of the rows and columns of a matrix of experts, as devices need it."""
 CONVERTERS = (LINEAR, "quantize.linear.mx", GROUPED, "quantize.grouped_mm.mx")
 
 
@@ -42,6 +45,8 @@ def check_float8(loaded: Loaded) -> Iterator[Problem]:
     if GROUPED in wanted and not config.quantize.grouped_mm.float8.fqns:
         fix = f'set it to ["experts"], or remove "{GROUPED}" from {OPTION}'
         yield problem(loaded, f"{GROUPED}.fqns", "names no experts", fix)
+    elif GROUPED in wanted:
+        yield from _grouped(loaded)
 
 
 def _linear(loaded: Loaded) -> Iterator[Problem]:
@@ -56,6 +61,22 @@ def _linear(loaded: Loaded) -> Iterator[Problem]:
         option = f"{LINEAR}.precompute_float8_dynamic_scale_for_fsdp"
         rule = "has no effect without enable_fsdp_float8_all_gather"
         yield problem(loaded, option, rule, "set that too, or remove it")
+
+
+def _grouped(loaded: Loaded) -> Iterator[Problem]:
+    """Experts are there, of sizes that devices take; a model file of the user's own says so when it is built."""
+    sizes, option = model_shape(loaded), f"{GROUPED}.fqns"
+    if sizes is None or loaded.config.model.name.endswith(".py"):
+        return
+    if "num_experts" not in sizes:
+        rule = f"names experts, and {loaded.config.model.name} has none"
+        yield problem(loaded, option, rule, f'remove "{GROUPED}" from {OPTION}')
+        return
+    for name in ("dim", "moe_ffn_dim"):
+        size = sizes.get(name)
+        if isinstance(size, int) and size % _MULTIPLE:
+            rule = f"names experts whose {name} is {size}, which is not a multiple of {_MULTIPLE}"
+            yield problem(loaded, option, rule, f'remove "{GROUPED}" from {OPTION}, or change model.overrides.{name}')
 
 
 def needs_products(loaded: Loaded) -> bool:

@@ -215,10 +215,10 @@ def check_sequence(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_layers(loaded: Loaded) -> Iterator[Problem]:
-    """Every pipeline rank needs a layer."""
+    """Every pipeline rank needs a layer, where stages are not named: those may be an end of the model alone."""
     sizes, pp = model_shape(loaded), loaded.config.parallelism.pipeline_parallel_degree
     layers = _size(sizes or {}, "num_layers")
-    if layers and pp > layers:
+    if layers and pp > layers and loaded.config.parallelism.module_fqns_per_model_part is None:
         rule = f"is more than the {layers} layers of the model"
         yield problem(loaded, "parallelism.pipeline_parallel_degree", rule, f"use at most {layers}")
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config import stages
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config
@@ -18,6 +19,10 @@ Rule = tuple[str, Callable[[Config], bool], str, str]
 
 def _compiles_model(c: Config) -> bool:
     return c.compile.enable and "model" in c.compile.components
+
+
+def _keeps_operations(c: Config) -> bool:
+    return c.activation_checkpoint.mode == "selective" and c.activation_checkpoint.selective_ac_option == "op"
 
 
 # What cannot be asked of gradients that are gone: (whether a config asks for it, what it is, the fix).
@@ -118,6 +123,22 @@ PAIRS: tuple[Rule, ...] = (
         ),
         "draws the trade-off of memory_budget alone",
         'set activation_checkpoint.mode = "memory_budget", or remove it',
+    ),
+    (
+        "activation_checkpoint.debug",
+        lambda c: c.activation_checkpoint.debug and _keeps_operations(c),
+        "follows recomputations of whole layers alone",
+        'set selective_ac_option to a number of layers or mode = "full" while you debug, or remove it',
+    ),
+    (
+        "activation_checkpoint.debug",
+        lambda c: (
+            c.activation_checkpoint.debug
+            and c.activation_checkpoint.mode in ("full", "selective")
+            and stages.splits_backward(c.parallelism)
+        ),
+        "follows one recomputation of a layer, and this schedule, which splits the backward, makes several",
+        "use 1F1B, GPipe, Interleaved1F1B or LoopedBFS while you debug, or remove it",
     ),
     (
         "activation_checkpoint.cpu_offload",

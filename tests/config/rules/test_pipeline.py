@@ -208,3 +208,11 @@ def test_what_recomputation_costs_with_a_split_backward_is_told() -> None:
         notes = config.notes(config.load(None, [*split, "--activation_checkpoint.mode", mode]))
         assert any("some ten times where 1F1B does so once" in note for note in notes) is told
     assert not config.notes(config.load(None, [*split[:2], "--activation_checkpoint.mode", "full"]))
+
+
+def test_a_stage_that_is_named_needs_no_layer() -> None:
+    parts = '[["embed"], ["layers.0", "norm", "head"]]'
+    given = ["--parallelism.pipeline_parallel_degree", "2", "--model.overrides.num_layers", "1"]
+    named = ["--parallelism.module_fqns_per_model_part", parts]
+    assert any("more than the 1 layers" in str(one) for one in config.check(config.load(None, given)))
+    assert not config.check(config.load(None, [*given, *named]))
