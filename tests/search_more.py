@@ -53,7 +53,7 @@ TALKS, TABLE, FEW, SOME_BAD = (
 FEW_ROWS = 22
 CSV, PARTS = f"{P}pipeline_parallel_schedule_csv", f"{P}module_fqns_per_model_part"
 LINEAR, GROUPED = "quantize.linear.float8", "quantize.grouped_mm.float8"
-SCHEDULES = Path(tempfile.gettempdir()) / f"shardtrain-search-{os.getuid()}"
+SCHEDULES = Path(tempfile.gettempdir()) / f"shardtrain-schedules-{os.getuid()}"
 """Where schedules lie that are written down: the name of a file says all that is in it, see ``write_schedule``."""
 
 
@@ -158,6 +158,8 @@ def mixture(rng: random.Random, draft: Draft) -> None:
 def chat(rng: random.Random, draft: Draft) -> None:
     """Conversations, of messages in the rows or of templates over columns, through a chat template."""
     draft.drop("data.separator", "data.add_")
+    shortest = int(draft.options.get(SEQ, "32"))
+    draft.options[SEQ] = str(-(-48 // shortest) * shortest)  # room for a question and an answer
     drawn = {"format": "chat", "chat_template": CHAT, **some(rng, 0.4, long_documents=["cut", "drop", "split"])}
     drawn["packing"] = rng.choice(("auto", "concat", "first_fit", "padded"))
     if drawn["packing"] == "concat":
@@ -258,7 +260,7 @@ def write_schedule(path: Path) -> None:
     """Write the schedule that the name of its file describes, if it is one of ``written_schedule`` and not there yet.
 
     Ranks take turns; each does one of the actions for which all is there, at random. Micro-batches go forward in their
-    order on each stage, as PyTorch asks, which counts the losses.
+    order on the last stage, as PyTorch asks, which counts the losses.
     """
     if path.parent != SCHEDULES or path.is_file():
         return
@@ -272,7 +274,7 @@ def write_schedule(path: Path) -> None:
         for stage in range(rank, stages, degree):
             for n in range(microbatches):
                 if (stage, "F", n) not in done:
-                    first = n == 0 or (stage, "F", n - 1) in done
+                    first = n == 0 or stage < stages - 1 or (stage, "F", n - 1) in done
                     if first and (stage == 0 or (stage - 1, "F", n) in done):
                         yield stage, "F", n
                 elif (stage, backward, n) not in done:
@@ -398,7 +400,10 @@ def saving(rng: random.Random, draft: Draft) -> None:
     drawn = {"enable": "true", "interval": "1", "async_mode": rng.choice(("async", "async", "disabled"))}
     drawn |= some(rng, 0.3, compare_replicas=["false"], storage=["first_node"], enable_first_step_checkpoint=["true"])
     drawn |= some(rng, 0.2, keep_latest_k=["2", "0"], last_save_model_only=["true"], on_save_error=["continue"])
-    drawn |= some(rng, 0.15, last_save_in_hf=["true"], hf_interval=["1"], export_dtype=["bfloat16"])
+    odd = {"model.norm_type", f"{M}sliding_window"} & draft.options.keys()
+    if draft.family in ("llama3", "qwen2", "qwen3") and not odd:  # of others some have no place in the format
+        drawn |= some(rng, 0.3, last_save_in_hf=["true"], hf_interval=["1"])
+    drawn |= some(rng, 0.2, export_dtype=["bfloat16"])
     drawn |= some(rng, 0.15, keep_every_n_steps=["1"], exclude_from_loading=["lr_scheduler"])
     if drawn.get("storage") == "first_node":
         drawn["async_mode"] = "disabled"
@@ -683,6 +688,9 @@ def _of_learning(case: Case) -> Iterator[Broken]:
         yield Broken("blocks of low bits stay whole, and on the device", ("lora.base_dtype",))
     if frozen and case.value("task.name") in ("preference", "kto"):
         yield Broken("the reference of these tasks is the model as it was, not rounded", ("lora.base_dtype",))
+    for option in ("checkpoint.last_save_in_hf", "checkpoint.hf_interval"):
+        if option in case.options and case.value("lora.enable") == "true":
+            yield Broken("adapters are saved alone", (option,))
     if case.value("lora.enable") == "true" and case.value("model.converters"):
         yield Broken("float8 gains nothing beside frozen weights", ("model.converters",))
     if (

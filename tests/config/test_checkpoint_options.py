@@ -32,6 +32,10 @@ def written(tmp_path: Path, text: str) -> Path:
         ("max_stall_seconds = -1.0", "must not be negative"),
         ("keep_every_n_steps = -1", "must not be negative"),
         ("hf_interval = -1", "must not be negative"),
+        (
+            "last_save_in_hf = true\n[lora]\nenable = true\nrandom_base = true",
+            "writes whole weights, and a run of adapters",
+        ),
         ("hf_interval = 5\nload_only = true", "checkpoint.hf_interval=5 saves, and checkpoint.load_only forbids it"),
         ('last_save_in_hf = true\nfolder = "s3://bucket/run"', "a store, which cannot rename"),
         ("initial_load_in_hf = true", "neither checkpoint.initial_load_path nor model.hf_assets_path names one"),

@@ -71,6 +71,10 @@ def _check_hub(loaded: Loaded) -> Iterator[Problem]:
         if is_set and options.load_only:
             rule = "saves, and checkpoint.load_only forbids it"
             yield problem(loaded, f"checkpoint.{option}", rule, "remove one of them")
+        if is_set and loaded.config.lora.enable:
+            rule = "writes whole weights, and a run of adapters (lora.enable) saves those alone"
+            fix = "remove it; shardtrain export --adapter and shardtrain merge make folders afterwards"
+            yield problem(loaded, f"checkpoint.{option}", rule, fix)
         if is_set and "://" in options.folder:
             rule = "writes a folder that is renamed into place, and checkpoint.folder is a store, which cannot rename"
             yield problem(loaded, f"checkpoint.{option}", rule, "remove it, and export afterwards")

@@ -170,6 +170,12 @@ FILES = {
     "0F0,0F1,0B0,0B1\n0F0,0F1,0B0,0B1\n": "has 0F0 in the row of rank 1, which holds the stages 1",
     "0F0,0F1,0B0,0B1\n1F0,1F1,1B0\n": "leaves out backward of micro-batch 1 of stage 1",
     "0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1I1\n": "leaves out backward of micro-batch 1 of stage 1",
+    "0F0,0F1,0B0,0B0,0B1\n1F0,1B0,1F1,1B1\n": "has 0B0 beside 0B0, which would count it twice",
+    "0F0,0F1,0B0,0B1\n1F0,1I0,1W0,1B0,1F1,1B1\n": "has 1B0 beside 1I0, which would count it twice",
+    # PyTorch would take the loss of micro-batch 1 for that of 0: gradients of other losses, without a word
+    "0F0,0F1,0B0,0B1\n1F1,1F0,1B0,1B1\n": "has forward of micro-batch 0 of the last stage (1) after that of a later",
+    "0F0,0F1,0B0,0B1\n1F0,1F1,1W0,1I0,1B1\n": "has rank 0 wait for ever: 0B0 needs 1B0 or 1I0",
+    "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n": "has rank 0 wait for ever: 0B0 needs 1B0 or 1I0",
     "0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2\n": "has forward of micro-batch 2, and a step has 2",
 }
 
