@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from shardtrain.tools.verify.run import Trainer
 
-__all__ = ["Task", "compare_plan", "main", "plan", "probe", "reference", "verify"]
+__all__ = ["Task", "compare_plan", "main", "plan", "probe", "reference", "shaken", "verify"]
 
 
 def main(words: Sequence[str]) -> int:
@@ -221,12 +222,22 @@ def verify(task: Task, trainer: Trainer, folder: Path) -> list[Row]:
 
 def reference(task: Task, trainer: Trainer, folder: Path) -> None:
     """Run the steps on one process; its record is shared by all meshes."""
+    _run_alone(task, trainer, folder / "reference")
+
+
+def shaken(task: Task, trainer: Trainer, folder: Path) -> Path:
+    """The folder of the record of one process whose weights were moved by one unit in the last place; run once."""
+    if not (moved := folder / "shaken").exists():
+        _run_alone(task, trainer, moved, shaken=True)
+    return moved
+
+
+def _run_alone(task: Task, trainer: Trainer, alone: Path, shaken: bool = False) -> None:
     from shardtrain.tools.verify.run import run_steps
 
-    alone = folder / "reference"
     alone.mkdir(parents=True)
     try:
-        _run_ranks(1, run_steps, trainer, task.reference, task, alone)
+        _run_ranks(1, partial(run_steps, shaken=shaken), trainer, task.reference, task, alone)
     except workers.RankFailed as error:
         raise ConfigError(f"the model does not train on one process: {error}") from error
 
@@ -259,6 +270,8 @@ def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
         return Row(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.told_options)
     arguments = (one.loaded.config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
     (found,) = workers.run(1, judge, *arguments, folder=ranks)
+    if found is None:
+        (found,) = workers.run(1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
     verdict = "differs" if found["first"] else "same"
     row = Row(one.name, one.schedule, verdict, **found, options=one.told_options)

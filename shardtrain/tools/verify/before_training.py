@@ -20,7 +20,7 @@ from shardtrain.layout import TENSOR_WORDS
 from shardtrain.tools import verify
 from shardtrain.tools.verify import meshes, shrink, workers
 from shardtrain.tools.verify.meshes import Plan
-from shardtrain.tools.verify.report import Row
+from shardtrain.tools.verify.report import BLIND, Row
 from shardtrain.utils.errors import ConfigError
 
 STEPS = 1
@@ -89,8 +89,10 @@ def _tell(row: Row, copy: str, verdict: Verdict) -> None:
     if row.verdict == "same":
         verdict.compared.append(
             f"{copy} on {row.mesh} agrees with one process: loss {row.loss:.1e}, gradients {row.gradient:.1e}, "
-            f"weights {row.weights:.1e} off"
+            f"weights {row.weights:.1e} off" + (f"; {row.rounding}" if row.rounding else "")
         )
+    elif row.cause.startswith(BLIND):
+        verdict.left_out.append(f"{row.mesh}: {row.first}; {row.cause}")
     elif row.verdict == "differs":
         verdict.refused.append(f"on {row.mesh}, {row.first}; likely cause: {row.cause}; {_fix(row)}")
     elif any(word in row.cause for word in workers.NO_ANSWER):

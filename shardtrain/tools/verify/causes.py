@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardtrain.layout import TENSOR_WORDS, matches, word_of
 from shardtrain.ops.targets import IGNORE
-from shardtrain.tools.verify.evidence import MATCH, Evidence, axes_that_differ
+from shardtrain.tools.verify.evidence import Evidence, axes_that_differ
 from shardtrain.tools.verify.run import Record
 
 
@@ -48,12 +48,19 @@ def scaled(e: Evidence) -> str | None:
     if mine is None:
         return None
     factor = float((mine * theirs).sum() / theirs.square().sum().clamp_min(1e-30))
-    if float((mine - factor * theirs).norm()) > MATCH * abs(factor) * float(theirs.norm()) or factor == 0:
+    if float((mine - factor * theirs).norm()) > e.match * abs(factor) * float(theirs.norm()) or factor == 0:
+        return None
+    if changes_nothing(e, factor):
         return None
     for wanted, text in _factors(e):
-        if abs(factor / wanted - 1) < 1e-3:
+        if abs(factor / wanted - 1) < max(1e-3, e.match):
             return text
     return f"scaled by {factor:.6g}, which is not a size of an axis"
+
+
+def changes_nothing(e: Evidence, factor: float) -> bool:
+    """Whether a factor is 1 as far as a gradient tells: it explains no difference."""
+    return abs(factor - 1) <= e.match
 
 
 def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
@@ -69,7 +76,8 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
     if e.num_micro > 1:
         yield 1 / e.num_micro, f"scaled by 1/{e.num_micro}, the number of micro-batches: averaged over micro-batches"
         yield float(e.num_micro), f"scaled by {e.num_micro}, the number of micro-batches: counted {e.num_micro} times"
-    count = e.batch.num_targets
+    if (count := e.batch.num_targets) == 1:
+        return
     yield 1 / count, f"divided twice by the {count} target tokens"
     yield float(count), f"never divided by the {count} target tokens"
 
@@ -147,11 +155,10 @@ def swapped_targets(e: Evidence) -> str | None:
         [sum(e.shares.loss_of_rows(a, b) for a, b in zip(rows[i], rows[j], strict=True)) for j in range(count)]
         for i in range(count)
     ]
-    mine = e.records[0].losses[e.first.step]
     for order, text in orders.items():
         # the count of targets is that of the whole batch, which a permutation does not change
         loss = sum(table[i][order[i]] for i in range(count)) / e.batch.num_targets
-        if abs(loss - mine) < 1e-6 * max(1.0, abs(mine)):
+        if e.explains_loss(loss, 1e-6):
             return f"targets of micro-batches out of order ({text}): logits meet the targets of another micro-batch"
     return None
 
@@ -177,8 +184,10 @@ def expert_dropped(e: Evidence) -> str | None:
 
 def replicas_differ(e: Evidence) -> str | None:
     """Ranks that hold the same part of a gradient hold different numbers."""
+    # copies that agree are off by rounding alone
+    least = max(1e-6, e.allowed.gradient / 10) * float(e.theirs(e.suspect).norm())
     for (one, a, where), (other, b, there) in itertools.combinations(e.holders(e.suspect), 2):
-        if where == there and a.shape == b.shape and float((a - b).norm()) > 1e-6 * float(e.theirs(e.suspect).norm()):
+        if where == there and a.shape == b.shape and float((a - b).norm()) > least:
             axes = " and ".join(axes_that_differ(one, other))
             return f"unsynchronised: copies of the gradient differ between ranks of axis {axes}"
     return None
@@ -188,9 +197,8 @@ def positions(e: Evidence) -> str | None:
     """Under cp each part's positions are wrong, or attention over the parts is."""
     if e.size("cp") == 1 or not e.first.loss_differs:
         return None
-    mine = e.records[0].losses[e.first.step]
     for text, wrong in _wrong_positions(e):
-        if abs(e.shares.loss(wrong.expand_as(e.batch.positions_BT)) - mine) < 2e-6 * max(1.0, abs(mine)):
+        if e.explains_loss(e.shares.loss(wrong.expand_as(e.batch.positions_BT)), 2e-6):
             return f"wrong positions under cp: {text}"
     return _core(e)
 
@@ -243,9 +251,8 @@ def stale_weights(e: Evidence) -> str | None:
     """A step is computed with the weights that an earlier one began with."""
     if e.first.step == 0 or not e.first.loss_differs:
         return None
-    mine = e.records[0].losses[e.first.step]
     for step in range(e.first.step - 1, -1, -1):
-        if abs(e.shares_with(step=step).loss() - mine) < 1e-6 * max(1.0, abs(mine)):
+        if e.explains_loss(e.shares_with(step=step).loss(), 1e-6):
             return f"stale weights: step {e.first.step + 1} is computed with those that step {step + 1} began with"
     return None
 
@@ -263,7 +270,7 @@ def balance_loss(e: Evidence) -> str | None:
         return None
     balance = whole - without
     factor = float(((mine - without) * balance).sum() / balance.square().sum())
-    if not e.explains(e.suspect, lambda _: without + factor * balance):
+    if changes_nothing(e, factor) or not e.explains(e.suspect, lambda _: without + factor * balance):
         return None
     return f"the balance loss of experts counts {factor:.4g} times; the gradient of the loss itself agrees"
 
@@ -279,10 +286,10 @@ def clipped_otherwise(e: Evidence) -> str | None:
         if not part.numel() or float(theirs.norm()) == 0:
             continue
         factor = float((part * theirs).sum() / theirs.square().sum())
-        if float((part - factor * theirs).norm()) > MATCH * float(part.norm()):
+        if float((part - factor * theirs).norm()) > e.match * float(part.norm()):
             return None
         factors[record.rank] = factor
-    if not factors:
+    if all(changes_nothing(e, factor) for factor in factors.values()):
         return None
     told = ", ".join(f"rank {rank}: {factor:.4g}" for rank, factor in factors.items())
     return f"clipped by another factor than on one process, times {told}; up to there gradients agree"

@@ -85,7 +85,7 @@ def _loss(e: Evidence) -> str:
     mine, theirs = e.records[0].losses[e.first.step], e.expected.record.losses[e.first.step]
     for axis in e.axes:
         for factor in (e.sizes[axis], 1 / e.sizes[axis]):
-            if abs(mine - factor * theirs) < 1e-5 * max(1.0, abs(theirs)):
+            if e.explains_loss(factor * theirs, 1e-5):
                 return f"the reported loss is scaled by {factor:g}, by the size of axis {axis}; the gradients agree"
     return f"the reported loss alone differs: {mine:.7g} in place of {theirs:.7g}; the gradients agree"
 
@@ -124,12 +124,12 @@ def _norm(e: Evidence) -> str:
             _norm_of([other for other in e.records if other.place[axis] == record.place[axis]], prefix)
             for record in e.records
         ]
-        if _all_close(lacking, e.records, step):
+        if _explains(e, lacking):
             return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
     for axis in e.axes:
         for replicated in (True, False):
             counted = _norm_counted(e, prefix, axis, replicated)
-            if _all_close([counted] * len(e.records), e.records, step):
+            if _explains(e, [counted] * len(e.records)):
                 return f"norm counts whole tensors once for each rank of axis {axis}; the gradients agree"
     mine, theirs = e.records[0].norms[step], e.expected.total(step)
     return f"the gradient norm alone differs: {mine:.7g} in place of {theirs:.7g}; the gradients agree"
@@ -156,5 +156,13 @@ def _norm_counted(e: Evidence, prefix: str, axis: str, replicated: bool) -> floa
     return math.sqrt(total if replicated else e.sizes[axis] * once)
 
 
-def _all_close(norms: Sequence[float], records: Sequence[Record], step: int) -> bool:
-    return all(abs(norm - r.norms[step]) < 1e-5 * max(norm, 1e-30) for norm, r in zip(norms, records, strict=True))
+def _explains(e: Evidence, norms: Sequence[float]) -> bool:
+    """Whether each rank has the norm that a hypothesis gives for it, and not one process's as well."""
+    step = e.first.step
+    theirs = e.expected.total(step)
+    fits = all(_close(norm, record.norms[step]) for norm, record in zip(norms, e.records, strict=True))
+    return fits and not all(_close(norm, theirs) for norm in norms)
+
+
+def _close(norm: float, other: float) -> bool:
+    return abs(norm - other) < 1e-5 * max(norm, 1e-30)

@@ -12,7 +12,7 @@ from shardtrain.config import Config
 from shardtrain.data.batch import Batch
 from shardtrain.layout import Layout
 from shardtrain.tools.verify.batches import whole_batch
-from shardtrain.tools.verify.compare import Expected, First, assemble
+from shardtrain.tools.verify.compare import MOST, ROUNDING, Errors, Expected, First, assemble
 from shardtrain.tools.verify.run import Record, micro_batches, model_of, plain_model
 from shardtrain.tools.verify.shares import Shares
 
@@ -24,9 +24,18 @@ class Evidence:
     """One mesh that differs from one process, and one process's model just before the first difference."""
 
     def __init__(
-        self, config: Config, sizes: Mapping[str, int], expected: Expected, records: Sequence[Record], first: First
+        self,
+        config: Config,
+        sizes: Mapping[str, int],
+        expected: Expected,
+        records: Sequence[Record],
+        first: First,
+        shaken: Record,
+        allowed: Errors,
     ) -> None:
         self.config, self.expected, self.records, self.first = config, expected, records, first
+        self._shaken, self.allowed = shaken, allowed
+        self.match = max(MATCH, 2 * allowed.gradient)  # the mesh rounds, and so does the share
         self.sizes = {axis: size for axis, size in sizes.items() if axis != "ep"}
         self.experts = sizes.get("ep", 1)
         self.tokens = config.training.seq_len
@@ -91,15 +100,31 @@ class Evidence:
         return [(record, record.parts[key], record.slices[key]) for record in self.records if key in record.parts]
 
     def explains(self, name: str, candidate: Callable[[Record], Tensor | None]) -> bool:
-        """Whether each rank's gradient is the one that a hypothesis gives for it."""
-        holders = self.holders(name)
-        for record, part, slices in holders:
+        """Whether each rank's gradient is the one that a hypothesis gives for it, and not one process's as well."""
+        changes = False
+        for record, part, slices in self.holders(name):
             whole = candidate(record)
             if whole is None or whole[slices].shape != part.shape:
                 return False
-            if float((whole[slices] - part).norm()) > MATCH * max(float(whole.norm()), 1e-30):
+            close = self.match * max(float(whole.norm()), 1e-30)
+            if float((whole[slices] - part).norm()) > close:
                 return False
-        return bool(holders)
+            changes = changes or float((whole[slices] - self.theirs(name)[slices]).norm()) > close
+        return changes
+
+    def explains_loss(self, candidate: float, close: float) -> bool:
+        """Whether the mesh's loss is the one that a hypothesis gives, to ``close`` of it, and not one process's too."""
+        mine, theirs = self.records[0].losses[self.first.step], self.expected.record.losses[self.first.step]
+        close = max(close * max(1.0, abs(mine)), self.allowed.loss / 5)
+        return abs(candidate - mine) < close < abs(candidate - theirs)
+
+    def close(self, key: str, least: float) -> float:
+        """Up to which relative error an activation agrees: ``least``, and more where the shaken run is off by more."""
+        mine, theirs = self._shaken.parts.get(key), self.expected.record.parts.get(key)
+        if mine is None or theirs is None or not theirs.numel():
+            return least
+        moved = float((mine - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-30)
+        return min(MOST * least, max(least, ROUNDING * moved))
 
     def rows(self, fixed: Mapping[str, int]) -> list[int]:
         """Rows of the data ranks whose places on some axes are given."""

@@ -96,11 +96,12 @@ def _agree(e: Evidence, record: Record, mine: str, theirs: str) -> bool | None:
     keys = [key for key in record.parts if key.startswith(f"{mine}/")]
     seen: bool | None = None
     for key in keys:
-        whole = e.expected.record.parts.get(f"{theirs}/{key.rpartition('/')[2]}")
+        same = f"{theirs}/{key.rpartition('/')[2]}"
+        whole = e.expected.record.parts.get(same)
         wanted = None if whole is None else _own_part(e, record, whole, record.parts[key].shape)
         if wanted is None:
             continue
-        if off(record.parts[key], wanted, CLOSE):
+        if off(record.parts[key], wanted, e.close(same, CLOSE)):
             return False
         seen = True
     return seen

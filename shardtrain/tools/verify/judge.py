@@ -10,31 +10,64 @@ from typing import Any
 from shardtrain import models
 from shardtrain.config import Config
 from shardtrain.tools.verify import dropout
-from shardtrain.tools.verify.compare import Expected, First, compare
+from shardtrain.tools.verify.compare import NONE, ROUNDING, Expected, First, compare, moved_by, tolerances
 from shardtrain.tools.verify.diagnose import diagnose
 from shardtrain.tools.verify.evidence import Evidence
 from shardtrain.tools.verify.forward import CLOSE
+from shardtrain.tools.verify.report import BLIND
 from shardtrain.tools.verify.run import Record, read_record
 from shardtrain.tools.verify.traces import off
 
 
 def judge(
-    _rank: int, _num: int, config: Config, sizes: dict[str, int], alone: str, together: str, num_ranks: int, steps: int
-) -> dict[str, Any]:
-    """The fields of a ``report.Row`` that come from comparing; runs in a process of its own, after the ranks."""
+    _rank: int,
+    _num: int,
+    config: Config,
+    sizes: dict[str, int],
+    alone: str,
+    together: str,
+    num_ranks: int,
+    steps: int,
+    moved: str = "",
+) -> dict[str, Any] | None:
+    """The fields of a ``report.Row`` that come from comparing; runs in a process of its own, after the ranks.
+
+    ``moved`` has the record of a shaken run of one process. None where there is a difference, and it takes that run to
+    tell what of it is rounding.
+    """
     dropout.switch_off()
     layout = models.find(config.model.name).LAYOUT
     expected = Expected(read_record(Path(alone), 0), layout)
     records = [read_record(Path(together), rank) for rank in range(num_ranks)]
-    found = compare(expected, records, steps)
-    first, cause = "", ""
+    shaken = read_record(Path(moved), 0) if moved else None
+    moved_at = moved_by(expected, shaken, steps) if shaken else [NONE] * steps
+    allowed = tolerances(moved_at)
+    found = compare(expected, records, steps, allowed)
+    first, cause, rounding = "", "", ""
     if found.first is not None:
+        if shaken is None:
+            return None
         first = _say(found.first, expected, records[0].losses, layout.layers)
-        cause = diagnose(Evidence(config, sizes, expected, records, found.first))
+        step, kind = found.first.step, found.first.kind
+        if found.first.error <= ROUNDING * getattr(moved_at[step], kind, -1.0):
+            cause = (
+                f"{BLIND}, and a fault of this size could not be told from it: on one process, moving weights by one "
+                f"unit in the last place changes as much ({getattr(moved_at[step], kind):.1e}); compare with fewer "
+                "steps, layers or tokens"
+            )
+        else:
+            cause = diagnose(Evidence(config, sizes, expected, records, found.first, shaken, allowed[step]))
+    elif shaken is not None:
+        most = allowed[-1]
+        rounding = (
+            f"this model amplifies rounding: {ROUNDING} times what moving its weights by one unit in the last place "
+            f"changes on one process is no difference, up to {most.loss:.1e} of the loss and {most.gradient:.1e} of a "
+            "gradient"
+        )
     errors = {name: getattr(found, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
     if not first and (alike := dropped_alike(records)):
         first, cause = alike
-    return {**errors, "first": first, "cause": cause}
+    return {**errors, "first": first, "cause": cause, "rounding": rounding}
 
 
 def dropped_alike(records: Sequence[Record]) -> tuple[str, str] | None:

@@ -13,7 +13,7 @@ class Row:
     """The result of one mesh. Errors are the largest over ranks, steps and tensors; None where nothing ran.
 
     ``initial`` counts tensors that do not start bitwise equal; ``loss`` and ``weights`` are absolute, ``gradient`` and
-    ``norm`` relative.
+    ``norm`` relative. ``rounding`` is said of a model whose tolerance is its own.
     """
 
     mesh: str
@@ -28,8 +28,11 @@ class Row:
     first: str = ""
     cause: str = ""
     options: str = ""
+    rounding: str = ""
 
 
+BLIND = "rounding may be all of it"
+"""How the cause begins where a model amplifies rounding so much that nothing can be told from its numbers."""
 HEADER = ("mesh", "schedule and options", "initial", "loss", "gradient", "norm", "weights", "verdict", "seconds")
 
 
@@ -50,6 +53,8 @@ def table(rows: Sequence[Row]) -> str:
             lines += ["", f"{name}: {row.first}", f"  likely cause: {row.cause}"]
         elif row.verdict in ("failed", "not possible"):
             lines += ["", f"{name}: {row.verdict}: {row.cause}"]
+    for told in dict.fromkeys(row.rounding for row in rows if row.rounding):  # the same of all meshes
+        lines += ["", told]
     return "\n".join(lines)
 
 

@@ -103,12 +103,17 @@ def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict
     return strong
 
 
-def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task: Task, folder: str) -> None:
-    """Train ``task.steps`` steps as one rank and leave its record in ``folder``; an error says where."""
+def run_steps(
+    rank: int, num_ranks: int, trainer: Trainer, config: Config, task: Task, folder: str, shaken: bool = False
+) -> None:
+    """Train ``task.steps`` steps as one rank and leave its record in ``folder``; an error says where.
+
+    ``shaken`` moves each weight to one of its two neighbours in its type before the first step.
+    """
     dropout.switch_off()
     watch = _Watch(keep=task.unit_gain)
     try:
-        _run_steps(rank, num_ranks, trainer, config, task, folder, watch)
+        _run_steps(rank, num_ranks, trainer, config, task, folder, watch, shaken)
     except ConfigError:
         raise
     except Exception as error:
@@ -117,7 +122,14 @@ def run_steps(rank: int, num_ranks: int, trainer: Trainer, config: Config, task:
 
 
 def _run_steps(
-    rank: int, num_ranks: int, trainer: Trainer, config: Config, task: Task, folder: str, watch: _Watch
+    rank: int,
+    num_ranks: int,
+    trainer: Trainer,
+    config: Config,
+    task: Task,
+    folder: str,
+    watch: _Watch,
+    shaken: bool,
 ) -> None:
     device = device_of(config, rank)
     world = World(rank, num_ranks, rank, device)
@@ -135,6 +147,8 @@ def _run_steps(
     if task.unit_gain:
         for name, parameter in runner.parameters().items():
             init_weights.draw_(parameter, name, draws[name], config.debug.seed)
+    if shaken:
+        _shake(runner.parameters(), config.debug.seed)
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
     stream = SyntheticStream(
         config.debug.seed,
@@ -174,6 +188,16 @@ def _run_steps(
         recorder.keep(f"weights/{recorder.step}", runner.parameters())
         recorder.keep(f"buffers/{recorder.step}", runner.buffers())
     recorder.write(Path(folder) / f"rank-{rank}.safetensors", rank, config, watch)
+
+
+@torch.no_grad()
+def _shake(parameters: Mapping[str, Tensor], seed: int) -> None:
+    """Move each number to the next above or below, as chance has it: no step of rounding is smaller."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters.values():
+        local = local_tensor(parameter)
+        up = torch.rand(local.shape, generator=generator) < 0.5
+        local.copy_(torch.nextafter(local, torch.where(up, math.inf, -math.inf).to(local)))
 
 
 def _global_loss(outcome: Any, mesh: Mesh) -> float:

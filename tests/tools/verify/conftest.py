@@ -29,6 +29,10 @@ class Bench:
         self.folder = folder
         verify.reference(self.task, trainer, folder)
 
+    def shake(self) -> None:
+        """Run what a mesh that differs is held against besides, which must not have the fault that is planted next."""
+        verify.shaken(self.task, trainer, self.folder)
+
     def run(self, mesh: str, **parallelism: Any) -> Row:
         plan = next(plan for plan in self.task.plans if plan.name == mesh)
         loaded = changed(plan.loaded, {"parallelism": parallelism}, set(), "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,6 +38,7 @@ from shardtrain.models import moe
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.optim import lr_scheduler
+from shardtrain.tools.verify.report import BLIND
 
 
 class Fault(NamedTuple):
@@ -527,10 +529,10 @@ def the_balance_loss_counted_three_times(monkeypatch):
 
 @fault("dp_shard=2", "expert_bias", "unsynchronised buffer", "axis dp_shard", model="deepseek_v3")
 def biases_of_routers_by_the_tokens_of_each_rank(monkeypatch):
-    def alone(update, parts, mesh):
+    def alone(update, parts, mesh, *applies):
         with monkeypatch.context() as patch:
             patch.setattr(Mesh, "sum", lambda self, values, over: values)
-            update(parts, mesh)
+            update(parts, mesh, *applies)
 
     wrap(monkeypatch, expert_parallel, "update_biases", alone)
 
@@ -560,23 +562,27 @@ def a_module_that_fails_on_a_mesh(monkeypatch):
     wrap(monkeypatch, layers.Attention, "forward", fail)
 
 
+AMPLIFYING = Path(__file__).parent / "amplifying_model.py"
 BENCHES = {
     "llama3": (("--model.overrides.num_kv_heads=8",), ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "cp=2",
                                                        "dp_replicate=2,dp_shard=2")),
     "qwen3_moe": (("--model.name=qwen3_moe", "--model.flavor=debugmodel_moe"), ("dp_shard=2", "ep=2")),
     "deepseek_v3": (("--model.name=deepseek_v3", "--model.flavor=debugmodel"), ("dp_shard=2",)),
+    "amplifying": ((f"--model.name={AMPLIFYING}", "--model.flavor=tiny"),
+                   ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "dp_replicate=2,dp_shard=2")),
 }  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def benches(make_bench):
-    """One process's record for each model that faults are planted in."""
+    """One process's records for each model that faults are planted in."""
     made: dict[str, Any] = {}
 
     def get(model):
         if model not in made:
             words, meshes = BENCHES[model]
-            made[model] = make_bench(meshes, *words)
+            made[model] = bench = make_bench(meshes, *words)
+            bench.shake()
         return made[model]
 
     return get
@@ -594,3 +600,27 @@ def test_a_fault_in_the_engine_is_seen_and_named(name, benches, monkeypatch):
     assert row.verdict in ("differs", "failed"), row
     told = f"{row.first}; {row.cause}"
     assert all(word in told for word in planted.words), told
+
+
+OF_LLAMA = ("a layer that is frozen", "one parameter is not updated", "a module that fails on a mesh")
+EVERYWHERE = [
+    name
+    for name, one in FAULTS.items()
+    if one.model == "llama3" and one.mesh in BENCHES["amplifying"][1] and name not in OF_LLAMA
+]
+"""Faults of what any model has."""
+
+
+@pytest.mark.nightly(
+    "the same faults once more",
+    by="tests/tools/verify/test_rounding.py::test_rounding_allows_what_it_does_to_one_process_and_a_thousandth_at_most",
+)
+@pytest.mark.parametrize("name", EVERYWHERE)
+def test_a_fault_in_the_engine_is_seen_in_a_model_that_amplifies_rounding(name, benches, monkeypatch):
+    """Its tolerance is what a unit in the last place does to one process, and no fault is as small as that."""
+    planted = FAULTS[name]
+    bench = benches("amplifying")
+    planted.plant(monkeypatch)
+    row = bench.run(planted.mesh, **planted.options)
+    print(f"\n{name:50} {planted.mesh:26} {row.verdict:8} {row.first}; {row.cause}")
+    assert row.verdict in ("differs", "failed") and not row.cause.startswith(BLIND), row

@@ -31,6 +31,7 @@ def test_tokens_of_one_expert_dropped(make_bench, monkeypatch):
     from shardtrain.models import moe
 
     bench = make_bench(("dp_shard=2",), "--model.name=mixtral", steps=1)
+    bench.shake()
     forward = moe.Dispatch.forward
 
     def drop(self, experts, x_RD, count_E):
