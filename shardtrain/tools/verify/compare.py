@@ -6,7 +6,7 @@ gradient of a key bias, for one, is zero but for rounding.
 
 Some models amplify rounding: a recurrence over many tokens, a product of many factors, large logits. By how much, one
 process says by itself: a second run of it, "shaken", begins with every weight moved to the next number above or below.
-What that changes, times ``ROUNDING``, is no difference, up to ``MOST`` times the usual tolerance.
+What that changes, times ``ROUNDING``, counts as rounding, up to ``MOST`` times the usual tolerance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST = 100
 
 @dataclass(frozen=True)
 class Errors:
-    """The largest errors over ranks, of a step or of several, and the largest that are no difference: ``loss`` and
+    """The largest errors over ranks, of a step or of several, and the largest that count as rounding: ``loss`` and
     ``weights`` are absolute, ``gradient`` and ``norm`` relative."""
 
     loss: float
@@ -38,7 +38,7 @@ class Errors:
 
 
 USUAL = Errors(loss=1e-5, gradient=1e-5, norm=1e-5, weights=1e-6)
-"""What is no difference between a mesh and one process, for a model that does not amplify rounding."""
+"""What counts as rounding between a mesh and one process, for a model that does not amplify rounding."""
 NONE = Errors(0.0, 0.0, 0.0, 0.0)
 SMALL = 0.05
 """Share of the norm of all gradients below which a gradient's error is not measured against its own norm."""
@@ -134,7 +134,7 @@ def moved_by(expected: Expected, shaken: Record, steps: int) -> list[Errors]:
 
 
 def tolerances(moved: Sequence[Errors]) -> list[Errors]:
-    """What is no difference in each step: the usual, and more where the model amplifies rounding."""
+    """What counts as rounding in each step: the usual, and more where the model amplifies rounding."""
     usual = asdict(USUAL)
     return [
         Errors(
@@ -147,7 +147,7 @@ def tolerances(moved: Sequence[Errors]) -> list[Errors]:
 def compare(
     expected: Expected, records: Sequence[Record], steps: int, allowed: Sequence[Errors] | None = None
 ) -> Differences:
-    """All differences of a mesh's ranks from one process; ``allowed`` says of each step what is none."""
+    """All differences of a mesh's ranks from one process; ``allowed`` says of each step what counts as rounding."""
     found, allowed = Differences(), allowed or [USUAL] * steps
     for kind in ("initial", "own"):  # the second are those that training would start from, so they are named first
         unequal = [name for name in expected.names if not _bitwise(expected, records, kind, name)]

@@ -61,7 +61,7 @@ def judge(
         most = allowed[-1]
         rounding = (
             f"this model amplifies rounding: {ROUNDING} times what moving its weights by one unit in the last place "
-            f"changes on one process is no difference, up to {most.loss:.1e} of the loss and {most.gradient:.1e} of a "
+            f"changes on one process counts as such, up to {most.loss:.1e} of the loss and {most.gradient:.1e} of a "
             "gradient"
         )
     errors = {name: getattr(found, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
