@@ -21,7 +21,7 @@ from shardtrain.layout import Layout
 from shardtrain.tools.verify.run import MAX_NORM, Record, is_clipped
 
 ROUNDING = 8
-"""A mesh rounds every sum of a step anew, and not the weights alone; what it is off by is another draw of chance."""
+"""A mesh rounds all sums of a step in another order, and not the weights alone: another draw of the same chance."""
 MOST = 100
 """A gradient that is off by more than a thousandth is never rounding."""
 
