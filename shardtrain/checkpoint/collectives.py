@@ -19,6 +19,7 @@ import torch.distributed as dist
 from shardtrain.utils.errors import (
     CheckpointError,
     ConfigError,
+    DataError,
     FolderTaken,
     PeerError,
     ShardtrainError,
@@ -26,7 +27,7 @@ from shardtrain.utils.errors import (
 )
 
 _KINDS: dict[str, type[ShardtrainError]] = {
-    kind.__name__: kind for kind in (ConfigError, FolderTaken, CheckpointError, StorageError, PeerError)
+    kind.__name__: kind for kind in (ConfigError, FolderTaken, DataError, CheckpointError, StorageError, PeerError)
 }
 
 

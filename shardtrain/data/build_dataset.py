@@ -116,21 +116,35 @@ def request_for(config: Config, named: NamedDataset) -> Request:
     )
 
 
-def packing_of(config: Config, section: Training | Validation, tokenizer: Tokenizer, named: NamedDataset) -> Packing:
+def packing_of(
+    config: Config,
+    section: Training | Validation,
+    tokenizer: Tokenizer,
+    named: NamedDataset,
+    formats: Mapping[str, str] | None = None,
+) -> Packing:
     """How the rows of a source are made; what it does with long documents may be its own.
+
+    ``formats`` are those of all sources by name, for who asks for many.
 
     Documents are packed alike and masked in all sources or in none, as the rows of a batch share one kernel.
     """
     options = config.data
-    formats = {_format(config, one) for one in named_sources(config, section)}
-    kind = derived.packing_kind(options, formats)
+    formats = formats or formats_of(config, section)
+    all_formats = set(formats.values())
+    kind = derived.packing_kind(options, all_formats)
     masked = options.document_mask == "on"
     if options.document_mask == "auto":
-        masked = kind != "concat" or formats != {"text"}
-    long = derived.long_documents(options, _format(config, named))
+        masked = kind != "concat" or all_formats != {"text"}
+    long = derived.long_documents(options, formats[named.name])
     pad = next((token for token in (tokenizer.pad_id, tokenizer.eos_id) if token is not None), 0)
     # "concat" has no use for it, and fingerprints of such data hold what it always was
     return Packing(section.seq_len, kind, masked, long if kind != "concat" else "split", pad)  # type: ignore[arg-type]
+
+
+def formats_of(config: Config, section: Training | Validation) -> dict[str, str]:
+    """What a row of each source is, by the source's name."""
+    return {named.name: _format(config, named) for named in named_sources(config, section)}
 
 
 def _format(config: Config, named: NamedDataset) -> str:
@@ -149,9 +163,10 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
     """
     tokenizer = tokenizer_of(config)
     every = named_sources(config, section)
-    packings = [packing_of(config, section, tokenizer, named) for named in every]
+    formats = formats_of(config, section)
+    packings = [packing_of(config, section, tokenizer, named, formats) for named in every]
     several = len(every) > 1
-    if any(named.source.dataset != "tokens" and _format(config, named) != "chat" for named in every):
+    if any(named.source.dataset != "tokens" and formats[named.name] != "chat" for named in every):
         logger.info(described(tokenizer, config.data))
     passes = [_passes(config, section, loop, named.source, several) for named in every]
     seeds = [config.debug.seed] * len(every)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from itertools import islice
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data import shared_opening
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.fitted import pack, table_of
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.shards import ShardTokenBuffer
+from shardtrain.data.sources._files import Marks
 from shardtrain.data.token_buffer import TokenBuffer
 from shardtrain.utils.errors import DataError, Problem
 
@@ -96,6 +99,24 @@ class Watch:
             self._left = self._every
 
 
+class LooksAtSeek:
+    """Looks whether the files of a feed are still what they were when it is sought, but the first time.
+
+    They were just listed then. Of ranks that opened them together one looks: the others find a file changed when they
+    open it, or by their ``Watch``.
+    """
+
+    def __init__(self, check: Callable[[], None], place: str) -> None:
+        self._check, self._is_first = check, True
+        self._is_ours = shared_opening.is_watched_here(place)
+
+    def __call__(self) -> None:
+        """Raise ConfigError where a file was changed or removed."""
+        if self._is_ours and not self._is_first:
+            self._check()
+        self._is_first = False
+
+
 class IndexedFeed:
     """Rows of a line in memory or in prepared shards: row k is a permutation of the slot k % num_rows, at once."""
 
@@ -113,6 +134,7 @@ class IndexedFeed:
         files: Mapping[str, str],
     ) -> None:
         table = table_of(line, packing, option) if isinstance(line, ShardTokenBuffer) else None
+        self._looks = LooksAtSeek(line.check_unchanged, str(line.folder) if isinstance(line, ShardTokenBuffer) else "")
         self._line, self._rows, self._seed, self.passes = line, pack(line, packing, table), seed, passes
         self._watch = Watch(line.check_unchanged, len(files))
         self.num_rows: int = self._rows.num_rows
@@ -147,7 +169,7 @@ class IndexedFeed:
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """See Feed; nothing to do but to see that the files are still the same."""
-        self._line.check_unchanged()
+        self._looks()
 
     def epoch_after(self, rows: int) -> int:
         return max(0, rows - 1) // self.num_rows
@@ -156,3 +178,17 @@ class IndexedFeed:
 def digest(*facts: object) -> str:
     """SHA-256 in hex of facts that ``repr`` tells apart."""
     return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
+    """As ``digest`` of the sorted items of ``files`` and of facts, at least one; no text of a million names is made."""
+    pairs = files.pairs() if isinstance(files, Marks) else iter(sorted(files.items()))
+    found, comma = hashlib.sha256(b"(["), ""
+    while texts := [repr(pair) for pair in islice(pairs, _PAIRS_AT_ONCE)]:
+        found.update(f"{comma}{', '.join(texts)}".encode())
+        comma = ", "
+    found.update(f"], {repr(facts)[1:] if len(facts) > 1 else f'{facts[0]!r})'}".encode())
+    return found.hexdigest()
+
+
+_PAIRS_AT_ONCE = 4096

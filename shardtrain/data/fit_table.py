@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data import shared_opening
 from shardtrain.data.packing import Packing
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -77,7 +78,7 @@ class FitTable:
         self.num_rows, self.num_targets = int(facts["num_rows"]), int(facts["num_targets"])
         self.cut, self.dropped = int(facts["cut"]), int(facts["dropped"])
         self.rows_up_to = np.concatenate([np.zeros(1, np.int64), blocks["rows_up_to"].astype(np.int64)])
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._descriptor: int | None = None
 
     def order_of(self, block: int, num_pieces: int) -> tuple[Order, Order]:
         """``order`` and ``ends`` of a block that has ``num_pieces`` pieces; see ``BlockFit``.
@@ -87,6 +88,8 @@ class FitTable:
         """
         entry = self._blocks[block]
         num_rows = int(self.rows_up_to[block + 1] - self.rows_up_to[block])
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         content = os.pread(self._descriptor, int(entry["bytes"]), int(entry["offset"]))
         count = num_pieces + num_rows
         size = len(content) // count if count else 0
@@ -98,8 +101,9 @@ class FitTable:
         return numbers[:num_pieces], numbers[num_pieces:]
 
     def __del__(self) -> None:
-        if hasattr(self, "_descriptor"):
-            os.close(self._descriptor)
+        descriptor = getattr(self, "_descriptor", None)
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def open_table(
@@ -112,24 +116,29 @@ def open_table(
     """
     path = folder / table_name(packing)
     num_blocks = -(-num_documents // block_documents)
-    try:
-        with path.open("rb") as file:
-            facts = _facts(file, path, option)
-            if facts["fingerprint"] != fingerprint or facts["block_documents"] != block_documents:
-                return None  # of other tokens, or of another version: those that are there now are fitted again
-            if facts["num_blocks"] != num_blocks or num_blocks > _MAX_BLOCKS:
-                raise damaged(
-                    path, option, f"says that it has {facts['num_blocks']} blocks, and there are {num_blocks}"
-                )
-            content = file.read(num_blocks * _BLOCK.itemsize)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        rule = f"cannot be read ({error.strerror})"
-        raise ConfigError(Problem(option, str(path), rule, "make the file readable, or remove it")) from error
-    if hashlib.sha256(content).hexdigest() != facts["table_sha256"]:
-        raise damaged(path, option, "does not hold the table that was written")
-    return FitTable(path, facts, np.frombuffer(content, _BLOCK), option)
+
+    def look() -> dict[str, Any] | None:
+        try:
+            with path.open("rb") as file:
+                facts = _facts(file, path, option)
+                if facts["fingerprint"] != fingerprint or facts["block_documents"] != block_documents:
+                    return None  # of other tokens, or of another version: those that are there now are fitted again
+                if facts["num_blocks"] != num_blocks or num_blocks > _MAX_BLOCKS:
+                    raise damaged(
+                        path, option, f"says that it has {facts['num_blocks']} blocks, and there are {num_blocks}"
+                    )
+                content = file.read(num_blocks * _BLOCK.itemsize)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            rule = f"cannot be read ({error.strerror})"
+            raise ConfigError(Problem(option, str(path), rule, "make the file readable, or remove it")) from error
+        if hashlib.sha256(content).hexdigest() != facts["table_sha256"]:
+            raise damaged(path, option, "does not hold the table that was written")
+        return {"facts": dict(facts), "blocks": np.frombuffer(content, np.uint8)}
+
+    told = shared_opening.once(str(folder), look)
+    return None if told is None else FitTable(path, told["facts"], told["blocks"].view(_BLOCK), option)
 
 
 def _facts(file: BinaryIO, path: Path, option: str) -> Mapping[str, Any]:

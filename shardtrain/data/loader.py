@@ -8,7 +8,7 @@ exist (see ``mix``, ``feed``), so the batches of a step do not depend on R, and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from shardtrain.data.feed import CursorUpdate, digest
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.packing import Sequences
 from shardtrain.data.reader_cursors import ReaderCursors
+from shardtrain.data.sources._files import Marks
 from shardtrain.data.tokenization_work import warn_duplicate_tokenization
 from shardtrain.data.workers import death_of_worker, in_order
 from shardtrain.ops import accelerator
@@ -31,6 +32,7 @@ from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 logger = logging.getLogger(__name__)
 
+_MOST_FILES_NAMED = 4096
 SOURCE_BITS = 48
 """A sample id is its number within its source, and above these bits the number of the source."""
 
@@ -138,16 +140,26 @@ class DataLoader:
         self.ends_without_notice = any(feed.ends_without_notice for feed in opened.feeds)
         self.fingerprint = digest([feed.fingerprint for feed in opened.feeds], opened.mixture.fingerprint)
         several = len(opened.feeds) > 1  # of which two may have files of one name
-        self.files = {
-            f"{source}: {name}" if several else name: mark
-            for source, feed in zip(opened.names, opened.feeds, strict=True)
-            for name, mark in feed.files.items()
-        }
+        self.files: Mapping[str, str] = opened.feeds[0].files
+        if several:
+            self.files = {
+                f"{source}: {name}": mark
+                for source, feed in zip(opened.names, opened.feeds, strict=True)
+                for name, mark in feed.files.items()
+            }
         self._opened, self._share, self._options = opened, share, options
         self._pins = options.pin_memory and accelerator.pins_memory()
         self._places = [ReaderCursors(feed.num_readers) for feed in opened.feeds]
         self._batches: Iterator[BatchWithCursors | ShardtrainError] | None = None
         self.seek(samples_consumed)
+
+    @cached_property
+    def sampled_files(self) -> dict[str, str]:
+        """At most 4,096 of ``files``, evenly spread, for checkpoints: with their hashes they are half a megabyte.
+
+        The fingerprint of the data is made of all of them; these only name which one differs.
+        """
+        return sampled(self.files)
 
     @cached_property
     def whole_files(self) -> list[WholeFile]:
@@ -264,6 +276,14 @@ class DataLoader:
             self._epochs[source] = epoch
             if self._opened.feeds[source].passes is None:
                 logger.warning("dataset %s is being re-looped (epoch %d)", self._opened.names[source], epoch + 1)
+
+
+def sampled(files: Mapping[str, str]) -> dict[str, str]:
+    """At most 4,096 files, evenly spread."""
+    every = max(1, -(-len(files) // _MOST_FILES_NAMED))
+    if isinstance(files, Marks):
+        return files.every(every)
+    return {name: mark for number, (name, mark) in enumerate(files.items()) if not number % every}
 
 
 def open_dataloader(

@@ -21,6 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from shardtrain.data import shared_opening
+from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -138,7 +140,22 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
         ConfigError: naming the file that is missing, torn, swapped, of another version, or of another size.
     """
     path = folder / INDEX
-    table = _load(folder, path, option)
+
+    def look() -> dict[str, Any]:
+        content, status = _read(folder, path, option)
+        return {"content": np.frombuffer(content, np.uint8), "identity": list(status)}
+
+    told = shared_opening.once(
+        str(folder),
+        look,
+        Listing(
+            witnesses=lambda told: [Witness(option, str(path), *told["identity"])],
+            difference=lambda told, here: (
+                "" if np.array_equal(told["content"], here["content"]) else f"has another {INDEX} than that of rank 0"
+            ),
+        ),
+    )
+    table = _load(bytes(told["content"].data), path, option)
     version = table.get("format_version")
     if version != VERSION:
         fix = 'run "shardtrain data prepare" again with this version'
@@ -150,13 +167,17 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
         raise _broken(path, option, f"is damaged ({str(error) or type(error).__name__})") from error
     _check_sums(index, path, option)
     files = index.files()
-    for stored in files if checks_files and len(files) <= MOST_CHECKED else [index.starts]:
-        check_file(folder, stored, option)
+
+    def check() -> None:
+        for stored in files if checks_files and len(files) <= MOST_CHECKED else [index.starts]:
+            check_file(folder, stored, option)
+
+    shared_opening.once(str(folder), check)
     return index
 
 
-def _load(folder: Path, path: Path, option: str) -> dict[str, Any]:
-    """The JSON object of an index, with an error that says what was found in its place."""
+def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int, int]]:
+    """The bytes of an index with its size, time and inode, or an error that says what was found in its place."""
     if not folder.is_dir():
         rule = "is a file, and not a folder of prepared tokens" if folder.exists() else "does not exist"
         raise ConfigError(Problem(option, str(folder), rule, 'name a folder made by "shardtrain data prepare"'))
@@ -169,13 +190,20 @@ def _load(folder: Path, path: Path, option: str) -> dict[str, Any]:
         fix = f"name one of its folders: {', '.join(inner)}" if inner else 'run "shardtrain data prepare" first'
         raise ConfigError(Problem(option, str(folder), rule, fix))
     try:
-        if path.stat().st_size > MAX_INDEX_BYTES:
+        status = path.stat()
+        if status.st_size > MAX_INDEX_BYTES:
             raise _broken(path, option, f"has more than {MAX_INDEX_BYTES} bytes")
-        table = json.loads(path.read_bytes())
+        return path.read_bytes(), (status.st_size, status.st_mtime_ns, status.st_ino)
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
         unreadable = ConfigError(Problem(option, str(path), rule, "make the file readable"))
         raise reading.trouble(path, error) or unreadable from error
+
+
+def _load(content: bytes, path: Path, option: str) -> dict[str, Any]:
+    """The JSON object of an index."""
+    try:
+        table = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise _broken(path, option, f"is not JSON ({error})") from error
     if not isinstance(table, dict):

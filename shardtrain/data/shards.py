@@ -18,14 +18,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data import shard_index
+from shardtrain.data import shard_index, shared_opening
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.shard_index import DTYPES, INDEX, STARTS, Index, StoredFile, check_file, read_index
+from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.token_buffer import Mask, Tokens
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
+Stamp = tuple[int, int, int]
 _MAX_OPEN_FILES = 64
 _BLOCK_BYTES = 16 * 2**20
 
@@ -46,16 +48,10 @@ class ShardTokenBuffer:
         self._ends = np.cumsum([shard.num_tokens for shard in self.index.shards], dtype=np.int64).tolist()
         files = self.index.files()
         checks_late = len(files) > shard_index.MOST_CHECKED
-        self._stamps = {file.name: _stamp(self.folder / file.name) for file in ([] if checks_late else files)}
+        names = [] if checks_late else [file.name for file in files]
+        self._stamps = dict(zip(names, self._look_at(names), strict=True))
         self._open = _OpenFiles(self.folder, option, self._first_look if checks_late else None)
-        self._starts: npt.NDArray[np.int64] = np.array([], dtype=np.int64)
-        if self.num_documents:
-            mapped = np.memmap(self.folder / STARTS, dtype="<i8", mode="r")
-            if mapped[0] != 0 or mapped[-1] > self.num_tokens:
-                rule = f"holds starts of documents outside the {self.num_tokens} tokens"
-                fix = 'run "shardtrain data prepare" again'
-                raise ConfigError(Problem(self.option, str(self.folder / STARTS), rule, fix))
-            self._starts = np.asarray(mapped)
+        self._mapped: npt.NDArray[np.int64] | None = None
         facts = [self.index.dtype, *(f"{file.name} {file.sha256}" for file in self.index.files())]
         self.fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
@@ -90,19 +86,45 @@ class ShardTokenBuffer:
         return out
 
     def starts(self, start: int, stop: int) -> Tokens:
-        self._check_starts()
-        first, last = np.searchsorted(self._starts, (start, stop))
-        return np.array(self._starts[first:last], dtype=np.int64)
+        starts = self.document_starts()
+        first, last = np.searchsorted(starts, (start, stop))
+        return np.array(starts[first:last], dtype=np.int64)
 
     def document_starts(self) -> npt.NDArray[np.int64]:
         """See TokenBuffer; a mapped file."""
         self._check_starts()
-        return self._starts
+        if self._mapped is None:
+            self._mapped = self._map_starts()
+        return self._mapped
 
     def check_unchanged(self) -> None:
         for name, stamp in self._stamps.items():
             if _stamp(self.folder / name) != stamp:
                 raise _changed(self.folder / name, self.option)
+
+    def _look_at(self, names: list[str]) -> list[Stamp | None]:
+        """Size, time and inode of files, of all ranks by one; None where a file is gone."""
+
+        def look() -> list[Stamp | None]:
+            self._map_starts()
+            return [_stamp(self.folder / name) for name in names]
+
+        def witnesses(told: list[Stamp | None]) -> list[Witness]:
+            chosen = [(names[number], told[number]) for number in shared_opening.spread(len(names))]
+            return [Witness(self.option, str(self.folder / name), *stamp) for name, stamp in chosen if stamp]
+
+        told = shared_opening.once(str(self.folder), look, Listing(witnesses, difference=lambda told, here: ""))
+        return [None if stamp is None else (stamp[0], stamp[1], stamp[2]) for stamp in told]
+
+    def _map_starts(self) -> npt.NDArray[np.int64]:
+        if not self.num_documents:
+            return np.array([], dtype=np.int64)
+        mapped = np.memmap(self.folder / STARTS, dtype="<i8", mode="r")
+        if mapped[0] != 0 or mapped[-1] > self.num_tokens:
+            rule = f"holds starts of documents outside the {self.num_tokens} tokens"
+            fix = 'run "shardtrain data prepare" again'
+            raise ConfigError(Problem(self.option, str(self.folder / STARTS), rule, fix))
+        return np.asarray(mapped)
 
     def _first_look(self, stored: StoredFile) -> None:
         """Compare with the index a file that is about to be read for the first time."""
@@ -248,7 +270,7 @@ def _wrong_values(name: str, values: npt.NDArray[Any], index: Index, previous: i
     return set() if high <= index.max_id else {f"has the id {high}, above the largest of the index, {index.max_id}"}
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _stamp(path: Path) -> Stamp | None:
     try:
         facts = path.stat()
     except OSError as error:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data.document import Document, Encoder
-from shardtrain.data.feed import Cursor, CursorUpdate, Watch, digest
+from shardtrain.data.feed import Cursor, CursorUpdate, LooksAtSeek, Watch, digest_of_files
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing import Packing, Sequences
@@ -63,12 +63,14 @@ class StreamFeed:
         self.num_readers = max(1, min(readers, available))
         self.mean_targets = float(packing.seq_len)  # of full rows; reading alone would tell
         self.files: Mapping[str, str] = source.files()
-        facts = (sorted(self.files.items()), encoder.fingerprint, asdict(packing), seed, self.num_readers)
-        self.fingerprint = digest(*facts)
+        facts = (encoder.fingerprint, asdict(packing), seed, self.num_readers)
+        self.fingerprint = digest_of_files(self.files, *facts)
         self._readers: dict[int, _Reader] = {}
         self._epoch = 0
         self._rows, self._cursors = 0, np.zeros((self.num_readers, 3), dtype=np.int64)
         self._watch = Watch(source.check_unchanged, len(self.files))
+        place = source.listed_at if isinstance(source, FileSource) else ""
+        self._looks = LooksAtSeek(source.check_unchanged, place)
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """See Feed.
@@ -89,7 +91,7 @@ class StreamFeed:
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """See Feed; without cursors each reader begins at its start and reads up to its place."""
-        self.source.check_unchanged()
+        self._looks()
         self._readers.clear()
         self._rows, self._cursors = rows, np.zeros((self.num_readers, 3), dtype=np.int64)
         if cursors is None:

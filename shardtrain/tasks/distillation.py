@@ -45,7 +45,7 @@ class Distillation(LanguageModel):
         """See ``data.open_dataloader``; a run continues with no other teacher than its own."""
         stream = super().open_dataloader(**options)
         known = initial_weights.of_folder(Path(self.config.task.teacher_path))
-        stream.files = {**stream.files, "teacher": known}
+        stream.files = {**dict(stream.files.items()), "teacher": known}
         stream.fingerprint = digest(stream.fingerprint, known)
         return stream
 

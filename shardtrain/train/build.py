@@ -16,6 +16,7 @@ from shardtrain.ops import cpu_kernels
 from shardtrain.ops.seeding import set_determinism
 from shardtrain.train import reference_models
 from shardtrain.train.model import build_model
+from shardtrain.train.open_together import together
 from shardtrain.train.run import Run
 from shardtrain.train.state import TrainState
 from shardtrain.utils.allocator import keep_freed_memory
@@ -59,11 +60,12 @@ def build(config: Config, world: World) -> Run:
     scaler = None
     if derived.compute_dtype(config) == "float16":
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
-    stream = task.open_dataloader(
-        batch_rank=mesh.rank(*BATCH_AXES),
-        num_batch_ranks=mesh.size(*BATCH_AXES),
-        accumulation=derived.accumulation_steps(config, world.size),
-    )
+    with together(config):
+        stream = task.open_dataloader(
+            batch_rank=mesh.rank(*BATCH_AXES),
+            num_batch_ranks=mesh.size(*BATCH_AXES),
+            accumulation=derived.accumulation_steps(config, world.size),
+        )
     task.check(stream, built.module, built.shape)
     reference_models.hold(task, runner, config, mesh)
     process_group.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)

@@ -16,6 +16,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
+from shardtrain.data.loader import sampled
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.hf import importing
 from shardtrain.lora import FACT, base_weights, peft
@@ -28,8 +29,6 @@ from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
     from shardtrain.train.run import Run
-
-_MOST_FILES_NAMED = 4096
 
 
 def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> None:
@@ -53,8 +52,8 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         "state": run.state.to_dict(),
         "guard": run.resilience.guard.to_dict(),
         "data_fingerprint": run.dataloader.fingerprint,
-        "data_files": _sample(run.dataloader.files),
-        "data_contents": _sample(run.contents.record()),
+        "data_files": run.dataloader.sampled_files,
+        "data_contents": sampled(run.contents.record()),
         "data_cursors": cursors,
         "best": checkpoints.best.to_dict(),
         **compatibility.record(run),
@@ -199,21 +198,12 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     differing = broadcast_json(run.contents.expect(facts.get("data_contents")))
     if facts.get("data_fingerprint") == run.dataloader.fingerprint:
         return f"{_some(differing)} differ at equal size" if differing else ""
-    old, new = facts.get("data_files", {}), _sample(run.dataloader.files)
+    old, new = facts.get("data_files", {}), run.dataloader.sampled_files
     old = old if isinstance(old, dict) else {}
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
         return f"{_some(changed)} differ"
     return "tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers or training.last_batch differ"
-
-
-def _sample(files: Mapping[str, str]) -> dict[str, str]:
-    """At most 4,096 files, evenly spread: their names and hashes are half a megabyte of each checkpoint.
-
-    The fingerprint of the data is made of all of them; these only name which one differs.
-    """
-    every = -(-len(files) // _MOST_FILES_NAMED)
-    return {name: mark for number, (name, mark) in enumerate(files.items()) if not number % max(every, 1)}
 
 
 def _some(names: Sequence[str]) -> str:

@@ -25,6 +25,7 @@ from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.resilience import progress
 from shardtrain.resilience.signals import Interrupted, StopRequest
+from shardtrain.train.open_together import together
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 from shardtrain.utils.log import logger
 
@@ -207,14 +208,15 @@ class Validator:
 
 def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:
     """The validation set in its own order, once, dealt to the data-parallel ranks (a collective)."""
-    stream = tasks.open_task(config).open_dataloader(
-        section=section(config, mesh.device_mesh.size()),
-        batch_rank=mesh.rank(*BATCH_AXES),
-        num_batch_ranks=mesh.size(*BATCH_AXES),
-        accumulation=1,
-        shuffle=False,
-        loop=False,
-    )
+    with together(config):
+        stream = tasks.open_task(config).open_dataloader(
+            section=section(config, mesh.device_mesh.size()),
+            batch_rank=mesh.rank(*BATCH_AXES),
+            num_batch_ranks=mesh.size(*BATCH_AXES),
+            accumulation=1,
+            shuffle=False,
+            loop=False,
+        )
     process_group.check_agreement(stream.fingerprint, "the validation data differ between ranks", mesh.device)
     v = config.validation
     when = f"{v.per_epoch} times an epoch" if v.per_epoch else f"every {v.freq} steps"

@@ -6,12 +6,21 @@ import glob
 import hashlib
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, overload
 
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data import shared_opening
 from shardtrain.data.file_hashes import WholeFile
+from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.sources import Request
 from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
@@ -129,27 +138,193 @@ class File:
         return ConfigError(Problem(self.option, self.path, rule, "put the file back, or begin a new run"))
 
 
+class FileList(Sequence[File]):
+    """Files of a dataset, sorted by name: some 50 bytes each, where an object of each would be 500.
+
+    place: the folder, file or pattern that led to them.
+    """
+
+    def __init__(self, place: str, option: str, told: Mapping[str, Any]) -> None:
+        """``told`` is what ``arrays_of`` gave, on this rank or another one."""
+        self.place, self.option, self._root = place, option, told["root"]
+        self._before = os.path.join(self._root, "")
+        self.has_twins: bool = told["has_twins"]
+        self._names = bytes(told["names"].data)
+        self._stops = np.flatnonzero(np.frombuffer(self._names, np.uint8) == 0)
+        self._sizes, self._mtimes, self._inodes = told["sizes"], told["mtimes"], told["inodes"]
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    @overload
+    def __getitem__(self, number: int) -> File: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[File]: ...
+    def __getitem__(self, number: int | slice) -> File | list[File]:
+        if isinstance(number, slice):
+            return [self[one] for one in range(*number.indices(len(self)))]
+        number = range(len(self))[number]
+        name, identity = self.name(number), (self._sizes[number], self._mtimes[number], self._inodes[number])
+        return File(name, self._before + name, self.option, *map(int, identity))
+
+    def __iter__(self) -> Iterator[File]:
+        facts = (column.tolist() for column in (self._sizes, self._mtimes, self._inodes))
+        for name, *identity in zip(self.names(), *facts, strict=True):
+            yield File(name, self._before + name, self.option, *identity)
+
+    def name(self, number: int) -> str:
+        """Name of a file."""
+        start = int(self._stops[number - 1]) + 1 if number else 0
+        return _text(self._names[start : int(self._stops[number])])
+
+    def names(self) -> Iterator[str]:
+        """Names of all, sorted."""
+        for first in range(0, len(self), _NAMES_AT_ONCE):
+            last = min(first + _NAMES_AT_ONCE, len(self)) - 1
+            start = int(self._stops[first - 1]) + 1 if first else 0
+            yield from _text(self._names[start : int(self._stops[last])]).split("\0")
+
+    def number_of(self, name: str) -> int:
+        """Number of the file of a name; raises KeyError where there is none."""
+        number = bisect_left(range(len(self)), name, key=self.name)
+        if number == len(self) or self.name(number) != name:
+            raise KeyError(name)
+        return number
+
+    @property
+    def sizes(self) -> npt.NDArray[np.int64]:
+        """Bytes of each."""
+        return self._sizes
+
+    def chosen(self, numbers: Sequence[int]) -> FileList:
+        """Some of the files, in their order."""
+        picked = np.array(numbers, np.int64)
+        identity = (self._sizes[picked], self._mtimes[picked], self._inodes[picked])
+        told = arrays_of(self._root, [self.name(number) for number in numbers], *identity)
+        return FileList(self.place, self.option, told)
+
+    def witnesses(self) -> list[Witness]:
+        """Some files, evenly spread, for a node that compares them with its own."""
+        files = (self[number] for number in shared_opening.spread(len(self)))
+        return [Witness(self.option, file.path, file.size, file.mtime_ns, file.inode) for file in files]
+
+    def difference(self, other: FileList) -> str:
+        """What another list of the same place lacks, or has more: a part of a sentence; empty where they are alike."""
+        if self._names == other._names and np.array_equal(self._sizes, other._sizes):
+            return ""
+        own, others = dict(zip(self.names(), self._sizes.tolist(), strict=True)), set(other.names())
+        for name in own:
+            if name not in others:
+                return f"lacks {name}, and rank 0 lists it"
+        for name, size in zip(other.names(), other._sizes.tolist(), strict=True):
+            if own.get(name) != size:
+                was = f"of {own[name]} bytes" if name in own else "not there"
+                return f"has {name} of {size} bytes, which is {was} for rank 0"
+        return ""
+
+
+_NAMES_AT_ONCE = 4096
+_Numbers = Sequence[int] | npt.NDArray[Any]
+
+
+def arrays_of(root: str, names: Sequence[str], sizes: _Numbers, mtimes: _Numbers, inodes: _Numbers) -> dict[str, Any]:
+    """Files below a root as arrays, which ranks can tell each other; ``names`` are sorted.
+
+    ``has_twins``: whether a pattern (``**/**``) led to a file twice.
+    """
+    return {
+        "root": root, "names": np.frombuffer(_bytes("".join(f"{name}\0" for name in names)), np.uint8),
+        "has_twins": any(name == other for name, other in pairwise(names)),
+        "sizes": np.asarray(sizes, np.int64), "mtimes": np.asarray(mtimes, np.int64),
+        "inodes": np.asarray(inodes, np.uint64),
+    }  # fmt: skip
+
+
+def _bytes(names: str) -> bytes:
+    return names.encode("utf-8", "surrogateescape")  # as a system calls files whose names are no UTF-8
+
+
+def _text(names: bytes) -> str:
+    return names.decode("utf-8", "surrogateescape")
+
+
+class Marks(Mapping[str, str]):
+    """Fingerprints of many files by name: the sizes of all, and more of those that were sampled."""
+
+    def __init__(self, files: FileList, sampled: Mapping[int, str]) -> None:
+        self._files, self._sampled = files, sampled
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def __iter__(self) -> Iterator[str]:
+        return self._files.names()
+
+    def __getitem__(self, name: str) -> str:
+        return self._mark(self._files.number_of(name))
+
+    def every(self, step: int) -> dict[str, str]:
+        """The first, and each that comes so many after the one before."""
+        return {self._files.name(number): self._mark(number) for number in range(0, len(self), step)}
+
+    def items(self) -> ItemsView[str, str]:
+        return _Items(self)
+
+    def pairs(self) -> Iterator[tuple[str, str]]:
+        """All in the order of their names, without a search for each."""
+        for number, (name, size) in enumerate(zip(self._files.names(), self._files.sizes.tolist(), strict=True)):
+            yield name, self._sampled.get(number) or f"{size}"
+
+    def _mark(self, number: int) -> str:
+        return self._sampled.get(number) or f"{self._files.sizes[number]}"
+
+
+class _Items(ItemsView[str, str]):
+    _mapping: Marks
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return self._mapping.pairs()
+
+
 @dataclass
 class FileSource:
     """What all sources of local files share: see Source."""
 
-    members: list[File]
-    _fingerprints: dict[str, str] = field(default_factory=dict, init=False, repr=False)
+    members: Sequence[File]
+    _fingerprints: Mapping[str, str] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def listed_at(self) -> str:
+        """The folder, file or pattern that led to the files."""
+        return place_listed(self.members)
 
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of the files as they are on disk."""
+        if isinstance(self.members, FileList):
+            return int(self.members.sizes.sum())
         return sum(file.size for file in self.members)
 
     def files(self) -> Mapping[str, str]:
         """See Source. Of many files a thousand are sampled, evenly spread, and of the others the sizes are known."""
         if not self._fingerprints:
             every = max(1, -(-len(self.members) // _FILES_SAMPLED)) if is_many(self.members) else 1
-            self._fingerprints = {
-                file.name: f"{file.size}" if number % every else file.fingerprint()
-                for number, file in enumerate(self.members)
-            }
+            numbers = range(0, len(self.members), every)
+            sampled = dict(zip(numbers, self._sample(numbers), strict=True))
+            if isinstance(self.members, FileList) and is_many(self.members) and not self.members.has_twins:
+                self._fingerprints = Marks(self.members, sampled)
+            else:
+                self._fingerprints = {
+                    file.name: sampled.get(number) or f"{file.size}" for number, file in enumerate(self.members)
+                }
         return self._fingerprints
+
+    def _sample(self, numbers: Sequence[int]) -> list[str]:
+        def look() -> list[str]:
+            return [self.members[number].fingerprint() for number in numbers]
+
+        found: list[str] = shared_opening.once(self.listed_at, look)
+        return found
 
     def whole_files(self) -> list[WholeFile]:
         """The files, to be hashed."""
@@ -165,7 +340,12 @@ def is_many(files: Sequence[File]) -> bool:
     return len(files) >= MANY_FILES
 
 
-def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty: bool = False) -> list[File]:
+def place_listed(files: Sequence[File]) -> str:
+    """The folder, file or pattern that led to files."""
+    return files.place if isinstance(files, FileList) else ""
+
+
+def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty: bool = False) -> FileList:
     """Files that ``request.path`` names, sorted by their POSIX paths.
 
     A file or a pattern (``data/*.jsonl``, ``data/**/*.gz``) names files of any ending. A folder stands for all files
@@ -175,13 +355,27 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
         ConfigError: when the option is not set, or leads to no file.
         DataError: when a file is not a regular file, cannot be read, or is empty and ``empty`` does not allow that.
     """
-    names: Sequence[str]
     wanted = ", ".join(f"*{ending}" for ending in endings)
     option, path = request.option, request.path
     if not path:
         rule = f'is not set, and the dataset "{dataset}" needs it'
         raise ConfigError(Problem(option, None, rule, f"name a file, a folder of {wanted}, or a pattern"))
-    root = os.path.expanduser(path)
+    place = os.path.expanduser(path)
+
+    def opened(told: Any) -> FileList:
+        return FileList(place, option, told)
+
+    listing = Listing(
+        witnesses=lambda told: opened(told).witnesses(),
+        difference=lambda told, here: opened(told).difference(opened(here)),
+    )
+    return opened(shared_opening.once(place, lambda: _list(place, request, wanted, endings, empty), listing))
+
+
+def _list(place: str, request: Request, wanted: str, endings: Sequence[str], empty: bool) -> dict[str, Any]:
+    """The root of the files that a path names, and ``arrays_of`` them."""
+    names: Sequence[str]
+    option, path, root = request.option, request.path, place
     if os.path.isdir(root):
         names = _walk(root, endings, option)
         if not names:
@@ -196,10 +390,17 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
     else:
         raise ConfigError(Problem(option, path, "does not exist", f"name a file, a folder of {wanted}, or a pattern"))
     if len(names) > MAX_FILES:
-        rule = f"is {len(names):,} files, and each rank looks at each of them when it starts: at most {MAX_FILES:,}"
+        rule = f"is {len(names):,} files, and a run looks at each of them when it starts: at most {MAX_FILES:,}"
         raise ConfigError(Problem(option, path, rule, "put many documents into one file"))
     before = os.path.join(root, "")
-    return [_note(name, before + name, option, empty) for name in sorted(names)]
+    names = sorted(names)
+    sizes, mtimes, inodes = array("q"), array("q"), array("Q")
+    for name in names:
+        status = _status(before + name, option, empty)
+        sizes.append(status.st_size)
+        mtimes.append(status.st_mtime_ns)
+        inodes.append(status.st_ino)
+    return arrays_of(root, names, sizes, mtimes, inodes)
 
 
 def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
@@ -241,20 +442,21 @@ def _match(pattern: str) -> tuple[str, list[str]]:
     return root, [Path(os.path.relpath(match, root or ".")).as_posix() for match in matches]
 
 
-def _note(name: str, path: str, option: str, empty: bool) -> File:
+def _status(path: str, option: str, empty: bool) -> os.stat_result:
+    """What a file is; raises DataError where it cannot serve as data."""
     try:
         status = os.stat(path)
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
         unreadable = DataError(str(Problem(option, path, rule, "fix or remove the file or link")))
         raise reading.trouble(path, error) or unreadable from error
-    file = File(name, path, option, status.st_size, status.st_mtime_ns, status.st_ino)
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
-        raise file.unusable(f"is {kind}, no file", "name regular files, which can be read at any place")
+        rule, fix = f"is {kind}, no file", "name regular files, which can be read at any place"
+        raise DataError(str(Problem(option, path, rule, fix)))
     if not status.st_size and not empty:
-        raise file.unusable("is empty", "remove the file, or name another")
-    return file
+        raise DataError(str(Problem(option, path, "is empty", "remove the file, or name another")))
+    return status
 
 
 def check_text(file: File) -> None:

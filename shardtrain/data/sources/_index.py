@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -68,8 +68,22 @@ class Index:
     records are not rows. A byte order mark at the head is left out; a last line needs no newline.
     """
 
-    def __init__(self, file: File, reader: Reader, *, quoted: bool = False) -> None:
+    def __init__(
+        self, file: File, reader: Reader, told: Mapping[str, Any] | None = None, *, quoted: bool = False
+    ) -> None:
+        """``told`` is what ``arrays`` gave on another rank, and spares the scan."""
         self.file, self._reader = file, reader
+        found = self._found(quoted) if told is None else told
+        self._starts, self._rows_before_blank = found["starts"], found["rows_before_blank"]
+        self._lines = found.get("lines")
+        self.num_rows = len(self._starts) - 1 - len(self._rows_before_blank)
+
+    def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
+        """What the scan found."""
+        found = {"starts": self._starts, "rows_before_blank": self._rows_before_blank}
+        return found if self._lines is None else {**found, "lines": self._lines}
+
+    def _found(self, quoted: bool) -> dict[str, npt.NDArray[np.int64]]:
         starts, lines, blanks = [], [], []
         records = 0
         for block_starts, block_lines, block_blanks in self._scan(quoted):
@@ -77,12 +91,13 @@ class Index:
             lines.append(block_lines)
             blanks.append(np.flatnonzero(block_blanks) + records)
             records += len(block_starts)
-        self._starts = np.concatenate([*starts, np.array([file.size])])
         blank_records = np.concatenate([*blanks, np.array([], np.int64)])
-        self._rows_before_blank = blank_records - np.arange(len(blank_records))
+        found = {
+            "starts": np.concatenate([*starts, np.array([self.file.size])]),
+            "rows_before_blank": blank_records - np.arange(len(blank_records)),
+        }
         # without quotes, records are lines
-        self._lines = np.concatenate([*lines, np.array([], np.int64)]) if quoted else None
-        self.num_rows = records - len(blank_records)
+        return {**found, "lines": np.concatenate([*lines, np.array([], np.int64)])} if quoted else found
 
     def line(self, row: int) -> int:
         """Line at which a row begins, from 1."""

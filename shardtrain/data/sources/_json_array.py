@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import re
 from array import array
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from shardtrain.data.sources import Row
 from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_stream
@@ -34,27 +38,31 @@ def is_array(file: File) -> bool:
 
 @dataclass
 class ArrayPart:
-    """Elements of the array of one file; see Part. The text is kept, and parsed an element at a time."""
+    """Elements of the array of one file; see Part. The text is kept, and parsed an element at a time.
 
-    text: str
-    starts: array[int]
-    stops: array[int]
-    lines: array[int]
+    elements: where they start and stop in the text, and their lines: arrays, as the rank that opened it tells them.
+    """
+
+    file: File
+    elements: Mapping[str, npt.NDArray[np.int64]]
     max_row_bytes: int
+    _text: str | None = None
 
     @property
     def num_rows(self) -> int:
         """Elements."""
-        return len(self.starts)
+        return len(self.elements["starts"])
 
     def row(self, index: int) -> Row:
-        piece = self.text[self.starts[index] : self.stops[index]]
+        if self._text is None:
+            self._text = _text(self.file)
+        piece = self._text[self.elements["starts"][index] : self.elements["stops"][index]]
         num_bytes = len(piece) if piece.isascii() else len(piece.encode())
         return too_long(num_bytes) if num_bytes > self.max_row_bytes else parse_text(piece)
 
     def place(self, index: int) -> str:
         """See Part; a whole array often stands in one line."""
-        return f"{self.lines[index]} (element {index + 1})"
+        return f"{self.elements['lines'][index]} (element {index + 1})"
 
 
 def open_array(file: File, max_row_bytes: int) -> ArrayPart:
@@ -89,7 +97,8 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
         raise _broken(file, text, place, "is nested too deeply") from error
     except ValueError as error:
         raise _broken(file, text, place, "holds a number of too many digits") from error
-    return ArrayPart(text, starts, stops, lines, max_row_bytes)
+    found = {"starts": starts, "stops": stops, "lines": lines}
+    return ArrayPart(file, {name: np.array(values, np.int64) for name, values in found.items()}, max_row_bytes, text)
 
 
 def _text(file: File) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Shards, Table, huggingface
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -18,7 +19,9 @@ def open_source(request: Request) -> Table | Shards:
     Raises:
         ConfigError: also when no path is set, and none is where torchtitan has it.
     """
-    path = request.path or next((place for place in PLACES if Path(place).is_dir()), None)
+    path = request.path or shared_opening.once(
+        PLACES[0], lambda: next((place for place in PLACES if Path(place).is_dir()), None)
+    )
     if not path:
         rule = f'is not set, and the dataset "c4_test" is a local one that is not in ./{PLACES[0]}'
         raise ConfigError(Problem(request.option, None, rule, "name the folder, or use c4_mini"))

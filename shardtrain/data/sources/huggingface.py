@@ -13,13 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
+from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Shards, Table, _hub, jsonl, parquet, text, tsv
-from shardtrain.data.sources._files import File, list_files
+from shardtrain.data.sources._files import File, FileList, list_files
 from shardtrain.utils.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)
 
-_READERS: Mapping[tuple[str, ...], Callable[[list[File], Request], Table | Shards]] = MappingProxyType(
+_READERS: Mapping[tuple[str, ...], Callable[[Sequence[File], Request], Table | Shards]] = MappingProxyType(
     {
         parquet.ENDINGS: parquet.open_files,
         jsonl.ENDINGS: jsonl.open_files,
@@ -57,7 +58,7 @@ def open_source(request: Request) -> Table | Shards:
     path = request.path
     # a path is meant for this machine where it exists, or where it could not be the id of a dataset on the hub
     is_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or any(mark in path for mark in "*?[")
-    if is_local or os.path.exists(path):
+    if is_local or shared_opening.once(path, lambda: os.path.exists(path)):
         return open_local(request)
     return _hub.open_hub(request, _hub.HubSet(path))
 
@@ -87,18 +88,27 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
     """
     path = os.path.expanduser(request.path or "")
     if request.subset is not None:
-        if not os.path.isdir(os.path.join(path, request.subset)):
+        path = os.path.join(path, request.subset)
+
+    def look() -> dict[str, bool]:
+        if request.subset is not None and not os.path.isdir(path):
             rule = f"has no folder {request.subset}, the subset that is asked for"
             raise ConfigError(Problem(request.option, request.path, rule, "remove data.subset, or correct it"))
-        path = os.path.join(path, request.subset)
-    for marker in ("dataset_dict.json", "state.json"):
-        if os.path.isfile(os.path.join(path, marker)):
-            return _hub.open_saved(replace(request, path=path))
+        return {
+            "is_saved": any(os.path.isfile(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json")),
+            "is_folder": os.path.isdir(path),
+            "is_file": os.path.isfile(os.path.expanduser(request.path or "")),
+        }
+
+    kind = shared_opening.once(path, look)
+    if kind["is_saved"]:
+        return _hub.open_saved(replace(request, path=path))
     endings = [ending for group in _READERS for ending in group]
     files = list_files(replace(request, path=path), "huggingface", endings)
-    if os.path.isdir(path):
-        files = [file for file in files if not _NO_DATA.fullmatch(os.path.basename(file.name))]
-    files = _of_split(files, request, sole_split)
+    if kind["is_folder"]:
+        data = [n for n, name in enumerate(files.names()) if not _NO_DATA.fullmatch(os.path.basename(name))]
+        files = files.chosen(data) if len(data) < len(files) else files
+    files = _of_split(files, request, sole_split, kind["is_file"])
     readers = {reader for group, reader in _READERS.items() for file in files if file.kind in group}
     if len(readers) != 1:
         kinds = ", ".join(sorted({f"*{file.kind}" for file in files}))
@@ -108,23 +118,24 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
     return readers.pop()(files, request)
 
 
-def _of_split(files: Sequence[File], request: Request, sole_split: str) -> list[File]:
+def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool) -> FileList:
     """Files of the split that is asked for, where their names tell splits apart; else all of them are of one."""
-    splits = [_split_of(file) for file in files]
+    splits = [_split_of(name) for name in files.names()]
     known = sorted({split for split in splits if split is not None} or {sole_split})
     wanted = _SPLITS.get(request.split, request.split)
-    if wanted == sole_split and (not any(splits) or os.path.isfile(os.path.expanduser(request.path or ""))):
-        return list(files)
-    chosen = [file for file, split in zip(files, splits, strict=True) if split == wanted]
+    if wanted == sole_split and (not any(splits) or is_file):
+        return files
+    chosen = [number for number, split in enumerate(splits) if split == wanted]
     if not chosen:
         rule = f'has no files of the split "{request.split}"'
         raise ConfigError(Problem(request.option, request.path, rule, f"set data.split to {' or '.join(known)}"))
-    if len(chosen) < len(files):
-        logger.info("%s: read are %d of %d files, those of the split %s", request.path, len(chosen), len(files), wanted)
-    return chosen
+    if len(chosen) == len(files):
+        return files
+    logger.info("%s: read are %d of %d files, those of the split %s", request.path, len(chosen), len(files), wanted)
+    return files.chosen(chosen)
 
 
-def _split_of(file: File) -> str | None:
+def _split_of(name: str) -> str | None:
     """The split that a name within the dataset tells, by its last word of that kind: ``data/test-00000.parquet``."""
-    words = [word for word in re.split(r"[^a-z]+", file.name.lower()) if word in _SPLITS]
+    words = [word for word in re.split(r"[^a-z]+", name.lower()) if word in _SPLITS]
     return _SPLITS[words[-1]] if words else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Shards, Table
-from shardtrain.data.sources._files import File, check_text, is_many, list_files
+from shardtrain.data.sources._files import File, check_text, is_many, list_files, place_listed
 from shardtrain.data.sources._index import Index, Reader
 from shardtrain.data.sources._json import parse_bytes
-from shardtrain.data.sources._json_array import is_array, open_array
+from shardtrain.data.sources._json_array import ArrayPart, is_array, open_array
 from shardtrain.data.sources._rows import FileShards, FileTable, Part, RecordsPart
 
 ENDINGS = (".jsonl", ".ndjson", ".json")
@@ -28,21 +30,34 @@ def open_source(request: Request) -> Table | Shards:
 def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     """As open_source, for files that were found already."""
     if is_many(files):
-        look = Look(request.max_row_bytes)
-        return FileShards(list(files), parse_bytes, request.max_row_bytes, look=look)
-    for file in files:
-        check_text(file)
-    arrays: dict[int, Part] = {
-        number: open_array(file, request.max_row_bytes) for number, file in enumerate(files) if is_array(file)
-    }
-    if any(file.compression for file in files):
-        return FileShards(list(files), parse_bytes, request.max_row_bytes, parts=arrays)
+        return FileShards(files, parse_bytes, request.max_row_bytes, look=Look(request.max_row_bytes))
     reader = Reader()
-    parts: list[Part] = [
-        arrays.get(number) or RecordsPart(Index(file, reader), parse_bytes, request.max_row_bytes)
-        for number, file in enumerate(files)
-    ]
-    return FileTable(list(files), parts)
+    in_sequence = any(file.compression for file in files)
+    opened: dict[int, ArrayPart] = {}  # of the rank that looks
+
+    def look() -> list[dict[str, Any]]:
+        for file in files:
+            check_text(file)
+        for number, file in enumerate(files):
+            if is_array(file):
+                opened[number] = open_array(file, request.max_row_bytes)
+        return [
+            {"array": opened[number].elements}
+            if number in opened
+            else {"lines": None if in_sequence else Index(file, reader).arrays()}
+            for number, file in enumerate(files)
+        ]
+
+    told = shared_opening.once(place_listed(files), look)
+    parts: dict[int, Part] = {}
+    for number, (file, found) in enumerate(zip(files, told, strict=True)):
+        if "array" in found:
+            parts[number] = opened.get(number) or ArrayPart(file, found["array"], request.max_row_bytes)
+        elif not in_sequence:
+            parts[number] = RecordsPart(Index(file, reader, found["lines"]), parse_bytes, request.max_row_bytes)
+    if in_sequence:
+        return FileShards(files, parse_bytes, request.max_row_bytes, parts=parts)
+    return FileTable(files, list(parts.values()))
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,13 @@ import importlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
-from shardtrain.data import sandbox
+from shardtrain.data import sandbox, shared_opening
 from shardtrain.data.sources import BadRow, Request, Row, Shards
-from shardtrain.data.sources._files import File, FileSource, is_many, list_files
+from shardtrain.data.sources._files import File, FileSource, is_many, list_files, place_listed
 from shardtrain.data.sources._index import too_long
 from shardtrain.data.sources._json import not_utf8
 from shardtrain.utils import reading
@@ -43,34 +44,25 @@ def open_files(files: Sequence[File], request: Request) -> Shards:
     """As open_source, for files that were found already."""
     _library("pyarrow", files[0])
     if is_many(files):
-        return ParquetFiles(list(files), request.max_row_bytes)
-    source = ParquetShards(list(files), request.max_row_bytes)
-    source.read_footers()
+        return ParquetFiles(files, request.max_row_bytes)
+    rows = shared_opening.once(place_listed(files), lambda: [_rows_of_groups(file) for file in files])
+    source = ParquetShards(files, request.max_row_bytes, rows)
+    if not source.num_shards:
+        raise files[0].unusable("has no rows, and no other file has", "name files with rows")
     return source
 
 
 @dataclass
 class ParquetShards(FileSource):
-    """Row groups of files; see Shards."""
+    """Row groups of files; see Shards. ``rows_of_groups`` are those of each file's groups."""
 
     max_row_bytes: int
-    _first_groups: list[int] = field(default_factory=list, repr=False)
-    _first_rows: list[int] = field(default_factory=list, repr=False)
-    num_shards: int = 0
+    rows_of_groups: Sequence[Sequence[int]]
 
-    def read_footers(self) -> None:
-        """Count the row groups of all files. Raises DataError where a file has no footer that can be read."""
-        for file in self.members:
-            with _open(file) as parquet:
-                _check(file, parquet)
-                self._first_groups.append(self.num_shards)
-                rows = 0
-                for group in range(parquet.metadata.num_row_groups):
-                    self._first_rows.append(rows)
-                    rows += parquet.metadata.row_group(group).num_rows
-                self.num_shards += parquet.metadata.num_row_groups
-        if not self.num_shards:
-            raise self.members[0].unusable("has no rows, and no other file has", "name files with rows")
+    def __post_init__(self) -> None:
+        self._first_groups = [0, *accumulate(map(len, self.rows_of_groups))]
+        self._first_rows = [first for rows in self.rows_of_groups for first in accumulate(rows[:-1], initial=0) if rows]
+        self.num_shards = self._first_groups.pop()
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
         file, group = self._find(shard)
@@ -111,6 +103,14 @@ class ParquetFiles(FileSource):
     def shard_place(self, shard: int, number: int) -> str:
         """See Shards."""
         return f"{self.members[shard].path}: row {number} from 0"
+
+
+def _rows_of_groups(file: File) -> list[int]:
+    """Rows of each row group. Raises DataError where a file has no footer that can be read."""
+    with _open(file) as parquet:
+        _check(file, parquet)
+        groups = range(parquet.metadata.num_row_groups)
+        return [parquet.metadata.row_group(group).num_rows for group in groups]
 
 
 def _check(file: File, parquet: Any) -> None:

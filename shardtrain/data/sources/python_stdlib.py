@@ -12,9 +12,12 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from shardtrain.data import shared_opening
+from shardtrain.data.shared_opening import Listing
 from shardtrain.data.sources import Request, Row, Table
-from shardtrain.data.sources._files import File, FileSource
+from shardtrain.data.sources._files import File, FileList, FileSource, arrays_of
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 MAX_BYTES = 16 * 2**20
@@ -41,6 +44,18 @@ def open_source(request: Request) -> Table:
 
 def open_folder(root: Path) -> Table:
     """The ``.py`` files below a folder, up to MAX_BYTES of them."""
+
+    def opened(told: Any) -> FileList:
+        return FileList(str(root), "training.dataset", told)
+
+    listing = Listing(
+        witnesses=lambda told: opened(told).witnesses(),
+        difference=lambda told, here: opened(told).difference(opened(here)),
+    )
+    return Library(opened(shared_opening.once(str(root), lambda: _list(root), listing)))
+
+
+def _list(root: Path) -> dict[str, Any]:
     try:
         names = _source_files(root)
         if not names:
@@ -48,21 +63,21 @@ def open_folder(root: Path) -> Table:
                 f"the dataset python_stdlib found no .py files in {root} (removed, or packed in a zip); "
                 'install the full Python, or use training.dataset="text" with training.dataset_path'
             )
-        members: list[File] = []
+        taken: list[str] = []
+        identities: list[tuple[int, int, int]] = []
         total_bytes = 0
         for name in names:
-            path = os.path.join(root, name)
-            status = os.stat(path)
+            status = os.stat(os.path.join(root, name))
             if not status.st_size:
                 continue  # an __init__.py that only marks a package
             total_bytes += status.st_size
             if total_bytes > MAX_BYTES:
                 break
-            identity = (status.st_size, status.st_mtime_ns, status.st_ino)
-            members.append(File(name, path, "training.dataset", *identity))
+            taken.append(name)
+            identities.append((status.st_size, status.st_mtime_ns, status.st_ino))
     except OSError as error:
         raise DataError(f"the dataset python_stdlib cannot read {error.filename}: {error.strerror}") from error
-    return Library(members)
+    return arrays_of(str(root), taken, *([one[column] for one in identities] for column in range(3)))
 
 
 @dataclass
@@ -77,12 +92,16 @@ class Library(FileSource):
     def files(self) -> Mapping[str, str]:
         """One entry for the whole library: its names and all of its content."""
         if not self._fingerprints:
-            digest = hashlib.sha256()
-            for file in self.members:
-                digest.update(f"{file.name}\0{file.size}\0".encode())
-                digest.update(_content(file))
-            self._fingerprints = {f"standard library of Python {platform.python_version()}": digest.hexdigest()}
+            digest = shared_opening.once(self.listed_at, self._digest)
+            self._fingerprints = {f"standard library of Python {platform.python_version()}": digest}
         return self._fingerprints
+
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for file in self.members:
+            digest.update(f"{file.name}\0{file.size}\0".encode())
+            digest.update(_content(file))
+        return digest.hexdigest()
 
     def row(self, index: int) -> Row:
         return {"text": _content(self.members[index]).decode("utf-8", errors="replace")}

@@ -6,10 +6,11 @@ The text differs between Python versions; its fingerprint says so when a run is 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Row, Table
 from shardtrain.data.sources.python_stdlib import Library, open_folder
 from shardtrain.utils.errors import ConfigError, DataError, Problem
@@ -37,6 +38,14 @@ def open_source(request: Request) -> Table:
         raise ConfigError(Problem("data.split", request.split, "is not a split of stdlib_packages", fix))
     library = open_folder(Path(sysconfig.get_path("stdlib")))
     assert isinstance(library, Library)
+    rows = shared_opening.once(library.listed_at, lambda: _rows(library, SPLITS[request.split]))
+    if not rows:
+        raise DataError("the dataset stdlib_packages found none of its packages; install the full Python")
+    return Lines(library.members, [(text, label, place) for text, label, place in rows])
+
+
+def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
+    """Text, label and place of each row of a split, which are these of ten."""
     found: dict[str, list[tuple[str, str]]] = {name: [] for name in PACKAGES}
     count: dict[str, int] = {}
     for index, file in enumerate(library.members):
@@ -52,10 +61,8 @@ def open_source(request: Request) -> Table:
     rows = []
     for package, lines in found.items():
         own = [(line, place) for line, place in lines if len(line) >= MIN_CHARACTERS and count[line] == 1][:MAX_LINES]
-        rows += [(line, package, place) for i, (line, place) in enumerate(own) if i % 10 in SPLITS[request.split]]
-    if not rows:
-        raise DataError("the dataset stdlib_packages found none of its packages; install the full Python")
-    return Lines(library.members, rows)
+        rows += [[line, package, place] for i, (line, place) in enumerate(own) if i % 10 in parts]
+    return rows
 
 
 @dataclass

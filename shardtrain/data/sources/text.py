@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardtrain.data import shared_opening
 from shardtrain.data.sources import BadRow, Request, Row, Table
 from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_stream
-from shardtrain.data.sources._files import File, FileSource, check_text, is_many, list_files
+from shardtrain.data.sources._files import File, FileSource, check_text, is_many, list_files, place_listed
 from shardtrain.data.sources._index import BYTE_ORDER_MARK, too_long
 from shardtrain.data.sources._json import not_utf8
 
@@ -25,11 +27,15 @@ def open_source(request: Request) -> Table:
     return open_files(list_files(request, "text", ENDINGS, empty=True), request)
 
 
-def open_files(files: list[File], request: Request) -> Table:
+def open_files(files: Sequence[File], request: Request) -> Table:
     """As open_source, for files that were found already."""
-    if not is_many(files):
+
+    def look() -> None:
         for file in files:
             check_text(file)
+
+    if not is_many(files):
+        shared_opening.once(place_listed(files), look)
     return Texts(files, request.max_row_bytes)
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import csv
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from shardtrain.data import shared_opening
 from shardtrain.data.sources import BadRow, Request, Row, Shards, Table
 from shardtrain.data.sources._compressed import open_stream
-from shardtrain.data.sources._files import File, check_text, is_many, list_files
+from shardtrain.data.sources._files import File, check_text, is_many, list_files, place_listed
 from shardtrain.data.sources._index import Index, Reader
 from shardtrain.data.sources._json import not_utf8
 from shardtrain.data.sources._records import records
@@ -33,25 +35,36 @@ def open_source(request: Request) -> Table | Shards:
 
 def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     """As open_source, for files that were found already."""
-    quoted = files[0].kind == ".csv"
-    for file in files:
-        if (file.kind == ".csv") != quoted:
-            raise file.unusable(f"is of another kind than {files[0].path}", "name *.tsv or *.csv by a pattern")
-    skipped = int(request.header)
-    if is_many(files):
-        look = Look(files[0], request)
-        parse = FieldsOf(look.columns(), quoted)
-        return FileShards(list(files), parse, request.max_row_bytes, skipped=skipped, quoted=quoted, look=look)
-    for file in files:
-        check_text(file)
-    parse = FieldsOf(_columns(files, quoted, request), quoted)
-    if any(file.compression for file in files):
-        return FileShards(list(files), parse, request.max_row_bytes, skipped=skipped, quoted=quoted)
+    quoted, skipped = files[0].kind == ".csv", int(request.header)
+    look = Look(files[0], request)
     reader = Reader()
+    in_sequence = False if is_many(files) else any(file.compression for file in files)
+
+    def first_look() -> dict[str, Any]:
+        for file in files:
+            if (file.kind == ".csv") != quoted:
+                raise file.unusable(f"is of another kind than {files[0].path}", "name *.tsv or *.csv by a pattern")
+        if is_many(files):
+            return {"columns": look.columns()}
+        for file in files:
+            check_text(file)
+        columns = _columns(files, quoted, request)
+        return {
+            "columns": columns,
+            "lines": [] if in_sequence else [Index(file, reader, quoted=quoted).arrays() for file in files],
+        }
+
+    told = shared_opening.once(place_listed(files), first_look)
+    parse = FieldsOf(tuple(told["columns"]), quoted)
+    if is_many(files):
+        return FileShards(files, parse, request.max_row_bytes, skipped=skipped, quoted=quoted, look=look)
+    if in_sequence:
+        return FileShards(files, parse, request.max_row_bytes, skipped=skipped, quoted=quoted)
     parts = [
-        RecordsPart(Index(file, reader, quoted=quoted), parse, request.max_row_bytes, skipped=skipped) for file in files
+        RecordsPart(Index(file, reader, lines, quoted=quoted), parse, request.max_row_bytes, skipped=skipped)
+        for file, lines in zip(files, told["lines"], strict=True)
     ]
-    return FileTable(list(files), parts)
+    return FileTable(files, parts)
 
 
 @dataclass(frozen=True)

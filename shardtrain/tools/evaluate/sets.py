@@ -15,6 +15,7 @@ from shardtrain.distributed.context_parallel import document_argument
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.tools.generate.opening import OpenedModel
 from shardtrain.train import document_isolation
+from shardtrain.train.open_together import together
 from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Problem
 
 _TOKENS_AT_ONCE = 2**22
@@ -37,9 +38,10 @@ def measure(opened: OpenedModel, section: Validation, text_field: str | None = N
     config = dataclasses.replace(opened.config, validation=section)
     if text_field is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, text_field=text_field))
-    stream = data.open_dataloader(
-        config, section=section, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
-    )
+    with together(config):
+        stream = data.open_dataloader(
+            config, section=section, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
+        )
     if stream.masks_documents:
         document_isolation.check(opened.model, models.find(config.model.name))
     device = next(opened.model.parameters()).device

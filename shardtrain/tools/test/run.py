@@ -17,6 +17,7 @@ from shardtrain.lora import base_weights
 from shardtrain.tools.test.request import SPLITS, Request, sets_of
 from shardtrain.train import reference_models, saved_file, validation
 from shardtrain.train.model import Built, build_model
+from shardtrain.train.open_together import together
 from shardtrain.train.resume import held_by
 from shardtrain.train.run import model_state_dict
 from shardtrain.train.validation import Evaluation
@@ -95,15 +96,16 @@ def measure(built: Built, config: Config, mesh: Mesh, split: str) -> tuple[Evalu
     labelled = True
     if isinstance(task, tasks.RowTask):
         labelled, options = task.is_labelled(split), {"split": split}
-    stream = task.open_dataloader(
-        section=validation.section(config, mesh.device_mesh.size()),
-        batch_rank=mesh.rank(*BATCH_AXES),
-        num_batch_ranks=mesh.size(*BATCH_AXES),
-        accumulation=1,
-        shuffle=False,
-        loop=False,
-        **options,
-    )
+    with together(config):
+        stream = task.open_dataloader(
+            section=validation.section(config, mesh.device_mesh.size()),
+            batch_rank=mesh.rank(*BATCH_AXES),
+            num_batch_ranks=mesh.size(*BATCH_AXES),
+            accumulation=1,
+            shuffle=False,
+            loop=False,
+            **options,
+        )
     task.check(stream, built.module, built.shape)
     process_group.check_agreement(stream.fingerprint, f"the data of {split} differ between ranks", mesh.device)
     found = validation.evaluate(built.runner, stream, mesh, labelled=labelled)

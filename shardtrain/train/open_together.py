@@ -1,0 +1,230 @@
+"""Ranks that open data together: one of them asks the storage, and the others hear what it found.
+
+The first rank asks. What it found goes to all others as one broadcast, whose bytes do not grow with their number. The
+first rank of every other node then looks at a few of the files: where it does not find one, all ranks stop and say who;
+where their times or inodes are others, the folder is a copy of that node's own, and its first rank asks for that node.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardtrain.checkpoint.collectives import all_ranks, any_ranks
+from shardtrain.config.schema import Config
+from shardtrain.data import shared_opening
+from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
+from shardtrain.distributed import gloo_sockets
+from shardtrain.utils import errors, reading
+from shardtrain.utils.errors import ConfigError, DataError, PeerError, Problem, ShardtrainError, StorageError
+
+_PIECE_BYTES = 16 * 2**20
+"""Sent at once: a rank passes a piece on while the next one comes."""
+_SIGN_SECONDS = 10.0
+
+
+def together(config: Config) -> AbstractContextManager[None]:
+    """All ranks open the same data inside (a collective); alone, or in a dry run, it has no effect."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return nullcontext()
+    return shared_opening.shared(Together(config.comm.init_timeout_seconds))
+
+
+class Together:
+    """See ``shared_opening.Ranks``."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._rank, self._timeout = dist.get_rank(), timedelta(seconds=timeout_seconds)
+        self._is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
+        self._sign_seconds = min(_SIGN_SECONDS, timeout_seconds / 4)
+        self._some_own: set[str] = set()
+        """Places that are some node's own, the same on all ranks; ``_own_here`` are those of this node."""
+        self._own_here: set[str] = set()
+        self._node: tuple[int, dist.ProcessGroup | None] | None = None
+
+    def once(self, place: str, look: Look, listing: Listing | None) -> Any:
+        """See ``shared_opening.once``."""
+        found = self._told(look, 0, None)
+        if listing is None:
+            return self._own_of_nodes(place, look, found, None) if place in self._some_own else found
+        is_own = all_ranks_agree(
+            lambda: self._is_first_of_node and self._rank > 0 and _is_own(listing.witnesses(found))
+        )
+        if any_ranks([is_own])[0]:
+            self._some_own.add(place)
+            source, group = self._meet_node()
+            if self._broadcast(lambda: is_own, source, group):
+                self._own_here.add(place)
+            return self._own_of_nodes(place, look, found, listing)
+        return found
+
+    def is_watched_here(self, place: str) -> bool:
+        """See ``shared_opening.is_watched_here``."""
+        if place in self._own_here:
+            assert self._node is not None
+            return self._node[0] == self._rank
+        return self._rank == 0
+
+    def _own_of_nodes(self, place: str, look: Look, found: Any, listing: Listing | None) -> Any:
+        """On nodes whose storage is their own what the first rank of each finds, and elsewhere what was found."""
+
+        def own() -> Any:
+            if place not in self._own_here:
+                return found
+            source, group = self._meet_node()
+            here = self._told(look, source, group)
+            difference = listing.difference(found, here) if listing else ""
+            if difference:
+                rule, fix = f"is a folder of this node's own, which {difference}", "give every node a whole copy"
+                raise ConfigError(f"{_who()}{Problem('the data', place, rule, fix)}")
+            return here
+
+        return all_ranks_agree(own)
+
+    def _told(self, look: Look, source: int, group: dist.ProcessGroup | None) -> Any:
+        """What a rank finds, on all ranks of a group; its error is raised on all of them."""
+        failure: list[Exception] = []
+
+        def tell() -> Any:
+            try:
+                return {"found": look()}
+            except Exception as error:
+                failure.append(_named(error))
+                return {"error": list(_tell(failure[0], is_first=source == 0))}
+
+        said = self._broadcast(tell, source, group)
+        if failure:
+            raise failure[0]
+        if "error" in said:
+            kind, text = said["error"]
+            raise getattr(errors, kind)(text)
+        return said["found"]
+
+    def _broadcast(self, make: Callable[[], Any], source: int, group: dist.ProcessGroup | None) -> Any:
+        """What ``make`` gives on one rank; while it takes its time, the others hear that it has not died."""
+        if self._rank == source and group is None and self._node == (source, None):
+            return make()  # alone on its node
+        size = torch.zeros(1, dtype=torch.int64)
+        if self._rank != source:
+            while not int(size):
+                dist.broadcast(size, source, group=group)
+            whole = torch.empty(int(size), dtype=torch.uint8)
+            for piece in whole.split(_PIECE_BYTES):
+                dist.broadcast(piece, source, group=group)
+            return decode(whole.numpy().data)
+        with self._signs_of_life(source, group):
+            value = make()
+            whole = torch.frombuffer(bytearray().join(encode(value)), dtype=torch.uint8)
+        size.fill_(len(whole))
+        dist.broadcast(size, source, group=group)
+        for piece in whole.split(_PIECE_BYTES):
+            dist.broadcast(piece, source, group=group)
+        return value
+
+    @contextmanager
+    def _signs_of_life(self, source: int, group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Others wait for a broadcast no longer than ``comm.init_timeout_seconds``; a storage may take longer."""
+        ended = threading.Event()
+
+        def tell() -> None:
+            while not ended.wait(self._sign_seconds):
+                try:
+                    dist.broadcast(torch.zeros(1, dtype=torch.int64), source, group=group)
+                except RuntimeError:
+                    return  # the broadcast that comes next tells what is wrong
+
+        thread = threading.Thread(target=tell, name="opening-data", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _meet_node(self) -> tuple[int, dist.ProcessGroup | None]:
+        """The rank that speaks for this node, and the group of its ranks; None where there is one alone.
+
+        The first time a collective of all ranks: 16 bytes of each.
+        """
+        if self._node is None:
+            own = torch.tensor([_node_number(), int(not self._is_first_of_node)])
+            every = torch.empty(dist.get_world_size(), 2, dtype=torch.int64)
+            dist.all_gather(list(every), own)
+            members = (every[:, 0] == own[0]).nonzero().flatten().tolist()
+            source = min(members, key=lambda rank: (int(every[rank, 1]), rank))
+            group = None
+            if len(members) > 1:
+                group = gloo_sockets.private(
+                    lambda: dist.new_group(
+                        members, timeout=self._timeout, backend="gloo", use_local_synchronization=True
+                    )
+                )
+            self._node = source, group
+        return self._node
+
+
+def all_ranks_agree(action: Callable[[], Any]) -> Any:
+    """What an action gives on this rank, which all ranks do (a collective); raises on all what one of them met."""
+    found: list[Any] = []
+    all_ranks(lambda: found.append(action()))
+    return found[0]
+
+
+def _is_own(witnesses: Sequence[Witness]) -> bool:
+    """Whether files that the first rank listed are others here.
+
+    Raises:
+        ConfigError: one of them is not here; names this rank, its host and the file.
+        StorageError: the storage does not answer.
+    """
+    own = False
+    for file in witnesses:
+        try:
+            found = os.stat(file.path)
+        except OSError as error:
+            trouble = reading.trouble(file.path, error)
+            if trouble is not None:
+                raise StorageError(f"{_who()}{trouble}") from error
+            rule = f"is not here, and rank 0 lists it ({error.strerror})"
+            fix = "mount the same storage on every node, or give each a whole copy"
+            raise ConfigError(f"{_who()}{Problem(file.option, file.path, rule, fix)}") from error
+        own |= (found.st_size, found.st_mtime_ns, found.st_ino) != (file.size, file.mtime_ns, file.inode)
+    return own
+
+
+def _who() -> str:
+    return f"rank {dist.get_rank()} on {socket.gethostname()}: "
+
+
+def _tell(error: Exception, is_first: bool) -> tuple[str, str]:
+    """The class and the text with which other ranks raise an error of the one that looked for them."""
+    who = "" if is_first else _who()
+    kind = type(error).__name__
+    if isinstance(error, ShardtrainError) and hasattr(errors, kind):
+        return kind, f"{who}{error}"
+    return PeerError.__name__, f"{_who()}{kind}: {error}".splitlines()[0]
+
+
+def _named(error: Exception) -> Exception:
+    """An error of the system as one of ours."""
+    if not isinstance(error, OSError):
+        return error
+    path = str(error.filename or "the data")
+    return reading.trouble(path, error) or DataError(f"cannot read {path}: {error.strerror or error}")
+
+
+def _node_number() -> int:
+    """A number that ranks of one machine have in common."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")

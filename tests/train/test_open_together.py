@@ -1,0 +1,257 @@
+"""Ranks that open data together: one asks the storage, all have what it found, and what one lacks all are told."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import gzip
+import io
+import os
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from ranks import run_ranks
+from tiers import cases
+from tiny import text_file
+
+from shardtrain.config.schema import Config, Data, Training
+from shardtrain.data import open_dataloader, shared_opening
+from shardtrain.data.shard_writer import ShardWriter
+from shardtrain.data.sources import _files
+from shardtrain.data.tokenizer import ByteTokenizer
+from shardtrain.train import open_together
+from shardtrain.train.open_together import Together, together
+from shardtrain.utils.errors import ConfigError, DataError, ShardtrainError
+
+COUNT = 12
+LINE = '{{"text": "the words of document {}, which are some more than sixteen of them"}}\n'
+
+
+def write(kind: str, folder: Path) -> dict[str, Any]:
+    """A dataset of a kind below a folder, and the options that name it."""
+    folder.mkdir()
+    lines = ["".join(LINE.format(f"{number}-{line}") for line in range(6)) for number in range(COUNT)]
+    for number, text in enumerate(lines):
+        path = folder / f"{number:03d}"
+        if kind in ("jsonl", "many jsonl"):
+            path.with_suffix(".jsonl").write_text(text)
+        elif kind == "arrays":
+            path.with_suffix(".json").write_text(f"[{','.join(text.splitlines())}]")
+        elif kind == "compressed":
+            path.with_suffix(".jsonl.gz").write_bytes(gzip.compress(text.encode()))
+        elif kind in ("tsv", "many tsv"):
+            path.with_suffix(".tsv").write_text("text\tlabel\n" + text.replace("\n", "\t0\n"))
+        elif kind == "text":
+            path.with_suffix(".txt").write_text(text)
+        elif kind == "parquet":
+            _parquet(path, text)
+    if kind == "tokens":
+        writer, content = (
+            ShardWriter(folder / "shards", ByteTokenizer().vocab_size, 500),
+            Path(text_file()).read_bytes(),
+        )
+        writer.add_documents(np.array([4000]))
+        writer.add_tokens(np.frombuffer(content[:4000], dtype=np.uint8).astype(np.int64))
+        writer.finish(tokenizer=ByteTokenizer.fingerprint, tokenizer_name="bytes")
+        return {"dataset": "tokens", "dataset_path": str(folder / "shards")}
+    datasets = {"arrays": "jsonl", "compressed": "jsonl", "many jsonl": "jsonl", "many tsv": "tsv"}
+    return {"dataset": datasets.get(kind, kind), "dataset_path": str(folder)}
+
+
+def _parquet(path: Path, text: str) -> None:
+    arrow, writer = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    writer.write_table(arrow.table({"text": text.splitlines()}), path.with_suffix(".parquet"), row_group_size=4)
+
+
+def config_of(options: dict[str, Any]) -> Config:
+    model = {"hf_assets_path": "bytes"}
+    training = Training(seq_len=16, local_batch_size=2, on_data_end="repeat", **options)
+    config = Config(training=training, data=Data(mode="stream", readers=3))
+    return Config(training=training, data=config.data, model=type(config.model)(**model))
+
+
+class Calls(collections.Counter[str]):
+    """Counts the calls of this process on files below a folder, by the function of Python's."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder, self._own = f"{folder}/", set[int]()
+        for name in ("open", "stat", "lstat", "scandir", "listdir", "pread", "preadv", "fstat"):
+            setattr(os, name, self._counted(name, getattr(os, name)))
+        builtins.open = io.open = self._counted("io.open", io.open)  # type: ignore[assignment]
+
+    def _counted(self, name: str, real: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            what = arguments[0]
+            is_path = isinstance(what, str | os.PathLike)
+            is_ours = f"{os.fspath(what)}/".startswith(self._folder) if is_path else what in self._own
+            self[name] += is_ours
+            found = real(*arguments, **options)
+            if name == "open":
+                (self._own.add if is_ours else self._own.discard)(found)
+            return found
+
+        return call
+
+
+def open_all(rank: int, folder: Path, wanted: dict[str, dict[str, Any]], many: int) -> dict[str, Any]:
+    """Of each dataset: calls of this rank while it is opened, its fingerprint, and the rows of three batches."""
+    calls, found = Calls(folder), {}
+    for kind, options in wanted.items():
+        _files.MANY_FILES = many if kind.startswith("many") else 10_000
+        config = config_of(options)
+        calls.clear()
+        with together(config):
+            stream = open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+            stream.seek(0)
+        opening = calls.total()
+        rows = [next(stream).tokens_BT.tolist() for _ in range(3)]
+        found[kind] = opening, stream.fingerprint, dict(stream.files.items()), stream.sampled_files, rows
+    return found
+
+
+KINDS = ["jsonl", "many jsonl", "arrays", "compressed", "tsv", "many tsv", "text", "parquet", "tokens"]
+
+
+@pytest.mark.parametrize("count", cases([4], nightly=[2, 3]))
+def test_calls_on_the_storage_of_the_data_do_not_grow_with_ranks_and_all_have_the_same_rows(
+    count: int, tmp_path: Path
+) -> None:
+    wanted = {kind: write(kind, tmp_path / kind.replace(" ", "_")) for kind in KINDS}
+    (alone,) = run_ranks(1, open_all, tmp_path, wanted, COUNT)
+    ranks = run_ranks(count, open_all, tmp_path, wanted, COUNT)
+    for kind in KINDS:
+        assert sum(found[kind][0] for found in ranks) == alone[kind][0] > 0, kind
+        assert all(found[kind][1:] == alone[kind][1:] for found in ranks), kind
+
+
+def open_on_nodes(rank: int, folder: Path, options: dict[str, Any]) -> Any:
+    """Ranks 0 and 1 are on one node, 2 and 3 on another; each node has a folder of its own."""
+    node = rank // 2
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    open_together._node_number = lambda: node
+    os.chdir(folder / str(node))
+    calls = Calls(Path("data"))
+    config = config_of({**options, "dataset_path": "data"})
+    try:
+        with together(config):
+            stream = open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+    except ShardtrainError as error:
+        return type(error).__name__, error.exit_code, str(error)
+    opening = calls.total()
+    next(stream)
+    return opening, stream.fingerprint
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Path:
+    """Two folders with the same data; the second is a copy, whose files have other inodes."""
+    (tmp_path / "0").mkdir()
+    write("jsonl", tmp_path / "0/data")
+    shutil.copytree(tmp_path / "0/data", tmp_path / "1/data")
+    return tmp_path
+
+
+def test_of_a_node_with_a_copy_of_its_own_one_rank_looks(nodes: Path) -> None:
+    ranks = run_ranks(4, open_on_nodes, nodes, {"dataset": "jsonl"})
+    assert len({fingerprint for _, fingerprint in ranks}) == 1
+    calls = [count for count, _ in ranks]
+    assert calls[1] == calls[3] == 0
+    assert calls[0] < calls[2] <= calls[0] + shared_opening.MOST_WITNESSES
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    cases(
+        [("a witness is missing", r"data/000\.jsonl\" is not here, and rank 0 lists it \(No such file")],
+        nightly=[
+            (
+                "another is missing",
+                r'the data="data" is a folder of this node\'s own, which lacks 005\.jsonl, and rank',
+            ),
+            ("one is longer", r"which has 005\.jsonl of \d+ bytes, which is of \d+ bytes for rank 0"),
+            ("one more", r"which has 999\.jsonl of \d+ bytes, which is not there for rank 0"),
+            ("no folder", r"data/000\.jsonl\" is not here"),
+        ],
+    ),
+)
+def test_a_rank_that_does_not_see_what_the_first_one_lists_is_named_by_all(nodes: Path, change: str, told: str) -> None:
+    data = nodes / "1/data"
+    if change == "a witness is missing":
+        (data / "000.jsonl").unlink()
+    elif change == "another is missing":
+        (data / "005.jsonl").unlink()
+    elif change == "one is longer":
+        (data / "005.jsonl").write_text(LINE.format("longer") * 9)
+    elif change == "one more":
+        (data / "999.jsonl").write_text(LINE.format("more"))
+    else:
+        shutil.rmtree(data)
+    (kind, code, text), *others = run_ranks(4, open_on_nodes, nodes, {"dataset": "jsonl"})
+    assert (kind, code) == ("ConfigError", 2) and "\n" not in text
+    assert re.match(r"rank 2 on \S+: ", text) and re.search(told, text), text
+    assert others == [(kind, code, text)] * 3
+
+
+def test_an_error_of_the_rank_that_looks_is_raised_on_all(nodes: Path) -> None:
+    for node in ("0", "1"):
+        (nodes / node / "data/005.jsonl").write_text("")
+    found = run_ranks(4, open_on_nodes, nodes, {"dataset": "jsonl"})
+    assert len(set(found)) == 1
+    assert found[0][:2] == (DataError.__name__, 3) and found[0][2].startswith(
+        'training.dataset_path="data/005.jsonl" is '
+    )
+
+
+def look_slowly(rank: int) -> Any:
+    ranks = Together(timeout_seconds=300)
+    ranks._sign_seconds = 0.02
+
+    def look() -> Any:
+        assert rank == 0
+        time.sleep(0.2)
+        return {"numbers": np.arange(3), "none": np.array([], np.int32), "words": ["a", None, 1.5], "empty": {}}
+
+    found = ranks.once("place", look, None)
+    return {**found, "numbers": found["numbers"].tolist(), "none": [found["none"].dtype.str, len(found["none"])]}
+
+
+def test_ranks_hear_of_one_that_looks_for_long(tmp_path: Path) -> None:
+    told = {"numbers": [0, 1, 2], "none": ["<i4", 0], "words": ["a", None, 1.5], "empty": {}}
+    assert run_ranks(2, look_slowly) == [told, told]
+
+
+def read_a_changed_file(rank: int, config: Config, file: Path) -> str:
+    with together(config):
+        stream = open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+    dist.barrier()
+    if rank == 0:
+        file.write_text(LINE.format("another") * 6)
+    dist.barrier()
+    try:
+        for _ in range(40):
+            next(stream)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_did_not_look_finds_a_file_changed_when_it_reads_it(tmp_path: Path) -> None:
+    config = config_of(write("jsonl", tmp_path / "data"))
+    for text in run_ranks(2, read_a_changed_file, config, tmp_path / "data/003.jsonl"):
+        assert "003.jsonl" in text and "was changed since the run opened it" in text
+
+
+def test_one_process_and_a_dry_run_need_no_one() -> None:
+    from shardtrain.distributed import fake_backend
+
+    with together(Config()):
+        assert shared_opening.once("place", lambda: 1) == 1
+    with fake_backend.join(5, 16384), together(Config()):
+        assert shared_opening.once("place", lambda: 2) == 2
