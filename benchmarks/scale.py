@@ -5,7 +5,9 @@
 ``slow_ranks``   seconds to judge one window of steps of N ranks (Stragglers.add)
 ``metrics``      seconds and MiB to continue a metrics.jsonl of N records, and to give TensorBoard its history
 ``shards``       seconds and files opened to open a prepared folder of N shards
-``many_files``   seconds and MiB to open a folder of N JSONL files that are read while training runs
+``many_files``   seconds and MiB to open a folder of N JSONL files that are read while training runs, on two real ranks,
+                 of which the first lists them for both; what it takes to know which of them are hashed whole already;
+                 and bytes of what a checkpoint holds of the data
 ``whole_documents``  seconds and MiB to open N documents that are kept whole (packing "first_fit" and "padded")
 ``prepared_documents``  the same of prepared documents, whose fits ``data prepare`` has kept, and seconds of a row
 ``commit``       seconds of the first rank after N ranks have written their files: sizes, manifest, rename; of a look
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from shardtrain.checkpoint import async_save, holders, retention, save_plan
 from shardtrain.checkpoint.grids import Axis, Grid
@@ -38,7 +41,9 @@ from shardtrain.checkpoint.holders import Table
 from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor, parse
 from shardtrain.checkpoint.storage import LocalStorage
 from shardtrain.config import load
+from shardtrain.config.schema import Config
 from shardtrain.data import shard_index
+from shardtrain.data.file_hashes import Contents
 from shardtrain.data.fit_table import FitTableWriter, open_table, table_name
 from shardtrain.data.fitted import BLOCK_DOCUMENTS, documents_of_block, fit_block, num_blocks, pack
 from shardtrain.data.loader import open_dataloader
@@ -50,6 +55,7 @@ from shardtrain.metrics.sinks.tensorboard import TensorBoardSink, thinned
 from shardtrain.resilience.progress import Mark
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers
+from shardtrain.train.open_together import together
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
@@ -101,20 +107,52 @@ def shards(count: int) -> dict[str, Any]:
 
 
 def many_files(count: int) -> dict[str, Any]:
+    """Opening so many files on two real ranks, of which the first lists them; and what a checkpoint holds of them."""
     with tempfile.TemporaryDirectory() as folder:
         for number in range(count):
-            path = Path(folder, f"{number // 1000:06d}", f"{number:08d}.jsonl")
+            path = Path(folder, "data", f"{number // 1000:06d}", f"{number:08d}.jsonl")
             if number % 1000 == 0:
-                path.parent.mkdir()
-            path.write_bytes(b'{"text": "a document of several words"}\n' * 10)
-        words = ["--training.dataset", "jsonl", "--training.dataset_path", folder, "--data.mode", "stream"]
-        config = load("debug", words).config
-        before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-        seconds, loader = timed(lambda: open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1))
-        cpu = time.process_time() - cpu
-        next(loader)
+                path.parent.mkdir(parents=True)
+            path.write_bytes(b'{"text": "a document of several words"}\n')
+        words = ["--training.dataset", "jsonl", "--training.dataset_path", f"{folder}/data", "--data.mode", "stream"]
+        config, pipes, processes = load("debug", words).config, [], []
+        for rank in range(2):
+            receiver, sender = multiprocessing.Pipe(False)
+            options = (config, rank, f"{folder}/store", sender)
+            processes.append(multiprocessing.get_context("fork").Process(target=open_many_files, args=options))
+            processes[-1].start()
+            pipes.append(receiver)
+        first, other = (pipe.recv() for pipe in pipes)
+        for process in processes:
+            process.join()
+    return {"first": first, "other": other}
+
+
+def open_many_files(config: Config, rank: int, store: str, sender: Any) -> None:
+    """Seconds, CPU seconds and MiB of a rank: until its data are open, and once it has read a batch."""
+    dist.init_process_group("gloo", store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    dist.barrier()
+    before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+
+    def opened() -> Any:
+        with together(config):
+            return open_dataloader(config, batch_rank=rank, num_batch_ranks=2, accumulation=1)
+
+    seconds, loader = timed(opened)
+    cpu = time.process_time() - cpu
+    next(loader)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    found = {"seconds": seconds, "cpu_seconds": round(cpu, 2), "mib": round(grown, 1)}
+    if rank == 0:
+        hashed = {name: "0" * 64 for name in loader.sampled_files}
+        facts = {"data_files": loader.sampled_files, "data_contents": hashed, "data_cursors": loader.cursors().tolist()}
+        found["state_bytes"] = len(json.dumps(facts))
+        found["contents_seconds"], _ = timed(lambda: Contents(loader.whole_files).look())
         grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    return {"seconds": seconds, "cpu_seconds": round(cpu, 2), "mib": round(grown, 1)}
+        found["contents_mib"] = round(grown, 1)
+    sender.send(found)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 class Lengths:

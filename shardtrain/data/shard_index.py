@@ -150,8 +150,8 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
         look,
         Listing(
             witnesses=lambda told: [Witness(option, str(path), *told["identity"])],
-            difference=lambda told, here: (
-                "" if np.array_equal(told["content"], here["content"]) else f"has another {INDEX} than that of rank 0"
+            difference=lambda told, own: (
+                "" if np.array_equal(told["content"], own["content"]) else f"has another {INDEX} than that of rank 0"
             ),
         ),
     )

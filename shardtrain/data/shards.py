@@ -113,7 +113,7 @@ class ShardTokenBuffer:
             chosen = [(names[number], told[number]) for number in shared_opening.spread(len(names))]
             return [Witness(self.option, str(self.folder / name), *stamp) for name, stamp in chosen if stamp]
 
-        told = shared_opening.once(str(self.folder), look, Listing(witnesses, difference=lambda told, here: ""))
+        told = shared_opening.once(str(self.folder), look, Listing(witnesses, difference=lambda told, own: ""))
         return [None if stamp is None else (stamp[0], stamp[1], stamp[2]) for stamp in told]
 
     def _map_starts(self) -> npt.NDArray[np.int64]:

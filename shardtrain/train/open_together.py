@@ -54,18 +54,23 @@ class Together:
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
         """See ``shared_opening.once``."""
-        found = self._told(look, 0, None)
+        first_place, found = self._told(place, look, 0, dist.group.WORLD)
         if listing is None:
-            return self._own_of_nodes(place, look, found, None) if place in self._some_own else found
-        is_own = all_ranks_agree(
-            lambda: self._is_first_of_node and self._rank > 0 and _is_own(listing.witnesses(found))
-        )
+            return self._own_of_nodes(place, look, found, None) if first_place in self._some_own else found
+
+        def compare() -> bool:
+            if not self._is_first_of_node or self._rank == 0:
+                return False
+            return place != first_place or _is_own(listing.witnesses(found))
+
+        is_own = all_ranks_agree(compare)
         if any_ranks([is_own])[0]:
-            self._some_own.add(place)
+            self._some_own.add(first_place)
             source, group = self._meet_node()
             if self._broadcast(lambda: is_own, source, group):
                 self._own_here.add(place)
-            return self._own_of_nodes(place, look, found, listing)
+        if any_ranks([place != first_place])[0] or first_place in self._some_own:
+            return self._own_of_nodes(place, look, found, listing, first_place)
         return found
 
     def is_watched_here(self, place: str) -> bool:
@@ -75,29 +80,33 @@ class Together:
             return self._node[0] == self._rank
         return self._rank == 0
 
-    def _own_of_nodes(self, place: str, look: Look, found: Any, listing: Listing | None) -> Any:
+    def _own_of_nodes(
+        self, place: str, look: Look, found: Any, listing: Listing | None, first_place: str | None = None
+    ) -> Any:
         """On nodes whose storage is their own what the first rank of each finds, and elsewhere what was found."""
 
         def own() -> Any:
             if place not in self._own_here:
+                _check_same(place, place if first_place is None else first_place)
                 return found
             source, group = self._meet_node()
-            here = self._told(look, source, group)
-            difference = listing.difference(found, here) if listing else ""
+            node_place, of_node = self._told(place, look, source, group)
+            _check_same(place, node_place)
+            difference = listing.difference(found, of_node) if listing else ""
             if difference:
                 rule, fix = f"is a folder of this node's own, which {difference}", "give every node a whole copy"
                 raise ConfigError(f"{_who()}{Problem('the data', place, rule, fix)}")
-            return here
+            return of_node
 
         return all_ranks_agree(own)
 
-    def _told(self, look: Look, source: int, group: dist.ProcessGroup | None) -> Any:
-        """What a rank finds, on all ranks of a group; its error is raised on all of them."""
+    def _told(self, place: str, look: Look, source: int, group: dist.ProcessGroup | None) -> tuple[str, Any]:
+        """Where a rank looks and what it finds, on all ranks of a group; its error is raised on all of them."""
         failure: list[Exception] = []
 
         def tell() -> Any:
             try:
-                return {"found": look()}
+                return {"place": place, "found": look()}
             except Exception as error:
                 failure.append(_named(error))
                 return {"error": list(_tell(failure[0], is_first=source == 0))}
@@ -108,12 +117,15 @@ class Together:
         if "error" in said:
             kind, text = said["error"]
             raise getattr(errors, kind)(text)
-        return said["found"]
+        return said["place"], said["found"]
 
     def _broadcast(self, make: Callable[[], Any], source: int, group: dist.ProcessGroup | None) -> Any:
-        """What ``make`` gives on one rank; while it takes its time, the others hear that it has not died."""
-        if self._rank == source and group is None and self._node == (source, None):
-            return make()  # alone on its node
+        """What ``make`` gives on one rank; while it takes its time, the others hear that it has not died.
+
+        ``group`` None is a rank that is alone on its node.
+        """
+        if group is None:
+            return make()
         size = torch.zeros(1, dtype=torch.int64)
         if self._rank != source:
             while not int(size):
@@ -200,6 +212,14 @@ def _is_own(witnesses: Sequence[Witness]) -> bool:
             raise ConfigError(f"{_who()}{Problem(file.option, file.path, rule, fix)}") from error
         own |= (found.st_size, found.st_mtime_ns, found.st_ino) != (file.size, file.mtime_ns, file.inode)
     return own
+
+
+def _check_same(place: str, other: str) -> None:
+    """Refuse a rank that opens something else than the one that looks for it."""
+    if place != other:
+        raise ConfigError(
+            f"{_who()}the data differ between ranks: {place} and {other}; give every rank the same options"
+        )
 
 
 def _who() -> str:

@@ -241,7 +241,7 @@ def arrays_of(root: str, names: Sequence[str], sizes: _Numbers, mtimes: _Numbers
 
 
 def _bytes(names: str) -> bytes:
-    return names.encode("utf-8", "surrogateescape")  # as a system calls files whose names are no UTF-8
+    return names.encode("utf-8", "surrogateescape")  # as a system calls files whose names are not UTF-8
 
 
 def _text(names: bytes) -> str:
@@ -367,7 +367,7 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
 
     listing = Listing(
         witnesses=lambda told: opened(told).witnesses(),
-        difference=lambda told, here: opened(told).difference(opened(here)),
+        difference=lambda told, own: opened(told).difference(opened(own)),
     )
     return opened(shared_opening.once(place, lambda: _list(place, request, wanted, endings, empty), listing))
 

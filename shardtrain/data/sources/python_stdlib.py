@@ -50,7 +50,7 @@ def open_folder(root: Path) -> Table:
 
     listing = Listing(
         witnesses=lambda told: opened(told).witnesses(),
-        difference=lambda told, here: opened(told).difference(opened(here)),
+        difference=lambda told, own: opened(told).difference(opened(own)),
     )
     return Library(opened(shared_opening.once(str(root), lambda: _list(root), listing)))
 
