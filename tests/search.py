@@ -93,7 +93,9 @@ TOLERANCES = {
     # is all but zero the update may turn around, by twice the rate of 1e-2
     "float8": Tolerance(loss=1e-3, norm=1e-2, gradient=3e-2, weight=2e-2),
     # the same of numbers of the state, of which the second update is made: 1/256 of it, and its rate is 1e-2
-    "low bits": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-4),
+    "16 bits": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-4),
+    # and there 1/64 of the largest number of a block, in both means
+    "8 bits": Tolerance(loss=1e-5, norm=1e-5, gradient=1e-5, weight=5e-4),
 }
 
 

@@ -55,6 +55,7 @@ def problems(tmp_path: Path, text: str) -> list[str]:
         ),
         (HELD_OUT + '[checkpoint]\nenable = true\nkeep_best = "validation.accuracy"', "must be validation.loss or"),
         (HELD_OUT + "freq = 5\nper_epoch = 1", "validation.freq=5 has no effect beside validation.per_epoch"),
+        (HELD_OUT + 'per_epoch = 1\n[data]\nmode = "stream"', "per_epoch=1 needs the number of rows, which a stream"),
     ],
 )
 def test_a_wrong_option_is_one_line(tmp_path: Path, text: str, said: str) -> None:

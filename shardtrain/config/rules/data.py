@@ -273,6 +273,10 @@ def check_validation(loaded: Loaded) -> Iterator[Problem]:
     if c.validation.enable and c.validation.per_epoch and is_changed(loaded, "validation.freq"):
         rule = "has no effect beside validation.per_epoch"
         yield problem(loaded, "validation.freq", rule, "remove one of the two")
+    reads = c.training.dataset != "tokens"
+    if c.validation.enable and c.validation.per_epoch and not c.data.sources and c.data.mode == "stream" and reads:
+        rule = "needs the number of rows, which a stream has not"
+        yield problem(loaded, "validation.per_epoch", rule, "use validation.freq, or prepare the data first")
     if c.validation.enable and c.validation.per_epoch and c.data.sources:
         rule = "needs the rows of one dataset, and [data.sources] has passes of its own for each"
         yield problem(loaded, "validation.per_epoch", rule, "use validation.freq")
