@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import faulthandler
 import gc
+import inspect
 import logging
 import multiprocessing.process
 import multiprocessing.util
@@ -113,6 +114,7 @@ def _as_fresh(environment: dict[str, str]) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     faulthandler.disable()
     faulthandler.register(STACKS, file=2)
+    inspect.stack = _stack  # type: ignore[assignment]
     atexit._clear()
     atexit.register(multiprocessing.util._exit_function)
     multiprocessing.process._children = set()  # type: ignore[attr-defined]
@@ -133,6 +135,21 @@ def _as_fresh(environment: dict[str, str]) -> None:
     random.seed()
     torch.manual_seed(SEED)
     gc.enable()
+
+
+def _stack(context: int = 1) -> list[inspect.FrameInfo]:
+    """``inspect.stack`` without lines of source, for which it looks through every module for every frame.
+
+    PyTorch's rendezvous asks for the stack at each of its messages. Below the tests' hundred frames, with their six
+    thousand modules, that took seconds; on a busy machine more than the 15 s of silence after which the other node
+    calls this one dead, so that two nodes never met.
+    """
+    frame, found = sys._getframe(1), []
+    while frame is not None:
+        code = frame.f_code
+        found.append(inspect.FrameInfo(frame, code.co_filename, frame.f_lineno, code.co_name, None, None))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 def _python_path() -> list[str]:

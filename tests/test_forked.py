@@ -66,3 +66,16 @@ def test_a_fork_is_asked_to_stop_and_its_pipes_end_with_it() -> None:
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=patience.seconds(60))
     assert process.returncode == -signal.SIGTERM
+
+
+def test_a_fork_that_asks_for_its_stack_reads_no_source(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import inspect, linecache\n"
+        "linecache.getlines = lambda *_: 1 / 0\n"
+        "def outer():\n    return inner()\n"
+        "def inner():\n    return [one.function for one in inspect.stack()[:2]]\n"
+        "print(outer())\n"
+    )
+    done = forked.run([sys.executable, str(program)], capture_output=True, text=True, timeout=patience.seconds(60))
+    assert (done.stdout, done.stderr) == ("['inner', 'outer']\n", "")
