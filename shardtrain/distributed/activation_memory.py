@@ -43,7 +43,9 @@ class LiveMemory(TorchDispatchMode):
     @property
     def gathered(self) -> int:
         """Bytes of FSDP's buffers now: it frees them by resizing them to nothing."""
-        total = sum(storage.nbytes() for storage in self._buffers)
+        return self._gathered(sum(storage.nbytes() for storage in self._buffers))
+
+    def _gathered(self, total: int) -> int:
         reduced = [getattr(p.grad, "_local_tensor", p.grad) for p in self._parameters if p.grad is not None]
         owned = {id(g.untyped_storage()): g.untyped_storage() for g in reduced if g is not None}
         return total - sum(storage.nbytes() for storage in owned.values() if storage in self._buffers)
@@ -64,7 +66,9 @@ class LiveMemory(TorchDispatchMode):
             self._see(tensor, made_here=True)
         self.most_activations = max(self.most_activations, self.activations + self.absent_activations)
         if self._buffers:
-            self.most_gathered = max(self.most_gathered, self.gathered + self.absent_gathered)
+            total = sum(storage.nbytes() for storage in self._buffers)
+            if total + self.absent_gathered > self.most_gathered:  # seldom; what is subtracted takes long to find
+                self.most_gathered = max(self.most_gathered, self._gathered(total) + self.absent_gathered)
         return result
 
     def _see(self, tensor: Tensor, made_here: bool) -> None:

@@ -29,6 +29,7 @@ from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.runner import Runner
 from shardtrain.layout import Draw, Layout
+from shardtrain.ops import cross_entropy
 
 LAYERS_OF_A_KIND = 2
 """Layers traced of each kind: the first may cost what all share, the second costs what every further one does."""
@@ -126,7 +127,7 @@ def _forget_meshes() -> None:
 @contextmanager
 def materialized(runner: Runner) -> Iterator[None]:
     """Give the runner's parameters shapes on the CPU without memory; all work on them belongs inside."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), cross_entropy.few_chunks():
         runner.materialize({name: Draw("zeros") for name in runner.parameters()}, seed=0)
         yield
 

@@ -6,7 +6,8 @@ number. The gradient is computed with the loss, chunk by chunk, so that no float
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,27 @@ class Vocabulary(Protocol):
     def gather(self, values: Tensor) -> Tensor:
         """The values of each rank, one after the other along a new first dimension."""
         ...
+
+
+_most_chunks: int | None = None
+
+
+@contextmanager
+def few_chunks(count: int = 2) -> Iterator[None]:
+    """Work on the first ``count`` chunks alone, inside: for passes that are about memory, and compute nothing.
+
+    All chunks need the same, and each gives it back before the next begins; tracing thousands takes minutes.
+    """
+    global _most_chunks
+    before, _most_chunks = _most_chunks, count
+    try:
+        yield
+    finally:
+        _most_chunks = before
+
+
+def _chunks(num_tokens: int, rows: int) -> list[slice]:
+    return [slice(start, start + rows) for start in range(0, num_tokens, rows)][:_most_chunks]
 
 
 ChunkFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -80,12 +102,11 @@ class _CrossEntropySum(torch.autograd.Function):
         # a million tokens are thousands of chunks: added one by one in float32, they would lose the last digits
         loss = torch.zeros((), dtype=torch.float64, device=logits_NV.device)
         gradient_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
-        for start in range(0, logits_NV.size(0), rows):
-            stop = start + rows
-            chunk_sum, chunk_gradient_nV = chunk(logits_NV[start:stop], targets_N[start:stop])
+        for part in _chunks(logits_NV.size(0), rows):
+            chunk_sum, chunk_gradient_nV = chunk(logits_NV[part], targets_N[part])
             loss += chunk_sum
             if gradient_NV is not None:
-                gradient_NV[start:stop] = chunk_gradient_nV.mul_(weight)
+                gradient_NV[part] = chunk_gradient_nV.mul_(weight)
         if gradient_NV is not None:
             ctx.save_for_backward(gradient_NV)
         return (loss * weight).float()
@@ -113,7 +134,7 @@ class _SplitCrossEntropySum(torch.autograd.Function):
         local_N = targets_N - vocabulary.offset
         here_N = kept_N & (local_N >= 0) & (local_N < columns)
         index_N1 = local_N.clamp(0, max(0, columns - 1)).unsqueeze(1)
-        chunks = [slice(start, start + rows) for start in range(0, num_tokens, rows)]
+        chunks = _chunks(num_tokens, rows)
         own_3N = torch.zeros(3, num_tokens, dtype=torch.float32, device=logits_Nv.device)
         lowest = torch.finfo(
             torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from shardtrain import cli, models
 from shardtrain.distributed import build, fake_backend, parallelize
 from shardtrain.distributed.activation_memory import LiveMemory
 from shardtrain.layout import Draw
+from shardtrain.ops import cross_entropy
 from shardtrain.train import dry_run
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +123,26 @@ def test_layers_left_out_count_as_much_as_they_would(monkeypatch, mode, tp):
     assert some.traced.layers_traced == (4 if mode == "selective" else 2) and everything.traced.layers_traced == 10
     assert some.traced.activations_bytes == pytest.approx(everything.traced.activations_bytes, rel=1e-3)
     assert some.traced.gathered_bytes == pytest.approx(everything.traced.gathered_bytes, rel=1e-2)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_chunks_of_the_loss_left_out_count_as_much_as_they_would(monkeypatch, tp):
+    monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 1000)  # a few tokens a chunk, some forty chunks
+    config = deep_config(parallelism={"tensor_parallel_degree": tp, "data_parallel_shard_degree": 2})
+    seen = []
+
+    def chunks(num_tokens, rows):
+        seen.append(len(parts := kept(num_tokens, rows)))
+        return parts
+
+    kept = cross_entropy._chunks
+    monkeypatch.setattr(cross_entropy, "_chunks", chunks)
+    few = dry(config, size=2 * tp).traced
+    monkeypatch.setattr(cross_entropy, "few_chunks", contextlib.nullcontext)
+    all_of_them = dry(config, size=2 * tp).traced
+    assert seen[0] == 2 < seen[1]
+    assert few.gathered_bytes == all_of_them.gathered_bytes
+    assert few.activations_bytes == pytest.approx(all_of_them.activations_bytes, rel=1e-5)  # a scalar of the loss
 
 
 def test_tensors_without_memory_count_as_real_ones():
