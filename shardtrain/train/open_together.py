@@ -50,13 +50,15 @@ class Together:
         self._some_own: set[str] = set()
         """Places that are some node's own, the same on all ranks; ``_own_here`` are those of this node."""
         self._own_here: set[str] = set()
+        self._by_itself: set[str] = set()
+        """Places that this rank alone opens."""
         self._node: tuple[int, dist.ProcessGroup | None] | None = None
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
         """See ``shared_opening.once``."""
         first_place, found = self._told(place, look, 0, dist.group.WORLD)
         if listing is None:
-            return self._own_of_nodes(place, look, found, None) if first_place in self._some_own else found
+            return self._own_of_nodes(place, look, found, None, first_place) if first_place in self._some_own else found
 
         def compare() -> bool:
             if not self._is_first_of_node or self._rank == 0:
@@ -68,35 +70,39 @@ class Together:
             self._some_own.add(first_place)
             source, group = self._meet_node()
             if self._broadcast(lambda: is_own, source, group):
-                self._own_here.add(place)
-        if any_ranks([place != first_place])[0] or first_place in self._some_own:
+                self._own_here.add(place)  # the ranks of a node agree on it, whatever each calls the place
+        if any_ranks([place != first_place])[0]:
+            self._some_own.add(first_place)
+        if first_place in self._some_own:
             return self._own_of_nodes(place, look, found, listing, first_place)
         return found
 
     def is_watched_here(self, place: str) -> bool:
         """See ``shared_opening.is_watched_here``."""
-        if place in self._own_here:
+        if place in self._own_here and place not in self._by_itself:
             assert self._node is not None
             return self._node[0] == self._rank
-        return self._rank == 0
+        return self._rank == 0 or place in self._by_itself
 
-    def _own_of_nodes(
-        self, place: str, look: Look, found: Any, listing: Listing | None, first_place: str | None = None
-    ) -> Any:
-        """On nodes whose storage is their own what the first rank of each finds, and elsewhere what was found."""
+    def _own_of_nodes(self, place: str, look: Look, found: Any, listing: Listing | None, first_place: str) -> Any:
+        """On nodes whose storage is their own what the first rank of each finds, and elsewhere what was found.
+
+        A rank that opens another place than those beside it looks by itself.
+        """
 
         def own() -> Any:
-            if place not in self._own_here:
-                _check_same(place, place if first_place is None else first_place)
-                return found
-            source, group = self._meet_node()
-            node_place, of_node = self._told(place, look, source, group)
-            _check_same(place, node_place)
-            difference = listing.difference(found, of_node) if listing else ""
+            other, told = first_place, found
+            if place in self._own_here:
+                source, group = self._meet_node()
+                other, told = self._told(place, look, source, group)
+            if place != other:
+                self._by_itself.add(place)
+                return look()
+            difference = listing.difference(found, told) if listing and place == first_place else ""
             if difference:
                 rule, fix = f"is a folder of this node's own, which {difference}", "give every node a whole copy"
                 raise ConfigError(f"{_who()}{Problem('the data', place, rule, fix)}")
-            return of_node
+            return told
 
         return all_ranks_agree(own)
 
@@ -212,14 +218,6 @@ def _is_own(witnesses: Sequence[Witness]) -> bool:
             raise ConfigError(f"{_who()}{Problem(file.option, file.path, rule, fix)}") from error
         own |= (found.st_size, found.st_mtime_ns, found.st_ino) != (file.size, file.mtime_ns, file.inode)
     return own
-
-
-def _check_same(place: str, other: str) -> None:
-    """Refuse a rank that opens something else than the one that looks for it."""
-    if place != other:
-        raise ConfigError(
-            f"{_who()}the data differ between ranks: {place} and {other}; give every rank the same options"
-        )
 
 
 def _who() -> str:
