@@ -46,7 +46,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.distributed as dist
-from search_case import CP, DDP, FAMILIES, FSDP, LOCAL, PP, SEQ, SHAPES, STEPS, TP, UNSET, A, Case, M, P
+from search_case import CP, DDP, FAMILIES, FSDP, LOCAL, NEWER, PP, SEQ, SHAPES, STEPS, TP, UNSET, A, Case, M, P
 from search_more import CSV, FEATURES, tolerance, write_schedule
 from search_space import broken, draw
 from torch import Tensor
@@ -626,7 +626,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
-    parser.add_argument("--families", help="families to draw from, with commas between them")
+    parser.add_argument("--families", help="families to draw from, with commas between them, or all")
     parser.add_argument("--features", help=f"all, or some with commas between them: {', '.join(FEATURES)}")
     parser.add_argument("--no-shrink", action="store_true", help="leave faults as they are, in a long search")
     parser.add_argument("--try", dest="options", nargs=argparse.REMAINDER, help="one configuration: its options")
@@ -640,7 +640,7 @@ def main(words: list[str]) -> int:
         return int(verdict.is_fault)
     started = time.monotonic()
     numbers = range(given.first, given.first + given.count)
-    families = given.families.split(",") if given.families else FAMILIES
+    families = (*FAMILIES, *NEWER) if given.families == "all" else (given.families or ",".join(FAMILIES)).split(",")
     if unknown := set(families) - SHAPES.keys():
         parser.error(f"--families: {', '.join(sorted(unknown))} is none of {', '.join(SHAPES)}")
     features = FEATURES if given.features == "all" else given.features.split(",") if given.features else ()

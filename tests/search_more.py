@@ -645,7 +645,8 @@ def tolerance(case: Case) -> str:
     if not case.is_exact:
         return "reduced"
     if case.value("model.converters"):
-        return "float8"
+        # what is rounded the other way may send a token to another expert, and does so more often with each layer
+        return "reduced" if case.value("model.name") in MIXTURES else "float8"
     if case.value("optimizer.name") == "AdamW8bit":
         return "8 bits"
     if case.value("optimizer.state_dtype") == "bfloat16":
