@@ -74,6 +74,17 @@ COMPILED = {
     "--activation_checkpoint.mode memory_budget --compile.enable true --compile.backend aot_eager",
 }
 """Found too, and dearer."""
+FEATURED = {
+    "columns of one scale cut by split states": "--parallelism.data_parallel_replicate_degree 2 "
+    "--parallelism.data_parallel_shard_degree 2 --parallelism.shard_optimizer_states true --optimizer.name AdamW8bit",
+    "no rule for the biases of routers beside frozen weights in low bits": "--model.name mixtral "
+    "--parallelism.data_parallel_shard_degree 2 --model.overrides.load_balance_coeff 1e-2 --lora.enable true "
+    "--lora.random_base true --lora.rank 4 --lora.alpha 8 --lora.base_dtype int8",
+    "more pipeline ranks than layers": "--parallelism.pipeline_parallel_degree 2 --training.local_batch_size 2 "
+    "--model.overrides.num_layers 1 "
+    """--parallelism.module_fqns_per_model_part '[["embed"], ["layers.0", "norm", "head"]]'""",
+}
+"""Found with features."""
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +136,11 @@ def test_random_configurations_are_refused_or_equal_to_one_process(
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "found", cases([pytest.param(FOUND, id="first")], nightly=[pytest.param(COMPILED, id="compiled")])
+    "found",
+    cases(
+        [pytest.param(FOUND, id="first")],
+        nightly=[pytest.param(COMPILED, id="compiled"), pytest.param(FEATURED, id="featured")],
+    ),
 )
 def test_what_a_search_has_found_stays_mended(found: dict[str, str], searcher: Searcher) -> None:
     verdicts = searcher.judge([parse(shlex.split(options)) for options in found.values()])

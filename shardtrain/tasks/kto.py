@@ -95,7 +95,8 @@ class KTO(AnswerTask):
         for number, group in enumerate(rows):
             own = [one.side for one in group]
             mixed = [_exchanged(side, before) for side, before in zip(own, [own[-1], *own[:-1]], strict=True)]
-            filler = [own[0]] * (size - len(group))
+            # without a target, so that experts know it for filler: how much there is depends on who shares a batch
+            filler = [own[0]._replace(targets=np.full_like(own[0].targets, IGNORE))] * (size - len(group))
             sides += [*own, *filler, *mixed, *filler]
             labels[number, : len(group)] = torch.tensor([int(one.is_good) for one in group])
         longest = self.config.training.seq_len

@@ -32,6 +32,14 @@ ON = {"enable": True, "random_base": True}
             {"lora": {**ON, "target_modules": ["wq", "lm_head"]}, "model": {"overrides": {"tied_embeddings": True}}},
             ["lora.target_modules", "names lm_head, whose weight is the embedding's"],
         ),
+        (
+            {"lora": {**ON, "target_modules": ["wq", "head"]}, "task": {"name": "reward_model"}},
+            ["lora.target_modules", "names head, which task.name=reward_model trains whole"],
+        ),
+        (
+            {"lora": {**ON, "target_modules": ["head"], "modules_to_save": ["lm_head"]}},
+            ["lora.target_modules", "names head, which lora.modules_to_save trains whole"],
+        ),
         ({"lora": {**ON, "dropout": 1.0}}, ["lora.dropout=1", "below 1"]),
         ({"lora": {**ON, "dropout": -0.1}}, ["lora.dropout=-0.1", "at least 0"]),
         ({"lora": {**ON, "alpha": 0.0}}, ["lora.alpha=0", "above 0"]),

@@ -82,6 +82,19 @@ def test_a_batch_without_a_row_adds_nothing_to_the_load_of_experts(task: str, tm
         assert_same_numbers(result, alone)
 
 
+def test_an_entry_that_fills_up_a_group_adds_nothing_to_the_load_of_experts(tmp_path: Path) -> None:
+    """Of groups of three and of two rows the second has such an entry where they share a batch, and none alone."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in pairs()[:5]))
+
+    def of(local: int) -> Config:
+        found = config(path, "kto", training={"local_batch_size": local, "steps": 1})
+        return dataclasses.replace(found, model=Model(name="mixtral", overrides=MIXTURE))
+
+    together, apart = (run_tiny(1, of(local), 1)[0] for local in (2, 1))
+    assert_same_numbers(apart, together)
+
+
 def test_groups_hold_every_row_once_and_none_alone() -> None:
     for count in range(1, 12):
         groups = list(_groups(list(range(count)), 3))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shardtrain.config import derived
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.model import model_shape
-from shardtrain.config.rules.task import WITH_REFERENCE
+from shardtrain.config.rules.task import NEW_HEAD, WITH_REFERENCE
 from shardtrain.config.rules.values import problem
 from shardtrain.utils.errors import Problem
 
@@ -72,6 +72,11 @@ def _sizes(loaded: Loaded) -> Iterator[Problem]:
     if head is not None and shape.get("tied_embeddings"):
         rule = f"names {head}, whose weight is the embedding's: merging would change both"
         yield problem(loaded, "lora.target_modules", rule, "leave it out")
+    c = loaded.config
+    whole = f"task.name={c.task.name}" if c.task.name in NEW_HEAD else ""
+    whole = whole or ("lora.modules_to_save" if {*_HEADS} & {*c.lora.modules_to_save} else "")
+    if head is not None and whole:
+        yield problem(loaded, "lora.target_modules", f"names {head}, which {whole} trains whole", "leave it out")
 
 
 def _kinds(loaded: Loaded) -> Iterator[Problem]:
