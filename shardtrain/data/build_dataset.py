@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, DataSource, Training, Validation
-from shardtrain.data import sandbox, sources
+from shardtrain.data import sandbox, shared_opening, sources
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.ends import described
@@ -25,6 +25,7 @@ from shardtrain.data.row_template import TemplatedEncoder
 from shardtrain.data.shard_index import read_index
 from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.sources import BadRow, Request, Shards, Table, every_row
+from shardtrain.data.sources._files import FileSource
 from shardtrain.data.stream import StreamFeed
 from shardtrain.data.token_buffer import MemoryTokenBuffer, TokenBuffer
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
@@ -230,7 +231,8 @@ def _open_feed(
         return _indexed(shards, packing, seed, passes, named, shards.files, started)
     source: Table | Shards = module.open_source(request)
     encoder = open_encoder(tokenizer, config.data, named.source)
-    check_template(source, encoder, named)
+    place = source.listed_at if isinstance(source, FileSource) else ""
+    shared_opening.once(place, lambda: check_template(source, encoder, named))
     if _streams(config, section, named, source, passes):
         feed = StreamFeed(
             source,
@@ -243,14 +245,23 @@ def _open_feed(
         )
         logger.info("dataset %s is read while training runs, by %d virtual readers", named.name, feed.num_readers)
         return feed
+    found = shared_opening.once(place, lambda: _read(config, source, encoder, tokenizer, named))
+    for reason in found["left_out"]:
+        level = logging.WARNING if found["num_bad"] else logging.INFO  # empty texts alone are nothing to worry about
+        logger.log(level, "dataset %s: left out %s", named.name, reason)
+    line = MemoryTokenBuffer.from_arrays(found["line"])
+    return _indexed(line, packing, seed, passes, named, source.files(), started)
+
+
+def _read(
+    config: Config, source: Table | Shards, encoder: Encoder, tokenizer: Tokenizer, named: NamedDataset
+) -> dict[str, Any]:
+    """The tokens of all rows, and what was left out, for all ranks: reading and tokenizing once is enough."""
     policy, tally = BadRows.of(config.data), RowStats()
     documents = _told(read_documents(source, encoder, policy, tally), named.name, getattr(source, "num_rows", None))
     line = MemoryTokenBuffer(documents, tokenizer.vocab_size)
     policy.judge(tally, f"dataset {named.name}")
-    for reason in tally.reasons():
-        level = logging.WARNING if tally.num_bad else logging.INFO  # empty texts alone are nothing to worry about
-        logger.log(level, "dataset %s: left out %s", named.name, reason)
-    return _indexed(line, packing, seed, passes, named, source.files(), started)
+    return {"line": line.arrays(), "left_out": [*tally.reasons()], "num_bad": tally.num_bad}
 
 
 def _told(documents: Iterable[Document], name: str, num_rows: int | None) -> Iterator[Document]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -70,7 +70,22 @@ class MemoryTokenBuffer:
         if not all(isinstance(mask, int) for mask in masks):
             whole = (np.ones(mask, np.bool_) if isinstance(mask, int) else mask for mask in masks)
             self._mask = np.concatenate(list(whole))
-        self.num_tokens, self.num_documents = len(self._tokens), len(pieces)
+        self._count()
+
+    def arrays(self) -> dict[str, npt.NDArray[Any] | None]:
+        """All that it holds, for ``from_arrays`` on another rank."""
+        return {"tokens": self._tokens, "starts": self._starts, "mask": self._mask}
+
+    @classmethod
+    def from_arrays(cls, arrays: Mapping[str, Any]) -> MemoryTokenBuffer:
+        """The buffer that gave these ``arrays``."""
+        made = cls.__new__(cls)
+        made._tokens, made._starts, made._mask = arrays["tokens"], arrays["starts"], arrays["mask"]
+        made._count()
+        return made
+
+    def _count(self) -> None:
+        self.num_tokens, self.num_documents = len(self._tokens), len(self._starts)
         self.has_mask = self._mask is not None
 
     @cached_property

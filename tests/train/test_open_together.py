@@ -39,7 +39,7 @@ def write(kind: str, folder: Path) -> dict[str, Any]:
     lines = ["".join(LINE.format(f"{number}-{line}") for line in range(6)) for number in range(COUNT)]
     for number, text in enumerate(lines):
         path = folder / f"{number:03d}"
-        if kind in ("jsonl", "many jsonl"):
+        if kind in ("jsonl", "many jsonl", "in memory"):
             path.with_suffix(".jsonl").write_text(text)
         elif kind == "arrays":
             path.with_suffix(".json").write_text(f"[{','.join(text.splitlines())}]")
@@ -60,7 +60,13 @@ def write(kind: str, folder: Path) -> dict[str, Any]:
         writer.add_tokens(np.frombuffer(content[:4000], dtype=np.uint8).astype(np.int64))
         writer.finish(tokenizer=ByteTokenizer.fingerprint, tokenizer_name="bytes")
         return {"dataset": "tokens", "dataset_path": str(folder / "shards")}
-    datasets = {"arrays": "jsonl", "compressed": "jsonl", "many jsonl": "jsonl", "many tsv": "tsv"}
+    datasets = {
+        "arrays": "jsonl",
+        "compressed": "jsonl",
+        "many jsonl": "jsonl",
+        "many tsv": "tsv",
+        "in memory": "jsonl",
+    }
     return {"dataset": datasets.get(kind, kind), "dataset_path": str(folder)}
 
 
@@ -69,10 +75,10 @@ def _parquet(path: Path, text: str) -> None:
     writer.write_table(arrow.table({"text": text.splitlines()}), path.with_suffix(".parquet"), row_group_size=4)
 
 
-def config_of(options: dict[str, Any]) -> Config:
+def config_of(options: dict[str, Any], mode: Any = "stream") -> Config:
     model = {"hf_assets_path": "bytes"}
     training = Training(seq_len=16, local_batch_size=2, on_data_end="repeat", **options)
-    config = Config(training=training, data=Data(mode="stream", readers=3))
+    config = Config(training=training, data=Data(mode=mode, readers=3))
     return Config(training=training, data=config.data, model=type(config.model)(**model))
 
 
@@ -105,7 +111,7 @@ def open_all(rank: int, folder: Path, wanted: dict[str, dict[str, Any]], many: i
     calls, found = Calls(folder), {}
     for kind, options in wanted.items():
         _files.MANY_FILES = many if kind.startswith("many") else 10_000
-        config = config_of(options)
+        config = config_of(options, "memory" if kind == "in memory" else "stream")
         calls.clear()
         with together(config):
             stream = open_dataloader(config, batch_rank=0, num_batch_ranks=1, accumulation=1)
@@ -116,7 +122,7 @@ def open_all(rank: int, folder: Path, wanted: dict[str, dict[str, Any]], many: i
     return found
 
 
-KINDS = ["jsonl", "many jsonl", "arrays", "compressed", "tsv", "many tsv", "text", "parquet", "tokens"]
+KINDS = ["jsonl", "many jsonl", "arrays", "compressed", "tsv", "many tsv", "text", "parquet", "tokens", "in memory"]
 
 
 @pytest.mark.parametrize("count", cases([4], nightly=[2, 3]))

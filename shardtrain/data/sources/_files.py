@@ -149,8 +149,8 @@ class FileList(Sequence[File]):
         self.place, self.option, self._root = place, option, told["root"]
         self._before = os.path.join(self._root, "")
         self.has_twins: bool = told["has_twins"]
-        self._names = bytes(told["names"].data)
-        self._stops = np.flatnonzero(np.frombuffer(self._names, np.uint8) == 0)
+        self._names: npt.NDArray[np.uint8] = told["names"]
+        self._stops = np.flatnonzero(self._names == 0)
         self._sizes, self._mtimes, self._inodes = told["sizes"], told["mtimes"], told["inodes"]
 
     def __len__(self) -> int:
@@ -210,7 +210,7 @@ class FileList(Sequence[File]):
 
     def difference(self, other: FileList) -> str:
         """What another list of the same place lacks, or has more: a part of a sentence; empty where they are alike."""
-        if self._names == other._names and np.array_equal(self._sizes, other._sizes):
+        if np.array_equal(self._names, other._names) and np.array_equal(self._sizes, other._sizes):
             return ""
         own, others = dict(zip(self.names(), self._sizes.tolist(), strict=True)), set(other.names())
         for name in own:
@@ -244,8 +244,8 @@ def _bytes(names: str) -> bytes:
     return names.encode("utf-8", "surrogateescape")  # as a system calls files whose names are not UTF-8
 
 
-def _text(names: bytes) -> str:
-    return names.decode("utf-8", "surrogateescape")
+def _text(names: npt.NDArray[np.uint8]) -> str:
+    return names.tobytes().decode("utf-8", "surrogateescape")
 
 
 class Marks(Mapping[str, str]):
