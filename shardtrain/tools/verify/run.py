@@ -258,6 +258,11 @@ class _Watch:
             )
         if word is None:
             return f"{told}, which has no word in LAYOUT.tensor; give it one, or the module in which it is"
+        if "mixed torch.Tensor and DTensor" in error:
+            return (
+                f"{told}: what was gathered is a DTensor, and what a linear gives is a plain tensor; make new tensors "
+                "of the latter (q.new_zeros in place of x.new_zeros), and let what was gathered meet it behind a linear"
+            )
         fix = "correct the word, or its forward for a part of the heads or of the sequence"
         return f'{told}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); {fix}'
 

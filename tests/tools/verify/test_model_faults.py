@@ -256,6 +256,11 @@ FAULTS: dict[str, Fault] = {
          ('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "sequence", "blocks.*.mix": "rowwise"')],
         "tp=2", "not possible", ["blocks.0.mix", '"rowwise" works on the whole sequence', 'write "router"'], True,
     ),
+    "zeros made of what was gathered": Fault(
+        [("turn(k, positions), v)", "turn(k, positions), v + x.new_zeros(v.shape))"),
+         ("dropout: float = 0.1", "dropout: float = 0.0")],
+        "tp=2", "failed", ["in module blocks.0.attn: what was gathered is a DTensor", "q.new_zeros"], True,
+    ),
     "colwise where rowwise": Fault(
         [('"blocks.*.ffn.down": "rowwise"', '"blocks.*.ffn.down": "colwise"')],
         "tp=2", "refused", ['calls blocks.0.ffn.down "colwise"', 'call it "rowwise"'],
