@@ -15,6 +15,7 @@ import json
 import os
 import re
 import resource
+import sys
 import time
 import zlib
 from collections.abc import Iterable, Iterator
@@ -165,6 +166,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     minutes = item.config.option.minutes
     if minutes is not None and time.monotonic() - _STARTED > 60 * minutes:
         pytest.skip(f"left out: --minutes {minutes:g} are over")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Compute with PyTorch's own kernels again: a run in this process has chosen others, and they need other memory."""
+    kernels = sys.modules.get("shardtrain.ops.cpu_kernels")
+    if kernels is not None:
+        kernels.use(kernels.PYTORCH)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -74,7 +74,7 @@ class Contents:
                     self._found(file, found[-1])
                 else:
                     left.append((stamp[0], file))
-        if len(left) <= AT_ONCE_FILES and sum(size for size, _ in left) <= AT_ONCE_BYTES:
+        if 0 < len(left) <= AT_ONCE_FILES and sum(size for size, _ in left) <= AT_ONCE_BYTES:
             for _, file in left:
                 self._hash(file, 1.0)
             self._write_notes()

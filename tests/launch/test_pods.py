@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import forked
 import patience
@@ -45,9 +46,25 @@ def pod(number: int, port: int, command: list[str]) -> subprocess.Popen:
     return forked.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
+def fail_with_words(pods: list[subprocess.Popen], why: str) -> NoReturn:
+    """Fail with what each pod has said, and where each that runs is; end them all."""
+    codes = [one.poll() for one in pods]
+    for one in pods:
+        if one.poll() is None:
+            one.send_signal(forked.STACKS)
+    time.sleep(1)
+    for one in pods:
+        one.kill()  # all, before any is read: each would wait for the others
+    told = [one.communicate()[1] for one in pods]
+    pytest.fail(f"{why}, ended with {codes}:\n" + "\n".join(told))
+
+
 def ended(pods: list[subprocess.Popen]) -> list[tuple[int, str]]:
     try:
-        return [(one.wait(patience.seconds(TIMEOUT)), one.communicate()[1]) for one in pods]
+        codes = [one.wait(patience.seconds(TIMEOUT)) for one in pods]
+        return [(code, one.communicate()[1]) for code, one in zip(codes, pods, strict=True)]
+    except subprocess.TimeoutExpired:
+        fail_with_words(pods, "a pod does not end")
     finally:
         for one in pods:
             one.kill()
@@ -65,15 +82,8 @@ def test_two_pods_train_one_is_told_to_go_and_the_same_command_resumes(tmp_path)
     pods = [pod(number, port, command) for number in (1, 0)]  # the one that waits comes first
 
     def has_come() -> bool:
-        codes = [one.poll() for one in pods]
-        if any(code is not None for code in codes):
-            for one in pods:
-                if one.poll() is None:
-                    one.send_signal(forked.STACKS)
-                    time.sleep(1)
-                one.terminate()  # or the other waits for it as long as a node waits
-            told = [one.communicate(timeout=patience.seconds(TIMEOUT))[1] for one in pods]
-            pytest.fail(f"ended with {codes} before two steps:\n" + "\n".join(told))
+        if any(one.poll() is not None for one in pods):
+            fail_with_words(pods, "before two steps")
         return (tmp_path / "metrics.jsonl").exists() and len(losses(tmp_path)) > 1
 
     try:
