@@ -10,17 +10,20 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
 NEWER = (
     *("phi", "falcon40b", "gemma3", "minicpm", "ngpt", "differential", "temperature", "olmo2_grouped", "dense_moe"),
     *("lfm", "kerple", "dynamic_tanh", "nemotron", "stablelm2", "layer_scale"),
+    *("mamba", "retnet", "xlstm", "hyena", "deltanet", "griffin", "depths", "gated_attention"),
 )
 """Files that the rest runs, on fewer meshes, besides those of which the layers see more than one another's output."""
 NO_CHAIN = ("unet", "value_residual", "per_layer_embeddings", "looped")
 
+NO_ATTENTION = ("lfm", "rwkv", "mamba", "retnet", "xlstm", "hyena", "deltanet")
+
 # file -> mesh -> why it is not possible there: reasons that tests/models/test_others.py finds true of the engine too
 NOT_POSSIBLE = {
     **{name: {"pp=2": "forward is a chain"} for name in NO_CHAIN},
-    "lfm": {"cp=2": "names no attention core"},
+    **{name: {"cp=2": "names no attention core"} for name in NO_ATTENTION},
+    "griffin": {"cp=2": "outside of the attention core"},
     "kerple": {"cp=2": "is given more than queries, keys, values"},
     "falcon": {"tp=2": "does not divide the 1 KV heads"},
-    "rwkv": {"cp=2": "names no attention core"},
     "sinks": {"cp=2": "is given more than queries, keys, values"},
     "t5_bias": {"cp=2": "is given more than queries, keys, values"},
 }

@@ -1,0 +1,130 @@
+"""Gated DeltaNet (Yang et al. 2024): a memory forgets what it would say of a key before it learns the value."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw, Layout
+
+FLAVORS = {"tiny": {}}
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 512
+    dim: int = 32
+    num_layers: int = 4
+    num_heads: int = 4
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.*norm": "sequence",
+        "layers.*.delta": "gather",
+        "layers.*.delta.[qkvz]": "colwise",
+        "layers.*.delta.beta": "colwise",
+        "layers.*.delta.alpha": "colwise",
+        "layers.*.delta.conv": "per_head",
+        "layers.*.delta.a": "per_head",
+        "layers.*.delta.head_norm": "heads",
+        "layers.*.delta.out": "rowwise",
+        "layers.*.mlp": "gather",
+        "layers.*.mlp.up": "colwise",
+        "layers.*.mlp.down": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+)
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.up, self.down = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+class Conv(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, 1, 4))
+
+    def forward(self, x):
+        y = F.conv1d(F.pad(x.transpose(1, 2), (3, 0)), self.weight, groups=self.weight.size(0))
+        return F.silu(y.transpose(1, 2))
+
+
+class Decay(nn.Module):
+    def __init__(self, heads):
+        super().__init__()
+        self.A_log, self.dt_bias = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads))
+
+    def forward(self, a):
+        return -self.A_log.exp() * F.softplus(a + self.dt_bias)
+
+
+class Delta(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.width = c.dim // c.num_heads
+        self.q, self.k, self.v, self.z, self.out = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(5))
+        self.alpha, self.beta = (nn.Linear(c.dim, c.num_heads, bias=False) for _ in range(2))
+        self.conv, self.a, self.head_norm = Conv(c.dim), Decay(c.num_heads), nn.RMSNorm(self.width)
+
+    def forward(self, x):
+        q, k, v = (self.conv(f(x)).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        beta, keep = self.beta(x).sigmoid()[..., None], self.a(self.alpha(x)).exp()[..., None, None]
+        memory, out = q.new_zeros(x.size(0), q.size(2), self.width, self.width), []
+        for t in range(x.size(1)):
+            memory = memory * keep[:, t]
+            said = (memory * k[:, t, :, :, None]).sum(2)
+            memory = memory + k[:, t, :, :, None] * (beta[:, t] * (v[:, t] - said))[:, :, None]
+            out.append((memory * q[:, t, :, :, None]).sum(2))
+        y = self.head_norm(torch.stack(out, 1)).flatten(2)
+        return self.out(y * F.silu(self.z(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.mix_norm, self.delta, self.mlp_norm, self.mlp = nn.RMSNorm(c.dim), Delta(c), nn.RMSNorm(c.dim), MLP(c)
+
+    def forward(self, x):
+        x = x + self.delta(self.mix_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
+        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+
+    def forward(self, tokens, positions):
+        x = self.embed(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def initial(c):
+    return {
+        "norm.weight": Draw("ones"),
+        "layers.*.*norm.weight": Draw("ones"),
+        "layers.*.delta.conv.weight": Draw("normal", std=0.5),
+        "layers.*.delta.a.*": Draw("normal", std=0.5),
+        "layers.*.delta.head_norm.weight": Draw("ones"),
+        "*.weight": Draw("normal", std=0.1),
+        "layers.*.*.*.weight": Draw("normal", std=0.1),
+        "layers.*.*.*.bias": Draw("zeros"),
+    }

@@ -1,0 +1,110 @@
+"""Mixture of depths (Raposo et al. 2024), as sampled: a number of each token says whether a layer counts for it."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw, Layout
+
+FLAVORS = {"tiny": {}}
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 512
+    dim: int = 32
+    num_layers: int = 4
+    num_heads: int = 4
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.*norm": "sequence",
+        "layers.*.router": "router",
+        "layers.*.attn": "gather",
+        "layers.*.attn.[qkv]": "colwise",
+        "layers.*.attn.o": "rowwise",
+        "layers.*.mlp": "gather",
+        "layers.*.mlp.up": "colwise",
+        "layers.*.mlp.down": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+    context="layers.*.attn.core",
+    optional=("layers.*.router",),
+)
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.up, self.down = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+class Core(nn.Module):
+    def forward(self, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+class Attention(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.width = c.dim // c.num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.core = Core()
+
+    def forward(self, x, positions):
+        q, k, v = (f(x).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
+        far = positions[..., None, None] / 16
+        return self.o(self.core(q * far.cos() + k * far.sin(), k, v).flatten(2))
+
+
+class Layer(nn.Module):
+    def __init__(self, c, index):
+        super().__init__()
+        self.attn_norm, self.attn, self.mlp_norm, self.mlp = nn.RMSNorm(c.dim), Attention(c), nn.RMSNorm(c.dim), MLP(c)
+        self.router = nn.Linear(c.dim, 1) if index % 2 else None
+
+    def forward(self, x, positions):
+        taken = 1.0
+        if self.router is not None:
+            score = self.router(x)
+            taken = score.sigmoid() * (score > 0)
+        y = self.attn(self.attn_norm(x), positions)
+        y = y + self.mlp(self.mlp_norm(x + y))
+        return x + taken * y
+
+
+class Model(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.layers = nn.ModuleDict({str(i): Layer(c, i) for i in range(c.num_layers)})
+        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+
+    def forward(self, tokens, positions):
+        x = self.embed(tokens)
+        for layer in self.layers.values():
+            x = layer(x, positions)
+        return self.head(self.norm(x))
+
+
+def initial(c):
+    return {
+        "norm.weight": Draw("ones"),
+        "layers.*.*norm.weight": Draw("ones"),
+        "layers.*.router.weight": Draw("normal", std=0.3),
+        "layers.*.router.bias": Draw("normal", std=0.3),
+        "*.weight": Draw("normal", std=0.1),
+        "layers.*.*.*.weight": Draw("normal", std=0.1),
+        "layers.*.*.*.bias": Draw("zeros"),
+    }

@@ -1,0 +1,110 @@
+"""xLSTM (Beck et al. 2024): a matrix memory with exponential gates of each head, kept in range by a maximum."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardtrain.layout import Draw, Layout
+
+FLAVORS = {"tiny": {}}
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int = 512
+    dim: int = 32
+    num_layers: int = 4
+    num_heads: int = 4
+
+
+LAYOUT = Layout(
+    first=("embed",),
+    layers="layers",
+    last=("norm", "head"),
+    tensor={
+        "embed": "embed",
+        "layers.*.*norm": "sequence",
+        "layers.*.cell": "gather",
+        "layers.*.cell.[qkvo]": "colwise",
+        "layers.*.cell.gates": "colwise",
+        "layers.*.cell.head_norm": "heads",
+        "layers.*.cell.down": "rowwise",
+        "layers.*.mlp": "gather",
+        "layers.*.mlp.up": "colwise",
+        "layers.*.mlp.down": "rowwise",
+        "norm": "sequence",
+        "head": "head",
+    },
+)
+
+
+class MLP(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.up, self.down = nn.Linear(c.dim, 2 * c.dim, bias=False), nn.Linear(2 * c.dim, c.dim, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.up(x)))
+
+
+class Cell(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.width = c.dim // c.num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(c.dim, c.dim, bias=False) for _ in range(4))
+        self.gates = nn.Linear(c.dim, 2 * c.num_heads)  # by head: how much is taken in, how much is kept
+        self.head_norm, self.down = nn.RMSNorm(self.width), nn.Linear(c.dim, c.dim, bias=False)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, self.width)) for f in (self.q, self.k, self.v))
+        i, f = self.gates(x).unflatten(-1, (-1, 2)).unbind(-1)
+        f, k = F.logsigmoid(f), k * self.width**-0.5
+        memory = q.new_zeros(q.size(0), q.size(2), self.width, self.width)
+        total, top, out = memory[..., 0], q.new_full((q.size(0), q.size(2)), -1e4), []
+        for t in range(x.size(1)):
+            higher = torch.maximum(f[:, t] + top, i[:, t])
+            keep, take = (f[:, t] + top - higher).exp()[..., None], (i[:, t] - higher).exp()[..., None]
+            memory = keep[..., None] * memory + take[..., None] * v[:, t, :, :, None] * k[:, t, :, None]
+            total, top = keep * total + take * k[:, t], higher
+            size = (total * q[:, t]).sum(-1, keepdim=True).abs().maximum((-top).exp()[..., None])
+            out.append((memory @ q[:, t, :, :, None])[..., 0] / size)
+        y = self.head_norm(torch.stack(out, 1)).flatten(2)
+        return self.down(self.o(x).sigmoid() * y)
+
+
+class Layer(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.cell_norm, self.cell, self.mlp_norm, self.mlp = nn.RMSNorm(c.dim), Cell(c), nn.RMSNorm(c.dim), MLP(c)
+
+    def forward(self, x):
+        x = x + self.cell(self.cell_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Model(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        self.embed = nn.Embedding(c.vocab_size, c.dim)
+        self.layers = nn.ModuleDict({str(i): Layer(c) for i in range(c.num_layers)})
+        self.norm, self.head = nn.RMSNorm(c.dim), nn.Linear(c.dim, c.vocab_size, bias=False)
+
+    def forward(self, tokens, positions):
+        x = self.embed(tokens)
+        for layer in self.layers.values():
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def initial(c):
+    return {
+        "norm.weight": Draw("ones"),
+        "layers.*.*norm.weight": Draw("ones"),
+        "layers.*.cell.gates.bias": Draw("normal", std=1.0),
+        "layers.*.cell.head_norm.weight": Draw("ones"),
+        "*.weight": Draw("normal", std=0.1),
+        "layers.*.*.*.weight": Draw("normal", std=0.1),
+        "layers.*.*.*.bias": Draw("zeros"),
+    }
