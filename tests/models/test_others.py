@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from other_styles import FILES, FOLDER, NEWER, NO_ATTENTION, NO_CHAIN
+from other_styles import AMPLIFYING, FILES, FOLDER, NEWER, NO_ATTENTION, NO_CHAIN
 from ranks import run_ranks
 from tiers import cases
 from tiny import Result, run_tiny, tiny_config, train_steps
@@ -106,7 +106,7 @@ WITH_ALL = ("tp", "pp", "cp gather", "fsdp x tp")
 def files_of(mesh: str) -> list[str]:
     if "ep" in mesh:
         return list(MIXTURES)
-    later = [name for name in FILES if name in LATER] if mesh in WITH_ALL else []
+    later = [name for name in FILES if name in LATER and name not in AMPLIFYING] if mesh in WITH_ALL else []
     return [name for name in FILES if name not in LATER] + later
 
 
