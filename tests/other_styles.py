@@ -16,7 +16,7 @@ NEWER = (
 NO_CHAIN = ("unet", "value_residual", "per_layer_embeddings", "looped")
 
 AMPLIFYING = ("mamba", "retnet", "xlstm", "deltanet")
-"""Files that amplify rounding: verify compares them, by what a unit in the last place does to one process."""
+"""Files that amplify rounding: verify compares them by what a unit in the last place does to one process."""
 NO_ATTENTION = ("lfm", "rwkv", "mamba", "retnet", "xlstm", "hyena", "deltanet")
 
 # file -> mesh -> why it is not possible there: reasons that tests/models/test_others.py finds true of the engine too
