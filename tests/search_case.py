@@ -24,6 +24,8 @@ SPLIT = ("InterleavedZeroBubble", *V_SHAPED)
 NEWER = ("llama4", "gpt_oss", "deepseek_v2")
 """Families that came after most seeds had been searched: drawn where asked for, so that cases stay the same."""
 MIXTURES = ("qwen3_moe", "mixtral", "deepseek_v3", *NEWER)
+AS_IS = "transformers"
+"""The family of networks that are taken from a folder as they are; their sizes are those of its config.json."""
 OF_ANSWERS = ("preference", "simpo", "orpo", "kto")
 NEW_HEAD = ("classification", "reward_model")
 """Tasks whose head takes the place of that to the vocabulary."""
@@ -136,7 +138,7 @@ class Case:
     def resolved(self) -> dict[str, str]:
         """All options, those of BASE too."""
         family = self.value("model.name")
-        shape = {f"{M}{name}": value for name, value in SHAPES[family].items()}
+        shape = {f"{M}{name}": value for name, value in SHAPES.get(family, {}).items()}
         flavor = {"model.flavor": FLAVORS[family]} if family in FLAVORS else {}
         batch = {f"{T}global_batch_size": str(self.global_batch)}
         merged = {**BASE, **shape, **flavor, **batch, **self.options}

@@ -6,6 +6,7 @@ the rules are those of the documentation, stated without a look at the checks of
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import random
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from search_case import (
+    AS_IS,
     CONSTANT,
     CP,
     DDP,
@@ -46,7 +48,8 @@ from search_case import (
 )
 
 FIXTURES = "tests/fixtures/search"
-LLAMA, ADAPTER, CHAT = f"{FIXTURES}/llama", f"{FIXTURES}/adapter", f"{FIXTURES}/chat.jinja"
+LLAMA, EXPERTS, ADAPTER = (f"{FIXTURES}/{name}" for name in ("llama", "mixtral", "adapter"))
+CHAT = f"{FIXTURES}/chat.jinja"
 TALKS, TABLE, FEW, SOME_BAD = (
     f"{FIXTURES}/{name}" for name in ("conversations.jsonl", "texts.tsv", "few.jsonl", "some_bad.jsonl")
 )
@@ -120,7 +123,7 @@ def distillation(rng: random.Random, draft: Draft) -> None:
     draft.drop("task.")
     drawn = {
         "name": "distillation",
-        "teacher_path": LLAMA,
+        "teacher_path": rng.choice((LLAMA, EXPERTS)),
         "divergence": rng.choice(("forward_kl", "reverse_kl", "jsd")),
     }
     drawn |= some(rng, 0.5, kd_ratio=["1", "0.25"], temperature=["2", "0.7"])
@@ -497,6 +500,40 @@ def given_weights(rng: random.Random, draft: Draft) -> None:
     draft.options |= within("checkpoint", drawn)
 
 
+NETWORKS = {
+    LLAMA: "language_model",
+    f"{FIXTURES}/gpt2": "language_model",
+    f"{FIXTURES}/bert": "masked_language_model",
+    f"{FIXTURES}/t5": "sequence_to_sequence",
+    f"{FIXTURES}/bart": "sequence_to_sequence",
+}
+"""Folders of networks that are taken as they are, each with its task."""
+
+
+def as_is(rng: random.Random, draft: Draft) -> None:
+    """A network of ``transformers`` by its config.json, of any kind; all but Llama have no plan to be split."""
+    folder, task = rng.choice(list(NETWORKS.items()))
+    draft.drop_pipeline()
+    draft.drop(M, "model.", "task.", "debug.moe", "lora.", "optimizer.no_weight_decay", PP, CP, EP, f"{P}context")
+    if draft.options.get("optimizer.name") == "Muon":
+        draft.drop("optimizer.name", "optimizer.lr", "optimizer.muon_")
+    if folder != LLAMA:
+        draft.drop(TP, f"{P}disable_loss")
+    elif TP in draft.options:
+        draft.drop("compile.")
+    draft.options |= {"model.name": AS_IS, f"{M}path": folder, f"{M}num_layers": UNSET, f"{M}vocab_size": UNSET}
+    draft.options |= within(M[:-1], some(rng, 0.3, attention=["eager", "sdpa"]))
+    draft.options[SEQ] = rng.choice(("16", "24", "40"))
+    if folder == LLAMA and rng.random() < 0.5:
+        draft.options |= within("checkpoint", {"enable": "true", "initial_load_path": LLAMA})
+        draft.options["checkpoint.initial_load_in_hf"] = "true"
+    if task != "language_model":
+        draft.drop("data.")
+        draft.options |= {"task.name": task, SEQ: "32"}
+    if task == "masked_language_model":
+        draft.options |= {"task.options.mask_token_id": "259", "task.options.mask_fraction": "0.3"}
+
+
 def recomputation(rng: random.Random, draft: Draft) -> None:
     """The smaller options of recomputation."""
     draft.drop(A, "compile.")
@@ -602,6 +639,7 @@ FIRST: dict[str, Feature] = {
     "rows": rows,
     "distillation": distillation,
     "given_weights": given_weights,
+    "as_is": as_is,
 }
 """Features that say what mesh or task there is, or which model; one of them at most, and drawn first."""
 OTHERS: dict[str, Feature] = {
@@ -630,11 +668,17 @@ def add(rng: random.Random, draft: Draft, features: Sequence[str]) -> None:
     """One to three of the features, or all that fit together where fewer are asked for."""
     chosen = rng.sample(features, min(len(features), rng.choice((1, 2, 2, 3))))
     first = [name for name in chosen if name in FIRST][:1]
-    of_rows = [name for name in chosen if name in _OF_ROWS][: 0 if first == ["rows"] else 1]
+    if draft.family == "encoder":  # what is left is what suits a model that sees all tokens
+        first = [name for name in first if name in ("given_weights", "as_is")]
     for name in first:
         FIRST[name](rng, draft)
-    if first != ["rows"] and draft.options.get("task.name") not in (None, "distillation"):
+    keeps_task = first in (["rows"], ["as_is"]) or draft.family == "encoder"
+    if not keeps_task and draft.options.get("task.name") != "distillation":
         draft.drop("task.")
+    of_documents = draft.options.get("task.name") in (None, "distillation")
+    of_rows = [name for name in chosen if name in _OF_ROWS][: 1 if of_documents else 0]
+    if draft.family in ("encoder", AS_IS):
+        chosen = [name for name in chosen if name not in ("adapters", "float8")]
     for name in OTHERS:
         if name in chosen and (name not in _OF_ROWS or name in of_rows):
             OTHERS[name](rng, draft)
@@ -661,6 +705,8 @@ def tolerance(case: Case) -> str:
 def broken(case: Case) -> Iterator[Broken]:
     """The documented rules of features that a case breaks."""
     yield from _of_stages(case)
+    yield from _of_ranks(case)
+    yield from _of_networks(case)
     yield from _of_learning(case)
     yield from _of_recomputation(case)
     yield from _of_teacher(case)
@@ -726,6 +772,39 @@ def _of_recomputation(case: Case) -> Iterator[Broken]:
     kept = case.value(f"{A}mode") == "selective" and case.value(f"{A}selective_ac_option", "2") == "op"
     if case.value(f"{A}debug") == "true" and (split or kept):
         yield Broken("PyTorch follows one recomputation of whole layers", (f"{A}debug",))
+
+
+def _of_ranks(case: Case) -> Iterator[Broken]:
+    """Of stages that are named any may have no layer, and adapters may be on layers alone."""
+    if case.number(PP) == 1 or case.value("lora.enable") != "true" or not case.value(PARTS):
+        return
+    stages = [list(part) for part in json.loads(case.value(PARTS))]
+    degree, schedule = case.number(PP), case.value(SCHEDULE, "1F1B")
+    saved = set(case.value("lora.modules_to_save").split("\n"))
+    saved |= {"head"} if "head" in case.value("lora.target_modules").split(",") else set()
+    saved |= {{"embed": "tok_embeddings", "head": "output"}.get(name, name) for name in saved}
+    for rank in range(degree):
+        own = [2 * degree - 1 - rank, rank] if schedule in V_SHAPED else range(rank, len(stages), degree)
+        held = {name for stage in own if stage < len(stages) for name in stages[stage]}
+        if not held & saved and not any(name.startswith("layers.") for name in held):
+            yield Broken("each rank has something to train", ("lora.target_modules",))
+            return
+
+
+def _of_networks(case: Case) -> Iterator[Broken]:
+    """Networks of transformers are cut by their own plan alone."""
+    if case.value("model.name") != AS_IS:
+        return
+    for option in (PP, CP, EP):
+        if case.number(option) > 1:
+            yield Broken("blocks that are taken as they are stay whole", (option,))
+    tp = case.number(TP)
+    if tp > 1 and (case.value(f"{M}path") != LLAMA or 2 % tp):
+        yield Broken("the plan of a network divides its heads", (TP,))
+    if tp > 1 and case.value("compile.enable") == "true" and case.value("compile.components", "model") != "loss":
+        yield Broken("compiled blocks are not split", ("compile.enable",))
+    if case.value("optimizer.name") == "Muon":
+        yield Broken("patterns are those of its own names", ("optimizer.muon_adamw_patterns",))
 
 
 def _of_teacher(case: Case) -> Iterator[Broken]:

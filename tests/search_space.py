@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import search_more
 from search_case import (
+    AS_IS,
     CP,
     DDP,
     EP,
@@ -78,7 +79,7 @@ def _was_refused(case: Case) -> bool:
 
 def _draw_more(rng: random.Random, families: Sequence[str], features: Sequence[str]) -> Case:
     """A case with some of the features, and often with a second mesh where it is saved; nine in ten are legal."""
-    families, any_will_do = [name for name in families if name != "encoder"], rng.random() < 0.1
+    any_will_do = rng.random() < 0.1
     for _ in range(300):
         case = _draw(rng, families)
         draft = search_more.Draft(dict(case.options), case.accumulation)
@@ -345,9 +346,14 @@ def broken(case: Case) -> Iterator[Broken]:
     yield from _of_experts(case)
     yield from _of_pairs(case)
     yield from search_more.broken(case)
+    if case.value("task.teacher_path") == search_more.EXPERTS:
+        mesh = {name: value for name, value in case.options.items() if name.startswith(P)}
+        yield from _of_experts(Case({**mesh, "model.name": "mixtral"}))
 
 
 def _of_tensors(case: Case) -> Iterator[Broken]:
+    if case.value("model.name") == AS_IS:
+        return
     tp, cp, seq_len = case.number(TP), case.number(CP), case.number(SEQ)
     sizes = {**{f"{M}{name}": value for name, value in SHAPES[case.value("model.name")].items()}, **case.resolved()}
     heads = int(sizes[f"{M}num_heads"])

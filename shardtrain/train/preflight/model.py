@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from shardtrain import models, optim, tasks
+from shardtrain.config import stages
 from shardtrain.config.schema import Config
 from shardtrain.distributed import tensor_parallel
-from shardtrain.layout import word_of
+from shardtrain.layout import Layout, word_of
 from shardtrain.lora import spec
 from shardtrain.train.preflight import own_files
 from shardtrain.train.preflight.memory import Parameter
@@ -49,8 +51,27 @@ def _parameters(config: Config) -> list[Parameter]:
     if config.optimizer.name.endswith(".py"):
         optim.check_own(config.optimizer)
     optim.build(named.items(), config.optimizer, list(named))
+    _check_ranks(model, layout, config)
     found = []
     for name, parameter in named.items():
         word = word_of(layout, name.rpartition(".")[0])
         found.append(Parameter(parameter.numel(), word in _SPLIT, word == "expert", parameter.requires_grad))
     return found
+
+
+def _check_ranks(model: nn.Module, layout: Layout, config: Config) -> None:
+    """Each pipeline rank must have a parameter to train, or it has no optimizer."""
+    p = config.parallelism
+    degree = p.pipeline_parallel_degree
+    if degree == 1 or not layout.layers:
+        return
+    layers: nn.ModuleDict = getattr(model, layout.layers)
+    parts = stages.modules_per_stage(p, layout.first, layout.layers, list(layers), layout.last)
+    trained = {name for name, tensor in model.named_parameters(remove_duplicate=False) if tensor.requires_grad}
+    schedule = stages.schedule_name(p.pipeline_parallel_schedule) or ""
+    for rank in range(degree):
+        own = [name for index in stages.stages_of_rank(schedule, rank, degree, len(parts)) for name in parts[index]]
+        if not any(name.startswith(f"{part}.") for name in trained for part in own):
+            rule = f"leaves pipeline rank {rank} nothing to train: it holds {', '.join(own)}"
+            fix = "name modules of each rank there or in lora.modules_to_save, or use other stages"
+            raise ConfigError(Problem("lora.target_modules", config.lora.target_modules, rule, fix))
