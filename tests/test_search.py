@@ -203,7 +203,8 @@ def placed(name: str) -> str:
 
 def test_every_option_is_drawn_or_said_to_change_no_number() -> None:
     every = {name for option in options().values() for name in names_of(option)}
-    drawn_cases = [draw(4, number, features=features) for number in range(600) for features in ((), FEATURES)]
+    some = (((), 450), (FEATURES, 600), (("guards",), 60))  # a scale of losses is rare: few cases are of float16
+    drawn_cases = [draw(4, number, features=features) for features, most in some for number in range(most)]
     drawn_cases += [case.moved() for case in drawn_cases if case.then is not None]
     drawn = {placed(name) for case in drawn_cases for name in case.resolved()}
     reasons = [name for names in NOT_DRAWN.values() for name in names]
