@@ -130,6 +130,42 @@ def test_public_methods_are_documented_where_they_do_not_override() -> None:
     assert offenders(silent) == {}
 
 
+def imports() -> dict[str, set[str]]:
+    """What each module of the package imports of it, at its top or in a function; types that are named alone not."""
+    found: dict[str, set[str]] = {}
+    for name, tree in trees().items():
+        module = f"shardtrain/{name}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        ifs = [
+            node for node in ast.walk(tree) if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        ]
+        types = {inner for node in ifs for inner in ast.walk(node)}
+        froms = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node not in types]
+        found[module] = {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+    found["shardtrain"] = set()  # its names are those of shardtrain.api, which are imported when they are asked for
+
+    def module_of(name: str) -> str:
+        return name if name in found else name.rpartition(".")[0]
+
+    return {module: {module_of(name) for name in names} & found.keys() - {module} for module, names in found.items()}
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle; empty where there are none."""
+    while leaves := [module for module, names in graph.items() if not names]:
+        graph = {module: names.difference(leaves) for module, names in graph.items() if names}
+    return sorted(graph)  # those in circles, and those that import them
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert sum(map(len, imports().values())) > 2000, "the imports were not found"
+    assert circle(imports()) == []
+
+
+def test_circles_are_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": set()}) == ["a", "b", "c"]
+    assert circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+
+
 HOME_MADE = {
     r"(?<![Tt]here )\b(?:is|are|was|were) no (?!longer|more than|doubt)\w": 'write "is not a ..." or "unknown ..."',
     r"\bpassed over\b": "skipped",

@@ -255,7 +255,7 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
     files = [path / "tokenizer.json", path / "tokenizer.model"] if path.is_dir() else [path]
     file = next((file for file in files if file.is_file() and file.suffix in (".json", ".model")), None)
     if file is None:
-        what = "holds no tokenizer.json or tokenizer.model" if path.is_dir() else "is no .json or .model file"
+        what = "holds no tokenizer.json or tokenizer.model" if path.is_dir() else "is not a .json or .model file"
         yield problem(loaded, option, what, fix)
         return
     if file.suffix == ".model":
@@ -286,6 +286,9 @@ def _packages(loaded: Loaded) -> Iterator[Problem]:
     for option, needed, package, name in (
         ("metrics.enable_wandb", c.metrics.enable_wandb, "wandb", "wandb"),
         ("metrics.enable_tensorboard", c.metrics.enable_tensorboard, "tensorboard", "tensorboard"),
+        ("metrics.enable_mlflow", c.metrics.enable_mlflow, "mlflow", "mlflow-skinny"),
+        ("metrics.enable_trackio", c.metrics.enable_trackio, "trackio", "trackio"),
+        ("metrics.prometheus_port", c.metrics.prometheus_port, "prometheus_client", "prometheus_client"),
         ("training.flash_attention", c.training.flash_attention == "FA3", "flash_attn_interface", "flash-attn-3"),
         ("training.flash_attention", c.training.flash_attention == "FA4", "flash_attn", "flash-attn-4"),
     ):

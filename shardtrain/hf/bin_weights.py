@@ -66,7 +66,7 @@ class BinWeights(HubWeights):
             raise CheckpointError(f"{index} is not an index of weights ({type(error).__name__}: {error})") from None
         for file in found:
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".bin"):
-                raise CheckpointError(f"{index} names {str(file)[:100]!r}, which is no .bin file of this folder")
+                raise CheckpointError(f"{index} names {str(file)[:100]!r}, which is not a .bin file of this folder")
         return sorted(set(found))
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -73,7 +73,7 @@ def _bin_files(folder: Path) -> list[str]:
         raise CheckpointError(f"{folder / BIN_INDEX}: weight_map is not a table of names")
     for file in named.values():
         if not isinstance(file, str) or Path(file).name != file or not file.endswith(".bin"):
-            raise CheckpointError(f"{folder / BIN_INDEX} names {file!r}, which is no .bin file of this folder")
+            raise CheckpointError(f"{folder / BIN_INDEX} names {file!r}, which is not a .bin file of this folder")
         if not (folder / file).is_file():
             raise CheckpointError(f"{folder / file} is missing; {BIN_INDEX} names it")
     return sorted(set(named.values()))

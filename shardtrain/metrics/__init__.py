@@ -23,7 +23,6 @@ from shardtrain.metrics.record import Record, Reduce, RunFacts
 from shardtrain.metrics.sinks import Request, Sink, console
 from shardtrain.metrics.sinks.jsonl import JsonlFiles
 from shardtrain.metrics.sinks.own import OwnSink
-from shardtrain.utils.errors import Problem
 from shardtrain.utils.hardware import peak_flops
 from shardtrain.utils.log import logger
 from shardtrain.utils.sparkline import bars_for, sparkline
@@ -32,22 +31,10 @@ from shardtrain.utils.units import format_count, format_seconds
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Metrics", "Record", "Reduce", "RunFacts", "metrics_problems"]
+__all__ = ["Metrics", "Record", "Reduce", "RunFacts"]
 
 _MOST_LOSSES = 1000
 """That the curve of the summary is drawn from; of more, every second one goes."""
-
-
-def metrics_problems(config: Config) -> list[Problem]:
-    """What in ``[metrics]`` cannot take effect here: a sink whose package is missing, a frequency below 1."""
-    problems: list[Problem | None] = []
-    if config.metrics.log_freq < 1:
-        problems.append(Problem("metrics.log_freq", config.metrics.log_freq, "must be at least 1", "set it to 10"))
-    peak = config.metrics.peak_flops
-    if peak is not None and not 0 < peak < float("inf"):
-        problems.append(Problem("metrics.peak_flops", peak, "must be a positive number of FLOP/s", "e.g. 312e12"))
-    problems += [module.problem(config) for module in _optional_sinks(config)]
-    return [problem for problem in problems if problem is not None]
 
 
 def _optional_sinks(config: Config) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed import BATCH_AXES, process_group
 from shardtrain.distributed.process_group import World
-from shardtrain.ops import cpu_kernels
+from shardtrain.ops import cpu_kernel_speed, cpu_kernels
 from shardtrain.ops.seeding import set_determinism
 from shardtrain.train import reference_models
 from shardtrain.train.model import build_model
@@ -44,7 +44,7 @@ def use_fastest_kernels(config: Config, device: torch.device) -> cpu_kernels.Ker
         return None
     # what is fastest depends on the processor, and ranks that computed differently would not agree to the last bit
     keep_freed_memory()  # before the measurement, which would see pages cleared
-    kernels = cpu_kernels.Kernels(**first_rank(lambda: asdict(cpu_kernels.remembered_or_measured())))
+    kernels = cpu_kernels.Kernels(**first_rank(lambda: asdict(cpu_kernel_speed.remembered_or_measured())))
     cpu_kernels.use(kernels)
     return kernels
 

@@ -111,7 +111,7 @@ def test_a_tokenizer_is_there_readable_and_no_larger_than_the_model(tmp_path: Pa
     assert machine_notes(read(tmp_path, old)) == []  # what is in it takes its library to tell
     (tmp_path / "vocab.txt").write_text("a")
     odd = f'[model]\ntokenizer_path = "{tmp_path / "vocab.txt"}"\n'
-    one(machine_notes(read(tmp_path, odd)), "is no .json or .model file", "download")
+    one(machine_notes(read(tmp_path, odd)), "is not a .json or .model file", "download")
 
 
 def test_the_byte_tokenizer_needs_258_rows(tmp_path: Path) -> None:
@@ -121,9 +121,11 @@ def test_the_byte_tokenizer_needs_258_rows(tmp_path: Path) -> None:
 
 def test_packages_that_are_not_installed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    loaded = read(tmp_path, "[metrics]\nenable_wandb = true\nenable_tensorboard = true\n")
-    problems = machine_notes(loaded)
-    assert [p.option for p in problems] == ["metrics.enable_wandb", "metrics.enable_tensorboard"]
+    sinks = {f"enable_{name}": "true" for name in ("wandb", "tensorboard", "mlflow", "trackio")} | {
+        "prometheus_port": "9000"
+    }
+    problems = machine_notes(read(tmp_path, "[metrics]\n" + "".join(f"{k} = {v}\n" for k, v in sinks.items())))
+    assert [p.option for p in problems] == [f"metrics.{name}" for name in sinks]
     assert "pip install wandb" in problems[0].fix
 
 

@@ -124,4 +124,4 @@ def test_what_lies_elsewhere_or_is_not_needed_is_refused(
     assert "has safetensors" in refused(modern, tmp_path / "checkpoint", capfd, code=2)
     folder = old(modern, tmp_path / "old", parts=2)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": {"a": "../x.bin"}}))
-    assert "is no .bin file of this folder" in refused(folder, tmp_path / "checkpoint", capfd)
+    assert "is not a .bin file of this folder" in refused(folder, tmp_path / "checkpoint", capfd)

@@ -7,7 +7,7 @@ import patience
 import pytest
 import torch
 
-from shardtrain.metrics import Metrics, metrics_problems
+from shardtrain.metrics import Metrics
 from shardtrain.metrics.flops import flops_per_token
 from shardtrain.metrics.meters import Window
 
@@ -245,12 +245,6 @@ def test_validation_has_its_own_file(tmp_path, kit, caplog):
         metrics.validation(7, {"loss": 2.5})
     assert records(tmp_path, "validation.jsonl") == [{"step": 7, "loss": 2.5}]
     assert "validation step:  7  loss: 2.50000" in caplog.text
-
-
-def test_options_that_cannot_take_effect_are_problems(kit):
-    bad = kit.config(log_freq=0, peak_flops=-1.0)
-    assert [problem.option for problem in metrics_problems(bad)] == ["metrics.log_freq", "metrics.peak_flops"]
-    assert not metrics_problems(kit.config(enable_tensorboard=True))
 
 
 def test_flops_of_llama_2_7b():

@@ -16,8 +16,9 @@ import patience
 import pytest
 import torch
 
-from shardtrain.metrics import Metrics, metrics_problems
+from shardtrain.metrics import Metrics
 from shardtrain.metrics.sinks.prometheus import PrometheusSink
+from shardtrain.utils.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -114,17 +115,12 @@ def test_prometheus_listens_on_the_loopback_unless_told_otherwise_and_a_taken_po
 
 
 @pytest.mark.parametrize("option", [{"enable_mlflow": True}, {"enable_trackio": True}, {"prometheus_port": 9000}])
-def test_a_missing_package_is_told_before_training(option, kit, monkeypatch) -> None:
+def test_a_missing_package_is_an_error(option, kit, monkeypatch, tmp_path) -> None:
     for name in [name for name in sys.modules if name.startswith(("mlflow", "trackio", "prometheus_client"))]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (problem,) = metrics_problems(kit.config(**option))
-    assert problem.option == f"metrics.{next(iter(option))}" and "pip install" in problem.fix
-
-
-def test_a_port_that_is_none_is_told(kit) -> None:
-    (problem,) = metrics_problems(kit.config(prometheus_port=70_000))
-    assert problem.option == "metrics.prometheus_port"
+    with pytest.raises(ConfigError, match=rf"metrics\.{next(iter(option))}=.* needs the package .*pip install"):
+        Metrics(kit.config(**option), tmp_path, kit.facts(), kit.OneRank())
 
 
 def test_the_dashboard_asks_for_what_a_run_tells(kit, tmp_path) -> None:

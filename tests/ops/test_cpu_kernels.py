@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.ops import cpu_kernels
+from shardtrain.ops import cpu_kernel_speed, cpu_kernels
 from shardtrain.ops.cpu_kernels import Kernels
 
 
@@ -20,28 +20,28 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_machine_measures_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = cpu_kernels.remembered_or_measured()
+    first = cpu_kernel_speed.remembered_or_measured()
     assert all(times > 0 for times in asdict(first).values())
-    monkeypatch.setattr(cpu_kernels, "measure", lambda: pytest.fail("measured again"))
-    assert cpu_kernels.remembered_or_measured() == first
+    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: pytest.fail("measured again"))
+    assert cpu_kernel_speed.remembered_or_measured() == first
     assert len(list(cache.iterdir())) == 1  # nothing temporary is left
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"another": 2.0}', '{"onednn_linear": "fast"}'])
 def test_a_damaged_file_is_measured_anew_and_replaced(cache: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
-    cpu_kernels.remembered_or_measured()
+    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
+    cpu_kernel_speed.remembered_or_measured()
     (path,) = cache.iterdir()
     path.write_text(text)
-    assert cpu_kernels.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
+    assert cpu_kernel_speed.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
     assert json.loads(path.read_text()) == asdict(Kernels(onednn_linear=2.0, blocked_attention=3.0))
 
 
 def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(cpu_kernels, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
-    assert cpu_kernels.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
+    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
+    assert cpu_kernel_speed.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
 
 
 def test_a_kernel_is_taken_where_it_is_clearly_faster() -> None:
@@ -60,13 +60,13 @@ def test_a_kernel_that_fails_is_told_once_measured_and_at_each_start(
     monkeypatch.setattr("shardtrain.ops.blocked_attention.attend", missing)
     monkeypatch.setattr(logging.getLogger("shardtrain"), "propagate", True)
     with caplog.at_level("WARNING"):
-        found = cpu_kernels.remembered_or_measured()
+        found = cpu_kernel_speed.remembered_or_measured()
     assert found.blocked_attention == cpu_kernels.FAILED and not found.uses("blocked_attention")
     assert [record.message for record in caplog.records] == [
         f"CPU kernels: attention in {name} by blocks failed (RuntimeError: no such kernel); PyTorch's own is used"
         for name in ("bfloat16", "float32")
     ]
-    again = cpu_kernels.remembered_or_measured()
+    again = cpu_kernel_speed.remembered_or_measured()
     assert again == found
     assert cpu_kernels.describe(again).endswith(
         "; failed when measured, so PyTorch's own: "

@@ -10,13 +10,13 @@ from ranks import run_ranks
 from tiny import tiny_config
 
 from shardtrain.config.schema import Config
-from shardtrain.ops import cpu_kernels
+from shardtrain.ops import cpu_kernel_speed, cpu_kernels
 from shardtrain.ops.cpu_kernels import Kernels
 from shardtrain.train.build import set_numerics
 
 
 def choose(rank: int, config: Config) -> Kernels:
-    cpu_kernels.remembered_or_measured = lambda: Kernels(onednn_linear=float(rank), blocked_attention=2.0)
+    cpu_kernel_speed.remembered_or_measured = lambda: Kernels(onednn_linear=float(rank), blocked_attention=2.0)
     cpu_kernels.use(Kernels(3.0, 3.0))
     set_numerics(config, torch.device("cpu"))
     return cpu_kernels.chosen()

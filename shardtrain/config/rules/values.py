@@ -181,6 +181,8 @@ def check_forms(loaded: Loaded) -> Iterator[Problem]:
     if "{rank}" not in loaded.config.metrics.save_log_file:
         rule = "would be one file for all ranks"
         yield problem(loaded, "metrics.save_log_file", rule, 'put {rank} into it, as in "logs/rank-{rank}.log"')
+    if not 0 <= loaded.config.metrics.prometheus_port < 65536:
+        yield problem(loaded, "metrics.prometheus_port", "is not a port", "use 1024 to 65535, or 0 for none")
     if loaded.config.checkpoint.keep_latest_k == 1:
         rule = "would delete the only good checkpoint before the next is known to be whole"
         yield problem(loaded, "checkpoint.keep_latest_k", rule, "keep 2 or more, or 0 for all")

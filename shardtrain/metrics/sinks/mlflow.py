@@ -8,11 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.config.schema import Config
 from shardtrain.metrics.sinks import Request
-from shardtrain.metrics.sinks.tensorboard import missing_package
+from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
-from shardtrain.utils.errors import ConfigError, Problem
 
 RUN_ID_FILE = "mlflow_run_id"
 """Below the run folder: the run that a resumed run continues."""
@@ -21,19 +19,11 @@ _AT_A_TIME = 100
 """Parameters that one request may carry."""
 
 
-def problem(config: Config) -> Problem | None:
-    """Why the sink that a config asks for cannot be opened."""
-    if not config.metrics.enable_mlflow:
-        return None
-    return missing_package("mlflow", "metrics.enable_mlflow", pip="mlflow-skinny")
-
-
 def open_sink(request: Request) -> TrackerSink | None:
     """The sink of this rank. Raises ConfigError where the package is missing."""
     if not request.config.metrics.enable_mlflow or not request.is_wanted:
         return None
-    if missing := problem(request.config):
-        raise ConfigError(missing)
+    require_package("mlflow", "metrics.enable_mlflow", pip="mlflow-skinny")
     return TrackerSink("MLflow", lambda: _Run(request), lambda record: record.json_fields())
 
 

@@ -6,20 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.config.schema import Config
 from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import Request
-from shardtrain.metrics.sinks.tensorboard import missing_package
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.utils.log import logger
-
-
-def problem(config: Config) -> Problem | None:
-    """Why the sink that a config asks for cannot be opened."""
-    port = config.metrics.prometheus_port
-    if not 0 <= port < 65536:
-        return Problem("metrics.prometheus_port", port, "is not a port", "use 1024 to 65535, or 0 for none")
-    return missing_package("prometheus_client", "metrics.prometheus_port") if port else None
 
 
 def open_sink(request: Request) -> PrometheusSink | None:
@@ -31,8 +21,7 @@ def open_sink(request: Request) -> PrometheusSink | None:
     options = request.config.metrics
     if not options.prometheus_port or not request.facts.is_writer:
         return None
-    if missing := problem(request.config):
-        raise ConfigError(missing)
+    require_package("prometheus_client", "metrics.prometheus_port", value=options.prometheus_port)
     labels = {"model": request.facts.model, "run": str(request.folder.absolute().name)}
     try:
         return PrometheusSink(options.prometheus_port, options.prometheus_address, labels)

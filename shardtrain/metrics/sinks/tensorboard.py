@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardtrain.config.schema import Config
 from shardtrain.metrics.record import Record, tags_of
 from shardtrain.metrics.sinks import Request, validation_tags
 from shardtrain.utils.errors import ConfigError, Problem
@@ -15,11 +16,6 @@ from shardtrain.utils.log import logger
 
 REPLAYED = 5000
 """Points of the time before a resume that the new event file gets: five times what TensorBoard draws of a curve."""
-
-
-def problem(config: Config) -> Problem | None:
-    """Why the sink that a config asks for cannot be opened."""
-    return missing_package("tensorboard", "metrics.enable_tensorboard") if config.metrics.enable_tensorboard else None
 
 
 def open_sink(request: Request) -> TensorBoardSink | None:
@@ -57,9 +53,7 @@ class TensorBoardSink:
     ) -> None:
         self._tags = tags or (lambda record: record.tags("cpu"))
         self.summary = ""
-        problem = missing_package("tensorboard", "metrics.enable_tensorboard")
-        if problem:
-            raise ConfigError(problem)
+        require_package("tensorboard", "metrics.enable_tensorboard")
         # Imported here: 0.2 s that only runs with TensorBoard pay.
         from torch.utils.tensorboard import SummaryWriter
 
@@ -106,17 +100,11 @@ class TensorBoardSink:
         logger.warning(f"cannot write TensorBoard files in {self.folder}: {error}; training continues without them")
 
 
-def missing_package(name: str, option: str, pip: str = "") -> Problem | None:
-    """The problem of an option whose package is not installed; None where it is.
-
-    ``pip`` is what is installed to have it, where that has another name.
-    """
-    import importlib.util
-    import sys
-
-    if name in sys.modules or importlib.util.find_spec(name) is not None:
-        return None
-    return Problem(option, True, f"needs the package {name}", f"pip install {pip or name}, or turn the option off")
+def require_package(name: str, option: str, pip: str = "", value: object = True) -> None:
+    """Raise ConfigError where the package of an option is not installed: ``pip`` installs it, if by another name."""
+    if name not in sys.modules and importlib.util.find_spec(name) is None:
+        fix = f"pip install {pip or name}, or turn the option off"
+        raise ConfigError(Problem(option, value, f"needs the package {name}", fix))
 
 
 def _fresh_folder(folder: Path, below: str) -> Path:

@@ -6,24 +6,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.config.schema import Config
 from shardtrain.metrics.sinks import Request
-from shardtrain.metrics.sinks.tensorboard import missing_package
+from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
-from shardtrain.utils.errors import ConfigError, Problem
-
-
-def problem(config: Config) -> Problem | None:
-    """Why the sink that a config asks for cannot be opened."""
-    return missing_package("trackio", "metrics.enable_trackio") if config.metrics.enable_trackio else None
 
 
 def open_sink(request: Request) -> TrackerSink | None:
     """The sink of this rank. Raises ConfigError where the package is missing."""
     if not request.config.metrics.enable_trackio or not request.is_wanted:
         return None
-    if missing := problem(request.config):
-        raise ConfigError(missing)
+    require_package("trackio", "metrics.enable_trackio")
     return TrackerSink("trackio", lambda: _Run(request), lambda record: record.json_fields())
 
 

@@ -6,12 +6,10 @@ import os
 from types import ModuleType
 from typing import Any
 
-from shardtrain.config.schema import Config
 from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import Request
-from shardtrain.metrics.sinks.tensorboard import missing_package
+from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
-from shardtrain.utils.errors import ConfigError, Problem
 
 INIT_SECONDS = 60.0
 """How long the client may try to reach the service at start, in its own thread."""
@@ -47,17 +45,11 @@ def run_options(all_ranks_rank: int | None) -> dict[str, Any]:
     return options
 
 
-def problem(config: Config) -> Problem | None:
-    """Why the sink that a config asks for cannot be opened."""
-    return missing_package("wandb", "metrics.enable_wandb") if config.metrics.enable_wandb else None
-
-
 def open_sink(request: Request) -> TrackerSink | None:
     """The sink of this rank. Raises ConfigError where the package is missing."""
     if not request.config.metrics.enable_wandb or not request.is_wanted:
         return None
-    if missing := problem(request.config):
-        raise ConfigError(missing)
+    require_package("wandb", "metrics.enable_wandb")
     options = run_options(request.rank) | {"dir": str(request.folder), "config": run_config(request)}
 
     def open_client() -> Client:

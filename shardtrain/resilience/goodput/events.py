@@ -140,7 +140,7 @@ def _check(name: str, kind: str, value: Any) -> None:
         "dict[str, float]": lambda: _are_phases(value),
     }[kind]()
     if not good:
-        raise ValueError(f"{name} is no {kind}")
+        raise ValueError(f"{name} is not a {kind}")
 
 
 def _is_seconds(value: object) -> bool:

@@ -1,0 +1,153 @@
+"""How fast the kernels of ``cpu_kernels.py`` are on this machine: measured once, and remembered.
+
+MKL and oneDNN multiply float32 at 95 and 105 GFLOP/s on one core of AMD's Zen 4, and at 90 and 200 on one of Zen 5. A
+machine that has measured keeps its choice, so that a run that is continued has the bits of one that never stopped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardtrain.ops import blocked_attention, flash_attention, onednn_linear, rms_norm
+from shardtrain.ops.cpu_kernels import FAILED, NARROW_HEAD, Kernels
+from shardtrain.utils.log import logger
+
+_CLEAR, _ENOUGH_SECONDS, _MOST_ROUNDS = 1.25, 0.06, 100
+"""A kernel that is 1.25 times as fast after two rounds, or as slow, is not measured any longer. Others are for 60 ms:
+what a machine measures while others work on it is remembered, too."""
+
+
+def remembered_or_measured() -> Kernels:
+    """What this machine has measured before, by this version of PyTorch and with as many threads; else measure now.
+
+    What was measured is kept in a small file of the user's cache folder, where one can be written.
+    """
+    path = _cache_file()
+    try:
+        return Kernels(**{name: float(value) for name, value in json.loads(path.read_bytes()[:4096]).items()})
+    except (OSError, ValueError, TypeError, AttributeError):
+        found = measure()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(asdict(found), file)
+        os.replace(file.name, path)
+    except OSError:  # a home that cannot be written costs each start the measurement
+        pass
+    return found
+
+
+def measure() -> Kernels:
+    """Time each kernel beside PyTorch's own, forward and backward, on a small layer: some 400 ms on one core."""
+    generator = torch.Generator().manual_seed(0)
+    linear = weight_gradient = 0.0
+    if onednn_linear.is_available():
+        x_RI, weight_OI, gradient_RO = (
+            torch.randn(*shape, generator=generator) for shape in ((512, 256), (768, 256), (512, 768))
+        )
+        linear = _measured(
+            "linear layers by oneDNN",
+            lambda: (F.linear(x_RI, weight_OI), gradient_RO @ weight_OI),
+            lambda: (onednn_linear.product(x_RI, weight_OI), onednn_linear.product(gradient_RO, weight_OI.t())),
+        )
+        weight_gradient = _measured(
+            "gradients of weights by oneDNN",
+            lambda: gradient_RO.t() @ x_RI,
+            lambda: onednn_linear.product(gradient_RO.t(), x_RI.t()),
+        )
+    attention = {}
+    for dtype, times in ((torch.bfloat16, 1), (torch.float32, 2)):  # few rows say little of float32
+        q, k, v, gradient = (
+            torch.randn(times, 512, times * heads, NARROW_HEAD, generator=generator).to(dtype) for heads in (4, 2, 2, 4)
+        )  # (B, T, heads, H), grouped
+        speed = _measured(
+            f"attention in {str(dtype).removeprefix('torch.')} by blocks",
+            partial(_flash, q, k, v, gradient),
+            partial(_in_blocks, q, k, v, gradient),
+        )
+        attention[dtype] = round(speed, 2)
+    x_RD = torch.randn(1024, 256, generator=generator).requires_grad_()
+    norms = torch.nn.RMSNorm(256, eps=1e-5), rms_norm.RowwiseRMSNorm(256, eps=1e-5)
+    norm = _measured("RMSNorm by rows", *(partial(_forward_backward, one, x_RD) for one in norms))
+    return Kernels(
+        round(linear, 2), round(weight_gradient, 2), attention[torch.bfloat16], attention[torch.float32], round(norm, 2)
+    )
+
+
+def _forward_backward(module: torch.nn.Module, x_RD: Tensor) -> None:
+    with torch.enable_grad():
+        module(x_RD).backward(x_RD.detach())
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> None:
+    out, lse = flash_attention.attend(q, k, v, causal=True)
+    flash_attention.attend_backward(gradient, q, k, v, out, lse, causal=True)
+
+
+def _in_blocks(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> None:
+    blocked_attention.attend(q, k, v)
+    blocked_attention.attend_backward(gradient, q, k, v)
+
+
+def _measured(words: str, one: Callable[[], object], other: Callable[[], object]) -> float:
+    """``_times_as_fast``, or FAILED with a warning: a build of PyTorch or a processor may lack what a kernel calls."""
+    try:
+        return _times_as_fast(one, other)
+    except (RuntimeError, AttributeError, TypeError) as error:
+        reason = str(error).strip().splitlines() or [""]
+        logger.warning(
+            f"CPU kernels: {words} failed ({type(error).__name__}: {reason[0][:200]}); PyTorch's own is used"
+        )
+        return FAILED
+
+
+def _times_as_fast(one: Callable[[], object], other: Callable[[], object]) -> float:
+    """How many times as fast ``other`` is, by the best of a few rounds in turns: a busy machine slows both."""
+    # others take a core away within a round; several threads wait for each other, which no CPU time shows
+    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    seconds, spent = [float("inf"), float("inf")], 0.0
+    with torch.no_grad():
+        for number in range(_MOST_ROUNDS):
+            for place, function in enumerate((one, other)):
+                began = clock()
+                function()
+                passed = clock() - began
+                if number:  # the first warms up
+                    seconds[place], spent = min(seconds[place], passed), spent + passed
+            is_clear = number >= 2 and not 1 / _CLEAR < seconds[0] / seconds[1] < _CLEAR
+            if is_clear or (number >= 3 and spent > _ENOUGH_SECONDS):
+                break
+    return seconds[0] / seconds[1]
+
+
+def _cache_file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    kernels = " ".join(field.name for field in fields(Kernels))
+    facts = [_processor(), torch.__version__, str(torch.get_num_threads()), kernels]
+    name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
+    return Path(root) / "shardtrain" / f"cpu_kernels-{name}.json"
+
+
+def _processor() -> str:
+    """The processor's name and what it can do."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = file.read(16384).splitlines()
+    except OSError:
+        return f"{platform.machine()} {platform.processor()}"
+    names = ("vendor_id", "cpu family", "model", "model name", "flags", "CPU part", "Features")
+    found = {name.strip(): value for name, _, value in (line.partition(":") for line in lines) if value}
+    return "\n".join(found.get(name, "") for name in names)
