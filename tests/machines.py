@@ -94,7 +94,7 @@ class Machines:
         """Take a host's cable out: nothing arrives any more, and nobody is told."""
         self.switch.do("ip", "link", "set", host, "down")
 
-    def mend(self, host: str) -> None:
+    def reconnect(self, host: str) -> None:
         """Put the cable back."""
         self.switch.do("ip", "link", "set", host, "up")
 

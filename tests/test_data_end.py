@@ -121,7 +121,7 @@ def test_every_row_is_read_once_before_the_end(kind: str, runs: list[dict[str, E
     assert tokens == 30 * 62 - (1 if kind == "memory" else 2)
 
 
-def test_a_run_that_ended_goes_on_when_told_to_repeat(runs: list[dict[str, Ended]]) -> None:
+def test_a_run_that_ended_continues_when_told_to_repeat(runs: list[dict[str, Ended]]) -> None:
     ended, going_on, straight = (runs[0][f"memory {name}"] for name in ("stop", "continues", "straight"))
     assert going_on.error is None and straight.error is None
     assert len(going_on.losses) == STEPS - ended.state["step"]
@@ -177,7 +177,7 @@ def prompts_alone(rank: int, root: Path) -> list[Ended]:
     ]
 
 
-def test_a_run_that_learns_nothing_is_no_success(tmp_path: Path) -> None:
+def test_a_run_that_learns_nothing_is_not_success(tmp_path: Path) -> None:
     row = {"prompt": "x" * 200, "completion": "never reached"}
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(20)))
     for name in ("alone-3", "alone-12"):

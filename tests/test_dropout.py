@@ -168,7 +168,7 @@ def digest(tensors: dict[str, Tensor]) -> str:
     "with dropout",
     by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
 )
-def test_a_run_with_dropout_goes_on_to_the_bit(ended: list[dict[str, Ended]], mesh: str, where: str) -> None:
+def test_a_run_with_dropout_continues_to_the_bit(ended: list[dict[str, Ended]], mesh: str, where: str) -> None:
     for rank in ended:
         straight, resumed = rank[f"{mesh} straight"], rank[f"{mesh}{where}"]
         assert straight.error is None and resumed.error is None

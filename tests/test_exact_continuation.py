@@ -230,7 +230,7 @@ def saved_tensors(root: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("change", cases(["1 to 2"], [name for name in OTHER if name != "1 to 2"]))
-def test_another_mesh_has_the_same_bits_and_goes_on_as_the_run_would_have(
+def test_another_mesh_has_the_same_bits_and_continues_as_the_run_would_have(
     root: Path, straight: Any, resumed: Any, change: str
 ) -> None:
     kind = OTHER[change][0]

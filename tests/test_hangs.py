@@ -64,7 +64,7 @@ def test_ranks_in_different_collectives_are_both_named_with_their_lines(tmp_path
     assert "rank 1 in all_gather (collectives.py:" in told["message"]
 
 
-def test_a_slow_validation_that_moves_is_no_hang(tmp_path):
+def test_a_slow_validation_that_moves_is_not_a_hang(tmp_path):
     assert end(run(config(tmp_path), "slow validation", (0, 1))) == 0
     assert record(tmp_path)["last_step"] == STEPS
 
@@ -93,7 +93,7 @@ def test_a_limit_of_0_looks_for_no_hangs(tmp_path):
     assert record(tmp_path)["class"] == "PeerError"
 
 
-def test_a_rank_that_is_stopped_for_a_moment_goes_on(tmp_path):
+def test_a_rank_that_is_stopped_for_a_moment_continues(tmp_path):
     process = run(config(tmp_path), "stop", (1,))
     pid = tmp_path / "pid-1"
     wait_for(lambda: pid.exists() and is_stopped(int(pid.read_text())))

@@ -142,7 +142,7 @@ def test_random_configurations_are_refused_or_equal_to_one_process(
         nightly=[pytest.param(COMPILED, id="compiled"), pytest.param(FEATURED, id="featured")],
     ),
 )
-def test_what_a_search_has_found_stays_mended(found: dict[str, str], searcher: Searcher) -> None:
+def test_what_a_search_has_found_stays_fixed(found: dict[str, str], searcher: Searcher) -> None:
     verdicts = searcher.judge([parse(shlex.split(options)) for options in found.values()])
     assert dict(zip(found, verdicts, strict=True)) == dict.fromkeys(found, Verdict("equal"))
 

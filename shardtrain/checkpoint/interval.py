@@ -60,7 +60,7 @@ class Interval:
         """Whether a save is due by the clock."""
         return self._kind != "steps" and self._clock() - self._since >= self._seconds
 
-    def begin_anew(self) -> None:
+    def restart(self) -> None:
         """A save was made or skipped: count from now."""
         self._since = self._clock()
 

@@ -127,7 +127,7 @@ class Saver:
         if not self.finish(None if must or self.best.is_new(step) else self._options.max_stall_seconds):
             self.skipped += 1
             self.saving.clear_flags()
-            self.interval.begin_anew()
+            self.interval.restart()
             assert self.saving.writing is not None
             logger.warning(
                 f"the save of step {step} is skipped: that of step {self.saving.writing.step} is still being written "
@@ -163,7 +163,7 @@ class Saver:
                 self._export_if_due(step, must or self._options.async_mode == "disabled", must)
         self.saving.clear_flags()
         self.interval.note(time.monotonic() - begun - self.export_seconds)
-        self.interval.begin_anew()
+        self.interval.restart()
 
     def poll(self) -> None:
         """Finish the background save, once every rank knows that all have written (see ``Saving``).

@@ -99,7 +99,7 @@ def test_a_save_in_flight_is_known_to_be_done_at_the_next_step(kept: Checkpoints
     assert kept.saving.writing is None and kept.saved_step == 1
 
 
-def test_there_are_never_two_and_what_is_passed_over_is_counted(
+def test_there_are_never_two_and_what_is_skipped_is_counted(
     kept: Checkpoints, caplog: pytest.LogCaptureFixture
 ) -> None:
     with held() as go, caplog.at_level(logging.WARNING, logger="shardtrain"):
@@ -164,7 +164,7 @@ def fail(code: int = errno.ENOSPC) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_a_run_may_go_on_after_two_failed_saves_in_a_row_and_no_more(
+def test_a_run_may_continue_after_two_failed_saves_in_a_row_and_no_more(
     tmp_path: Path, group: None, mode: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = checkpoints(tmp_path, async_mode=mode, on_save_error="continue")

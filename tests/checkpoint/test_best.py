@@ -100,7 +100,7 @@ def test_the_best_stays_while_it_is_the_best(tmp_path: Path, group: None, mode: 
     again.close()
 
 
-def test_a_pointer_that_is_behind_or_broken_is_written_anew(
+def test_a_pointer_that_is_behind_or_broken_is_rewritten(
     tmp_path: Path, group: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept, folder = Checkpoints(config(tmp_path)), tmp_path / "checkpoint"
@@ -131,13 +131,13 @@ def test_a_pointer_that_is_behind_or_broken_is_written_anew(
     "state",
     [3, [], {}, {"metric": "validation.loss"}, {"step": "1"}, {"step": True, "kept": 1, "without_improvement": 0}],
 )
-def test_a_state_that_is_none_is_said_and_passed_over(state: Any, tmp_path: Path, caplog: Any) -> None:
+def test_a_state_that_is_not_one_is_reported_and_skipped(state: Any, tmp_path: Path, caplog: Any) -> None:
     best = Best(config(tmp_path))
     best.load(state, tmp_path)
     assert best.step == -1 and "looking for the best again" in caplog.text
 
 
-def test_another_metric_begins_anew_and_says_so(tmp_path: Path, caplog: Any) -> None:
+def test_another_metric_starts_from_scratch_and_says_so(tmp_path: Path, caplog: Any) -> None:
     best = Best(config(tmp_path))
     best.observe(4, {"loss": 1.0})
     other = Best(config(tmp_path, best_mode="max"))

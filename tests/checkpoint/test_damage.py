@@ -79,7 +79,7 @@ def test_a_manifest_of_another_step_is_refused(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["missing", "folder", "pipe", "device"])
-def test_what_is_no_file_is_refused_and_never_waited_for(folder: Path, kind: str) -> None:
+def test_what_is_not_a_file_is_refused_and_never_waited_for(folder: Path, kind: str) -> None:
     path = folder / "checkpoint/step-4/rank-00000.bin"
     path.unlink()
     if kind == "folder":
@@ -97,7 +97,7 @@ def test_a_foreign_file_is_never_read(folder: Path) -> None:
     assert checkpoints(folder, load_only=True).to_continue() == folder / "checkpoint/step-4"
 
 
-def test_the_newest_good_one_is_taken_and_what_was_passed_over_is_named(
+def test_the_newest_good_one_is_taken_and_what_was_skipped_is_named(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "checkpoint/step-4/rank-00000.bin").write_bytes(b"short")
@@ -109,7 +109,7 @@ def test_the_newest_good_one_is_taken_and_what_was_passed_over_is_named(
     assert "step-6 has no manifest.json" in lines[0] and "step-4: rank-00000.bin has 5 bytes" in lines[1]
 
 
-def test_where_none_is_good_no_run_begins_anew_in_silence(folder: Path) -> None:
+def test_where_none_is_good_no_run_restarts_in_silence(folder: Path) -> None:
     for step in (2, 4):
         (folder / f"checkpoint/step-{step}/rank-00000.bin").unlink()
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*step-4: rank-00000\.bin"):

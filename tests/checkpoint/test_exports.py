@@ -61,7 +61,7 @@ def begin(kept: Checkpoints) -> Slow:
     return exporter
 
 
-def test_an_export_is_given_up_where_there_is_no_time_for_it(kept: Checkpoints) -> None:
+def test_an_export_is_cancelled_where_there_is_no_time_for_it(kept: Checkpoints) -> None:
     begin(kept)
     assert any("-hf.tmp-" in name for name in names(kept)) and kept.saved_step == 1
     kept.cancel_export()

@@ -103,7 +103,7 @@ def test_the_newest_by_number_is_continued(tmp_path: Path) -> None:
     assert kept.to_continue() == tmp_path / "checkpoint/step-100"
 
 
-def test_what_is_not_complete_is_no_checkpoint(tmp_path: Path) -> None:
+def test_what_is_not_complete_is_not_a_checkpoint(tmp_path: Path) -> None:
     kept = save(tmp_path, 20)
     for name in ("step-30", "step-40.tmp", "step-50", "step-x", "step-60-old"):
         (tmp_path / "checkpoint" / name).mkdir()

@@ -41,7 +41,7 @@ def test_seconds_count_from_the_end_of_the_save_before() -> None:
     assert not interval.is_time()
     clock.now += 0.1
     assert interval.is_time()
-    interval.begin_anew()
+    interval.restart()
     assert not interval.is_time()
     assert not Interval(Checkpoint(interval_type="steps", interval=1), itertools.count(0, 1000).__next__).is_time()
 
@@ -133,7 +133,7 @@ def test_the_command_prints_the_interval_and_what_it_leaves(capsys: pytest.Captu
         (["--mtbf", "1"], "--mtbf"),
     ],
 )
-def test_the_command_refuses_what_is_no_time(words: list[str], told: str) -> None:
+def test_the_command_refuses_what_is_not_a_time(words: list[str], told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         command.main(["interval", *words])
     assert told in str(caught.value) and "\n" not in str(caught.value)

@@ -98,7 +98,7 @@ def test_without_a_manifest_there_is_no_checkpoint_and_what_is_left_is_swept() -
     assert names() == ["step-3/notes.txt"]
 
 
-def test_damage_is_found_and_passed_over() -> None:
+def test_damage_is_found_and_skipped() -> None:
     kept = stored()
     for step in (2, 4):
         save(kept, step)

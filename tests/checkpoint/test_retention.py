@@ -134,7 +134,7 @@ class Folder(RuleBasedStateMachine):
 
     @precondition(lambda self: self.mode == "async")
     @rule(further=st.integers(1, 5), loss=st.sampled_from([None, 1.0, 2.0, 3.0]))
-    def save_and_go_on(self, further: int, loss: float | None) -> None:
+    def save_and_continue(self, further: int, loss: float | None) -> None:
         self.land()
         self.step += further
         if loss is not None:
@@ -153,7 +153,7 @@ class Folder(RuleBasedStateMachine):
         assert writing.wait(patience.seconds(60.0)) and writing.failed, "without its lease nobody commits"
         assert self.good() == before
         self.flying = False
-        self.go_on_from(self.made())
+        self.continue_from(self.made())
 
     @precondition(lambda self: self.step)
     @rule(stage=st.sampled_from(["write", "manifest", "rename", "trash"]))
@@ -200,7 +200,7 @@ class Folder(RuleBasedStateMachine):
             (path / "manifest.json").write_text("{}")
         self.damaged.add(step)
 
-    def go_on_from(self, kept: Checkpoints, wanted: int | None = None) -> None:
+    def continue_from(self, kept: Checkpoints, wanted: int | None = None) -> None:
         self.kept = kept
         found = kept.to_continue()
         good = self.good()
@@ -217,7 +217,7 @@ class Folder(RuleBasedStateMachine):
     def start_again(self) -> None:
         self.land()
         self.kept.close()
-        self.go_on_from(self.made())
+        self.continue_from(self.made())
 
     @precondition(lambda self: self.good())
     @rule(data=st.data())
@@ -225,7 +225,7 @@ class Folder(RuleBasedStateMachine):
         self.land()
         step = data.draw(st.sampled_from(sorted(self.good())))
         self.kept.close()
-        self.go_on_from(self.made(load_step=step), step)
+        self.continue_from(self.made(load_step=step), step)
 
     @invariant()
     def one_good_one_is_there_once_there_was_one(self) -> None:

@@ -289,7 +289,7 @@ def test_split_points_become_the_modules_of_each_stage(tmp_path: Path) -> None:
     assert check(loaded) == []
 
 
-def test_one_option_given_alike_under_two_names_is_no_mistake(tmp_path: Path) -> None:
+def test_one_option_given_alike_under_two_names_is_not_a_mistake(tmp_path: Path) -> None:
     loaded = read(tmp_path, "[checkpoint]\nenable = true\nenable_checkpoint = true")
     assert loaded.value("checkpoint.enable") is True
     assert any("old.toml:3" in notice for notice in loaded.notices)
@@ -369,7 +369,7 @@ def angles(loaded: Loaded) -> str:
         (DEEPSEEK.format(2048) + 'dataset = "c4"\n[model.overrides]\nrope_factor = 1.0\n', ""),
     ],
 )
-def test_a_file_of_torchtitan_is_told_once_where_its_rotary_angles_are_others(tmp_path, text, words):
+def test_a_file_of_torchtitan_with_other_rotary_angles_is_reported_once(tmp_path, text, words):
     told = angles(read(tmp_path, text))
     assert words in told and bool(told) == bool(words)
 
@@ -389,7 +389,7 @@ def test_a_file_of_another_system_is_not_told_of_torchtitan_s_angles(tmp_path):
     assert found.entries and angles(dataclasses.replace(loaded, renames=tuple(map(str, found.entries)))) == ""
 
 
-def test_a_notice_that_tells_a_name_alone_is_no_warning(tmp_path):
+def test_a_notice_that_tells_a_name_alone_is_not_a_warning(tmp_path):
     """The trainer logs these as INFO, and those that tell of another result as warnings."""
     text = "[training]\nbatch_size = 2\ncompile = true\n[metrics]\nrank_0_only = true\n"
     loaded = read(tmp_path, text)

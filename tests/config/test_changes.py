@@ -65,7 +65,7 @@ def test_another_mesh_is_the_same_run_as_long_as_the_batch_is() -> None:
     assert found(of_mesh, halved, ranks=(2, 4)) == []
 
 
-def test_a_part_that_begins_anew_frees_its_options() -> None:
+def test_a_part_that_restarts_frees_its_options() -> None:
     config = Config()
     for part, option, others in (
         ("optimizer", "optimizer.beta1", ["lr_scheduler.warmup_steps", "training.max_norm"]),
@@ -79,7 +79,7 @@ def test_a_part_that_begins_anew_frees_its_options() -> None:
     assert found(config, changed(config, "model.norm_type"), tuple(changes.FREED)) == ["model.norm_type"]
 
 
-def test_what_was_so_already_is_no_change_when_it_is_spelt_out() -> None:
+def test_what_was_so_already_is_not_a_change_when_it_is_spelt_out() -> None:
     plain = Config(training=Training(steps=60), model=Model(overrides={"num_layers": 2}))
     schedule = dataclasses.replace(plain, lr_scheduler=LRScheduler(total_steps=60))
     assert found(plain, schedule) == [] == found(schedule, plain)

@@ -305,7 +305,7 @@ def test_all_problems_of_a_mixture_come_at_once(tmp_path: Path) -> None:
         "[training.dataloader]\nnum_workers = 2",
     ],
 )
-def test_what_can_work_is_no_problem_and_needs_no_note(tmp_path: Path, text: str) -> None:
+def test_what_can_work_is_not_a_problem_and_needs_no_note(tmp_path: Path, text: str) -> None:
     loaded = read(tmp_path, text)
     assert check(loaded) == [] and notes(loaded) == []
 
@@ -328,7 +328,7 @@ def test_what_can_work_is_no_problem_and_needs_no_note(tmp_path: Path, text: str
         ),
     ],
 )
-def test_what_is_no_error_and_still_worth_a_line_is_a_note(tmp_path: Path, text: str, fragment: str) -> None:
+def test_what_is_not_an_error_and_still_worth_a_line_is_a_note(tmp_path: Path, text: str, fragment: str) -> None:
     loaded = read(tmp_path, text)
     assert check(loaded) == []
     assert len(notes(loaded)) == 1 and fragment in notes(loaded)[0], notes(loaded)

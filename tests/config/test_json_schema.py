@@ -46,7 +46,7 @@ def test_presets_and_recipes_are_accepted(judge: Any) -> None:
         "[launch.slurm]\nnodes_ = 2",
     ],
 )
-def test_what_is_no_option_or_value_is_refused(judge: Any, text: str) -> None:
+def test_what_is_not_an_option_or_value_is_refused(judge: Any, text: str) -> None:
     assert list(judge.iter_errors(tomllib.loads(text)))
 
 

@@ -134,7 +134,7 @@ def test_show_names_the_origin_of_every_value_and_is_valid_toml(tmp_path: Path) 
         ("[quantize.linear.float8]\nemulate = true", '"quantize.linear.float8" in model.converters'),
     ],
 )
-def test_what_is_no_error_and_worth_a_line_is_a_note(tmp_path: Path, text: str, fragment: str) -> None:
+def test_what_is_not_an_error_and_worth_a_line_is_a_note(tmp_path: Path, text: str, fragment: str) -> None:
     file = tmp_path / "run.toml"
     file.write_text(text)
     loaded = load(file)

@@ -369,7 +369,7 @@ def test_a_missing_file_offers_the_nearest_and_a_folder_is_none(tmp_path: Path) 
         load(tmp_path / "nowhere" / "run.toml")
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
         load(tmp_path / "run.toml")

@@ -59,7 +59,7 @@ def test_it_encodes_decodes_and_opens_again_in_another_process(tmp_path):
         (LETTERS.replace("len(LETTERS) + 1", "99"), "eos_id=99, which is not an id"),
     ],
 )
-def test_a_file_that_is_no_tokenizer_is_one_line_before_ranks_start(tmp_path, capsys, text, said):
+def test_a_file_that_is_not_a_tokenizer_is_one_line_before_ranks_start(tmp_path, capsys, text, said):
     path = written(tmp_path, text)
     assert main(["config", "check", DEBUG, f"--{OPTION}={path}", "--training.device=cpu"]) == 2
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_tokenizer.py" in line]

@@ -66,7 +66,7 @@ def test_a_padded_row_is_one_document_and_its_end_is_learned_once():
     assert out.documents_BT is None, "attention is causal, so what follows a document cannot reach it"
 
 
-def test_what_is_not_to_be_learned_is_no_target():
+def test_what_is_not_to_be_learned_is_not_a_target():
     _, out = rows_of(documents_of([4, 4], learned=lambda tokens: tokens % 2 == 0), Packing(7))
     assert out.targets_BT.tolist() == [[2, IGNORE, 4, IGNORE, 6, IGNORE, 8]]
 

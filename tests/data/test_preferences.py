@@ -68,7 +68,7 @@ def test_texts_have_a_prompt_of_their_own_or_what_they_begin_with() -> None:
         ({"prompt": "a", "chosen": "\ud800", "rejected": "b"}, "lone surrogate"),
     ],
 )
-def test_what_is_no_pair_is_told(row: dict[str, Any], told: str) -> None:
+def test_what_is_not_a_pair_is_reported(row: dict[str, Any], told: str) -> None:
     with pytest.raises(Unusable) as caught:
         split(row, "prompt", "chosen", "rejected")
     assert told in caught.value.reason

@@ -67,7 +67,7 @@ def test_shards_hold_what_memory_would(data: st.DataObject, vocab_size: int, sha
 
 @settings(max_examples=40)
 @given(data=st.data(), shard_tokens=st.integers(1, 30))
-def test_a_writer_that_goes_on_from_a_position_writes_the_same_bytes(data: st.DataObject, shard_tokens: int) -> None:
+def test_a_writer_that_continues_from_a_position_writes_the_same_bytes(data: st.DataObject, shard_tokens: int) -> None:
     given_documents = data.draw(documents(300))
     with tempfile.TemporaryDirectory() as name:
         whole = write(Path(name) / "whole", given_documents, shard_tokens=shard_tokens)
@@ -98,7 +98,7 @@ def two_documents() -> list[Document]:
     ]
 
 
-def test_a_folder_without_index_is_no_dataset(tmp_path: Path) -> None:
+def test_a_folder_without_index_is_not_a_dataset(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path / "x", 300, 7)
     writer.add_documents(np.array([3]))
     writer.add_tokens(np.arange(3))
@@ -179,7 +179,7 @@ def test_the_dataset_tokens_opens_a_prepared_folder(tmp_path: Path) -> None:
         tokens.open_line(Request(path=str(folder)), other)
 
 
-def test_tokens_outside_the_line_are_no_tokens(tmp_path: Path) -> None:
+def test_tokens_outside_the_line_are_not_tokens(tmp_path: Path) -> None:
     line = ShardTokenBuffer(write(tmp_path / "x", two_documents()))
     for start, stop in ((-1, 3), (0, 31), (5, 4)):
         with pytest.raises(ValueError, match="of 30"):

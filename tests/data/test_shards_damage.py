@@ -102,7 +102,7 @@ def test_an_index_that_contradicts_itself_is_refused(folder: Path, name: str) ->
     assert_refused(folder, match)
 
 
-def test_a_path_that_is_no_prepared_folder_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_prepared_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     assert_refused(tmp_path / "none", "does not exist")
     assert_refused(folder / INDEX, "is a file, and not a folder of prepared tokens")
     assert_refused(tmp_path, "has no index.json; name one of its folders: x")
@@ -178,7 +178,7 @@ def test_a_file_that_shrinks_or_goes_under_a_run_is_an_error_and_no_crash(folder
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EMFILE])
-def test_storage_that_does_not_answer_is_no_damage(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_storage_that_does_not_answer_is_not_damage(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """Neither at the start nor while a run reads: a retry may find the file as it was."""
     line = ShardTokenBuffer(folder)
 

@@ -299,7 +299,7 @@ def test_forced_balance_gives_every_expert_the_same_load() -> None:
         assert measures["moe_max_load"] == 1.0
 
 
-@pytest.mark.nightly("one mesh", by="tests/test_search.py::test_what_a_search_has_found_stays_mended")
+@pytest.mark.nightly("one mesh", by="tests/test_search.py::test_what_a_search_has_found_stays_fixed")
 def test_forced_balance_deals_along_the_sequence_on_any_mesh() -> None:
     # a rank's own count would start from scratch at its first token, and with other rows in its batch
     def forced(parallelism: dict[str, int], **training: int) -> Config:
@@ -362,7 +362,7 @@ def test_more_ranks_than_experts_change_no_number() -> None:
         assert_same_numbers(result, expected)
 
 
-def write_and_go_on(rank: int, folder: str) -> tuple[list[float], list[float], set[str]]:
+def write_and_continue(rank: int, folder: str) -> tuple[list[float], list[float], set[str]]:
     """Four steps at once, and two on one mesh that are continued by two on another."""
     found = []
     sections: dict[str, Any] = {"checkpoint": {"enable": True, "interval": 2}, "training": {"steps": 4}}
@@ -378,7 +378,7 @@ def write_and_go_on(rank: int, folder: str) -> tuple[list[float], list[float], s
 
 def test_a_checkpoint_holds_the_biases_and_loads_on_any_mesh(tmp_path: Path) -> None:
     """The coefficient is large: a run that continued with biases of zero would choose other experts."""
-    for straight, continued, names in run_ranks(2, write_and_go_on, str(tmp_path)):
+    for straight, continued, names in run_ranks(2, write_and_continue, str(tmp_path)):
         assert continued == pytest.approx(straight, abs=1e-5)
         assert {f"model.layers.{i}.moe.router.expert_bias" for i in (1, 2)} <= names
 

@@ -90,7 +90,7 @@ def no_tensors(_: Path) -> Any:
 @pytest.mark.parametrize(
     ("make", "told"), [(repeated, "would be 4398046511104 bytes"), (no_tensors, "is not a tensor")]
 )
-def test_what_is_no_table_of_tensors_is_refused(
+def test_what_is_not_a_table_of_tensors_is_refused(
     make: Any, told: str, modern: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = old(modern, tmp_path / "old")

@@ -121,7 +121,7 @@ def test_a_folder_that_cannot_be_written_is_not_there_and_stops_the_run(
 
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-def test_a_run_may_go_on_without_it(async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_may_continue_without_it(async_mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "write_hashed", no_space(str(tmp_path)))
     config = config_for(tmp_path, steps=4, hf_interval=2, async_mode=async_mode, on_save_error="continue")
     config = dataclasses.replace(config, training=dataclasses.replace(config.training, steps=5))

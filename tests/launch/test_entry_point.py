@@ -98,7 +98,7 @@ def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
 
 
 @pytest.mark.nightly(
-    "two hosts meet", by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on"
+    "two hosts meet", by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue"
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("first", cases([1], nightly=[0]))

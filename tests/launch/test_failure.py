@@ -74,7 +74,7 @@ def test_the_line_names_status_rank_host_cause_place_and_log():
 
 
 @pytest.mark.parametrize("kind", [DataError, CheckpointError, StorageError, NumericalError])
-def test_what_the_user_can_mend_shows_no_class_and_no_line_of_source(kind):
+def test_what_the_user_can_fix_shows_no_class_and_no_line_of_source(kind):
     told = caught(kind("the data end; use more"), rank=3)
     status = kind.exit_code
     assert failure.lines(told, "out/rank-3.log", 1) == [f"error[{status}]: the data end; use more; see out/rank-3.log"]

@@ -176,7 +176,7 @@ def test_every_variable_that_bash_knows_arrives_or_is_refused(tmp_path):
     assert {"HF_HOME", "TERM", "V1", "LC_ALL"} <= set(arrived)
 
 
-def test_what_a_jobset_says_itself_is_no_variable_of_the_user():
+def test_what_a_jobset_says_itself_is_not_a_variable_of_the_user():
     job = replace(job_of([]), environment={"SHARDTRAIN_NNODES": "3"})
     with pytest.raises(ConfigError, match=r"launch\.env\.SHARDTRAIN_NNODES"):
         kubernetes.render(job, Launch(kubernetes=LaunchKubernetes(kind="jobset")))
@@ -257,7 +257,7 @@ def test_a_configuration_of_any_name_is_the_one_that_nodes_open(tmp_path, monkey
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_configuration_whose_name_is_no_text_is_refused(tmp_path, capsys, name):
+def test_a_configuration_whose_name_is_not_text_is_refused(tmp_path, capsys, name):
     path = os.fsencode(str(tmp_path)) + b"/" + name.encode("utf-8", "surrogateescape")
     Path(os.fsdecode(path)).write_text("")
     for platform in ("slurm", "local"):

@@ -132,7 +132,7 @@ def test_slots_are_the_ranks_and_chosen_devices_are_the_visible_ones():
         ssh.render(JOB, replace(Launch(), nproc_per_node=4), [Host("a", slots=2)], "a", "id")
 
 
-def test_one_host_is_no_node_of_several():
+def test_one_host_is_not_a_node_of_several():
     (plan,) = ssh.render(JOB, Launch(), [Host("a", "me", 22)], "a", "id")
     assert not [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
     assert plan.ssh[-5:] == ("-p", "22", "--", "me@a", "exec python3 -m shardtrain.launch.remote_agent")
@@ -168,7 +168,7 @@ def test_a_first_host_that_is_this_machine_is_met_on_the_way_to_the_others():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere ps tells it")
-def test_a_number_that_another_process_has_now_is_no_launch(tmp_path, monkeypatch, capsys):
+def test_a_number_that_another_process_has_now_is_not_a_launch(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     folder = job_status.open_folder(os.getpid())
     job_status.status(f"ssh/{os.getpid()}")

@@ -212,7 +212,7 @@ def test_a_failure_of_one_process_is_one_line_and_an_exit_file(tmp_path):
     assert "Traceback" in (tmp_path / "logs/rank-1.log").read_text()
 
 
-def test_a_run_of_one_process_that_code_of_the_user_ends_is_no_success(tmp_path):
+def test_a_run_of_one_process_that_code_of_the_user_ends_is_not_success(tmp_path):
     code, _, err, record = run(tmp_path, "exit-0", "alone", RANK="1", WORLD_SIZE="2")
     assert code == record["code"] == 1
     assert len(err) == 1 and "sys.exit(0) was called before the run had ended (ranks.py:" in err[0], err

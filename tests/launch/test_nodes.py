@@ -77,7 +77,7 @@ def test_a_node_is_known_by_what_its_platform_sets(names, flags, expected):
 
 
 @pytest.mark.parametrize("names", [PYTORCHJOB, RUNAI, ELASTIC, TRAINJOB, SLURM, OURS, SKYPILOT, INDEXED])
-def test_a_node_is_no_rank_and_a_rank_that_its_agent_starts_is_one(names):
+def test_a_node_is_not_a_rank_and_a_rank_that_its_agent_starts_is_one(names):
     assert not environment.is_rank(names)
     assert environment.is_rank({**names, "TORCHELASTIC_RUN_ID": "x", "LOCAL_RANK": "0"})
 

@@ -52,7 +52,7 @@ def test_a_platform_of_a_file_shows_and_submits_the_same_text(tmp_path, capsys):
         ),
     ],
 )
-def test_a_file_that_is_no_platform_is_one_line(tmp_path, text, said):
+def test_a_file_that_is_not_a_platform_is_one_line(tmp_path, text, said):
     path = str(tmp_path / "my_platform.py") if text is None else written(tmp_path, text)
     with pytest.raises(ConfigError, match=rf"shardtrain launch=.*my_platform.py.* {said}"):
         main([path, DEBUG])

@@ -72,7 +72,7 @@ def ended(pods: list[subprocess.Popen]) -> list[tuple[int, str]]:
 
 @pytest.mark.nightly(
     "two hosts stop and continue",
-    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
+    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue",
 )
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the loopback interface is called lo")

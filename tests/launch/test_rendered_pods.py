@@ -81,11 +81,11 @@ def reach(folder: Path, step: int, *running: pods.Pod) -> None:
 
 @pytest.mark.nightly(
     "two hosts stop and continue",
-    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
+    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "ranks"), cases([("pytorchjob", 1)], nightly=[(kind, 2) for kind in KINDS]))
-def test_two_pods_train_and_after_a_request_to_stop_the_same_command_goes_on(tmp_path, kind, ranks):
+def test_two_pods_train_and_after_a_request_to_stop_the_same_command_continues(tmp_path, kind, ranks):
     folder, steps = tmp_path / "run", 60
     found, mounted = rendered(kind, folder, steps, "--launch.nodes=2", f"--launch.nproc_per_node={ranks}")
     for attempt in (1, 2):
@@ -110,7 +110,7 @@ def test_two_pods_train_and_after_a_request_to_stop_the_same_command_goes_on(tmp
 @pytest.mark.timeout(5 * TIMEOUT)
 @pytest.mark.nightly("it takes minutes")
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL], ids=["evicted", "lost"])
-def test_an_elastic_job_goes_on_without_a_pod_and_with_it_when_it_is_back(tmp_path, how):
+def test_an_elastic_job_continues_without_a_pod_and_with_it_when_it_is_back(tmp_path, how):
     folder = tmp_path / "run"
     more = ("--launch.min_nodes=1", "--launch.nodes=2", "--launch.nproc_per_node=1")
     found, mounted = rendered("pytorchjob", folder, 10**6, *more, interval=5)

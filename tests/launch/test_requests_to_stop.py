@@ -278,7 +278,7 @@ def test_an_interrupt_of_a_whole_process_group_is_one_request(tmp_path):
 
 
 @pytest.mark.parametrize("saves", cases([False], nightly=[True]))
-def test_a_request_after_the_last_step_is_no_failure(tmp_path, saves):
+def test_a_request_after_the_last_step_is_not_a_failure(tmp_path, saves):
     process = run(config(tmp_path, enable=saves), "done", 0)
     wait_for(lambda: len(list(tmp_path.glob("done-*"))) == 2)
     os.kill(process.pid, signal.SIGHUP)

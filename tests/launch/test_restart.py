@@ -109,7 +109,7 @@ def always_killed():
 
 
 @LINUX
-def test_an_error_that_comes_twice_in_the_same_step_is_given_up_and_its_data_are_named(tmp_path, capfd):
+def test_an_error_that_comes_twice_in_the_same_step_ends_the_restarts_and_names_its_data(tmp_path, capfd):
     assert end(fork(_launch, config(tmp_path), 100, always)) == CRASH_LOOP
     told = record(tmp_path)
     assert told["code"] == CRASH_LOOP and told["class"] == "CrashLoop" and not told["retryable"]
@@ -121,7 +121,7 @@ def test_an_error_that_comes_twice_in_the_same_step_is_given_up_and_its_data_are
 
 
 @LINUX
-def test_a_run_whose_ranks_always_die_is_given_up(tmp_path):
+def test_a_run_whose_ranks_always_die_is_not_restarted_for_ever(tmp_path):
     assert end(fork(_launch, config(tmp_path), 100, always_killed)) == CRASH_LOOP
     assert record(tmp_path)["message"].startswith("3 restarts in a row gained nothing (there is no checkpoint)")
 
@@ -144,7 +144,7 @@ def test_restarts_end_with_the_limit_with_success_and_with_what_would_come_again
         assert attempts([code], [], limit=5) == (0, code)
 
 
-def test_the_same_error_in_another_step_or_another_one_in_the_same_is_no_loop():
+def test_the_same_error_in_another_step_or_another_one_in_the_same_is_not_a_loop():
     restarts = Restarts(9, iter(range(99)).__next__)
     told = lambda kind, place: Failure(0, "h", kind, "m", "", 0.0, 1, place=place)  # noqa: E731
     assert restarts.after(1, told("A", "step 3")) is None

@@ -90,7 +90,7 @@ def test_a_configuration_that_is_gone_is_told_by_each_node(cluster, tmp_path):
     assert len(found) == 2 and all(f"no configuration {path} here; use a folder that" in line for line in found)
 
 
-def test_a_port_that_is_taken_is_passed_over(cluster, tmp_path):
+def test_a_port_that_is_taken_is_skipped(cluster, tmp_path):
     """The script takes the next one: a program that listens at the job's own port is not the run's business."""
     script = launch(cluster, "slurm", "--name=port", "--nodes=1", "--dry-run").stdout
     block = script[script.index("# where the nodes meet") : script.index("\ncommand=")]
@@ -142,7 +142,7 @@ def test_each_task_of_a_sweep_has_its_folder_and_one_that_fails_leaves_the_other
     "whole tasks",
     by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",
 )
-def test_a_task_of_a_sweep_that_is_queued_again_goes_on_in_its_folder_and_is_stopped_alone(cluster, tmp_path):
+def test_a_task_of_a_sweep_that_is_queued_again_continues_in_its_folder_and_is_stopped_alone(cluster, tmp_path):
     folder = tmp_path / "run"
     job = submit(
         cluster, tmp_path, "--name=again", "--nproc=1", *ON_LOOPBACK, *SMALL, "--training.steps=100000",

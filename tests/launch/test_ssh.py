@@ -92,7 +92,7 @@ def start(words: list[str], state: Path) -> subprocess.Popen:
 
 
 @pytest.mark.slow
-def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on(tmp_path, ssh_config, via):
+def test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue(tmp_path, ssh_config, via):
     folder = tmp_path / "run"
     hostile = 'it\'s $HOME `id` "x" ; %j \\ é'
     words = [

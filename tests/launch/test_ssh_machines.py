@@ -95,7 +95,7 @@ def errors(text: str) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.nightly(
     "two networks, and the start of six interpreters",
-    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
+    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue",
 )
 def test_two_machines_meet_and_train_although_no_name_resolves_and_no_interface_is_named(network, tmp_path):
     folder = tmp_path / "run"
@@ -144,7 +144,7 @@ def test_a_host_whose_cable_is_cut_is_told_and_ends_what_it_runs(network, tmp_pa
         assert _ranks(network, "host-b") == 0, "the lost host still trains"
     finally:
         launcher.kill()
-        network.mend("host-b")
+        network.reconnect("host-b")
 
 
 @pytest.mark.parametrize("moment", cases(["start"], nightly=["middle"]))

@@ -120,7 +120,7 @@ def check(folder: Path, whole: Path, steps: int, world_sizes: list[int]) -> None
         assert loss == pytest.approx(theirs[step][0], rel=1e-4 if step <= 100 else 1e-2), step
 
 
-def test_a_run_that_loses_a_node_goes_on_with_the_other_and_sees_the_same_data(tmp_path):
+def test_a_run_that_loses_a_node_continues_with_the_other_and_sees_the_same_data(tmp_path):
     steps, port, folder = 60, free_port(), tmp_path / "elastic"
     assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0
     agents = [elastic(port, folder, steps, is_host) for is_host in (True, False)]
@@ -136,7 +136,7 @@ def test_a_run_that_loses_a_node_goes_on_with_the_other_and_sees_the_same_data(t
     check(folder, tmp_path / "whole", steps, [2, 1])
 
 
-def test_a_run_that_gains_a_node_goes_on_with_both_and_sees_the_same_data(tmp_path):
+def test_a_run_that_gains_a_node_continues_with_both_and_sees_the_same_data(tmp_path):
     """The agent asks its rank to stop, which saves itself: nothing is done again."""
     steps, port, folder = 250, free_port(), tmp_path / "elastic"
     assert start(*words(tmp_path / "whole", steps), "--nproc", "1").wait(patience.seconds(WAIT_SECONDS)) == 0

@@ -133,7 +133,7 @@ def dropping(rank, root, parallelism) -> dict[str, Ended]:
     "with adapters",
     by="tests/train/test_resume.py::test_a_resumed_run_has_the_bits_of_the_run_that_never_ended",
 )
-def test_adapters_that_drop_go_on_to_the_bit(parallelism, tmp_path):
+def test_adapters_that_drop_continue_to_the_bit(parallelism, tmp_path):
     for ended in run_ranks(2, dropping, tmp_path, parallelism):
         straight, stopped = ended["straight"], ended["stopped"]
         assert straight.error is None and stopped.error is None

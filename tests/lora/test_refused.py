@@ -102,7 +102,7 @@ def test_a_target_that_is_none_is_named_with_the_nearest(targets, told):
     assert told in line
 
 
-def test_experts_and_routers_are_no_targets():
+def test_experts_and_routers_are_not_targets():
     moe = {"vocab_size": 512, "dim": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     for target, told in (("experts", "one stack for all experts"), ("moe.router.gate", "a router")):
         config = tiny_config(lora={**ON, "rank": 4, "target_modules": [target]})

@@ -23,7 +23,7 @@ def test_the_host_peak_agrees_with_the_kernel():
     assert memory.max_rss_bytes() == pytest.approx(peak_kib * 1024, abs=16 * 2**20)
 
 
-def test_cuda_peaks_come_from_the_allocator_and_start_anew(monkeypatch):
+def test_cuda_peaks_come_from_the_allocator_and_are_reset(monkeypatch):
     calls = []
     stats = {
         "active_bytes.all.peak": 10 * 2**30,

@@ -131,7 +131,7 @@ def test_a_window_without_tokens_has_no_loss_and_does_not_fail(kit):
     assert means.tokens_per_second == 0
 
 
-def test_paused_time_is_no_step_time(tmp_path, kit):
+def test_paused_time_is_not_step_time(tmp_path, kit):
     clock = kit.Clock()
     metrics = Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank(), clock=clock)
     with metrics.pause():

@@ -56,7 +56,7 @@ def test_other_ranks_open_it_where_every_rank_is_asked_to(tmp_path, kit):
 
 
 @pytest.mark.parametrize("place", ["self.path =", 'self.seen.append(["step"', "self.path.write_text"])
-def test_a_sink_that_fails_is_one_warning_and_the_others_go_on(tmp_path, kit, caplog, monkeypatch, place):
+def test_a_sink_that_fails_is_one_warning_and_the_others_continue(tmp_path, kit, caplog, monkeypatch, place):
     monkeypatch.setenv("MY_TOKEN", "canary-0123456789")
     line = next(line for line in SINK.splitlines() if place in line)
     broken = line[: len(line) - len(line.lstrip())] + "raise OSError('no room, canary-0123456789')"
@@ -78,7 +78,7 @@ def test_a_sink_that_fails_is_one_warning_and_the_others_go_on(tmp_path, kit, ca
         (f"import a_package_that_is_not_there\n{SINK}", "fails (line 1): No module named"),
     ],
 )
-def test_a_file_that_is_no_sink_is_one_line_before_ranks_start(tmp_path, capsys, text, said):
+def test_a_file_that_is_not_a_sink_is_one_line_before_ranks_start(tmp_path, capsys, text, said):
     path = str(tmp_path / "my_sink.py") if text is None else written(tmp_path, text)
     debug = Path(__file__).parents[2] / "configs/debug.toml"
     assert main(["config", "check", str(debug), f"--metrics.sinks={path}", "--training.device=cpu"]) == 2

@@ -38,7 +38,7 @@ def test_a_resumed_run_counts_iterations_on(tmp_path):
     assert [path.name for path in (tmp_path / "profile_traces").iterdir()] == ["iteration_10"]
 
 
-def test_a_recording_that_is_not_complete_is_no_trace(tmp_path):
+def test_a_recording_that_is_not_complete_is_not_a_trace(tmp_path):
     options = config(enable_profiling=True, profile_freq=4, profiler_warmup=1, profiler_active=2)
     train(options, tmp_path, steps=3)
     assert not list(tmp_path.rglob("*.json"))

@@ -64,7 +64,7 @@ def test_there_is_no_live_line_in_a_slurm_job(tmp_path, terminal, kit, monkeypat
 
 
 @pytest.mark.parametrize("reason", ["NO_COLOR", "option"])
-def test_no_colour_is_no_reason_to_have_no_live_line(tmp_path, terminal, kit, monkeypatch, reason):
+def test_without_colour_there_is_a_live_line(tmp_path, terminal, kit, monkeypatch, reason):
     stream = terminal()
     if reason == "NO_COLOR":
         monkeypatch.setenv("NO_COLOR", "1")

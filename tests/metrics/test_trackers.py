@@ -64,7 +64,7 @@ def test_trackio_holds_every_number_in_files_of_the_run(tmp_path, kit) -> None:
     assert b'"loss":1.0' in bytes(rows[0][2]).replace(b" ", b"")
 
 
-def test_an_mlflow_server_that_is_not_there_is_one_warning_and_training_goes_on(
+def test_an_mlflow_server_that_is_not_there_is_one_warning_and_training_continues(
     tmp_path, kit, caplog, monkeypatch
 ) -> None:
     pytest.importorskip("mlflow.tracking")

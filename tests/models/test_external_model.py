@@ -190,7 +190,7 @@ def test_what_all_layers_lack_is_one_line_and_a_star_that_stops_at_a_dot_is_told
     ]
 
 
-def test_a_model_that_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent.py.* is not a file"):
         find(str(tmp_path / "absent.py"))
 

@@ -137,7 +137,7 @@ def whole_runs(rank: int, output: Path) -> list[Any]:
     return [straight, train_whole(rank, config_for("gpt2", output / "cut", **sections))]
 
 
-def test_a_run_with_dropout_and_recomputation_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_run_with_dropout_and_recomputation_continues_to_the_bit(tmp_path: Path) -> None:
     folder("gpt2")  # made here, once for all ranks
     for straight, resumed in run_ranks(2, whole_runs, tmp_path):
         assert straight.error is None and resumed.error is None

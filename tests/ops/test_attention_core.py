@@ -124,7 +124,7 @@ def test_what_a_core_does_beyond_its_attributes_is_named(name: str) -> None:
     assert broken is not None and words in broken.rule and broken.fix, broken
 
 
-def test_a_window_that_no_row_reaches_is_no_difference() -> None:
+def test_a_window_that_no_row_reaches_is_not_a_difference() -> None:
     assert attention_core.broken_when_split(User(sees=40), GIVEN, seq_len=40) is None
 
 

@@ -28,7 +28,7 @@ def test_a_machine_measures_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"another": 2.0}', '{"onednn_linear": "fast"}'])
-def test_a_damaged_file_is_measured_anew_and_replaced(cache: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_measured_again_and_replaced(cache: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
     cpu_kernel_speed.remembered_or_measured()
     (path,) = cache.iterdir()
@@ -37,7 +37,7 @@ def test_a_damaged_file_is_measured_anew_and_replaced(cache: Path, text: str, mo
     assert json.loads(path.read_text()) == asdict(Kernels(onednn_linear=2.0, blocked_attention=3.0))
 
 
-def test_a_home_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_that_cannot_be_written_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
@@ -51,7 +51,7 @@ def test_a_kernel_is_taken_where_it_is_clearly_faster() -> None:
     assert "none here is faster" in cpu_kernels.describe(cpu_kernels.PYTORCH)
 
 
-def test_a_kernel_that_fails_is_told_once_measured_and_at_each_start(
+def test_a_kernel_that_fails_is_reported_when_measured_and_at_each_start(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def missing(*_: object) -> None:

@@ -156,7 +156,7 @@ def test_without_a_folder_of_this_user_alone_a_rank_speaks_for_itself(
     assert one.hear()[1].beat == 1 and not folder.joinpath("sign-1").exists()
 
 
-def test_what_is_no_sign_is_passed_over(nodes: Nodes) -> None:
+def test_what_is_not_a_sign_of_life_is_skipped(nodes: Nodes) -> None:
     nodes.beat(0, 1, 2)
     nodes.store.set("place-2", json.dumps({"3": {"beat": "x"}, "a": {}, "4": None}))
     nodes.store.add("places", 1)

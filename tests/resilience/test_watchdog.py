@@ -160,7 +160,7 @@ def test_a_rank_is_slow_after_five_windows_in_a_row_and_no_sooner():
     assert named == [[]] * WINDOWS + [[2], [2]]
 
 
-def test_ranks_of_other_stages_of_a_pipeline_are_no_peers():
+def test_ranks_of_other_stages_of_a_pipeline_are_not_peers():
     one = Stragglers(4, num_stages=2)
     for window in range(3 * WINDOWS):
         marks = {rank: mark(window, work=48 if rank < 2 else 20) for rank in range(4)}
@@ -234,7 +234,7 @@ def test_looking_at_the_stack_keeps_nothing_alive():
     assert collected[0] < 10, "a cycle through a frame holds the tensors of a step"
 
 
-def test_work_is_no_wait_though_pytorchs_own_frames_are_around_it():
+def test_work_is_not_a_wait_though_pytorchs_own_frames_are_around_it():
     seen = []
 
     class Looks(torch.nn.Module):
@@ -264,7 +264,7 @@ def agree(rank: int, changes: dict[int, dict], environment: dict[int, dict] | No
     return ""
 
 
-def test_ranks_that_are_alike_go_on():
+def test_ranks_that_are_alike_continue():
     assert run_ranks(3, agree, {1: {"job": {"dump_folder": "elsewhere"}}}) == [""] * 3
 
 

@@ -86,7 +86,7 @@ def test_an_option_that_holds_a_secret_is_refused(monkeypatch: pytest.MonkeyPatc
     assert CANARIES["MY_SERVICE_PASSWORD"] not in str(found[0])
 
 
-def test_a_commit_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_commit_is_not_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = "89abcdef0123456789abcdef0123456789abcdef"
     monkeypatch.setenv("GIT_COMMIT", commit)
     assert redact(f"at {commit}") == f"at {commit}"

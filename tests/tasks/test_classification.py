@@ -185,7 +185,7 @@ def continued(rank: int, first: Config, second: Config) -> tuple[Any, Any]:
     return whole, train_whole(rank, second)
 
 
-def test_a_run_goes_on_at_the_row_where_it_stopped(tmp_path: Path) -> None:
+def test_a_run_continues_at_the_row_where_it_stopped(tmp_path: Path) -> None:
     training = {"steps": 6, "local_batch_size": 4}
     checkpoint = {"enable": True, "interval": 3}
     both = [

@@ -69,7 +69,7 @@ def test_the_steps_of_a_run_are_those_of_the_closed_form() -> None:
 
 
 @pytest.mark.parametrize("last", ["keep", "discard"])
-def test_a_run_goes_on_from_any_step_of_any_epoch(last: str) -> None:
+def test_a_run_continues_from_any_step_of_any_epoch(last: str) -> None:
     whole = steps([stream(29, 4, 3, last)])
     for done in range(len(whole)):
         later = stream(29, 4, 3, last)

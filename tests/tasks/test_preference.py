@@ -180,7 +180,7 @@ def test_conversations_are_pairs_too(tmp_path: Path) -> None:
         ({"prompt": "a" * 60, "chosen": "b", "rejected": "c"}, "no token of an answer lies within seq_len"),
     ],
 )
-def test_a_row_that_is_no_pair_is_named(row: dict[str, str], told: str, tmp_path: Path) -> None:
+def test_a_row_that_is_not_a_pair_is_named(row: dict[str, str], told: str, tmp_path: Path) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps(row) + "\n")
     with pytest.raises(DataError, match=told):

@@ -160,7 +160,7 @@ def test_what_cannot_be_replayed_is_said_in_one_line(root: Path, tmp_path: Path)
         assert (status, text in output) == (code, True), output
 
 
-def test_damaged_checkpoints_are_no_start(root: Path) -> None:
+def test_damaged_checkpoints_are_not_a_start(root: Path) -> None:
     folder = root / "damaged"
     shutil.copytree(root / "run", folder)
     (folder / "checkpoint/step-6/manifest.json").write_bytes(b"x")

@@ -278,7 +278,7 @@ def test_a_wrong_configuration_fails_as_it_would_in_a_run(capsys, words, fragmen
     assert err.startswith("error[2]: ") and fragment in err
 
 
-def test_a_device_that_this_machine_lacks_is_no_problem(capsys):
+def test_a_device_that_this_machine_lacks_is_not_a_problem(capsys):
     assert answer(capsys, "--nproc", "8", *ANYWHERE, "--training.device", "cuda", "--training.seq_len", "64")[0] == 0
 
 

@@ -207,7 +207,7 @@ def test_another_run_starts_from_the_weights_of_a_checkpoint_alone(root: Path, r
     assert all(float(count) == 1 for name, count in anew.optimizer.items() if name.endswith(".step"))
 
 
-def test_the_schedule_and_the_data_can_begin_anew(runs: list[dict[str, Ended]]) -> None:
+def test_the_schedule_and_the_data_can_restart(runs: list[dict[str, Ended]]) -> None:
     excluding, straight = runs[0]["excluding"], runs[0]["one straight"]
     assert excluding.error is None
     assert excluding.state["step"] == 4 and excluding.state["updates"] == 1

@@ -36,7 +36,7 @@ def test_counters_survive_json() -> None:
 
 
 @pytest.mark.parametrize("bad", [None, "5", 5.0, True, -1, [5]])
-def test_a_counter_that_is_no_count_is_refused_by_name(bad: object) -> None:
+def test_a_counter_that_is_not_a_count_is_refused_by_name(bad: object) -> None:
     values = {**TrainState().to_dict(), "updates": bad}
     with pytest.raises(CheckpointError, match=r"^train state: updates=.* is not a count; use another checkpoint$"):
         TrainState().load(values)

@@ -166,7 +166,7 @@ def test_rank_zero_is_on_the_console_unless_said_otherwise():
 
 
 @pytest.mark.parametrize("text", ["all", "-1", "0;1", ","])
-def test_a_log_rank_that_is_no_list_of_ranks_is_an_error(monkeypatch, text):
+def test_a_log_rank_that_is_not_a_list_of_ranks_is_an_error(monkeypatch, text):
     monkeypatch.setenv("LOG_RANK", text)
     with pytest.raises(ConfigError, match="LOG_RANK"):
         log.console_ranks()

@@ -95,7 +95,7 @@ def test_ranks_that_follow_from_the_world_are_checked_too(tmp_path: Path) -> Non
         "[parallelism]\ntensor_parallel_degree = 2",
     ],
 )
-def test_what_works_is_no_problem(tmp_path: Path, text: str) -> None:
+def test_what_works_is_not_a_problem(tmp_path: Path, text: str) -> None:
     assert [str(problem) for problem in check(loaded(tmp_path, text))] == []
 
 

@@ -63,5 +63,5 @@ def test_a_size_that_cannot_work_is_one_problem(
         {"num_experts": 1, "top_k": 1},
     ],
 )
-def test_sizes_at_the_edge_that_work_are_no_problem(tmp_path: Path, overrides: dict[str, Any]) -> None:
+def test_sizes_at_the_edge_that_work_are_not_a_problem(tmp_path: Path, overrides: dict[str, Any]) -> None:
     assert problems(tmp_path, "deepseek_v3", overrides) == []

@@ -45,7 +45,7 @@ def test_a_path_in_the_config_is_a_dataset(tmp_path):
     assert bytes(batch.tokens_BT[0, 1:9].tolist()).decode() == "number 0"
 
 
-def test_a_file_that_is_missing_or_is_no_dataset_is_refused(tmp_path):
+def test_a_file_that_is_missing_or_is_not_a_dataset_is_refused(tmp_path):
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(ConfigError, match=r'dataset=".*empty.py" has no open_source; define open_source\(request\)'):
         sources.find(str(tmp_path / "empty.py"))

@@ -118,12 +118,12 @@ def test_reasons_are_few_however_many_rows_are_bad(tmp_path):
     assert {row.reason for _, row in read(path)} == {"is not JSON: unterminated string starting", "has a key twice"}
 
 
-def test_a_byte_order_mark_at_the_head_is_no_part_of_the_first_row(write):
+def test_a_byte_order_mark_at_the_head_is_not_part_of_the_first_row(write):
     path = write(b"\xef\xbb\xbf" + GOOD + b"\n")
     assert read(path) == [(f"{path}:1", {"text": "good"})]
 
 
-def test_a_byte_order_mark_alone_is_no_row(write):
+def test_a_byte_order_mark_alone_is_not_a_row(write):
     assert read(write(b"\xef\xbb\xbf")) == []
     assert read(write(b"\xef\xbb\xbf\r\n \n")) == []
 
@@ -155,7 +155,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, rows)
 """
 
 
-def test_a_row_of_64_mb_is_passed_over_without_being_held(write):
+def test_a_row_of_64_mb_is_skipped_without_being_held(write):
     path = write(GOOD + b'\n{"text": "' + b"a" * 64 * 2**20 + b'"}\n' + GOOD)
     result = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
     grown, rows = result.stdout.split(maxsplit=1)

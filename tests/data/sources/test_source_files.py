@@ -73,7 +73,7 @@ def test_a_path_that_is_missing_or_leads_nowhere_names_the_option(tmp_path):
         names(tmp_path)
 
 
-def test_what_is_no_regular_file_is_refused_and_never_opened(tmp_path):
+def test_what_is_not_a_regular_file_is_refused_and_never_opened(tmp_path):
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(DataError, match=r'pipe.jsonl" is a pipe, no file'):
         names(tmp_path)

@@ -213,7 +213,7 @@ def test_a_broken_array_is_an_error_with_its_line(tmp_path, content, line, reaso
     assert "\n" not in str(error.value)
 
 
-def test_elements_of_an_array_that_are_no_rows_are_bad_rows_with_their_lines(tmp_path):
+def test_elements_of_an_array_that_are_not_rows_are_bad_rows_with_their_lines(tmp_path):
     elements = ['{"text": "\u00e9"}', "[1]", '{"a": NaN}', '{"a": 1, "a": 2}', '{"a": "' + "x" * 99 + '"}', '{"b": 2}']
     (tmp_path / "a.json").write_text("\ufeff [\n" + ",\n".join(elements) + "\n]\n")
     source = opened(tmp_path, max_row_bytes=90)

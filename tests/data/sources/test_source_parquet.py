@@ -46,7 +46,7 @@ def test_a_shard_is_read_from_any_row_on(tmp_path, start):
     assert list(source.rows(0, start)) == ROWS[start:600]
 
 
-def test_a_row_above_max_row_bytes_and_text_that_is_no_utf_8_are_bad_rows(tmp_path):
+def test_a_row_above_max_row_bytes_and_text_that_is_not_utf_8_are_bad_rows(tmp_path):
     wrong = pa.array([b"a", b"a\xff", b"c" * 2000, b"d"]).cast(pa.binary())
     text = pa.Array.from_buffers(pa.string(), 4, wrong.buffers())
     source = opened(write(tmp_path / "a.parquet", pa.table({"text": text})), max_row_bytes=1000)
@@ -56,7 +56,7 @@ def test_a_row_above_max_row_bytes_and_text_that_is_no_utf_8_are_bad_rows(tmp_pa
     assert third.reason == "is longer than data.max_row_bytes"
 
 
-def test_what_is_no_parquet_is_named(tmp_path):
+def test_what_is_not_parquet_is_named(tmp_path):
     path = write(tmp_path / "a.parquet", ROWS)
     whole = path.read_bytes()
     for content in (whole[:-10], b"PAR1" + bytes(100) + b"PAR1", b'{"text": "a"}\n'):

@@ -44,7 +44,7 @@ def test_its_fingerprint_sees_any_byte(tmp_path):
     assert python_stdlib.open_folder(tmp_path).files() != first
 
 
-def test_bytes_that_are_no_text_are_replaced(tmp_path):
+def test_bytes_that_are_not_text_are_replaced(tmp_path):
     (tmp_path / "a.py").write_bytes(b"a\xffb")
     assert texts(python_stdlib.open_folder(tmp_path)) == ["a\ufffdb"]
 

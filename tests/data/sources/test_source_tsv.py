@@ -48,7 +48,7 @@ def test_without_a_header_columns_are_numbers_from_0_and_the_first_line_is_a_row
 
 
 @pytest.mark.parametrize("name", ["a.tsv", "a.tsv.gz"])
-def test_a_line_that_is_no_row_of_the_table_is_named(tmp_path, name):
+def test_a_line_that_is_not_a_row_of_the_table_is_named(tmp_path, name):
     path = write(tmp_path, name, b"a\tb\n1\n1\t2\t3\n\xff\t1\n1\t" + b"x" * 50 + b"\n1\t2\n")
     fields = "has another number of fields than there are columns"
     assert read(path, max_row_bytes=50) == [
@@ -81,7 +81,7 @@ def test_a_quote_that_csv_does_not_allow_makes_bad_rows_and_never_moves_a_field(
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.csv.gz"])
-def test_a_csv_field_may_be_longer_than_the_library_s_own_limit_and_a_long_record_is_passed_over(tmp_path, name):
+def test_a_csv_field_may_be_longer_than_the_library_s_own_limit_and_a_long_record_is_skipped(tmp_path, name):
     lines = b'text\n"' + b"x" * 200_000 + b'"\n"' + b'y""\n' * 300_000 + b'"\nz\n'
     path = write(tmp_path, name, lines)
     (first_line, first), (long_line, long), (last_line, last) = read(path, max_row_bytes=2**20)

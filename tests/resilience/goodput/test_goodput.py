@@ -258,7 +258,7 @@ def test_a_line_is_read_as_it_was_written(event):
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_line_that_is_no_event_is_refused(text):
+def test_a_line_that_is_not_an_event_is_refused(text):
     with pytest.raises(ValueError):
         events.parse(text)
 
@@ -277,7 +277,7 @@ def test_the_verb_prints_the_bins_and_says_what_is_damaged(tmp_path, capsys):
     assert all(f"\n{name} " in text for name in (*BINS, "running", "idle", "goodput")) and "predicted" in text
 
 
-def test_the_verb_refuses_what_is_no_run_folder(tmp_path, capsys):
+def test_the_verb_refuses_what_is_not_a_run_folder(tmp_path, capsys):
     assert cli.main(["goodput", str(tmp_path)]) == 3
     assert "goodput.jsonl cannot be read" in capsys.readouterr().err
     for words in ([], ["a", "b"], ["--nproc"]):

@@ -177,7 +177,7 @@ def test_the_history_of_a_rewound_run_holds_each_step_once(root: Path, one: dict
 
 
 @pytest.mark.parametrize("name", ["resumed", "late resumed"])
-def test_a_rewound_run_that_ends_and_goes_on_is_the_one_that_never_ended(
+def test_a_rewound_run_that_ends_and_continues_is_the_one_that_never_ended(
     root: Path, one: dict[str, Ended], name: str
 ) -> None:
     """Killed before the first save after going back, and after it."""

@@ -100,7 +100,7 @@ def test_the_log_of_the_rank_names_its_samples(root: Path, runs: list[dict[str, 
     assert "sample ids" not in (root / "stop/logs/rank-0.log").read_text()
 
 
-def test_a_skipped_update_leaves_the_schedule_and_goes_on(runs: list[dict[str, Ended]]) -> None:
+def test_a_skipped_update_leaves_the_schedule_and_continues(runs: list[dict[str, Ended]]) -> None:
     for rank in runs:
         skipped, good = rank["skip"], rank["good"]
         assert skipped.error is None

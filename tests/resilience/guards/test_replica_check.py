@@ -190,7 +190,7 @@ def losses(rank: int, config: Config, flipped: int = 0, name: str = "exp_avg_sq"
         nightly=[(m, mode, k) for m in range(3) for mode in ("disabled", "async") for k in (1, 2, 3, 4) if m or k != 4],
     ),
 )
-def test_what_replicas_hold_differently_is_not_saved_and_the_run_goes_on_from_the_last_good(
+def test_what_replicas_hold_differently_is_not_saved_and_the_run_continues_from_the_last_good(
     mesh: int, mode: str, flipped: int, tmp_path: Path
 ) -> None:
     size, parallelism = REPLICATED[mesh]

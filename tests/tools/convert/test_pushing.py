@@ -104,7 +104,7 @@ def test_a_card_alone_is_written_beside_an_export(trained, tmp_path, capsys):
     assert not (tmp_path / "plain/README.md").exists(), "as before, where nobody asks"
 
 
-def test_an_interrupted_upload_says_what_is_stored_and_goes_on(hub, folder, monkeypatch, capsys):
+def test_an_interrupted_upload_says_what_is_stored_and_continues(hub, folder, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     names = sorted(path.name for path in folder.glob("*.safetensors"))
     assert len(names) > 1

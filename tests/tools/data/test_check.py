@@ -126,7 +126,7 @@ def test_duplicates_are_counted_and_found(tmp_path: Path, capsys: pytest.Capture
     assert len(report["warnings"]) == 1 and "4.8 % of the documents are exact copies" in report["warnings"][0]
 
 
-def test_one_duplicate_in_many_is_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_duplicate_in_many_is_not_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = jsonl(tmp_path / "a.jsonl", [*texts(300), texts()[0]])
     code, report = run(capsys, *words_for(path))
     assert code == 0 and report["datasets"]["jsonl"]["duplicates"] == 1 and not report["warnings"]
@@ -254,7 +254,7 @@ def test_documents_that_are_all_left_out_are_a_problem(tmp_path: Path, capsys: p
     assert "3 of 3 documents are left out" in " ".join(report["warnings"])
 
 
-def test_where_no_row_can_be_read_skipping_is_no_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_row_can_be_read_skipping_is_not_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, report = run(capsys, *words_for(jsonl(tmp_path / "a.jsonl", [{"content": "x"}] * 3)))
     assert code == 3
     assert report["problems"] == [

@@ -60,7 +60,7 @@ def test_the_tokenizer_s_files_arrive_and_nothing_else(hub, tmp_path, capsys):
     assert all(f"/{COMMIT}/" in path for _, path, _ in hub.requests[1:])  # all files of one commit
 
 
-def test_every_kind_of_asset_is_found_and_a_second_call_brings_nothing_anew(hub, tmp_path, capsys):
+def test_every_kind_of_asset_is_found_and_a_second_call_downloads_nothing(hub, tmp_path, capsys):
     assert run(tmp_path, "--all") == 0
     assert set(left(tmp_path / "name")) == {
         "tokenizer.json",
@@ -237,7 +237,7 @@ def test_a_hub_that_never_ends_its_answer_is_left(hub, tmp_path, monkeypatch, me
     assert kept(tmp_path) == {}
 
 
-def test_a_download_that_goes_on_is_not_ended(tmp_path):
+def test_a_download_that_makes_progress_is_not_ended(tmp_path):
     """The limit is on time without progress, not on the whole."""
     ended = threading.Event()
     numbers = iter(range(5))
@@ -255,7 +255,7 @@ def test_a_hub_may_be_silent_for_half_a_minute_and_no_longer():
     assert 2 * constants.DEFAULT_ETAG_TIMEOUT <= 30
 
 
-def test_a_lost_connection_goes_on_where_it_was(hub, tmp_path):
+def test_a_lost_connection_continues_where_it_was(hub, tmp_path):
     cuts = [200_000, 500_000]
 
     def cut(handler: Handler, path: str) -> bool:

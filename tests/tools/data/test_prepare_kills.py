@@ -165,7 +165,7 @@ def test_an_error_of_the_program_shows_where(tmp_path: Path, words: list[str], m
 
 
 @pytest.mark.parametrize("limit_bytes", [300, 4000])
-def test_a_full_disk_is_a_storage_error_from_which_it_goes_on(
+def test_a_full_disk_is_a_storage_error_from_which_it_continues(
     tmp_path: Path, words: list[str], limit_bytes: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The limit of 300 bytes is met by the processes, that of 4,000 by the shards."""

@@ -219,7 +219,7 @@ def test_the_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("long_documents", ["split", "cut"])
-def test_documents_that_are_fitted_end_in_a_target_that_is_no_input(
+def test_documents_that_are_fitted_end_in_a_target_that_is_not_an_input(
     words: list[str], capsys: pytest.CaptureFixture[str], long_documents: str
 ) -> None:
     words = ["256" if word == "128" else word for word in words]

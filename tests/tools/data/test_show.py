@@ -38,7 +38,7 @@ def test_documents_positions_and_what_is_learned_are_shown(pairs, capsys):
     ]
 
 
-def test_documents_that_are_cut_go_on_in_the_next_sequence(pairs, capsys):
+def test_documents_that_are_cut_continue_in_the_next_sequence(pairs, capsys):
     words = [*pairs, "--data.packing=concat", "--training.seq_len=10", "--rows", "9", "--json"]
     assert show.main([*words, "--training.local_batch_size=1"]) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -79,7 +79,7 @@ def test_the_steps_of_a_finished_run_are_shown_from_its_folder(pairs, tmp_path, 
     assert [head.split(":")[0] for head in heads] == [f"== position {p}" for p in (8, 9, 10, 11)]
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
+def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no config.resolved.toml; name the job.dump_folder of a run"):
         show.main([str(tmp_path)])
     with pytest.raises(ConfigError, match='--step=0 must be|--step="0" must be'):

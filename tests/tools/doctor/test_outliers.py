@@ -62,6 +62,6 @@ def test_neither_order_nor_unit_decide_who_is_slow(rates, random, power):
 
 def test_a_row_names_the_versions_and_who_has_them():
     said = Said(3, {rank: {"hosts": {"hostname": f"host-{rank}"}} for rank in range(3)})
-    row = equal(said, "versions", "torch", {0: "2.13", 1: "2.12", 2: "2.13"}, "fail", "mend")
+    row = equal(said, "versions", "torch", {0: "2.13", 1: "2.12", 2: "2.13"}, "fail", "fix")
     assert row.verdict == "fail" and row.ranks == (1,)
     assert "2.12 on host-1 (rank 1)" in row.measured and "2.13 on host-0 (rank 0), host-2 (rank 2)" in row.measured

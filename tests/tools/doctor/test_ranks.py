@@ -176,7 +176,7 @@ def _absent(rank):
     return patients.ABSENT if rank == 1 else None
 
 
-def test_a_check_that_does_not_end_is_a_finding_and_the_others_go_on(tmp_path):
+def test_a_check_that_does_not_end_is_a_finding_and_the_others_continue(tmp_path):
     said = examined(1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=3.0)
     found = rows(said, "versions", "storage", "limits")
     assert found["check"].area == "storage" and "did not end" in found["check"].measured

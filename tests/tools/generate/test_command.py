@@ -274,7 +274,7 @@ def test_files_that_cannot_be_read_or_written_are_named_before_any_work(tmp_path
         assert code in (2, 3) and said in err
 
 
-def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_in_a_folder(trained, tmp_path, capfd):
+def test_a_damaged_checkpoint_is_refused_by_name_and_skipped_in_a_folder(trained, tmp_path, capfd):
     run = shutil.copytree(trained, tmp_path / "run")
     (stored,) = (run / "checkpoint" / "step-60").glob("*.bin")
     data = bytearray(stored.read_bytes())

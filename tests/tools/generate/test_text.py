@@ -36,7 +36,7 @@ def printed(text, new):
 
 
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_a_text_that_is_cut_anywhere_goes_on_where_it_was_cut(tokenizer, sentence):
+def test_a_text_that_is_cut_anywhere_continues_where_it_was_cut(tokenizer, sentence):
     ids = tokenizer.encode(sentence).tolist()
     for cut in range(1, len(ids)):
         before = tokenizer.decode(ids[:cut])

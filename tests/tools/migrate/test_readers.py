@@ -491,7 +491,7 @@ def test_a_file_that_names_no_data_or_model_says_what_is_taken(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["axolotl.yml", "training_arguments.json"])
-def test_code_of_a_repository_is_asked_for_in_vain(tmp_path, name):
+def test_code_of_a_repository_is_refused(tmp_path, name):
     text = FILES[name]
     line = '  "trust_remote_code": true,\n' if name.endswith("json") else "trust_remote_code: true\n"
     text = text.replace("{\n", "{\n" + line, 1) if name.endswith("json") else line + text

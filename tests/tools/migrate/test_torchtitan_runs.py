@@ -322,7 +322,7 @@ def pod(folder: Path, number: int, port: int, steps: int) -> subprocess.Popen[st
 
 @pytest.mark.nightly(
     "two hosts stop and continue",
-    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_go_on",
+    by="tests/launch/test_ssh.py::test_two_hosts_train_one_run_stop_saved_at_ctrl_c_and_continue",
 )
 @pytest.mark.slow
 def test_two_pods_of_the_tutorial_save_when_one_must_go_and_the_same_command_resumes(runai):

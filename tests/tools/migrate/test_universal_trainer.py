@@ -240,7 +240,7 @@ def test_a_batch_of_all_devices_is_dealt_to_as_many_as_divide_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("ranks", "prefix", "sharding"), [(1, "", {}), (2, "module.", SHARDING["optimizer"])])
-def test_a_run_goes_on_from_a_file_of_the_program(
+def test_a_run_continues_from_a_file_of_the_program(
     tmp_path: Path, ranks: int, prefix: str, sharding: dict[str, Any]
 ) -> None:
     """Weights, Adam's state, step, rate and loss scale; then the steps are those of the program that continues."""

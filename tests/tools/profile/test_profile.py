@@ -99,7 +99,7 @@ def test_the_parts_of_nested_operators_are_the_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"traceEvents": 3}', "[" * 10_000, '{"traceEvents": [1, {"ph": "X"}]}']
 )
-def test_what_is_no_trace_is_one_line_or_an_empty_summary(text: str, tmp_path: Path) -> None:
+def test_what_is_not_a_trace_is_one_line_or_an_empty_summary(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text(text)
     try:
         assert read(tmp_path / "x.json").operations == []

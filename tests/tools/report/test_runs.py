@@ -64,7 +64,7 @@ def test_a_file_without_a_record_is_shown_without_numbers(
     assert " - " in out and "\x1b" not in out
 
 
-def test_what_is_no_folder_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_a_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["runs", str(tmp_path / "none")]) == 2
     assert "is not a folder; name one that holds runs" in capsys.readouterr().err
     assert cli.main(["runs", str(tmp_path)]) == 0

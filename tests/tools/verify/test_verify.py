@@ -121,7 +121,7 @@ def test_each_schedule_is_tried_on_each_mesh_with_stages():
     assert task.reference.model.overrides["num_layers"] == 4  # two stages on each of two ranks
 
 
-def test_options_that_verify_turns_off_are_said_and_are_no_mistake():
+def test_options_that_verify_turns_off_are_said_and_are_not_a_mistake():
     options = {
         "optimizer.name": "Muon",
         "optimizer.muon_steps": 3,
