@@ -4,7 +4,7 @@
 
 Two traces of rank 0 of ``shardtrain train debug`` with FSDP: all that happens from the command line to the first
 update, and one steady step (the fifth). Every thread is traced. Lines are those of whole files, docs and blanks
-included: a reader opens files. ``compute`` leaves out what watches, saves, logs and configures; ``main thread`` leaves
+included: a reader opens files. ``entered`` are the lines of the functions among them that ran. ``compute`` leaves out what watches, saves, logs and configures; ``main thread`` leaves
 out what threads beside the training do meanwhile: the watchdog.
 """
 
@@ -32,6 +32,10 @@ CHECKS = ("config/", "train/preflight/")
 COMPUTE = ("train/", "models/", "distributed/", "ops/", "data/", "optim/", "tasks/", "layout.py")
 
 
+Found = dict[str, list[tuple[str, int, int]]]
+"""By file of the package, the functions that ran: name, first and last line."""
+
+
 class Trace:
     """The code objects that every thread of this process executes from ``start`` to ``stop``."""
 
@@ -53,7 +57,7 @@ class Trace:
         )
         sys.setprofile(self._note)
 
-    def stop(self) -> dict[str, dict[str, list[str]]]:
+    def stop(self) -> dict[str, Found]:
         """The functions seen, by file of the package: of all threads, and of the main one."""
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
@@ -61,16 +65,18 @@ class Trace:
         return {"all": _by_file(self._codes.copy()), "main": _by_file(self._main.copy())}
 
 
-def _by_file(codes: set[CodeType]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+def _by_file(codes: set[CodeType]) -> Found:
+    found: Found = {}
     for code in sorted(codes, key=lambda code: code.co_firstlineno):
         path = Path(code.co_filename)
         if path.is_relative_to(PACKAGE) and code.co_flags & inspect.CO_OPTIMIZED:  # no module, no body of a class
-            found.setdefault(path.relative_to(PACKAGE).as_posix(), []).append(code.co_name)
+            last = max(line or 0 for _, _, line in code.co_lines())
+            function = (code.co_name, code.co_firstlineno, last)
+            found.setdefault(path.relative_to(PACKAGE).as_posix(), []).append(function)
     return found
 
 
-def trace(nproc: int, folder: Path) -> dict[str, dict[str, dict[str, list[str]]]]:
+def trace(nproc: int, folder: Path) -> dict[str, dict[str, Found]]:
     """Train a few steps in a process of its own and give both traces of rank 0."""
     pid = os.fork()
     if pid == 0:
@@ -92,7 +98,7 @@ def _train(nproc: int, folder: Path) -> int:
     seen, original = Trace(), trainer.step
     steps = 0
 
-    def write(name: str, found: dict[str, dict[str, list[str]]]) -> None:
+    def write(name: str, found: dict[str, Found]) -> None:
         (folder / f"{name}.json").write_text(json.dumps(found))
 
     def step(run: Any) -> Any:
@@ -114,9 +120,9 @@ def _train(nproc: int, folder: Path) -> int:
     return cli.main(["train", "debug", "--nproc", str(nproc), *options])
 
 
-def table(traces: dict[str, dict[str, dict[str, list[str]]]], size_of: Callable[[str], int]) -> list[str]:
-    """Files, functions and lines of each trace."""
-    lines = [f"{'':34}{'files':>7}{'functions':>11}{'lines':>8}"]
+def table(traces: dict[str, dict[str, Found]], size_of: Callable[[str], int]) -> list[str]:
+    """Files, functions, lines of the files and of the functions of each trace."""
+    lines = [f"{'':34}{'files':>7}{'functions':>11}{'lines':>8}{'entered':>9}"]
     for name, title in (("step", "a steady step"), ("first_update", "from the command to the first update")):
         found, main = traces[name]["all"], traces[name]["main"]
         compute = {file: names for file, names in found.items() if file.startswith(COMPUTE)}
@@ -127,7 +133,11 @@ def table(traces: dict[str, dict[str, dict[str, list[str]]]], size_of: Callable[
         for label, files in parts:
             total = sum(size_of(file) for file in files)
             functions = sum(map(len, files.values()))
-            lines.append(f"{label:38}{len(files):>3}{functions:>11,}{total:>8,}")
+            # a function within another one has lines of both
+            entered = sum(
+                len({line for _, first, last in inside for line in range(first, last + 1)}) for inside in files.values()
+            )
+            lines.append(f"{label:38}{len(files):>3}{functions:>11,}{total:>8,}{entered:>9,}")
     return lines
 
 
@@ -155,7 +165,8 @@ def main() -> None:
                 beside = "" if file in found["main"] else " *"
                 print(f"  {file:52}{len(functions):>4}{size_of(file):>6}{beside}")
                 if options.functions:
-                    print(textwrap.fill(" ".join(functions), 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
+                    names = " ".join(name for name, _, _ in functions)
+                    print(textwrap.fill(names, 110, initial_indent=" " * 6, subsequent_indent=" " * 6))
 
 
 if __name__ == "__main__":

@@ -182,7 +182,8 @@ class PlainRunner(Runner):
         # float64: hundreds of micro-batches, and then ranks, are added one by one
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for index, batch in enumerate(batches):
-            fsdp.set_gradient_sync(self.parts[0], index == len(batches) - 1)
+            if len(batches) > 1:
+                fsdp.set_gradient_sync(self.parts[0], index == len(batches) - 1)
             loss = self._loss(batch, weight)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
