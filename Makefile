@@ -1,5 +1,5 @@
 # Names for what the scripts do, for those who look for a Makefile first.
-.PHONY: setup check test test-all docs site cast pictures bench
+.PHONY: setup check test test-all docs site drawings notebook cast pictures bench audit sbom
 
 setup:     ## an environment in .venv with all that tests need
 	./run_tests.sh --version
@@ -16,7 +16,7 @@ test:      ## the default tier: every law once
 test-all:  ## all cases: an hour and more
 	./run_tests.sh --all
 
-docs: setup  ## pages that are generated, and the laws about all pages
+docs: drawings  ## pages and drawings that are generated, and the laws about all pages
 	.venv/bin/python docs/map.py
 	.venv/bin/python -m shardtrain.config.options_page
 	./run_tests.sh tests/test_docs.py
@@ -27,6 +27,13 @@ site: setup  ## the documentation as a site: build/site/index.html
 cast: setup  ## the picture of the README: a first run in a terminal, recorded and drawn; minutes
 	.venv/bin/python docs/cast.py -o docs/first_run.svg --keep "0:1 10:12 16:18 25:33 -36:" --title "shardtrain train debug" -- \
 		.venv/bin/shardtrain train debug --job.dump_folder build/first_run
+
+drawings: setup  ## the drawings of the concepts, and the plots of benchmarks/results
+	.venv/bin/python docs/drawings.py
+	.venv/bin/python docs/plots.py
+
+notebook: setup  ## examples/notebook.ipynb, run and kept with what it prints
+	.venv/bin/python docs/notebook.py
 
 pictures: cast  ## and the report of that run in a browser, for docs/report.md
 	.venv/bin/python docs/pictures.py build/first_run docs

@@ -17,7 +17,7 @@ import shardtrain
 project = "shardtrain"
 author = "the authors of shardtrain"
 release = version = shardtrain.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 include_patterns = [
     "docs/*.md",
@@ -25,6 +25,7 @@ include_patterns = [
     "docs/tutorials/*.md",
     "recipes/*.md",
     "examples/*/README.md",
+    "examples/notebook.ipynb",
     "*.md",
 ]
 exclude_patterns = ["README.md", "outputs"]
@@ -34,6 +35,7 @@ myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
+nb_execution_mode = "off"  # the notebook has what docs/notebook.py ran; a test compares
 suppress_warnings = ["myst.header"]  # some pages begin sections below a table one level deeper
 
 

@@ -185,16 +185,9 @@ def blocks(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.S | re.M)
 
 
-def cells() -> list[str]:
-    notebook = json.loads((ROOT / "examples" / "notebook.ipynb").read_text(encoding="utf-8"))
-    assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in notebook["cells"])
-    return ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
-
-
-@pytest.mark.parametrize("source", ["notebook", "page"])
-@pytest.mark.nightly("both from top to bottom")
-def test_the_notebook_and_the_page_run_from_top_to_bottom(source: str, tmp_path: Path) -> None:
-    parts = cells() if source == "notebook" else blocks((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
+@pytest.mark.nightly("from top to bottom")
+def test_the_page_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    parts = blocks((ROOT / "docs" / "python.md").read_text(encoding="utf-8"))
     assert len(parts) >= 4
     (tmp_path / "all.py").write_text("\n".join(parts))
     done = forked.run(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -13,6 +15,7 @@ from types import ModuleType
 
 import patience
 import pytest
+import small_checkpoint
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,11 +24,15 @@ def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(ROOT / "docs"))  # they share docs/svg.py
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(ROOT / "docs"))
     return module
 
 
-cast, pictures = script("cast"), script("pictures")
+cast, pictures, drawings, plots = script("cast"), script("pictures"), script("drawings"), script("plots")
 
 
 def rows(svg: str) -> list[str]:
@@ -71,6 +78,47 @@ def test_the_picture_of_the_readme_is_one_of_a_run() -> None:
     assert shown[0] == "$shardtrain train debug" and any(row.startswith("next:") for row in shown)
     assert any(row.startswith("sample after step") for row in shown)
     assert not re.search(r"<script|href|url\(|@import", drawn) and len(drawn) < 50_000
+
+
+def words(svg: str) -> list[str]:
+    """Of a drawing what is written in it."""
+    return [text.text or "" for text in xml.etree.ElementTree.fromstring(svg).iter() if text.tag.endswith("}text")]
+
+
+@pytest.mark.parametrize("module", [drawings, plots], ids=["drawings", "plots"])
+def test_what_the_pages_show_is_what_the_scripts_draw(module: ModuleType) -> None:
+    """Concepts are drawn of the program's own order of axes, schedules and data; plots of benchmarks/results."""
+    pages = "".join(page.read_text() for page in (ROOT / "docs").glob("*.md"))
+    for name, draw in module.ALL.items():
+        kept = (ROOT / f"docs/pictures/{name}.svg").read_text()
+        assert draw() == kept, f"run python docs/{module.__name__}.py"
+        assert f"](pictures/{name}.svg)" in pages
+        assert words(kept) and not re.search(r"<script|href|@import", kept)
+        assert "prefers-color-scheme: dark" in kept and 'class="ground"' in kept  # legible on light and dark pages
+
+
+def test_no_picture_is_left_of_a_script_that_is_gone() -> None:
+    assert {path.stem for path in (ROOT / "docs/pictures").iterdir()} == set(drawings.ALL) | set(plots.ALL)
+
+
+def test_the_drawn_files_are_those_of_a_checkpoint(tmp_path: Path) -> None:
+    with small_checkpoint.world_of_one(), contextlib.closing(small_checkpoint.checkpoints(tmp_path)) as kept:
+        small_checkpoint.save(kept, 500)
+        real = {path.name for path in tmp_path.rglob("*")}
+    drawn = {name.rstrip("/") for name, _, depth in drawings.FILES if depth or name == "checkpoint/"}
+    assert drawn - {"rank-00001.bin"} == real  # of one rank
+
+
+def test_the_drawn_actions_of_a_pipeline_wait_for_their_inputs_and_never_overlap() -> None:
+    for name, per_rank in drawings.SCHEDULES:
+        placed, end = drawings.times(name, 4, per_rank, 8)
+        spans = sorted((rank, begin, begin + drawings.LENGTHS[action.kind]) for rank, begin, action in placed)
+        pairs = list(itertools.pairwise(spans))
+        assert all(one[0] < other[0] or one[2] <= other[1] for one, other in pairs) and spans[-1][2] <= end
+        begins = {(action.kind, action.stage, action.microbatch): begin for _, begin, action in placed}
+        for (kind, stage, number), begin in begins.items():
+            if kind == "F" and stage:
+                assert begin >= begins["F", stage - 1, number] + 1
 
 
 PAGE = "tests/tools/report/test_report.py::test_a_page_has_the_curves_and_the_last_numbers_of_its_run"

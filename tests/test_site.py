@@ -22,6 +22,7 @@ ROOT = Path(shardtrain.__file__).parents[1]
 def test_every_page_is_in_the_site_and_no_warning_is_left(tmp_path: Path) -> None:
     pytest.importorskip("sphinx")
     pytest.importorskip("furo")
+    pytest.importorskip("myst_nb")
     site = tmp_path / "site"
     # -W: a link that leads nowhere, a page that no table of contents names and a bad docstring are errors
     words = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-c", "docs", "-b", "html"]

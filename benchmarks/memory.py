@@ -1,0 +1,71 @@
+"""What a training step holds, measured beside planned: memory.py [--output FILE.json].
+
+Tensor bytes of each rank, counted from the operation that makes a storage to its end, in the second of two steps on a
+CPU: what tests/tools/plan/test_measured_memory.py holds the plan to. A Llama of 4 layers of width 128, sequences of
+512 tokens, 8 rows for all ranks together, bfloat16 where it is not said otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from ranks import run_ranks
+from tiny import tiny_config
+
+from shardtrain.config.schema import Model
+
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path)
+    asked = parser.parse_args()
+    spec = importlib.util.spec_from_file_location("measured", ROOT / "tests/tools/plan/test_measured_memory.py")
+    assert spec is not None and spec.loader is not None
+    law = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(law)
+    rows = []
+    for name, size, sections in (
+        ("one process, float32", 1, {"training": {"mixed_precision_param": "float32"}}),
+        ("one process", 1, {}),
+        ("... recompute selective, by operation", 1, law.PER_OPERATION),
+        ("... recompute full", 1, law.FULL),
+        ("DDP 2", 2, law.mesh(data_parallel_replicate_degree=2, data_parallel_shard_degree=1)),
+        ("FSDP 2", 2, {}),
+        ("FSDP 4", 4, {}),
+        ("FSDP 4, recompute full", 4, law.FULL),
+        ("TP 2", 2, law.mesh(tensor_parallel_degree=2)),
+        ("CP 2", 2, law.mesh(context_parallel_degree=2)),
+        ("PP 2, 1F1B", 2, law.piped("1F1B")),
+        ("PP 2, GPipe", 2, law.piped("GPipe")),
+    ):
+        degrees = sections.get("parallelism", {})
+        apart = degrees.get("tensor_parallel_degree", 1) * degrees.get("context_parallel_degree", 1)
+        apart *= degrees.get("pipeline_parallel_degree", 1)
+        training = {"seq_len": 512, "mixed_precision_param": "bfloat16", "global_batch_size": -1}
+        training |= {"local_batch_size": 8 * apart // size} | sections.get("training", {})
+        config = dataclasses.replace(tiny_config(**{**sections, "training": training}), model=Model(**law.LLAMA))
+        measured, planned = run_ranks(size, law.measured_bytes, config), law.planned_bytes(config, size)
+        per_place = size // len(planned)
+        for place, of_plan in enumerate(planned):
+            found = max(measured[place * per_place : (place + 1) * per_place])
+            which = f", rank {place}" if len(planned) > 1 else ""
+            rows.append({"name": name + which, "ranks": size, "measured_bytes": found, "planned_bytes": of_plan})
+            print(rows[-1], flush=True)
+    if asked.output:
+        found = {"torch": torch.__version__, "rows": rows}
+        asked.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The notebook of the examples is kept with what it prints: a Jupyter kernel prints the same again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import patience
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "examples/notebook.ipynb"
+LOSS_TOLERANCE = 0.15
+"""Absolute. Processors round differently, which a hundred steps amplify; another release of Python has another text."""
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("notebook", ROOT / "docs/notebook.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def code_cells() -> list[dict[str, Any]]:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    return [cell for cell in cells if cell["cell_type"] == "code"]
+
+
+def text_of(cell: dict[str, Any]) -> str:
+    return "".join("".join(output["text"]) for output in cell["outputs"])
+
+
+def test_the_notebook_is_kept_executed_from_top_to_bottom() -> None:
+    cells = code_cells()
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    assert all({output.get("name") for output in cell["outputs"]} == {"stdout"} for cell in cells)
+    losses = [float(loss) for loss in re.findall(r"step +\d+  loss (\d+\.\d+)", "".join(map(text_of, cells)))]
+    assert len(losses) >= 5 and losses[-1] < losses[0] - 1
+    assert str(ROOT) not in NOTEBOOK.read_text()
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.nightly(
+    "a kernel trains", by="tests/test_notebook.py::test_the_notebook_is_kept_executed_from_top_to_bottom"
+)
+def test_running_the_notebook_prints_what_it_is_kept_with() -> None:
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    module = script()
+    again = module.printed(module.executed(NOTEBOOK, seconds=round(patience.seconds(300))))
+    for cell in code_cells():
+        kept, new = text_of(cell), again[cell["id"]]
+        if "sample" in cell["metadata"].get("tags", []):  # words that are drawn of what was learned, to the last bit
+            assert new.strip()
+            continue
+        number = r"(?<=loss )\d+\.\d+"
+        assert re.sub(rf"{number}|#+", "", new) == re.sub(rf"{number}|#+", "", kept)
+        pairs = zip(re.findall(number, new), re.findall(number, kept), strict=True)
+        assert all(abs(float(one) - float(other)) <= LOSS_TOLERANCE for one, other in pairs), (new, kept)
