@@ -4,8 +4,9 @@
 
 Two traces of rank 0 of ``shardtrain train debug`` with FSDP: all that happens from the command line to the first
 update, and one steady step (the fifth). Every thread is traced. Lines are those of whole files, docs and blanks
-included: a reader opens files. ``entered`` are the lines of the functions among them that ran. ``compute`` leaves out what watches, saves, logs and configures; ``main thread`` leaves
-out what threads beside the training do meanwhile: the watchdog.
+included: a reader opens files. ``entered`` are the lines of the functions among them that ran. ``compute`` leaves out
+what watches, saves, logs and configures; ``main thread`` leaves out what threads beside the training do meanwhile: the
+watchdog.
 """
 
 from __future__ import annotations
