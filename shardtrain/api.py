@@ -159,9 +159,9 @@ class Trainer:
             else:
                 state = trainer.run_to_end(self._loaded, world, run, checkpoints)
         except BaseException as error:
-            told = failure.describe(error, world.rank)
-            if not told.leaves_folder_alone:
-                failure.write_exit(folder, told, told.exit_code)
+            report = failure.describe(error, world.rank)
+            if not report.leaves_folder_alone:
+                failure.write_exit(folder, report, report.exit_code)
             raise
         else:
             if world.rank == 0:

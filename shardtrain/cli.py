@@ -345,7 +345,7 @@ def _show_sample(loaded: Loaded) -> None:
 
 
 def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
-    """What to do now, told to a person at a terminal; where a script has made the environment, how to enter it too."""
+    """What to do next, for a person at a terminal; where a script has made the environment, how to enter it too."""
     activate = os.environ.get("SHARDTRAIN_ACTIVATE")
     if not activate and not sys.stderr.isatty():
         return []
@@ -415,9 +415,9 @@ def _completion(words: list[str]) -> int:
         print(help_pages.COMPLETION, end="")
         return 0
     if len(words) != 1 or words[0] not in completion.SHELLS:
-        told = "is not a shell that is known" if len(words) == 1 else "takes the name of one shell"
+        rule = "is not a shell that is known" if len(words) == 1 else "takes the name of one shell"
         fix = 'write eval "$(shardtrain completion bash)" into ~/.bashrc; zsh alike; for fish pipe it to source'
-        raise ConfigError(Problem("shardtrain completion", " ".join(words) or None, told, fix, "command line"))
+        raise ConfigError(Problem("shardtrain completion", " ".join(words) or None, rule, fix, "command line"))
     print(completion.script(words[0], [name for name in VERBS if not name.startswith("-")]))
     return 0
 

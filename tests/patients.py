@@ -46,14 +46,14 @@ def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
     line = StoreChannel(store, rank, size, limit_seconds)
     here = RankContext(loaded_of(rank), rank, size, rank, size, "cpu", limit_seconds, store, line)
     if spoil and spoil(rank) == ABSENT:
-        line.hear("end", END_SECONDS)
+        line.receive("end", END_SECONDS)
         return None
     facts = doctor.examine(here, chosen)
     if rank:
-        line.hear("end", END_SECONDS)
+        line.receive("end", END_SECONDS)
         return None
     said = doctor.gather(here, facts, chosen)
-    line.tell("end", True)
+    line.send("end", True)
     return said
 
 

@@ -130,7 +130,7 @@ def test_the_table_names_every_law_with_its_cases_and_shares_and_runs_nothing(fo
 
 
 @pytest.mark.parametrize("share", ["0/5", "6/5", "2", "a/b"])
-def test_a_share_that_there_is_not_is_told(folder, share):
+def test_a_share_that_there_is_not_is_reported(folder, share):
     code, ran, said = run(folder, f"--share={share}")
     assert code == pytest.ExitCode.USAGE_ERROR and not ran and f"--share={share}: it is K/N" in said
 

@@ -110,12 +110,12 @@ def all_ranks(action: Callable[[], Any]) -> Any:
         ShardtrainError: on all ranks the same, when any rank met one; an OSError becomes a StorageError that names the
             path, the reason and the rank.
     """
-    answer, failure, told = None, None, None
+    answer, failure, description = None, None, None
     try:
         answer = action()
     except Exception as error:
-        failure, told = error, _tell(error)
-    _raise_alike(failure, told)
+        failure, description = error, _tell(error)
+    _raise_alike(failure, description)
     return broadcast_json(answer)
 
 
@@ -166,11 +166,11 @@ def _said(value: Any, urgency: int) -> Any:
     return json.loads(bytes(text.numpy()))
 
 
-def _raise_alike(failure: Exception | None, told: list[str] | None) -> None:
+def _raise_alike(failure: Exception | None, description: list[str] | None) -> None:
     # an error with a name of ours explains more than a bug that followed from it
-    is_bug = told is not None and told[0] == "PeerError"
+    is_bug = description is not None and description[0] == "PeerError"
     size = 1 if _is_alone() else dist.get_world_size()
-    chosen = _said(told, _own_rank() + (size if is_bug else 0) if told else _NOBODY)
+    chosen = _said(description, _own_rank() + (size if is_bug else 0) if description else _NOBODY)
     if chosen is None:
         return
     if failure and is_bug:

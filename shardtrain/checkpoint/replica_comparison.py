@@ -66,9 +66,9 @@ def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: 
     holds = first in own
     values = all_gather_json([[int(own[first][0][0]), own[first][1] & _MASK] if holds else None])
     boxes: dict[int, dict[int, int]] = {}  # by the first holder of each: the sum of each
-    for holder, (told,) in enumerate(values):
-        if told:
-            boxes.setdefault(told[0], {})[holder] = told[1]
+    for holder, (part,) in enumerate(values):
+        if part:
+            boxes.setdefault(part[0], {})[holder] = part[1]
     unlike = next(sums for sums in boxes.values() if len({*sums.values()}) > 1)
     listed = ", ".join(names[place].removeprefix("model.") for place in odd[:3])
     more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""

@@ -50,7 +50,7 @@ def _find_overlap(boxes: Sequence[Box], dims: int) -> str:
         return ""
     if dims == 0:
         return "overlap"
-    # along the dimension with most cuts, few boxes stand side by side
+    # along the dimension with most cuts, few boxes are side by side
     along = max(range(dims), key=lambda dim: len({box[0][dim] for box in boxes}))
     open_boxes: list[Box] = []
     comparisons = 0

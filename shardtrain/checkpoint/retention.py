@@ -98,7 +98,7 @@ def to_delete(own: Sequence[int], keep: int, whole: Collection[int]) -> list[int
 
 
 def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, spare: int) -> None:
-    """Delete what is no longer to be kept after the checkpoint of step ``saved``: see ``to_delete``.
+    """Delete what is not to be kept after the checkpoint of step ``saved``: see ``to_delete``.
 
     Multiples of ``forever`` stay, unless it is 0, and so does step ``spare``.
     """

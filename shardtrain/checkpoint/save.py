@@ -80,9 +80,9 @@ class Saver:
         self.exporter: Exporter | None = None
         """Writes some of the checkpoints once more, in another format."""
         self.on_saved: Callable[[int], object] = lambda step: None
-        """Told the step of each checkpoint that is there."""
+        """Called with the step of each checkpoint once it is complete."""
         self.on_written: Callable[[float], object] = lambda seconds: None
-        """Told how long a save in the background took until it was on disk."""
+        """Called with the seconds that a save in the background took until it was on disk."""
 
     @property
     def _saves(self) -> bool:
@@ -109,7 +109,7 @@ class Saver:
         last: bool,
         wait: bool = False,
     ) -> None:
-        """Save weights, the rest of the tensors and the facts, and delete what is no longer to be kept.
+        """Save weights, the rest of the tensors and the facts, and delete what retention does not keep.
 
         With ``checkpoint.async_mode`` it returns when the tensors are copied, unless it is the ``last`` or is to
         ``wait``; what becomes of it then is met by ``poll``. While an earlier save is in flight it waits for at most
@@ -385,7 +385,7 @@ class Saver:
         self._storage.publish(draft, stored, self._lease.check)
 
     def _tidy(self, saved: int, facts: Mapping[str, Any]) -> None:
-        """After a commit: name the best one, and delete what is no longer to be kept."""
+        """After a commit: name the best one, and delete what retention does not keep."""
         self.best.point(self._folder, facts.get("best"), self._lease.nonce)
         options = self._options
         retention.delete_old(

@@ -208,7 +208,7 @@ def stored(made: Any) -> Stored:
     if isinstance(shape, Made) and str(shape.name) == "torch.Size":
         shape = shape.arguments[0] if len(shape.arguments) == 1 else None
     key, dtype = storage if isinstance(storage, Storage) else ("", None)
-    if dtype == "":  # of type uint8, and the tensor's type is told at its end
+    if dtype == "":  # of type uint8, and the tensor's type is at its end
         last = made.arguments[6] if len(made.arguments) > 6 else None
         dtype = last.name if isinstance(last, Name) and last.module == "torch" else ""
     tables = isinstance(shape, tuple) and isinstance(strides, tuple)

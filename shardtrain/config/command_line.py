@@ -40,7 +40,7 @@ class Taken:
     def places(self, most: int = 1) -> tuple[list[str], tuple[str, ...]]:
         """Words before the first override, such as the configuration file, and the overrides.
 
-        They stand first because an override may take several values.
+        They come first because an override may take several values.
 
         >>> Taken({}, ("run.toml", "--training.steps", "8")).places()
         (['run.toml'], ('--training.steps', '8'))
@@ -168,7 +168,7 @@ def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> Com
 def split(words: Sequence[str]) -> CommandLine:
     """Take the file, the options of ``OWN`` and ``--help`` out of the words; all others are overrides.
 
-    The file stands before the first override, because an override may take several values; or it is that of
+    The file comes before the first override, because an override may take several values; or it is that of
     ``--job.config_file``, anywhere.
 
     Raises:

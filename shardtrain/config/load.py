@@ -109,7 +109,7 @@ def load_settings(
 
 
 def read_settings(path: Path) -> list[Setting]:
-    """The settings of a TOML file as they stand in it, older names too; raises ConfigError."""
+    """The settings of a TOML file as they are in it, older names too; raises ConfigError."""
     problems: list[Problem] = []
     settings = _read_file(path, problems)
     if problems:

@@ -136,7 +136,7 @@ def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iter
 
 
 def without_effect_on_a_cpu(config: Config) -> list[str]:
-    """What is told of options that move tensors from a device to the host, where the device is the host."""
+    """Notes on options that move tensors from a device to the host, where the device is the host."""
     options = {
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
         "activation_checkpoint.cpu_offload": config.activation_checkpoint.cpu_offload,

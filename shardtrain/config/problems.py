@@ -16,7 +16,7 @@ def problems_of(
     """Return every problem of reading, of the rules and of this machine that can be known without torch.
 
     The other arguments are those of ``machine_notes``. What only follows from a key or value that could not be read is
-    left out: its default, which stands for it here, is not what the user wants.
+    left out: its default, which takes its place, is not what the user wants.
     """
     found = [*check(loaded), *unavailable(loaded), *machine_notes(loaded, world_size, device, num_devices)]
     return secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, found)])

@@ -1,4 +1,4 @@
-"""Problems that only follow from others: of a key that could not be read its default stands, which nobody asked for."""
+"""Problems that only follow from others: a key that could not be read has its default, which nobody asked for."""
 
 from __future__ import annotations
 

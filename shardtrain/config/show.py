@@ -49,7 +49,7 @@ def _key(key: str) -> str:
 
 
 def resolved_toml(config: Config) -> str:
-    """Return every option as TOML that loads to an equal config; what is unset stands as a comment."""
+    """Return every option as TOML that loads to an equal config; what is unset is a comment."""
     return _render(config, lambda name, value: "")
 
 

@@ -82,7 +82,7 @@ def best_mode(config: Config) -> str:
 
 
 def _names_a_task(node: ast.AST) -> bool:
-    """Whether a statement, wherever it stands, may bind the name Task."""
+    """Whether a statement, wherever it is, may bind the name Task."""
     if isinstance(node, ast.ImportFrom | ast.Import):
         return any((alias.asname or alias.name) in ("Task", "*") for alias in node.names)
     if isinstance(node, ast.ClassDef):

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_ROWS = 8
 """Rows that a template is tried on before all are read."""
-_TELL_SECONDS = 5.0
+_LOG_SECONDS = 5.0
 """Time between two lines of the log while a dataset is tokenized."""
 MEMORY_BYTES = 64 * 2**20
 """Bytes of input up to which data.mode="auto" reads the whole dataset at start."""
@@ -258,19 +258,19 @@ def _read(
 ) -> dict[str, Any]:
     """The tokens of all rows, and what was left out, for all ranks: reading and tokenizing once is enough."""
     policy, tally = BadRows.of(config.data), RowStats()
-    documents = _told(read_documents(source, encoder, policy, tally), named.name, getattr(source, "num_rows", None))
+    documents = _logged(read_documents(source, encoder, policy, tally), named.name, getattr(source, "num_rows", None))
     line = MemoryTokenBuffer(documents, tokenizer.vocab_size)
     policy.judge(tally, f"dataset {named.name}")
     return {"line": line.arrays(), "left_out": [*tally.reasons()], "num_bad": tally.num_bad}
 
 
-def _told(documents: Iterable[Document], name: str, num_rows: int | None) -> Iterator[Document]:
+def _logged(documents: Iterable[Document], name: str, num_rows: int | None) -> Iterator[Document]:
     """The documents; where reading them takes long, the log says every few seconds how far it is."""
-    said = time.monotonic()
+    logged = time.monotonic()
     for count, document in enumerate(documents):
         yield document
-        if time.monotonic() - said >= _TELL_SECONDS:
-            said = time.monotonic()
+        if time.monotonic() - logged >= _LOG_SECONDS:
+            logged = time.monotonic()
             of = f" of {num_rows:,} rows" if num_rows else " documents"
             logger.info(f"dataset {name}: tokenized {count + 1:,}{of}")
 

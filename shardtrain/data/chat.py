@@ -173,7 +173,7 @@ class Conversations:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, tool_template: ChatTemplate | None = None) -> None:
         self._tokenizer, self._template, self._tool_template = tokenizer, template, tool_template
         self._special = np.array(sorted(tokenizer.special_ids), dtype=np.int32)
-        self._told_ending = False
+        self._logged_ending = False
 
     def write(self, messages: Sequence[Message], tools: list[Any] | None, first_learned: int = 0) -> Written:
         """See ``write``; conversations with tools may have a template of their own."""
@@ -237,11 +237,11 @@ class Conversations:
         inside: npt.NDArray[np.bool_],
     ) -> None:
         following = np.flatnonzero(special & (starts >= stop))
-        if self._told_ending or not len(following) or (special & inside).any():
+        if self._logged_ending or not len(following) or (special & inside).any():
             return
         token = following[0]
         if not text[stop : starts[token]].strip():
-            self._told_ending = True
+            self._logged_ending = True
             logger.warning(
                 f"the chat template's {{% generation %}} marks leave out the {text[starts[token] : stops[token]]} that "
                 "ends a turn, so that the model does not learn to end one; put it within the marks"

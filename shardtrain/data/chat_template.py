@@ -40,7 +40,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         self._marking = False
         self._work = Work()
-        self._told_date = False
+        self._logged_date = False
         self._template = self._compile(text, file)
 
     def render(self, messages: Sequence[Message], tools: list[Any] | None = None, prompt: bool = False) -> str:
@@ -130,8 +130,8 @@ class ChatTemplate:
         return numbers
 
     def _strftime_now(self, form: str) -> str:
-        if not self._told_date:
-            self._told_date = True
+        if not self._logged_date:
+            self._logged_date = True
             day = FIXED_DATE.date().isoformat()
             logger.warning(f"the chat template asks for the date; it gets {day}, so that tokens stay the same")
         return FIXED_DATE.strftime(form)

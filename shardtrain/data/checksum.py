@@ -19,7 +19,7 @@ _MODULUS = 2**64
 
 
 def hash_rows(batch: Batch, first_position: int) -> int:
-    """Sum of the hashes of a batch's rows, which stand at ``first_position`` and after; filler rows add nothing."""
+    """Sum of the hashes of a batch's rows, which are at ``first_position`` and after; filler rows add nothing."""
     total = 0
     tokens, targets = batch.tokens_BT.numpy().astype("<i4"), batch.targets_BT.numpy().astype("<i4")
     for row, sample in enumerate(batch.sample_ids_B.tolist()):

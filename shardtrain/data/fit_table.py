@@ -137,8 +137,8 @@ def open_table(
             raise damaged(path, option, "does not hold the table that was written")
         return {"facts": dict(facts), "blocks": np.frombuffer(content, np.uint8)}
 
-    told = shared_opening.once(str(folder), look)
-    return None if told is None else FitTable(path, told["facts"], told["blocks"].view(_BLOCK), option)
+    table = shared_opening.once(str(folder), look)
+    return None if table is None else FitTable(path, table["facts"], table["blocks"].view(_BLOCK), option)
 
 
 def _facts(file: BinaryIO, path: Path, option: str) -> Mapping[str, Any]:

@@ -216,7 +216,7 @@ class DataLoader:
         return dict(zip(opened.names, opened.mixture.rows_before(self.samples_consumed).tolist(), strict=True))
 
     def cursors(self, samples_consumed: int | None = None) -> npt.NDArray[np.int64]:
-        """Where the readers of all feeds stand, (readers, 3): -1 for those of which another rank knows.
+        """The cursors of the readers of all feeds, (readers, 3): -1 for those of which another rank knows.
 
         After all steps that were handed out in full, or after ``samples_consumed``: that, or a step less.
         """
@@ -297,7 +297,7 @@ def open_dataloader(
     shuffle: bool = True,
     loop: bool | None = None,
 ) -> DataLoader:
-    """Open the data of training or validation, and stand at any point of their order at once.
+    """Open the data of training or validation, and seek to any point of their order at once.
 
     Ranks that share a batch (tensor, context and pipeline peers) pass the same ``batch_rank``, 0..num_batch_ranks-1.
     ``accumulation`` is the number of micro-batches per step. ``samples_consumed`` counts samples over all ranks since

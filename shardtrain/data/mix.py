@@ -1,7 +1,7 @@
 """Which dataset a position of the sample order belongs to: a pure function, any position at once.
 
 The weights are turned into whole numbers of rows in a cycle of 65,536, dealt as evenly as they go (each source's rows
-stand at equal distances: Bresenham 1965), so that every batch holds its share and no random number is needed. A stage
+are at equal distances: Bresenham 1965), so that every batch holds its share and no random number is needed. A stage
 is a range of positions with weights of its own; what a source gave before is where it continues.
 """
 

@@ -1,4 +1,4 @@
-"""Documents to rows of ``seq_len`` inputs and as many targets: which tokens are in a row, and where they stand.
+"""Documents to rows of ``seq_len`` inputs and as many targets: which tokens are in a row, and where.
 
 "concat" lays all documents end to end and cuts every ``seq_len`` targets, so that each token but the first is the
 target of one row. "first_fit" and "padded" keep documents whole: see ``fitted``. Where documents are masked, positions
@@ -29,7 +29,7 @@ class Packing:
 
     @property
     def needs_documents(self) -> bool:
-        """Whether attention must be told which token is whose: a row of one document need not."""
+        """Whether attention needs the document of each token: in a row of one document it does not."""
         return self.masked and self.kind != "padded"
 
 

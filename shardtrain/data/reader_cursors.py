@@ -1,4 +1,4 @@
-"""Where the virtual readers of a stream stand, as far as one rank knows; ranks put it together at a checkpoint."""
+"""Cursors of the virtual readers of a stream, as far as one rank knows them; ranks put it together at a checkpoint."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardtrain.data.stream import rows_of_reader
 
 
 class ReaderCursors:
-    """Where the readers of one feed stand, as far as this rank has taken their rows."""
+    """Cursors of the readers of one feed, as far as this rank has taken their rows."""
 
     def __init__(self, num_readers: int) -> None:
         self._rows, self._cursors = np.zeros(num_readers, np.int64), np.zeros((num_readers, 3), np.int64)

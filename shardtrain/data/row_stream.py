@@ -172,7 +172,7 @@ class RowDataLoader(DataLoader):
         self.seek(0)
 
     def hash_rows(self, batch: RowBatch, first_position: int) -> int:  # type: ignore[override]
-        """What the order hash is told of a batch: rows by number, as the fingerprint holds what they are."""
+        """What the order hash takes of a batch: rows by number, as the fingerprint holds what they are."""
         return checksum.hash_numbers(batch.sample_ids_B.tolist(), first_position)
 
     def _epochs_after(self, rows: list[int]) -> list[int]:

@@ -145,17 +145,17 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
         content, status = _read(folder, path, option)
         return {"content": np.frombuffer(content, np.uint8), "identity": list(status)}
 
-    told = shared_opening.once(
+    index = shared_opening.once(
         str(folder),
         look,
         Listing(
-            witnesses=lambda told: [Witness(option, str(path), *told["identity"])],
-            difference=lambda told, own: (
-                "" if np.array_equal(told["content"], own["content"]) else f"has another {INDEX} than that of rank 0"
+            witnesses=lambda index: [Witness(option, str(path), *index["identity"])],
+            difference=lambda index, own: (
+                "" if np.array_equal(index["content"], own["content"]) else f"has another {INDEX} than that of rank 0"
             ),
         ),
     )
-    table = _load(bytes(told["content"].data), path, option)
+    table = _load(bytes(index["content"].data), path, option)
     version = table.get("format_version")
     if version != VERSION:
         fix = 'run "shardtrain data prepare" again with this version'

@@ -109,12 +109,12 @@ class ShardTokenBuffer:
             self._map_starts()
             return [_stamp(self.folder / name) for name in names]
 
-        def witnesses(told: list[Stamp | None]) -> list[Witness]:
-            chosen = [(names[number], told[number]) for number in shared_opening.spread(len(names))]
+        def witnesses(stamps: list[Stamp | None]) -> list[Witness]:
+            chosen = [(names[number], stamps[number]) for number in shared_opening.spread(len(names))]
             return [Witness(self.option, str(self.folder / name), *stamp) for name, stamp in chosen if stamp]
 
-        told = shared_opening.once(str(self.folder), look, Listing(witnesses, difference=lambda told, own: ""))
-        return [None if stamp is None else (stamp[0], stamp[1], stamp[2]) for stamp in told]
+        stamps = shared_opening.once(str(self.folder), look, Listing(witnesses, difference=lambda stamps, own: ""))
+        return [None if stamp is None else (stamp[0], stamp[1], stamp[2]) for stamp in stamps]
 
     def _map_starts(self) -> npt.NDArray[np.int64]:
         if not self.num_documents:

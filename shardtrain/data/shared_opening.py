@@ -1,9 +1,9 @@
-"""What opening a dataset asks its storage is asked once, by one rank, and told to all others.
+"""What opening a dataset asks its storage is asked once, by one rank, and broadcast to all others.
 
 Which files there are, their sizes and times, where their rows begin: a thousand ranks that each asked for themselves
 would be a thousand times the work of the storage, at one moment. Code that opens data asks through ``once``, which
 alone asks at once; while ``shared`` is in force it is a collective, so that ranks must open the same data in the same
-order. What is told are JSON values and arrays, never pickles.
+order. JSON values and arrays are broadcast, never pickles.
 
 Storage may be a node's own, and files there have other times than on the first rank's node: see ``Listing``.
 """
@@ -85,7 +85,7 @@ def once(place: str, look: Look, listing: Listing | None = None) -> Any:
 
 
 def is_watched_here(place: str) -> bool:
-    """Whether this rank looks, for all that are told what it found, if files of a place are still what they were."""
+    """Whether this rank checks, for all that receive what it found, that files of a place are still what they were."""
     return _ranks is None or _ranks.is_watched_here(place)
 
 

@@ -72,7 +72,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[Ids, Spans]]:
-        """Ids of each text, in which special tokens that are spelled out become their ids, and where each stands.
+        """Ids of each text, in which special tokens that are spelled out become their ids, and where each is.
 
         A span [n, 2] is the first character of a token and the one after its last; tokens that share a character have
         it in common. Made for conversations that a template has written.

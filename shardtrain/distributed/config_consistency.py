@@ -47,7 +47,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
         ConfigError: on all ranks the same: names what differs, and the ranks on each side.
         PeerError: on the first rank, when others have not come within comm.init_timeout_seconds.
     """
-    # of this attempt alone (see parallel.rendezvous); agents count restarts each for itself, so no number stands here
+    # of this attempt alone (see parallel.rendezvous); agents count restarts each for itself, so it has no number
     store = dist.PrefixStore("agreement", store)
     own = facts_of(config, world_size)
     if rank == 0:
@@ -109,8 +109,8 @@ def _differences(
         for rank, (facts, _) in sorted(found.items()):
             groups.setdefault(facts.get(name, "none"), []).append(rank)
         if len(groups) > 1:
-            told = ", ".join(f"{value} on rank {_short(ranks)}" for value, ranks in groups.items())
-            yield f"ranks differ in {name}: {told}; start all of them from one environment with one command"
+            values = ", ".join(f"{value} on rank {_short(ranks)}" for value, ranks in groups.items())
+            yield f"ranks differ in {name}: {values}; start all of them from one environment with one command"
     for rank, (_, differing) in sorted(found.items()):
         if differing:
             name = min(differing)

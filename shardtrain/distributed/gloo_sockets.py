@@ -4,7 +4,7 @@ Gloo asks nobody who he is: it takes a socket from whoever connects, keeps it fo
 the process when there are too many (``accept: Too many open files``). On one machine its sockets are in a network
 namespace of the run, where the system gives one. Elsewhere its listeners hear nobody once the group is made: all pairs
 are connected by then, so nothing that comes later is wanted. Closing a listener is gloo's to do; here the kernel is
-told to drop what is sent to it, by a socket filter, which needs no rights (Linux, Documentation/networking/filter.rst).
+made to drop what is sent to it, by a socket filter, which needs no rights (Linux, Documentation/networking/filter.rst).
 """
 
 from __future__ import annotations

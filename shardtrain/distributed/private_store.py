@@ -152,13 +152,13 @@ class FolderStore:
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key; a reader sees the old value or the new one."""
         temporary = self._path(f".{secrets.token_hex(8)}")
-        with self._told():
+        with self._as_store_error():
             temporary.write_bytes(value if isinstance(value, bytes) else value.encode())
             temporary.replace(self._path(key))
 
     def get(self, key: str) -> bytes:
         """The value of a key that is there."""
-        with self._told():
+        with self._as_store_error():
             return self._path(key).read_bytes()
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -190,7 +190,7 @@ class FolderStore:
         return self._change(key, lambda old: wanted.encode() if old == expected.encode() else old)
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
-        with self._told():
+        with self._as_store_error():
             lock = os.open(self._path(".lock"), _OPEN, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -205,7 +205,7 @@ class FolderStore:
         return self._folder / key.replace("/", "-")
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _as_store_error(self) -> Iterator[None]:
         """A folder that has gone is a store that has gone."""
         try:
             yield

@@ -2,7 +2,7 @@
 
 A model file that has such a form carries one ``HUB``: the names of tensors, and two functions between ``config.json``
 and the model's Config. A reader knows every key that the architecture's class in ``transformers`` knows, so whatever
-else a file says changes nothing there either, and is kept and told.
+else a file says changes nothing there either, and is kept and reported.
 """
 
 from __future__ import annotations

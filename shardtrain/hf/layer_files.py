@@ -208,8 +208,8 @@ class LayerWeights(HubWeights):
             dim = None
         rest = {(*shape[:dim], *shape[dim + 1 :]) if dim is not None else shape for shape in shapes}
         if len(dtypes) > 1 or len(rest) > 1 or len({len(shape) for shape in shapes}) > 1:
-            told = ", ".join(f"{stored.dtype} {list(stored.shape)}" for _, stored in parts[:4])
-            raise CheckpointError(f"{self.step}: the parts of {name} do not fit each other: {told}")
+            kinds = ", ".join(f"{stored.dtype} {list(stored.shape)}" for _, stored in parts[:4])
+            raise CheckpointError(f"{self.step}: the parts of {name} do not fit each other: {kinds}")
         if dim is None:
             return first
         return (*first[:dim], sum(shape[dim] for shape in shapes), *first[dim + 1 :])

@@ -109,7 +109,7 @@ def _tokens(folder: Path, vocab_size: int) -> Tensor:
 
         try:
             ids = Tokenizer.from_file(str(file)).encode(_TEXT).ids[:_TOKENS]
-        except Exception:  # a tokenizer that cannot be opened is told where it is needed, which it is not here
+        except Exception:  # a tokenizer that cannot be opened is reported where it is needed, which is not here
             ids = []
         if len(ids) > 1 and max(ids) < vocab_size:
             return torch.tensor([ids])

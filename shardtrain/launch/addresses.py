@@ -60,7 +60,7 @@ def meeting(reached: Sequence[str | None]) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has an address; None where that cannot be told (it can on Linux)."""
+    """The network interface that has an address; None where that cannot be found (it can on Linux)."""
     if sys.platform != "linux":
         return None
     if is_loopback(address):

@@ -108,11 +108,11 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
             return status_of(_left(agent))
         except RendezvousError as error:
             rule = f"of {nodes.least} nodes did not happen within {nodes.join_seconds} s, or its host is gone"
-            told, fix = f"({type(error).__name__})", "are all nodes up, and is the port open between them?"
+            reason, fix = f"({type(error).__name__})", "are all nodes up, and is the port open between them?"
             if isinstance(error, RendezvousStateError):
-                rule, told = "was spoilt:", str(error)
+                rule, reason = "was spoilt:", str(error)
                 fix = f"give all nodes the same {SECRET}, or look for who else reaches that port"
-            raise PeerError(f"the meeting at {nodes.endpoint} {rule} {told}; {fix}") from None
+            raise PeerError(f"the meeting at {nodes.endpoint} {rule} {reason}; {fix}") from None
         finally:
             for name, handler in before.items():
                 signal.signal(getattr(signal, name), handler)
@@ -121,7 +121,7 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
 def _with_address(nodes: Nodes) -> Nodes:
     """Say how the others reach this node, where nobody has: PyTorch would tell them a name, which they may not resolve.
 
-    Ranks that talk by gloo are told the interface of that address; it would look up the same name.
+    Ranks that talk by gloo get the interface of that address; it would look up the same name.
     """
     address = nodes.local_address
     if address is None:

@@ -157,17 +157,17 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
     ranks, devices = launch.nproc_per_node, launch.devices_per_node
     if not devices and loaded.config.training.device != "cpu":
         many = f"the {ranks} ranks of a node train on its CPU" if ranks else "the run trains on the CPU"
-        told = (
+        note = (
             f"no GPU is asked for: {many}; set launch.devices_per_node = {ranks or 8}, or "
             'training.device = "cpu" if that is meant'
         )
-        print(f"note: {told}", file=sys.stderr)
+        print(f"note: {note}", file=sys.stderr)
     if platform == "slurm" and launch.cpus_per_node is None and (ranks or devices or 1) > 1:
-        told = f"launch.cpus_per_node is not set: many clusters then give one core to the {ranks or devices} ranks"
-        print(f"note: {told} of a node; 8 for each device is usual", file=sys.stderr)
+        note = f"launch.cpus_per_node is not set: many clusters then give one core to the {ranks or devices} ranks"
+        print(f"note: {note} of a node; 8 for each device is usual", file=sys.stderr)
     if platform != "slurm" and (devices or 0) > 1 and launch.shared_memory_gib is None:
-        told = "launch.shared_memory_gib is not set: a container has 64 MiB of /dev/shm, too few for NCCL and workers"
-        print(f"note: {told}; 16 is usual", file=sys.stderr)
+        note = "launch.shared_memory_gib is not set: a container has 64 MiB of /dev/shm, too few for NCCL and workers"
+        print(f"note: {note}; 16 is usual", file=sys.stderr)
 
 
 def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
@@ -177,8 +177,8 @@ def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
         return
     folder = PurePosixPath(launch.workdir or IMAGE_WORKDIR, job.dump_folder, checkpoint.folder)
     if not any(folder.is_relative_to(to_mount(mount).path) for mount in launch.mounts):
-        told = f"note: checkpoints would be in {folder}, which is in none of launch.mounts, and go with their pod"
-        print(told, file=sys.stderr)
+        note = f"note: checkpoints would be in {folder}, which is in none of launch.mounts, and go with their pod"
+        print(note, file=sys.stderr)
 
 
 def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
@@ -210,7 +210,7 @@ def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
 
 
 def _spelt_out(words: list[str]) -> list[str]:
-    """Options of launch by their full names, behind everything else, so that a file may stand after them.
+    """Options of launch by their full names, after everything else, so that a file may follow them.
 
     >>> _spelt_out(["--nodes", "1:4", "run.toml", "--hosts=a,b"])
     ['run.toml', '--launch.min_nodes', '1', '--launch.nodes', '4', '--launch.ssh.hosts', 'a', 'b']
@@ -240,9 +240,9 @@ def _forwarded(job: Job) -> None:
 def _follow_own(action: str, path: str, name: str) -> int:
     """Status, log or end of a job by a function of the user's platform, which is given the id."""
     fix = f"define {action}(id), as docs/extend.md shows"
-    told = getattr(own_file.load(path, "platform", f"launch {action}", (action,), fix), action)(name)
-    if told is not None:
-        print(told)
+    answer = getattr(own_file.load(path, "platform", f"launch {action}", (action,), fix), action)(name)
+    if answer is not None:
+        print(answer)
     return 0
 
 
@@ -257,9 +257,9 @@ def _own(path: str, asked: Asked) -> Plan:
     _forwarded(job)
 
     def submit() -> int:
-        told = module.submit(text, job, launch)
-        if told is not None:
-            print(told)
+        answer = module.submit(text, job, launch)
+        if answer is not None:
+            print(answer)
         return 0
 
     return Plan(text if text.endswith("\n") else f"{text}\n", submit)

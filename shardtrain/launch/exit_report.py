@@ -20,13 +20,13 @@ def leave_to_parent() -> None:
     _parent_speaks = True
 
 
-def record(told: Failure, log_path: Path, run_folder: Path, world_size: int, is_first: bool) -> None:
+def record(report: Failure, log_path: Path, run_folder: Path, world_size: int, is_first: bool) -> None:
     """Hand the failure to a launcher that reads records; without our own, the first of the ranks tells of it."""
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
+        failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
     if is_first and not _parent_speaks:
-        print(*failure.lines(told, log_path, world_size), sep="\n", file=sys.stderr, flush=True)
-        failure.write_exit(run_folder, told, told.exit_code)
+        print(*failure.lines(report, log_path, world_size), sep="\n", file=sys.stderr, flush=True)
+        failure.write_exit(run_folder, report, report.exit_code)
 
 
 def end(code: int) -> NoReturn:

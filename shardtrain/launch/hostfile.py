@@ -23,7 +23,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """What ssh is told: USER@HOST or HOST."""
+        """What ssh is given: USER@HOST or HOST."""
         return f"{self.user}@{self.name}" if self.user else self.name
 
     @property
@@ -54,9 +54,9 @@ def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
         raise ConfigError(Problem("launch.nodes", asked_nodes, f"is more than {len(hosts)} hosts", "name more hosts"))
     hosts = hosts[:asked_nodes] if asked_nodes else hosts
     if len({host.slots for host in hosts}) > 1:
-        told = ", ".join(f"{host.name} has {host.slots or 'no slots=N'}" for host in hosts)
+        counts = ", ".join(f"{host.name} has {host.slots or 'no slots=N'}" for host in hosts)
         fix = "leave some out by --exclude, or choose devices by --include HOST:0,1"
-        raise ConfigError(Problem("slots", None, f"must be equal on all hosts: {told}", fix))
+        raise ConfigError(Problem("slots", None, f"must be equal on all hosts: {counts}", fix))
     return hosts
 
 

@@ -76,10 +76,10 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     run_folder = Path(loaded.config.job.dump_folder)
 
     def hurry(reason: str) -> None:
-        told = failure.stopped(rank, reason, _newest_checkpoint(loaded))
-        print(*failure.lines(told, "", world_size), sep="\n", file=sys.stderr, flush=True)
-        failure.write_exit(run_folder, told, told.exit_code)
-        exit_report.end(told.exit_code)
+        report = failure.stopped(rank, reason, _newest_checkpoint(loaded))
+        print(*failure.lines(report, "", world_size), sep="\n", file=sys.stderr, flush=True)
+        failure.write_exit(run_folder, report, report.exit_code)
+        exit_report.end(report.exit_code)
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signals.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
@@ -88,16 +88,16 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         main(loaded)
     except BaseException as error:
         stop.close()
-        told = failure.describe(_of_storage(error, run_folder), rank)
-        if not told.leaves_folder_alone:
-            failure.append_trace(told, log_path(loaded, rank))
+        report = failure.describe(_of_storage(error, run_folder), rank)
+        if not report.leaves_folder_alone:
+            failure.append_trace(report, log_path(loaded, rank))
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
-        if world_size == 1 or not told.is_peer:
-            print(*failure.lines(told, log_path(loaded, rank), world_size), sep="\n", file=sys.stderr, flush=True)
-            if not told.leaves_folder_alone:
-                failure.write_exit(run_folder, told, told.exit_code)
-        return told.exit_code
+            failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
+        if world_size == 1 or not report.is_peer:
+            print(*failure.lines(report, log_path(loaded, rank), world_size), sep="\n", file=sys.stderr, flush=True)
+            if not report.leaves_folder_alone:
+                failure.write_exit(run_folder, report, report.exit_code)
+        return report.exit_code
     stop.close()
     if rank == 0:
         failure.write_exit(run_folder, None, 0)
@@ -117,9 +117,9 @@ def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
         if error.errno not in _OF_DISKS:
             return error
     fix = "free space or fix job.dump_folder, then start again"
-    told = StorageError(f"cannot use {name or 'a file'}: {error.strerror}; {fix}")
-    told.__cause__ = error
-    return told.with_traceback(error.__traceback__)
+    storage_error = StorageError(f"cannot use {name or 'a file'}: {error.strerror}; {fix}")
+    storage_error.__cause__ = error
+    return storage_error.with_traceback(error.__traceback__)
 
 
 def _listen(loaded: Loaded, hurry: Callable[[str], None], parent: int = 0) -> signals.StopRequest:
@@ -165,9 +165,9 @@ def launch(
                 print(f"restart {restarts.used} of {max_restarts}", file=sys.stderr, flush=True)
                 continue
             if status == CRASH_LOOP:
-                told = failure.crash_loop(restarts.why, code, _newest_checkpoint(loaded), folder)
-                print(*failure.lines(told, log_path(loaded, 0), 1), sep="\n", file=sys.stderr)
-                failure.write_exit(folder, told, status)
+                report = failure.crash_loop(restarts.why, code, _newest_checkpoint(loaded), folder)
+                print(*failure.lines(report, log_path(loaded, 0), 1), sep="\n", file=sys.stderr)
+                failure.write_exit(folder, report, status)
             return status
 
 
@@ -253,11 +253,11 @@ def _warn_of_threads() -> None:
         unnamed = len(os.listdir("/proc/self/task")) - 1 - len(names)
     except OSError:
         unnamed = 0
-    told = [*names, *([f"{unnamed} of libraries"] if unnamed > 0 else [])]
-    if told:
+    threads = [*names, *([f"{unnamed} of libraries"] if unnamed > 0 else [])]
+    if threads:
         print(
-            f"warning: this process has threads ({', '.join(told)}) and starts its ranks by fork: a rank may wait for "
-            "ever for a lock that one of them held; start them later",
+            f"warning: this process has threads ({', '.join(threads)}) and starts its ranks by fork: a rank may wait "
+            "for ever for a lock that one of them held; start them later",
             file=sys.stderr,
         )
 
@@ -290,9 +290,9 @@ def run_child(loaded: Loaded, main: Main) -> int:
     rank = int(os.environ["RANK"])
 
     def hurry(reason: str) -> None:
-        told = failure.stopped(rank, reason, _newest_checkpoint(loaded))
-        failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
-        exit_report.end(told.exit_code)
+        report = failure.stopped(rank, reason, _newest_checkpoint(loaded))
+        failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
+        exit_report.end(report.exit_code)
 
     exit_report.leave_to_parent()
     stop = _listen(loaded, hurry, parent=os.getppid())
@@ -300,12 +300,12 @@ def run_child(loaded: Loaded, main: Main) -> int:
         main(loaded)
     except BaseException as error:
         stop.close()
-        told = failure.describe(_of_storage(error, Path(loaded.config.job.dump_folder)), rank)
+        report = failure.describe(_of_storage(error, Path(loaded.config.job.dump_folder)), rank)
         # the record first: it is what the parent reads, and the parent may be about to end this rank
-        failure.write_record(told, os.environ["TORCHELASTIC_ERROR_FILE"])
-        if not told.leaves_folder_alone:
-            failure.append_trace(told, log_path(loaded, rank))
-        return told.exit_code
+        failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
+        if not report.leaves_folder_alone:
+            failure.append_trace(report, log_path(loaded, rank))
+        return report.exit_code
     stop.close()
     # a status of 0 alone may be that of somebody's os._exit(0)
     _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).touch()
@@ -341,14 +341,14 @@ def _report(
     """Find the first cause, say it in one line, write ``exit.json``; gives the exit status and the cause."""
     failures, all_done = [], True
     for rank, status in statuses.items():
-        told = failure.read_record(_record_path(records, rank))
+        report = failure.read_record(_record_path(records, rank))
         is_done = status in FINE and (status != 0 or _done_path(_record_path(records, rank)).exists())
         all_done = all_done and is_done
-        if told is None and not is_done and rank not in watch.stopped_by_us:
+        if report is None and not is_done and rank not in watch.stopped_by_us:
             when = watch.ended_at[rank]
-            told = failure.killed(rank, -status, when) if status < 0 else failure.ended(rank, status, when)
-        if told is not None:
-            failures.append(told)
+            report = failure.killed(rank, -status, when) if status < 0 else failure.ended(rank, status, when)
+        if report is not None:
+            failures.append(report)
     if failures:
         first = failure.culprit(failures)
         code = first.exit_code

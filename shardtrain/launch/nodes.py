@@ -35,7 +35,7 @@ _RUNAI = ("RUNAI_JOB_NAME", "RUNAI_JOB_UUID", "RUNAI_PROJECT", "RUNAI_NUM_OF_GPU
 
 @dataclass(frozen=True)
 class Nodes:
-    """Where this node stands among the others: ``least`` to ``most`` of them meet at ``endpoint`` (HOST:PORT)."""
+    """This node among the others: ``least`` to ``most`` of them meet at ``endpoint`` (HOST:PORT)."""
 
     least: int
     most: int

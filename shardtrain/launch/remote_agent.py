@@ -1,6 +1,6 @@
 """What ssh starts on a host: it takes the command and its variables from standard input, and ends with that input.
 
-``python -m shardtrain.launch.remote_agent`` imports the standard library alone. Nothing that it is told stands in a
+``python -m shardtrain.launch.remote_agent`` imports the standard library alone. Nothing that it receives is in a
 list of processes, no shell reads it, and when the launcher, its machine or the connection dies, the run here is
 stopped. A network that is cut ends no input, so the launcher says something every few seconds, and its silence is an
 end too.
@@ -86,17 +86,17 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGTERM, 0, 0, 0)
 
 
-def _watch(process: subprocess.Popen[bytes], launcher: Launcher, told: list[bytes], grace_seconds: float) -> int:
+def _watch(process: subprocess.Popen[bytes], launcher: Launcher, orders: list[bytes], grace_seconds: float) -> int:
     """Wait for the command; stop it when asked to, or when nobody is there to ask."""
     end = float("inf")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: process.send_signal(signal.SIGTERM))
     while process.poll() is None:
-        told += launcher.listen(POLL_SECONDS)
-        if end == float("inf") and (launcher.gone or STOP in told):
+        orders += launcher.listen(POLL_SECONDS)
+        if end == float("inf") and (launcher.gone or STOP in orders):
             process.send_signal(signal.SIGTERM)
             end = time.monotonic() + grace_seconds
-        if KILL in told or time.monotonic() > end:
+        if KILL in orders or time.monotonic() > end:
             _kill(process.pid)
     _kill(process.pid)
     return process.returncode if process.returncode >= 0 else 128 - process.returncode

@@ -267,5 +267,5 @@ class Metrics:
             curve = sparkline(places, losses, 60, bars_for(sys.stderr))
             logger.info(f"loss {curve}")
         for sink in self._sinks:
-            if told := getattr(sink, "summary", ""):
-                logger.info(told)
+            if summary := getattr(sink, "summary", ""):
+                logger.info(summary)

@@ -1,7 +1,7 @@
 """Any architecture of Hugging Face ``transformers``, as it is, behind the face of the other models.
 
 The folder of ``model.hf_assets_path`` says which: its config.json names a class of the installed ``transformers``. The
-network is theirs, its names too (``hf.`` stands before them); sharding, recomputation and compiling go by the blocks
+network is theirs, its names too (with ``hf.`` before them); sharding, recomputation and compiling go by the blocks
 that it repeats, tensor parallelism by the plan that it has. Nothing that lies in the folder is run.
 """
 

@@ -56,14 +56,16 @@ def use(kernels: Kernels) -> None:
 
 def describe(kernels: Kernels) -> str:
     """The choice in words, for the log."""
-    told = {
+    titles = {
         "onednn_linear": "linear layers in float32 by oneDNN",
         "onednn_weight_gradient": "gradients of their weights too",
         "blocked_attention": "attention in bfloat16 by blocks",
         "blocked_attention_float32": "attention in float32 with narrow heads by blocks",
         "rms_norm": "RMSNorm by rows",
     }
-    taken = [f"{words} ({getattr(kernels, name):.1f} x as fast)" for name, words in told.items() if kernels.uses(name)]
-    failed = [words for name, words in told.items() if getattr(kernels, name) == FAILED]
+    taken = [
+        f"{words} ({getattr(kernels, name):.1f} x as fast)" for name, words in titles.items() if kernels.uses(name)
+    ]
+    failed = [words for name, words in titles.items() if getattr(kernels, name) == FAILED]
     said = f"CPU kernels: {', '.join(taken)}" if taken else "CPU kernels: PyTorch's own, none here is faster"
     return f"{said}; failed when measured, so PyTorch's own: {', '.join(failed)}" if failed else said

@@ -231,7 +231,7 @@ def _ragged_on_device(documents_BT: Tensor) -> tuple[Tensor, int]:
 
 
 def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterator[tuple[slice, slice, slice, Any]]:
-    """What the kernel of a CPU is given at a time: rows, queries, keys, and what it is told of who sees whom."""
+    """What the kernel of a CPU is given at a time: rows, queries, keys, and the mask."""
     tokens, at_once = slice(0, q_BTNH.size(1)), queries_at_once(window, q_BTNH.device)
     rows = [Shared(slice(None), tokens, tokens)] if documents_BT is None else shared(documents_BT, documents_BT)
     for row, document, _ in rows:

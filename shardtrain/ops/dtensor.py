@@ -49,7 +49,7 @@ def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[sl
     ``place`` is the rank's coordinate on the tensor's mesh, one number per axis; this rank's unless given.
 
     Splits are those of ``torch.chunk``. Where two axes split one dimension, plain shards come first, left to right,
-    and strided ones cut what those left: FSDP cuts what tensor parallelism left, though its axis stands to the left.
+    and strided ones cut what those left: FSDP cuts what tensor parallelism left, though its axis is further left.
     """
     if not is_distributed(tensor):
         return tuple(slice(0, size) for size in tensor.shape)

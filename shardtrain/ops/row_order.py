@@ -68,7 +68,7 @@ class Groups:
         self._room = is_room_P.nonzero().flatten()
 
     def spread(self, x_RD: Tensor) -> Tensor:
-        """Rows (R, D) with room between them, (P, D); what stands there has neither meaning nor gradient."""
+        """Rows (R, D) with room between them, (P, D); what is there has neither meaning nor gradient."""
         return _Spread.apply(x_RD, self._row_P, self._place_R)  # type: ignore[no-any-return]
 
     def collect(self, x_PD: Tensor) -> Tensor:

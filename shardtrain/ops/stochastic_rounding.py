@@ -16,7 +16,7 @@ from torch import Tensor
 _GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
 """The constants of SplitMix64 (Steele et al. 2014) as signed integers."""
 LEVELS = 1 << 16
-"""How finely chance is told: 16 bits, as many as a float32 has more than a bfloat16."""
+"""The resolution of the random numbers: 16 bits, as many as a float32 has more than a bfloat16."""
 
 
 def key_of(seed: int, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Rows of a task from the files that the configuration names: opened, read in chunks, and bad ones told or refused."""
+"""Rows of a task from the files that the configuration names, read in chunks; bad ones are reported or refused."""
 
 from __future__ import annotations
 

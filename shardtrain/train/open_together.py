@@ -56,7 +56,7 @@ class Together:
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
         """See ``shared_opening.once``."""
-        first_place, found = self._told(place, look, 0, dist.group.WORLD)
+        first_place, found = self._broadcast_found(place, look, 0, dist.group.WORLD)
         if listing is None:
             return self._own_of_nodes(place, look, found, None, first_place) if first_place in self._some_own else found
 
@@ -91,22 +91,22 @@ class Together:
         """
 
         def own() -> Any:
-            other, told = first_place, found
+            other, shared = first_place, found
             if place in self._own_here:
                 source, group = self._meet_node()
-                other, told = self._told(place, look, source, group)
+                other, shared = self._broadcast_found(place, look, source, group)
             if place != other:
                 self._by_itself.add(place)
                 return look()
-            difference = listing.difference(found, told) if listing and place == first_place else ""
+            difference = listing.difference(found, shared) if listing and place == first_place else ""
             if difference:
                 rule, fix = f"is a folder of this node's own, which {difference}", "give every node a whole copy"
                 raise ConfigError(f"{_who()}{Problem('the data', place, rule, fix)}")
-            return told
+            return shared
 
         return all_ranks_agree(own)
 
-    def _told(self, place: str, look: Look, source: int, group: dist.ProcessGroup | None) -> tuple[str, Any]:
+    def _broadcast_found(self, place: str, look: Look, source: int, group: dist.ProcessGroup | None) -> tuple[str, Any]:
         """Where a rank looks and what it finds, on all ranks of a group; its error is raised on all of them."""
         failure: list[Exception] = []
 

@@ -147,7 +147,7 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     if "lr_scheduler" in excluded:
         run.state.updates = 0  # the schedule starts from scratch: it is a function of this count alone
 
-    # where the data stand follows from the count of samples; a stream's readers have cursors beside it, without which
+    # the place in the data follows from the count of samples; a stream's readers have cursors beside it, without which
     # it would be read again up to there
     cursors: np.ndarray | None = None
     if "dataloader" in excluded:

@@ -69,8 +69,8 @@ class Samples:
         if self._file is not None:
             self._file.write({"step": step, "prompt": prompt, "text": text})
         whole = prompt + text
-        told = "\n".join([f"sample after step {step}:", *(f"    {line}" for line in whole.rstrip().split("\n"))])
-        logger.info(f"sample after step {step}: {json.dumps(whole)}", extra={"terminal": told})
+        text = "\n".join([f"sample after step {step}:", *(f"    {line}" for line in whole.rstrip().split("\n"))])
+        logger.info(f"sample after step {step}: {json.dumps(whole)}", extra={"terminal": text})
         return text
 
     @torch.no_grad()

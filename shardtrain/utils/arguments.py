@@ -22,7 +22,7 @@ def truth(word: str) -> bool:
 class Arguments(argparse.ArgumentParser):
     """argparse that raises ConfigError in place of leaving the process; options cannot be shortened.
 
-    ``example`` is a whole command, told with each error. ``first`` is the option that a first word without one means,
+    ``example`` is a whole command, shown with each error. ``first`` is the option that a first word without one means,
     so that ``generate RUN`` is ``generate --from RUN``.
     """
 

@@ -25,7 +25,7 @@ class Peak:
     float8: float | None = None
 
 
-# The first row that matches counts, so special forms stand before general ones.
+# The first row that matches counts, so special forms come before general ones.
 _PEAKS: tuple[Peak, ...] = (
     # NVIDIA GB300 NVL72 data sheet: 360 PF bf16 and 720 PF fp8 with sparsity over 72 GPUs.
     Peak(r"\bGB300\b", 2500.0, 2500.0, 80.0, 5000.0),

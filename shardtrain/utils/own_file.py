@@ -72,7 +72,7 @@ class _FromSource(importlib.machinery.SourceFileLoader):
 
 
 def _binds(node: ast.AST, name: str) -> bool:
-    """Whether a statement, wherever it stands, may bind a name."""
+    """Whether a statement, wherever it is, may bind a name."""
     if isinstance(node, ast.ImportFrom | ast.Import):
         return any((alias.asname or alias.name) in (name, "*") for alias in node.names)
     if isinstance(node, ast.ClassDef | ast.FunctionDef):

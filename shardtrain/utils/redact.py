@@ -1,6 +1,6 @@
 """Secrets leave no trace: values that must not be written are known by the name of their variable, or by their look.
 
-Every line of the log, every traceback, ``exit.json``, the resolved configuration and what W&B is told go through
+Every line of the log, every traceback, ``exit.json``, the resolved configuration and what is sent to W&B go through
 ``redact``. The standard library alone is imported, so that anything may import this.
 """
 

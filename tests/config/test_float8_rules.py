@@ -90,7 +90,7 @@ def test_an_update_in_backward_and_accumulation_exclude_each_other():
     assert machine_notes(load("debug", [*words, "--training.local_batch_size=32"]), 2, "cpu", 0) == []
 
 
-def test_gathering_in_float8_on_one_shard_is_told():
+def test_gathering_in_float8_on_one_shard_is_reported():
     words = [*EMULATED, "--quantize.linear.float8.enable_fsdp_float8_all_gather"]
     assert any(
         "without effect, one rank" in n

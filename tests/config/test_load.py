@@ -38,7 +38,7 @@ def test_nothing_at_all_is_the_default_config() -> None:
     assert loaded.notices == () and loaded.path is None
 
 
-def test_where_no_file_is_named_the_preset_is_taken_and_told() -> None:
+def test_where_no_file_is_named_the_preset_is_taken_and_reported() -> None:
     loaded = load(None, ["--training.steps", "5"], preset=presets.FIRST)
     assert loaded.config == load(ROOT / "configs/debug.toml", ["--training.steps", "5"]).config
     assert "no configuration is named" in loaded.notices[0] and "llama3_8b" in loaded.notices[0]

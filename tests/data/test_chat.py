@@ -244,7 +244,7 @@ def test_marks_whose_text_is_changed_are_refused():
         write(template, TURNS[:2], None)
 
 
-def test_marks_that_leave_out_the_end_are_told(tmp_path, caplog):
+def test_marks_that_leave_out_the_end_are_reported(tmp_path, caplog):
     template = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}<|eot|>{% endfor %}"
     path = folder_of(tmp_path, template)
     encoder = open_encoder(open_tokenizer(str(path)), Data(format="chat"))
@@ -334,7 +334,7 @@ def test_an_empty_conversation_is_harmless_and_a_deep_one_is_not_followed(tmp_pa
     assert "nested more than 100 deep" in encode(path, {"messages": [{"role": "user", "content": deep}]}).reason
 
 
-def test_a_template_s_refusal_is_told(tmp_path):
+def test_a_template_s_refusal_is_reported(tmp_path):
     result = encode(folder_of(tmp_path, INST), {"messages": [{"role": "system", "content": "x"}, *TURNS]})
     assert result.reason == "the chat template refuses the conversation: Only user and assistant roles are supported!"
 

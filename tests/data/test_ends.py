@@ -43,7 +43,7 @@ def test_a_text_begins_and_ends_as_transformers_has_it(tmp_path: Path) -> None:
     assert compared == 12
 
 
-def test_a_file_whose_switch_is_not_heeded_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_whose_switch_is_not_heeded_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     open_tokenizer(str(folder(tmp_path / "agree", "llama3", add_bos_token=True)))
     assert not caplog.records
     path = folder(tmp_path / "differ", "gpt2", add_bos_token=True)
@@ -61,7 +61,7 @@ def test_documents_begin_as_the_tokenizer_says_and_end_where_it_names_an_end(tmp
         assert encode(tokenizer, pair, format="prompt_completion") == [*before, *halves, 1]
 
 
-def test_options_override_the_tokenizer_and_are_told(tmp_path: Path) -> None:
+def test_options_override_the_tokenizer_and_are_reported(tmp_path: Path) -> None:
     without = open_tokenizer(str(folder(tmp_path / "gpt2", "gpt2")))
     with_bos = open_tokenizer(str(folder(tmp_path / "llama3", "llama3")))
     text = without.encode("the cat").tolist()

@@ -111,7 +111,7 @@ def test_one_file_is_shown_for_every_platform_without_torch_and_without_a_secret
     assert sorted(tmp_path.rglob("*")) == before, "a dry run writes nothing"
 
 
-def test_what_a_platform_gives_to_nobody_who_does_not_ask_is_told():
+def test_what_a_platform_gives_to_nobody_who_does_not_ask_is_reported():
     devices = ["--launch.devices_per_node", "8", "--image", "x"]
     for platform in ("slurm", "kubernetes", "runai"):
         told = run(platform, "--dry-run", "--nproc", "8", "--image", "x").stderr
@@ -186,7 +186,7 @@ def test_runai_is_given_documented_flags_byte_for_byte(tmp_path, config_file, cl
         (["--job.dump_folder=/data2"], "/data2/checkpoint"),
     ],
 )
-def test_checkpoints_that_would_go_with_their_pod_are_told(config_file, platform, words, told):
+def test_checkpoints_that_would_go_with_their_pod_are_reported(config_file, platform, words, told):
     done = run(platform, config_file, "--dry-run", "--checkpoint.enable", *words)
     assert done.returncode == 0 and (told in done.stderr if told else done.stderr == ""), done.stderr
     assert len(done.stderr.splitlines()) == bool(told)

@@ -66,7 +66,7 @@ def with_a_thread(folder: Path) -> None:
     starts(folder, 2, 1)
 
 
-def test_a_fork_of_a_process_that_has_threads_is_told(tmp_path: Path) -> None:
+def test_a_fork_of_a_process_that_has_threads_is_reported(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=with_a_thread, args=(tmp_path,))
     process.start()
     process.join(patience.seconds(60))

@@ -63,7 +63,7 @@ def test_what_runai_refuses_of_a_job_is_one_line_with_status_2(tmp_path, monkeyp
     assert error.value.exit_code == 2 and len(str(error.value).splitlines()) == 1
 
 
-def test_a_hostfile_that_is_not_there_is_told(tmp_path):
+def test_a_hostfile_that_is_not_there_is_reported(tmp_path):
     with pytest.raises(ConfigError, match="cannot be read"):
         read_hostfile(tmp_path / "none")
 

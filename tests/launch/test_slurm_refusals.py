@@ -82,7 +82,7 @@ def with_line(names: dict[str, str], folder: Path, changed: str) -> dict[str, st
     return {**names, "SLURM_CONF": str(path)}
 
 
-def assert_told(names: dict[str, str], words: str) -> None:
+def assert_reported(names: dict[str, str], words: str) -> None:
     begun = time.monotonic()
     done = launch(names, "slurm", "--name=never")
     assert (done.returncode, done.stdout) == (2, "")
@@ -91,23 +91,23 @@ def assert_told(names: dict[str, str], words: str) -> None:
     assert time.monotonic() - begun < LIMIT_SECONDS + patience.seconds(20)
 
 
-def test_a_controller_that_is_down_is_told(cluster, tmp_path):
-    assert_told(with_line(cluster, tmp_path, "SlurmctldPort=1"), "is the controller up")
+def test_a_controller_that_is_down_is_reported(cluster, tmp_path):
+    assert_reported(with_line(cluster, tmp_path, "SlurmctldPort=1"), "is the controller up")
 
 
-def test_munge_that_is_down_is_told(cluster, tmp_path):
+def test_munge_that_is_down_is_reported(cluster, tmp_path):
     changed = f"AuthInfo=socket={tmp_path}/none,cred_expire=5"
-    assert_told(with_line(cluster, tmp_path, changed), "munge does not work on this machine")
+    assert_reported(with_line(cluster, tmp_path, changed), "munge does not work on this machine")
 
 
-def test_another_key_of_munge_is_told(cluster, tmp_path_factory):
+def test_another_key_of_munge_is_reported(cluster, tmp_path_factory):
     """The controller says nothing at all to a stranger."""
     folder = Path(cluster["SLURM_CONF"]).parent / "stranger"
     folder.mkdir()
     folder.chmod(0o755)  # whatever the umask: munge's own user must reach what is in it
     with munged(folder / "munge") as socket:
         names = with_line(cluster, folder, f"AuthInfo=socket={socket},cred_expire=5")
-        assert_told(names, "is the controller up, and does munge have the cluster's key")
+        assert_reported(names, "is the controller up, and does munge have the cluster's key")
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "stop"])

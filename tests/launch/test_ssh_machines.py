@@ -260,7 +260,7 @@ def work(tmp_path):
         ("parent", ["parent/folder", "launch.workdir"]),
     ],
 )
-def test_a_host_without_package_interpreter_or_folder_is_told(network, tmp_path, work, hidden, told):
+def test_a_host_without_package_interpreter_or_folder_is_reported(network, tmp_path, work, hidden, told):
     words = command(network, tmp_path / "run", f"--launch.python={tmp_path}/bin/python", f"--launch.workdir={work}")
     before = time.monotonic()
     with network.hosts["host-b"].shows(tmp_path / hidden, tmp_path / "nothing"):

@@ -179,7 +179,7 @@ def test_a_broken_promise_is_a_config_error_that_names_it(change, parts: list[st
     assert "my_model" in str(error.value)
 
 
-def test_what_all_layers_lack_is_one_line_and_a_star_that_stops_at_a_dot_is_told(tmp_path: Path) -> None:
+def test_what_all_layers_lack_is_one_line_and_a_star_that_stops_at_a_dot_is_reported(tmp_path: Path) -> None:
     module = find(write(tmp_path, ('"blocks.*.norm?.weight"', '"blocks*.weight"')))
     with pytest.raises(ConfigError) as error:
         build(module, module.Config())

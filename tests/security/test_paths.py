@@ -119,7 +119,7 @@ def test_every_file_that_is_appended_to_is_opened_through_no_link() -> None:
     assert {path for path, _ in found} == {"tools/data/download.py", "launch/platforms/ssh_connections.py"}, found
 
 
-def test_a_folder_of_checkpoints_that_everybody_may_write_is_refused_unless_told(tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_that_everybody_may_write_is_refused_unless_reported(tmp_path: Path) -> None:
     with world_of_one():
         kept = checkpoints(tmp_path)
         assert kept.to_continue() is None

@@ -113,7 +113,7 @@ def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_sources(loaded: Loaded) -> Iterator[Problem]:
-    """Each source of a mixture, and what else may not stand beside them."""
+    """Each source of a mixture, and what may not be set beside them."""
     data, training = loaded.config.data, loaded.config.training
     if not data.sources:
         return

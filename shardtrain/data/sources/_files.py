@@ -144,14 +144,14 @@ class FileList(Sequence[File]):
     place: the folder, file or pattern that led to them.
     """
 
-    def __init__(self, place: str, option: str, told: Mapping[str, Any]) -> None:
-        """``told`` is what ``arrays_of`` gave, on this rank or another one."""
-        self.place, self.option, self._root = place, option, told["root"]
+    def __init__(self, place: str, option: str, arrays: Mapping[str, Any]) -> None:
+        """``arrays`` is what ``arrays_of`` gave, on this rank or another one."""
+        self.place, self.option, self._root = place, option, arrays["root"]
         self._before = os.path.join(self._root, "")
-        self.has_twins: bool = told["has_twins"]
-        self._names: npt.NDArray[np.uint8] = told["names"]
+        self.has_twins: bool = arrays["has_twins"]
+        self._names: npt.NDArray[np.uint8] = arrays["names"]
         self._stops = np.flatnonzero(self._names == 0)
-        self._sizes, self._mtimes, self._inodes = told["sizes"], told["mtimes"], told["inodes"]
+        self._sizes, self._mtimes, self._inodes = arrays["sizes"], arrays["mtimes"], arrays["inodes"]
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -200,8 +200,8 @@ class FileList(Sequence[File]):
         """Some of the files, in their order."""
         picked = np.array(numbers, np.int64)
         identity = (self._sizes[picked], self._mtimes[picked], self._inodes[picked])
-        told = arrays_of(self._root, [self.name(number) for number in numbers], *identity)
-        return FileList(self.place, self.option, told)
+        arrays = arrays_of(self._root, [self.name(number) for number in numbers], *identity)
+        return FileList(self.place, self.option, arrays)
 
     def witnesses(self) -> list[Witness]:
         """Some files, evenly spread, for a node that compares them with its own."""
@@ -362,12 +362,12 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
         raise ConfigError(Problem(option, None, rule, f"name a file, a folder of {wanted}, or a pattern"))
     place = os.path.expanduser(path)
 
-    def opened(told: Any) -> FileList:
-        return FileList(place, option, told)
+    def opened(arrays: Any) -> FileList:
+        return FileList(place, option, arrays)
 
     listing = Listing(
-        witnesses=lambda told: opened(told).witnesses(),
-        difference=lambda told, own: opened(told).difference(opened(own)),
+        witnesses=lambda arrays: opened(arrays).witnesses(),
+        difference=lambda arrays, own: opened(arrays).difference(opened(own)),
     )
     return opened(shared_opening.once(place, lambda: _list(place, request, wanted, endings, empty), listing))
 

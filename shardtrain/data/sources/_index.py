@@ -69,11 +69,11 @@ class Index:
     """
 
     def __init__(
-        self, file: File, reader: Reader, told: Mapping[str, Any] | None = None, *, quoted: bool = False
+        self, file: File, reader: Reader, arrays: Mapping[str, Any] | None = None, *, quoted: bool = False
     ) -> None:
-        """``told`` is what ``arrays`` gave on another rank, and spares the scan."""
+        """``arrays`` is what ``arrays`` gave on another rank, and spares the scan."""
         self.file, self._reader = file, reader
-        found = self._found(quoted) if told is None else told
+        found = self._found(quoted) if arrays is None else arrays
         self._starts, self._rows_before_blank = found["starts"], found["rows_before_blank"]
         self._lines = found.get("lines")
         self.num_rows = len(self._starts) - 1 - len(self._rows_before_blank)

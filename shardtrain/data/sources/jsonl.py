@@ -48,9 +48,9 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
             for number, file in enumerate(files)
         ]
 
-    told = shared_opening.once(place_listed(files), look)
+    looked = shared_opening.once(place_listed(files), look)
     parts: dict[int, Part] = {}
-    for number, (file, found) in enumerate(zip(files, told, strict=True)):
+    for number, (file, found) in enumerate(zip(files, looked, strict=True)):
         if "array" in found:
             parts[number] = opened.get(number) or ArrayPart(file, found["array"], request.max_row_bytes)
         elif not in_sequence:

@@ -45,12 +45,12 @@ def open_source(request: Request) -> Table:
 def open_folder(root: Path) -> Table:
     """The ``.py`` files below a folder, up to MAX_BYTES of them."""
 
-    def opened(told: Any) -> FileList:
-        return FileList(str(root), "training.dataset", told)
+    def opened(arrays: Any) -> FileList:
+        return FileList(str(root), "training.dataset", arrays)
 
     listing = Listing(
-        witnesses=lambda told: opened(told).witnesses(),
-        difference=lambda told, own: opened(told).difference(opened(own)),
+        witnesses=lambda arrays: opened(arrays).witnesses(),
+        difference=lambda arrays, own: opened(arrays).difference(opened(own)),
     )
     return Library(opened(shared_opening.once(str(root), lambda: _list(root), listing)))
 

@@ -24,7 +24,7 @@ MIN_CHARACTERS, MAX_LINES = 24, 1500
 
 
 def open_source(request: Request) -> Table:
-    """One row ``{"text": ..., "label": ...}`` per line that stands in one place alone, package after package.
+    """One row ``{"text": ..., "label": ...}`` per line that is in one place alone, package after package.
 
     Raises:
         ConfigError: when a path is given, as this dataset takes none, or the split is unknown.

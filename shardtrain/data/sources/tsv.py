@@ -54,15 +54,15 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
             "lines": [] if in_sequence else [Index(file, reader, quoted=quoted).arrays() for file in files],
         }
 
-    told = shared_opening.once(place_listed(files), first_look)
-    parse = FieldsOf(tuple(told["columns"]), quoted)
+    looked = shared_opening.once(place_listed(files), first_look)
+    parse = FieldsOf(tuple(looked["columns"]), quoted)
     if is_many(files):
         return FileShards(files, parse, request.max_row_bytes, skipped=skipped, quoted=quoted, look=look)
     if in_sequence:
         return FileShards(files, parse, request.max_row_bytes, skipped=skipped, quoted=quoted)
     parts = [
         RecordsPart(Index(file, reader, lines, quoted=quoted), parse, request.max_row_bytes, skipped=skipped)
-        for file, lines in zip(files, told["lines"], strict=True)
+        for file, lines in zip(files, looked["lines"], strict=True)
     ]
     return FileTable(files, parts)
 

@@ -32,7 +32,7 @@ class JsonTokenizer:
     """A ``tokenizer.json``; reading it runs no code from it.
 
     bos, eos and pad come from ``tokenizer_config.json`` or ``special_tokens_map.json`` beside it, and otherwise from
-    the special tokens with the usual names. What stands before and after a text is what the file's post-processor puts
+    the special tokens with the usual names. What comes before and after a text is what the file's post-processor puts
     there, as in ``transformers``; ``add_bos_token`` in ``tokenizer_config.json`` changes nothing beside it. Special
     tokens that a text spells out become their ids.
     """
@@ -57,7 +57,7 @@ class JsonTokenizer:
         texts = {name: str(self._tokenizer.id_to_token(i)) for name, i in usual.items() if i is not None}
         self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
         self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
-        _tell_idle_switch(beside.switches.get("add_bos_token"), self.prefix_ids, self.bos_id, str(file))
+        _warn_of_idle_switch(beside.switches.get("add_bos_token"), self.prefix_ids, self.bos_id, str(file))
         ends = f"{self.bos_id} {self.eos_id}".encode()
         ends += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + ends).hexdigest()
@@ -173,14 +173,14 @@ def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     return (), ()
 
 
-_told: set[str] = set()
+_warned_of: set[str] = set()
 
 
-def _tell_idle_switch(switch: bool | None, prefix_ids: tuple[int, ...], bos_id: int | None, file: str) -> None:
+def _warn_of_idle_switch(switch: bool | None, prefix_ids: tuple[int, ...], bos_id: int | None, file: str) -> None:
     """Warn, once a process, where tokenizer_config.json and the file's post-processor differ."""
-    if switch is None or bos_id is None or switch == (bos_id in prefix_ids) or file in _told:
+    if switch is None or bos_id is None or switch == (bos_id in prefix_ids) or file in _warned_of:
         return
-    _told.add(file)
+    _warned_of.add(file)
     does, fix = ("puts it there", "false") if prefix_ids else ("does not put it there", "true")
     logger.warning(
         f"{file}: its post-processor {does}, and tokenizer_config.json says add_bos_token={str(switch).lower()}; the "

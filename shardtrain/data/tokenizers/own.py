@@ -61,7 +61,7 @@ class OwnTokenizer:
         return [self.encode(text) for text in texts]
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
-        """Ids of each text, and where each stands, as the file's ``spans`` says.
+        """Ids of each text, and where each is in the text, as the file's ``spans`` says.
 
         Raises:
             ConfigError: when the class has no ``spans``, or gives another number of them.

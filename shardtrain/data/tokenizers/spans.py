@@ -1,4 +1,4 @@
-"""Where tokens stand in their text: from lengths in bytes to characters."""
+"""Where tokens are in their text: from lengths in bytes to characters."""
 
 from __future__ import annotations
 

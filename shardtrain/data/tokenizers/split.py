@@ -1,4 +1,4 @@
-"""Texts that spell out special tokens: cut into those tokens and what stands between them."""
+"""Texts that spell out special tokens: cut into those tokens and what is between them."""
 
 from __future__ import annotations
 

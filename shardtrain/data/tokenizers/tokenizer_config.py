@@ -75,7 +75,7 @@ class TokenizerConfig:
         return found
 
     def ends(self, bos_id: int | None, eos_id: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What stands before and after a text, of a model without a post-processor: bos, unless a file says otherwise.
+        """What comes before and after a text, of a model without a post-processor: bos, unless a file says otherwise.
 
         Llama's tokenizers, which come as such files, put bos before a text and no eos after it.
         """

@@ -150,7 +150,7 @@ def _ask(words: Sequence[str], text: str = "", seconds: int = WAIT_SECONDS) -> s
         raise ConfigError(Problem("kubectl", None, f"had no answer of the cluster in {seconds} s", fix)) from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if not re.match(r"[EWI]\d{4} ", line)]
-        told = " ".join(" ".join(lines).split())[-500:] or f"exit status {done.returncode}"
-        fix = next((fix for found, fix in _FIXES if re.search(found, told)), "correct [launch], or ask the cluster")
-        raise ConfigError(Problem("kubectl", None, f"refused: {told}", fix))
+        reason = " ".join(" ".join(lines).split())[-500:] or f"exit status {done.returncode}"
+        fix = next((fix for found, fix in _FIXES if re.search(found, reason)), "correct [launch], or ask the cluster")
+        raise ConfigError(Problem("kubectl", None, f"refused: {reason}", fix))
     return done.stdout

@@ -19,7 +19,7 @@ NO_SSH = 127
 
 
 def main(path: str, number: str) -> int:
-    """Run one connection; gives 0 when its status has been told."""
+    """Run one connection; gives 0 when its status has been passed on."""
     with socket.socket(socket.AF_UNIX) as launcher:
         launcher.connect(path)
         launcher.sendall(f"{number}\n".encode())

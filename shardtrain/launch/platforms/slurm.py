@@ -28,7 +28,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 WAIT_SECONDS = 60
 
 TOLD = """\
-told() { # one line with the name of the node; what is wrong, and the fix
+say() { # one line with the name of the node; what is wrong, and the fix
     printf 'error[2]: %s: %s\\n' "${SLURMD_NODENAME:-$HOSTNAME}" "$1" >&2
 }
 """
@@ -92,7 +92,7 @@ TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
 AGAIN = """\
 if ((code == 75 || code == 138)); then
     # asked to stop, and saved, or by SIGUSR1 before it could hear of it: the same job continues from there
-    scontrol requeue "$SLURM_JOB_ID" || told "saved, and Slurm does not queue it again; submit it again to continue"
+    scontrol requeue "$SLURM_JOB_ID" || say "saved, and Slurm does not queue it again; submit it again to continue"
 fi
 """
 
@@ -109,7 +109,7 @@ def render(job: Job, launch: Launch) -> str:
     if job.workdir and slurm.container == "none":
         rule = f"launch.workdir={job.workdir} is not a folder here; use one that all nodes see"
         folder = shlex.quote(folder_words(job.workdir))
-        lines.append(f"cd -- {folder} 2>/dev/null || {{ told {shlex.quote(rule)}; exit 2; }}")
+        lines.append(f"cd -- {folder} 2>/dev/null || {{ say {shlex.quote(rule)}; exit 2; }}")
     lines += slurm.setup
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
     # sbatch hands on the environment unless a site's SBATCH_EXPORT, or --export in a directive, says otherwise

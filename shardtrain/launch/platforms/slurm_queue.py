@@ -1,4 +1,4 @@
-"""What Slurm is asked: to queue a job, how it stands, where its log is, and to stop it; each answer is one line.
+"""What Slurm is asked: to queue a job, its state, where its log is, and to stop it; each answer is one line.
 
 Slurm accepts much that can never run (``EnforcePartLimits=NO`` is its default) and says so in a job's ``Reason`` alone.
 Reasons: https://slurm.schedmd.com/job_reason_codes.html, and src/common/slurm_protocol_defs.c of Slurm 22.05 to 25.05.
@@ -150,7 +150,7 @@ def submit(text: str) -> str:
 
 
 def _first_look(number: str) -> Record | None:
-    """How a job stands once the scheduler has looked at it, or after ``REASON_SECONDS``."""
+    """The state of a job once the scheduler has looked at it, or after ``REASON_SECONDS``."""
     end, record = time.monotonic() + REASON_SECONDS, None
     while time.monotonic() < end:
         try:
@@ -170,8 +170,8 @@ def records(number: str) -> Iterator[Record]:
     Raises:
         ConfigError: Slurm does not answer, or has forgotten the job.
     """
-    told = ask(["scontrol", "--oneliner", "show", "job", number], fixes=REFUSALS)
-    for one in told.splitlines():
+    answer = ask(["scontrol", "--oneliner", "show", "job", number], fixes=REFUSALS)
+    for one in answer.splitlines():
         if "JobId=" in one:
             yield _record(dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)", one)))
 
@@ -260,12 +260,12 @@ def _accounted(number: str, error: ConfigError) -> list[Record]:
     _forgotten(error)
     fields = "JobID,State,ExitCode,Elapsed,Timelimit,NodeList"
     try:
-        told = ask(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", f"--format={fields}"])
+        answer = ask(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", f"--format={fields}"])
     except ConfigError:
-        told = ""
-    found = [line.split("|") for line in told.splitlines() if line.count("|") == fields.count(",")]
+        answer = ""
+    found = [line.split("|") for line in answer.splitlines() if line.count("|") == fields.count(",")]
     if not found:
-        rule = "is no longer in Slurm's memory (some minutes after its end), and in no accounting"
+        rule = "is no longer in Slurm's memory (some minutes after its end), and there is no accounting of it"
         fix = f"its log is NAME-{number}.log in the folder from which it was launched"
         raise ConfigError(Problem("id", f"slurm/{number}", rule, fix))
     return [

@@ -1,4 +1,4 @@
-"""Hosts that are reached by OpenSSH: what each is told, and the command that reaches it."""
+"""Hosts that are reached by OpenSSH: the message to each, and the command that reaches it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Plan:
-    """One host: the command that reaches it, and what that command is told on its standard input."""
+    """One host: the command that reaches it, and what that command reads on its standard input."""
 
     host: Host
     ssh: tuple[str, ...]
@@ -48,7 +48,7 @@ class Plan:
 
 
 def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id: str) -> list[Plan]:
-    """What each host is told; ``meeting`` is the address of the first, as the others reach it.
+    """The message to each host; ``meeting`` is the address of the first, as the others reach it.
 
     Raises:
         ConfigError: the job asks for what ssh cannot do.
@@ -90,13 +90,13 @@ def text(plans: Sequence[Plan]) -> str:
     """The plans for people: each command, and what goes into it, with the values of forwarded variables masked."""
     lines = []
     for plan in plans:
-        told = plan.message(dict.fromkeys(plan.forwarded, MASK)).decode().strip()
-        lines += [f"# {plan.host.label}", f"{shlex.join(plan.ssh)} <<'END'", told, "END"]
+        message = plan.message(dict.fromkeys(plan.forwarded, MASK)).decode().strip()
+        lines += [f"# {plan.host.label}", f"{shlex.join(plan.ssh)} <<'END'", message, "END"]
     return "\n".join(lines) + "\n"
 
 
 def address_of(host: Host, launch: Launch) -> str:
-    """The name or address that ssh's own configuration has for a host; other hosts are told this one."""
+    """The name or address that ssh's own configuration has for a host; other hosts get this one."""
     words = ["ssh", *(["-F", launch.ssh.config_file] if launch.ssh.config_file else []), "-G", "--", host.address]
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)

@@ -175,8 +175,8 @@ class Run:
         return ConfigError(Problem("host", one.name, f"cannot start shardtrain: {said}", fix))
 
     def _lost(self, one: _Connection) -> PeerError:
-        told = f"the connection to host {one.name} was lost"
-        return PeerError(f"{told}; is it up? The same command continues from the last checkpoint")
+        rule = f"the connection to host {one.name} was lost"
+        return PeerError(f"{rule}; is it up? The same command continues from the last checkpoint")
 
     def _read(self, one: _Connection) -> None:
         assert one.process.stdout is not None
@@ -247,7 +247,7 @@ class Run:
         lost = [one for one, code in zip(self._open, codes, strict=True) if code == LOST]
         if lost and not self._requests:
             raise self._lost(lost[0])
-        if self._requests:  # a node that was told before its ranks ran has died of it
+        if self._requests:  # a node that was asked before its ranks ran has died of it
             codes = [NOT_SAVED if code > 128 else code for code in codes]
         return status_of([-code if code > 128 else code for code in codes])
 
@@ -271,7 +271,7 @@ class Run:
             if one.process.poll() is None and one.ready:
                 one.say(remote_agent.KILL)
             elif one.process.poll() is None:
-                one.process.kill()  # it waits for its host, which has been told nothing
+                one.process.kill()  # it waits for its host, which was not asked
             with contextlib.suppress(OSError, ValueError):
                 assert one.process.stdin is not None
                 one.process.stdin.close()

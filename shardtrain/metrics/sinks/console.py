@@ -37,7 +37,7 @@ class Table:
     """Logged steps as rows of a table, for a terminal: no wider than it or 96 columns, whichever is less.
 
     The columns that do not fit are left out, the last of ``_COLUMNS`` first; metrics of the user's own follow where
-    there is room. The names stand above the first row, above every fortieth, and wherever the columns change.
+    there is room. The names are printed above the first row, above every fortieth, and wherever the columns change.
     """
 
     MOST_COLUMNS = 96

@@ -62,7 +62,7 @@ class JsonlFile:
             if written != len(line):
                 raise OSError(f"wrote {written} of {len(line)} bytes")
         except OSError:
-            # A full disk may take a part of a line; without it the next record stands on a line of its own.
+            # A full disk may take a part of a line; without it the next record is on a line of its own.
             os.ftruncate(descriptor, size)
             raise
         finally:
@@ -189,7 +189,7 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
         _, newline, content = file.read(window).partition(b"\n")
         at = size - len(content)
         end, last, num_kept, is_past = 0, -1, 0, False
-        for line in content.split(b"\n")[:-1]:  # what stands after the last line feed is torn
+        for line in content.split(b"\n")[:-1]:  # what follows the last line feed is torn
             records, _ = _parse(line)
             at += len(line) + 1
             step = records[0]["step"] if records else None

@@ -66,5 +66,5 @@ class OwnSink:
 
     def _fail(self, error: Exception) -> None:
         self._sink = None
-        told = redact(f"{type(error).__name__}: {error}")
-        logger.warning(f"the metric sink {self._path} failed: {told}; training continues without it")
+        reason = redact(f"{type(error).__name__}: {error}")
+        logger.warning(f"the metric sink {self._path} failed: {reason}; training continues without it")

@@ -99,6 +99,6 @@ class TrackerSink:
                 client.log(values, step=step)
             client.finish()
         except BaseException as error:  # even SystemExit, which W&B raises in this thread where it cannot log in
-            told = redact(f"{type(error).__name__}: {error}")
-            logger.warning(f"{self._title} failed: {told}; training continues without it")
+            reason = redact(f"{type(error).__name__}: {error}")
+            logger.warning(f"{self._title} failed: {reason}; training continues without it")
             self._failed = True

@@ -1,7 +1,7 @@
 """What a model's tensors are called in a folder: as torchtitan calls them, or as this project does.
 
 torchtitan's Llama 2 and 3 pair the numbers of a head for rotary angles as (x_2i, x_2i+1), as Meta's weights do, and
-ours as (x_i, x_{i+H/2}), as those of Hugging Face do: the rows of its wq and wk stand in another order. Its other
+ours as (x_i, x_{i+H/2}), as those of Hugging Face do: the rows of its wq and wk are in another order. Its other
 families have the order of ours: Llama 4 turns neighbours in both.
 """
 

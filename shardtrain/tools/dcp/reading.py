@@ -77,7 +77,7 @@ def from_dcp(
         same = (one.shape, one.dtype) == (other.shape, other.dtype)
         if not same or not there.tensor(name).equal(there.tensor(embed)):
             raise CheckpointError(f"{folder}: {name} is not the embedding, and this model has both as one tensor")
-    rest = sorted(name for name in there.tensors if name not in used | tied and not _is_told(name))
+    rest = sorted(name for name in there.tensors if name not in used | tied and not _is_read_elsewhere(name))
     surplus = [name for name in rest if not name.startswith(("optimizer", "optim."))]
     if surplus:
         fix = "name the model, flavor and overrides that it was trained with"
@@ -235,5 +235,5 @@ def _counters(there: Folder, step: int) -> dict[str, int]:
     return {"step": step, "updates": step, "tokens_seen": _count(there, "ntokens_seen") or 0}
 
 
-def _is_told(name: str) -> bool:
+def _is_read_elsewhere(name: str) -> bool:
     return name.startswith(("train_state.", "lr_scheduler", "dataloader"))

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, Verdict, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, Verdict, each
 
 AREA = "clock"
 
 ROUNDS = 4
 WARN_SECONDS, FAIL_SECONDS = 1.0, 30.0
-"""Apart: logs of ranks no longer tell who was first; leases, tokens and certificates are taken for expired."""
+"""How far clocks may differ: beyond it logs do not show who was first, and leases and certificates seem expired."""
 _TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
 
 
@@ -54,34 +54,34 @@ def offsets(moments: dict[int, list[float]]) -> dict[int, float]:
 
     A rank notes each moment a little late, by its distance to the store; of some rounds the least late one counts.
     """
-    told = {rank: times for rank, times in moments.items() if times}
-    rounds = min((len(times) for times in told.values()), default=0)
+    answered = {rank: times for rank, times in moments.items() if times}
+    rounds = min((len(times) for times in answered.values()), default=0)
     if not rounds:
         return {}
-    middle = [sorted(times[index] for times in told.values())[len(told) // 2] for index in range(rounds)]
-    found = {rank: [times[i] - middle[i] for i in range(rounds)] for rank, times in told.items()}
+    middle = [sorted(times[index] for times in answered.values())[len(answered) // 2] for index in range(rounds)]
+    found = {rank: [times[i] - middle[i] for i in range(rounds)] for rank, times in answered.items()}
     return {rank: min(differences, key=abs) for rank, differences in found.items()}
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """Each rank's clock against the middle one of all."""
-    told = said.of(AREA)
-    found = offsets({rank: facts["moments"] for rank, facts in told.items()})
+    by_rank = reports.of(AREA)
+    found = offsets({rank: facts["moments"] for rank, facts in by_rank.items()})
     if found:
         apart = max(found.values()) - min(found.values())
         away = sorted((rank for rank in found if abs(found[rank]) > WARN_SECONDS), key=lambda rank: -abs(found[rank]))
         expected = f"{WARN_SECONDS:g} s apart or less"
         if away:
             first = away[0]
-            text = f"{found[first]:+.1f} s on {said.who([first])}, {apart:.1f} s apart"
+            text = f"{found[first]:+.1f} s on {reports.who([first])}, {apart:.1f} s apart"
             fix = "start chrony or ntpd on that host: chronyc makestep"
             verdict: Verdict = "fail" if abs(found[first]) > FAIL_SECONDS else "warn"
             yield Finding(AREA, "skew", verdict, text, expected, fix, tuple(away))
         else:
             yield Finding(AREA, "skew", "pass", f"{1000 * apart:.0f} ms apart", expected)
-    several = len(said.hosts()) > 1
-    yield from each(said, AREA, "synchronized", lambda facts: _synchronized(facts, several))
-    yield from each(said, AREA, "source", _source)
+    several = len(reports.hosts()) > 1
+    yield from each(reports, AREA, "synchronized", lambda facts: _synchronized(facts, several))
+    yield from each(reports, AREA, "source", _source)
 
 
 def _synchronized(facts: Facts, several: bool) -> Judged | None:

@@ -150,11 +150,11 @@ def _here(request: Request, words: list[str]) -> int:
         report = folder / REPORT
         if status or not report.is_file():
             return status or 1
-        told = json.loads(report.read_text(encoding="utf-8"))
+        result = json.loads(report.read_text(encoding="utf-8"))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         del os.environ[FOLDER]
-    return _print(request, told)
+    return _print(request, result)
 
 
 def _with_folder(loaded: Loaded, folder: Path) -> Loaded:
@@ -181,15 +181,15 @@ def _as_rank(request: Request) -> NoReturn:
         local.leave(local.run_child(_with_folder(request.loaded, Path(os.environ[FOLDER])), lambda _: _run(request)))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signals.die_with_parent(signal.SIGTERM)
-    told = _run(request)
-    if told["findings"] and os.environ["RANK"] == "0":
-        _print(request, told)
-    local.leave(told["exit_code"])
+    result = _run(request)
+    if result["findings"] and os.environ["RANK"] == "0":
+        _print(request, result)
+    local.leave(result["exit_code"])
 
 
-def _print(request: Request, told: dict[str, Any]) -> int:
-    print(to_json(told) if request.json else text_of(told), flush=True)
-    return int(told["exit_code"])
+def _print(request: Request, result: dict[str, Any]) -> int:
+    print(to_json(result) if request.json else text_of(result), flush=True)
+    return int(result["exit_code"])
 
 
 def _run(request: Request) -> dict[str, Any]:
@@ -218,20 +218,20 @@ def _run(request: Request) -> dict[str, Any]:
         )
         facts = rank.examine(context)
         if place:
-            code = own.hear("exit_code", 2 * own.patience_seconds)
-            own.tell(f"left-{place}", True)
+            code = own.receive("exit_code", 2 * own.patience_seconds)
+            own.send(f"left-{place}", True)
             return {"findings": [], "exit_code": 1 if code is None else code}
-        said = rank.gather(context, facts)
-        findings = rank.judge(said)
-        told = document(said, findings, time.monotonic() - started)
-        told["exit_code"] = exit_code(findings, request.strict)
-        own.tell("exit_code", told["exit_code"])
+        reports = rank.gather(context, facts)
+        findings = rank.judge(reports)
+        result = document(reports, findings, time.monotonic() - started)
+        result["exit_code"] = exit_code(findings, request.strict)
+        own.send("exit_code", result["exit_code"])
         end = time.monotonic() + LEAVE_SECONDS  # with srun, the store that they ask lives in this process
-        for other in set(range(1, size)) - set(said.missing):
-            own.hear(f"left-{other}", max(0.0, end - time.monotonic()))
+        for other in set(range(1, size)) - set(reports.missing):
+            own.receive(f"left-{other}", max(0.0, end - time.monotonic()))
     if FOLDER in os.environ:
-        (Path(os.environ[FOLDER]) / REPORT).write_text(json.dumps(told), encoding="utf-8")
-    return told
+        (Path(os.environ[FOLDER]) / REPORT).write_text(json.dumps(result), encoding="utf-8")
+    return result
 
 
 def _local_size() -> int:

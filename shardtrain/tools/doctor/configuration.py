@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from shardtrain import config
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
+from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict
 from shardtrain.utils.log import redact
 
 AREA = "config"
@@ -46,20 +46,20 @@ def needs(context: RankContext) -> Facts:
     }
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """A row for each problem and note, with the ranks that have it where not all do."""
-    told = said.of(AREA)
+    by_rank = reports.of(AREA)
     verdicts: tuple[tuple[str, Verdict], ...] = (("problems", "fail"), ("notes", "warn"))
     clean = True
     for kind, verdict in verdicts:
-        texts = list(dict.fromkeys(text for facts in told.values() for text in facts[kind]))
+        texts = list(dict.fromkeys(text for facts in by_rank.values() for text in facts[kind]))
         for text in texts:
-            ranks = [rank for rank, facts in told.items() if text in facts[kind]]
-            where = f" (on {said.who(ranks)})" if len(ranks) < said.size else ""
+            ranks = [rank for rank, facts in by_rank.items() if text in facts[kind]]
+            where = f" (on {reports.who(ranks)})" if len(ranks) < reports.size else ""
             what, _, fix = text.rpartition("; ")
             only = tuple(ranks) if where else ()
             yield Finding(AREA, kind.removesuffix("s"), verdict, (what or fix) + where, "", fix if what else "", only)
             clean = False
-    if clean and told:
-        path = next(iter(told.values()))["path"]
+    if clean and by_rank:
+        path = next(iter(by_rank.values()))["path"]
         yield Finding(AREA, "configuration", "pass", path or "defaults", "no problem here")

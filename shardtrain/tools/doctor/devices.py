@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shardtrain.tools.doctor import health
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal, fastest_first, slow
-from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
+from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict
 from shardtrain.utils.hardware import peak_flops
 
 if TYPE_CHECKING:
@@ -135,50 +135,50 @@ def _under_load(uuid: str, a: torch.Tensor, b: torch.Tensor) -> Facts:
             return {"error": str(error).splitlines()[0]}
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """One device for each rank, of one kind, as fast as the others and as its data sheet, right, and in good health."""
-    told = said.of(AREA)
-    if not told:
+    by_rank = reports.of(AREA)
+    if not by_rank:
         return
     fix = "use hosts of one kind: the slowest device sets the pace of all"
-    yield equal(said, AREA, "kind", {rank: str(facts["name"]) for rank, facts in told.items()}, "warn", fix)
-    yield from _doubly_used(said, told)
-    wrong = [rank for rank, facts in told.items() if not facts["exact"]]
-    text = f"wrong on {said.who(wrong)}" if wrong else "exact"
+    yield equal(reports, AREA, "kind", {rank: str(facts["name"]) for rank, facts in by_rank.items()}, "warn", fix)
+    yield from _doubly_used(reports, by_rank)
+    wrong = [rank for rank, facts in by_rank.items() if not facts["exact"]]
+    text = f"wrong on {reports.who(wrong)}" if wrong else "exact"
     replace = "take this device out of the job and have it replaced: its results cannot be trusted" if wrong else ""
     verdict: Verdict = "fail" if wrong else "pass"
     yield Finding(AREA, "product of matrices", verdict, text, "exact whole numbers", replace, tuple(wrong))
-    yield from _rates(said, told)
-    yield from health.judge(said, {rank: facts["health"] for rank, facts in told.items() if "health" in facts})
+    yield from _rates(reports, by_rank)
+    yield from health.judge(reports, {rank: facts["health"] for rank, facts in by_rank.items() if "health" in facts})
 
 
-def _doubly_used(said: Said, told: dict[int, Facts]) -> Iterator[Finding]:
+def _doubly_used(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     used: dict[tuple[str, str], list[int]] = {}
-    for rank, facts in told.items():
+    for rank, facts in by_rank.items():
         if facts.get("uuid"):
-            used.setdefault((said.host(rank), facts["uuid"]), []).append(rank)
+            used.setdefault((reports.host(rank), facts["uuid"]), []).append(rank)
     for (_, uuid), ranks in used.items():
         if len(ranks) > 1:
             fix = "start one rank for each device, and look at CUDA_VISIBLE_DEVICES"
-            text = f"{uuid} is that of {said.who(ranks)}"
+            text = f"{uuid} is that of {reports.who(ranks)}"
             yield Finding(AREA, "one rank a device", "fail", text, "a device of its own", fix, tuple(ranks))
 
 
-def _rates(said: Said, told: dict[int, Facts]) -> Iterator[Finding]:
+def _rates(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     """Ranks with one kind of device are compared with each other, and each with its data sheet."""
     kinds: dict[tuple[str, str], dict[int, float]] = {}
-    for rank, facts in told.items():
+    for rank, facts in by_rank.items():
         kinds.setdefault((facts["name"], facts["dtype"]), {})[rank] = facts["rate"] / TERA
     for (_, dtype), rates in kinds.items():
-        peak = told[next(iter(rates))]["peak"]
+        peak = by_rank[next(iter(rates))]["peak"]
         expected = f"{GOOD_SHARE:.0%} of {peak / TERA:.0f} TFLOP/s or more" if peak else "no expectation"
-        text, subject = fastest_first(said, rates, "TFLOP/s"), f"matmul {dtype}"
+        text, subject = fastest_first(reports, rates, "TFLOP/s"), f"matmul {dtype}"
         low = [rank for rank in rates if peak and rates[rank] * TERA < GOOD_SHARE * peak]
         behind = slow(rates)
         if low:
             verdict: Verdict = "fail" if any(rates[rank] * TERA < BAD_SHARE * peak for rank in low) else "warn"
             fix = "look at clocks, power and heat below, and at other processes on the device"
-            yield Finding(AREA, subject, verdict, text, expected, fix, tuple(low) if len(low) < said.size else ())
+            yield Finding(AREA, subject, verdict, text, expected, fix, tuple(low) if len(low) < reports.size else ())
         elif behind:
             fix = "look for other processes, heat or a power cap there; leave the host out if none is found"
             yield Finding(AREA, subject, "warn", text, "as on other ranks", fix, tuple(behind))

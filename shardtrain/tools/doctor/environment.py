@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 
 AREA = "environment"
 
@@ -51,24 +51,24 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["unseen"] = unseen.reason if unseen else ""
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """Equal on all ranks; interfaces that exist; no switch of debugging left on; threads that fit the cores."""
-    told = {rank: facts["variables"] for rank, facts in said.of(AREA).items()}
-    names = sorted({name for variables in told.values() for name in variables} - set(_OWN_TO_A_RANK))
+    by_rank = {rank: facts["variables"] for rank, facts in reports.of(AREA).items()}
+    names = sorted({name for variables in by_rank.values() for name in variables} - set(_OWN_TO_A_RANK))
     rows = [
-        equal(said, AREA, name, {rank: variables.get(name, "") for rank, variables in told.items()}, "warn", _FIX)
+        equal(reports, AREA, name, {rank: variables.get(name, "") for rank, variables in by_rank.items()}, "warn", _FIX)
         for name in names
     ]
     yield from (row for row in rows if row.verdict != "pass")
-    if told and all(row.verdict == "pass" for row in rows):
+    if by_rank and all(row.verdict == "pass" for row in rows):
         yield Finding(AREA, "variables", "pass", f"{len(names)} set", "equal on all ranks")
     for name in _INTERFACES:
-        yield from each(said, AREA, name, functools.partial(_interface, name))
+        yield from each(reports, AREA, name, functools.partial(_interface, name))
     for name, pattern, cost in COSTLY:
-        yield from each(said, AREA, name, functools.partial(_costly, name, pattern, cost))
-    yield from each(said, AREA, "NCCL_IB_DISABLE", _infiniband)
-    yield from each(said, AREA, "devices of the job", _unseen)
-    yield from each(said, AREA, "threads", _threads)
+        yield from each(reports, AREA, name, functools.partial(_costly, name, pattern, cost))
+    yield from each(reports, AREA, "NCCL_IB_DISABLE", _infiniband)
+    yield from each(reports, AREA, "devices of the job", _unseen)
+    yield from each(reports, AREA, "threads", _threads)
 
 
 _FIX = "set it in the job script, which all ranks read, and not in the shell of one host"

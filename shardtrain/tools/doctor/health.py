@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
+from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict
 
 AREA = "devices"
 
@@ -133,15 +133,15 @@ def _number(facts: Facts, name: str) -> float:
         return 0.0
 
 
-def judge(said: Said, told: dict[int, Facts]) -> Iterator[Finding]:
+def judge(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     """A row for each kind of trouble, with the ranks that have it."""
-    if not told:
+    if not by_rank:
         return
-    silent = {rank: facts["error"] for rank, facts in told.items() if "error" in facts}
+    silent = {rank: facts["error"] for rank, facts in by_rank.items() if "error" in facts}
     if silent:
-        text = f"{next(iter(silent.values()))} ({said.who(list(silent))})"
+        text = f"{next(iter(silent.values()))} ({reports.who(list(silent))})"
         yield Finding(AREA, "health", "warn", text, "read", "install nvidia-smi of the driver, or look by hand")
-    asked = {rank: facts for rank, facts in told.items() if rank not in silent}
+    asked = {rank: facts for rank, facts in by_rank.items() if rank not in silent}
     if not asked:
         return
     rows: list[tuple[str, Verdict, dict[int, str], str, str]] = [
@@ -162,14 +162,14 @@ def judge(said: Said, told: dict[int, Facts]) -> Iterator[Finding]:
     for subject, verdict, found, expected, fix in rows:
         if found:
             first = min(found)
-            text = f"{found[first]} on {said.who(list(found))}"
+            text = f"{found[first]} on {reports.who(list(found))}"
             yield Finding(AREA, subject, verdict, text, expected, fix, tuple(sorted(found)))
         else:
             yield Finding(AREA, subject, "pass", "none" if expected == "none" else "as expected", expected)
 
 
-def _texts(told: dict[int, Facts], look: Any) -> dict[int, str]:
-    return {rank: text for rank, facts in told.items() if (text := look(facts))}
+def _texts(by_rank: dict[int, Facts], look: Any) -> dict[int, str]:
+    return {rank: text for rank, facts in by_rank.items() if (text := look(facts))}
 
 
 def _memory_errors(facts: Facts) -> str:

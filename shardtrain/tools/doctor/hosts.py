@@ -9,12 +9,12 @@ import socket
 from collections.abc import Iterator
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 
 AREA = "hosts"
 
 TORCHRUN_PORT = 29500
-"""Where torchrun meets when it is told no port."""
+"""The port at which torchrun meets when none is given."""
 LEAST_PORTS = 2_000
 """Connections of one rank to each of some thousand others need so many."""
 
@@ -54,28 +54,28 @@ def is_free(port: int) -> bool:
     return True
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """Names that resolve to an address others can reach, equal shares of ranks, a free port."""
-    hosts, told = said.hosts(), said.of(AREA)
-    yield _ranks_per_host(said)
-    yield from each(said, AREA, "name resolves", lambda facts: _resolves(facts, several=len(hosts) > 1))
-    found = {facts["architecture"] for facts in told.values()}
+    hosts, by_rank = reports.hosts(), reports.of(AREA)
+    yield _ranks_per_host(reports)
+    yield from each(reports, AREA, "name resolves", lambda facts: _resolves(facts, several=len(hosts) > 1))
+    found = {facts["architecture"] for facts in by_rank.values()}
     if len(found) > 1:
         fix = "use hosts of one kind: kernels of different processors round differently"
         yield Finding(AREA, "architecture", "warn", ", ".join(sorted(found)), "equal on all hosts", fix)
-    yield from each(said, AREA, "ephemeral ports", _ports)
-    if not any(facts["in_job"] for facts in told.values()):
-        yield from each(said, AREA, "meeting port", _port)
+    yield from each(reports, AREA, "ephemeral ports", _ports)
+    if not any(facts["in_job"] for facts in by_rank.values()):
+        yield from each(reports, AREA, "meeting port", _port)
 
 
-def _ranks_per_host(said: Said) -> Finding:
-    hosts, told = said.hosts(), said.of(AREA)
+def _ranks_per_host(reports: Reports) -> Finding:
+    hosts, by_rank = reports.hosts(), reports.of(AREA)
     counts = {host: len(ranks) for host, ranks in hosts.items()}
     text = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}, " + ", ".join(
         f"{host} {count}" for host, count in list(counts.items())[:4]
     )
     text += f" and {len(counts) - 4} more" if len(counts) > 4 else ""
-    wrong = {host: count for host, count in counts.items() if count != told[hosts[host][0]]["local_size"]}
+    wrong = {host: count for host, count in counts.items() if count != by_rank[hosts[host][0]]["local_size"]}
     if wrong:
         # two containers of one name, or a launcher that counts otherwise: groups of one host would be wrong
         fix = "give each host or container a name of its own, and start its ranks with one torchrun or srun step"

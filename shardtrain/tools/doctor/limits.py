@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 from shardtrain.utils.units import GIB, format_bytes
 
 AREA = "limits"
@@ -79,18 +79,18 @@ def _chosen(text: str) -> str:
     return text.partition("[")[2].partition("]")[0]
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """Each limit against what a run of this size needs."""
-    yield from each(said, AREA, "open files", _files)
-    yield from each(said, AREA, "processes", _processes)
-    yield from each(said, AREA, "locked memory", _locked)
-    yield from each(said, AREA, "address space", _address)
-    yield from each(said, AREA, "core dumps", _core)
-    yield from each(said, AREA, "CPU quota", _quota)
-    yield from each(said, AREA, "CPU load", _load)
-    yield from each(said, AREA, "CPU governor", _governor)
-    yield from each(said, AREA, "CPU steal", _stolen)
-    yield from each(said, AREA, "huge pages", _pages)
+    yield from each(reports, AREA, "open files", _files)
+    yield from each(reports, AREA, "processes", _processes)
+    yield from each(reports, AREA, "locked memory", _locked)
+    yield from each(reports, AREA, "address space", _address)
+    yield from each(reports, AREA, "core dumps", _core)
+    yield from each(reports, AREA, "CPU quota", _quota)
+    yield from each(reports, AREA, "CPU load", _load)
+    yield from each(reports, AREA, "CPU governor", _governor)
+    yield from each(reports, AREA, "CPU steal", _stolen)
+    yield from each(reports, AREA, "huge pages", _pages)
 
 
 def _files(facts: Facts) -> Judged | None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtrain.tools.doctor.result import Facts, Said
+from shardtrain.tools.doctor.result import Facts, Reports
 
 GIGA = 1e9
 
@@ -54,9 +54,9 @@ def _text(path: Path) -> str:
         return ""
 
 
-def device_rate(told: Facts) -> tuple[float, str]:
+def device_rate(facts: Facts) -> tuple[float, str]:
     """What one device can send to others of its host, and through what; 0 where nobody knows."""
-    health = told.get("health", {})
+    health = facts.get("health", {})
     nvlink = sum(health.get("nvlink", []))
     if nvlink:
         return nvlink * GIGA, f"{nvlink:.0f} GB/s of NVLink"
@@ -68,19 +68,19 @@ def device_rate(told: Facts) -> tuple[float, str]:
     return rate * GIGA, f"{rate:.0f} GB/s of PCIe {generation} x{width}"
 
 
-def expected(said: Said, group: Sequence[int], groups_at_once: int) -> tuple[float, str]:
+def expected(reports: Reports, group: Sequence[int], groups_at_once: int) -> tuple[float, str]:
     """Bus bandwidth that a group of ranks should reach while ``groups_at_once`` like it are busy, and why; 0: unknown.
 
     Within a host it is the device's own links. Between hosts it is the cards of a host, which the groups that cross
     them at once divide, but no more than a device can send: a ring that crosses a host once uses all of its cards.
     """
-    devices = {rank: facts for rank, facts in said.of("devices").items() if rank in group}
+    devices = {rank: facts for rank, facts in reports.of("devices").items() if rank in group}
     if len(devices) < len(group) or any(facts["type"] != "cuda" for facts in devices.values()):
         return 0.0, ""
     inside, why = min((device_rate(facts) for facts in devices.values()), key=lambda found: found[0])
-    if len({said.host(rank) for rank in group}) == 1:
+    if len({reports.host(rank) for rank in group}) == 1:
         return inside, why
-    cards = [_cards_rate(facts["cards"]) for rank, facts in said.of("network").items() if rank in group]
+    cards = [_cards_rate(facts["cards"]) for rank, facts in reports.of("network").items() if rank in group]
     between = min(cards, default=0.0) / max(1, groups_at_once)
     if not between or (inside and inside < between):
         return (inside, why) if between else (0.0, "")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 from shardtrain.train.preflight.machine import cgroup_memory, host_memory
 from shardtrain.utils.units import GIB, MIB, format_bytes
 
@@ -47,14 +47,14 @@ def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
     return 0
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """Enough for the states of the model where its size is known; nobody else's memory on the device."""
-    needs = said.facts.get(0, {}).get("config", {}).get("state_bytes_per_rank", 0)
-    on_cpu = not any("device_total" in facts for facts in said.of(AREA).values())
-    yield from each(said, AREA, "host memory", lambda facts: _host(facts, needs if on_cpu else 0))
-    yield from each(said, AREA, "kills for memory", _kills)
-    yield from each(said, AREA, "/dev/shm", _shared)
-    yield from each(said, AREA, "device memory", lambda facts: _device(facts, needs))
+    needs = reports.facts.get(0, {}).get("config", {}).get("state_bytes_per_rank", 0)
+    on_cpu = not any("device_total" in facts for facts in reports.of(AREA).values())
+    yield from each(reports, AREA, "host memory", lambda facts: _host(facts, needs if on_cpu else 0))
+    yield from each(reports, AREA, "kills for memory", _kills)
+    yield from each(reports, AREA, "/dev/shm", _shared)
+    yield from each(reports, AREA, "device memory", lambda facts: _device(facts, needs))
 
 
 def _host(facts: Facts, needs: int) -> Judged:

@@ -38,7 +38,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     hosts = _hosts(context)
     context.line.mark("joining the process group")
     context.torch_device()
-    # longer than any limit of ours: who waits is told by the line, and PyTorch would end the process
+    # longer than any limit of ours: the line says who waits, and PyTorch would end the process
     timeout = timedelta(seconds=20 * context.limit_seconds)
     store = dist.PrefixStore("doctor-group", context.store)
     backend = accelerator.collectives(context.device)
@@ -50,8 +50,10 @@ def collect(context: RankContext, facts: Facts) -> None:
         place = next(number for number, ranks in enumerate(divided) if context.rank in ranks)
         for name, measure in COLLECTIVES.items():
             context.line.meet(f"{name} on {axis}")
-            told = measure(context, group)
-            facts["collectives"].append({"axis": axis, "name": name, "group": place, "ranks": divided[place], **told})
+            measured = measure(context, group)
+            facts["collectives"].append(
+                {"axis": axis, "name": name, "group": place, "ranks": divided[place], **measured}
+            )
     _measure_pairs(context, facts, hosts)
     context.line.meet("leaving the process group")
     dist.destroy_process_group()
@@ -61,11 +63,11 @@ def _hosts(context: RankContext) -> list[str]:
     """The host of each rank, in order."""
     import socket
 
-    context.line.tell(f"host-{context.rank}", socket.gethostname())
+    context.line.send(f"host-{context.rank}", socket.gethostname())
     context.line.meet("network")
     if context.rank == 0:
-        context.line.tell("hosts", [context.line.hear(f"host-{rank}") for rank in range(context.size)])
-    found = context.line.hear("hosts", context.limit_seconds)
+        context.line.send("hosts", [context.line.receive(f"host-{rank}") for rank in range(context.size)])
+    found = context.line.receive("hosts", context.limit_seconds)
     if found is None:
         raise PeerError("rank 0 has not sent the hosts of the ranks")
     return [str(host) for host in found]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 
 if TYPE_CHECKING:
     import torch
@@ -61,13 +61,13 @@ def loss_error(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> float:
     return abs(float(cross_entropy_sum(logits_NV, targets_N)) / exact - 1)
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """Both within the limit on every rank; a sum that is not a number is not."""
     yield from each(
-        said, AREA, "gradient norm", lambda facts: _judge(facts, "norm_error", f"{facts['numbers']:,} numbers")
+        reports, AREA, "gradient norm", lambda facts: _judge(facts, "norm_error", f"{facts['numbers']:,} numbers")
     )
     size = "{tokens:,} tokens x {vocabulary:,}"
-    yield from each(said, AREA, "loss sum", lambda facts: _judge(facts, "loss_error", size.format(**facts)))
+    yield from each(reports, AREA, "loss sum", lambda facts: _judge(facts, "loss_error", size.format(**facts)))
 
 
 def _judge(facts: Facts, name: str, size: str) -> Judged:

@@ -1,6 +1,6 @@
 """Which ranks differ from the others, and which are slow; pure functions of values by rank.
 
-Slow is told by the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993): the distance
+Slow is decided by the modified z-score of Iglewicz and Hoaglin (How to Detect and Handle Outliers, 1993): the distance
 from the median in units of 1.4826 times the median absolute deviation, of which more than 3.5 is an outlier. Less than
 half of the median is slow whatever the spread: of a few ranks, the slow one itself makes most of it. Of two ranks, one
 is slow that has not half the rate of the other.
@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
-from shardtrain.tools.doctor.result import EQUAL, Finding, Said, Verdict
+from shardtrain.tools.doctor.result import EQUAL, Finding, Reports, Verdict
 
 T = TypeVar("T", bound=Hashable)
 
@@ -63,19 +63,19 @@ def slow(rates: Mapping[int, float]) -> list[int]:
     return sorted((rank for rank, rate in rates.items() if rate < limit), key=lambda rank: (rates[rank], rank))
 
 
-def equal(said: Said, area: str, subject: str, values: Mapping[int, str], verdict: Verdict, fix: str) -> Finding:
+def equal(reports: Reports, area: str, subject: str, values: Mapping[int, str], verdict: Verdict, fix: str) -> Finding:
     """A row that passes where all ranks have the same value, and else names those that have another."""
     found = groups(values)
     if len(found) == 1:
         return Finding(area, subject, "pass", found[0][0] or "none", EQUAL)
-    told = "; ".join(f"{value or 'none'} on {said.who(ranks)}" for value, ranks in found[:4])
+    text = "; ".join(f"{value or 'none'} on {reports.who(ranks)}" for value, ranks in found[:4])
     more = f"; {len(found) - 4} more" if len(found) > 4 else ""
-    return Finding(area, subject, verdict, told + more, EQUAL, fix, tuple(odd(values)))
+    return Finding(area, subject, verdict, text + more, EQUAL, fix, tuple(odd(values)))
 
 
-def fastest_first(said: Said, rates: Mapping[int, float], unit: str) -> str:
+def fastest_first(reports: Reports, rates: Mapping[int, float], unit: str) -> str:
     """A rate in words: the value of one rank, or the lowest and the highest of several and who has the lowest."""
     if len(rates) == 1:
         return f"{next(iter(rates.values())):.4g} {unit}"
     least = min(rates, key=lambda rank: (rates[rank], rank))
-    return f"{rates[least]:.4g} to {max(rates.values()):.4g} {unit}, slowest {said.who([least])}"
+    return f"{rates[least]:.4g} to {max(rates.values()):.4g} {unit}, slowest {reports.who([least])}"

@@ -1,4 +1,4 @@
-"""One rank of the doctor: collect every area within its limit, tell the first rank, which judges what all have told."""
+"""One rank of the doctor: collect every area within its limit and send it to the first rank, which judges all."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardtrain.tools.doctor import (
     versions,
 )
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import ERROR, STOPPED, Facts, Finding, Said
+from shardtrain.tools.doctor.result import ERROR, STOPPED, Facts, Finding, Reports
 from shardtrain.utils.errors import PeerError
 from shardtrain.utils.log import redact
 
@@ -37,7 +37,7 @@ class Area:
 
     name: str
     collect: Collect
-    judge: Callable[[Said], Iterable[Finding]]
+    judge: Callable[[Reports], Iterable[Finding]]
 
 
 AREAS = (
@@ -59,12 +59,12 @@ AREAS = (
 
 def examine(context: RankContext, areas: Iterable[Area] = AREAS) -> dict[str, Facts]:
     """The facts of this rank by area; a check that raises or outlasts its limit says so in the place of the rest."""
-    told: dict[str, Facts] = {}
+    collected: dict[str, Facts] = {}
     for area in areas:
-        told[area.name] = facts = _limited(context, area)
-        context.line.tell(f"facts-{context.rank}-{area.name}", facts)
-    context.line.tell(f"done-{context.rank}", True)
-    return told
+        collected[area.name] = facts = _limited(context, area)
+        context.line.send(f"facts-{context.rank}-{area.name}", facts)
+    context.line.send(f"done-{context.rank}", True)
+    return collected
 
 
 def _limited(context: RankContext, area: Area) -> Facts:
@@ -85,81 +85,81 @@ def _limited(context: RankContext, area: Area) -> Facts:
     thread.start()
     while thread.is_alive() and time.monotonic() < line.deadline:
         thread.join(timeout=min(0.2, max(0.01, line.deadline - time.monotonic())))
-    told = {STOPPED: line.where, "place": line.place} if thread.is_alive() else noted
-    if (STOPPED in told or ERROR in told) and not told.get("is_peer"):
+    facts = {STOPPED: line.where, "place": line.place} if thread.is_alive() else noted
+    if (STOPPED in facts or ERROR in facts) and not facts.get("is_peer"):
         line.cancel()
-    context.line.was_in_vain = line.was_in_vain
-    return told
+    context.line.timed_out = line.timed_out
+    return facts
 
 
-def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = AREAS) -> Said:
-    """What all ranks told, on the first rank; those that do not come to the end in time are missing."""
+def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = AREAS) -> Reports:
+    """What all ranks have sent, on the first rank; those that do not come to the end in time are missing."""
     facts, missing = {context.rank: own}, {}
     end = time.monotonic() + context.line.patience_seconds
     for rank in range(context.size):
         if rank == context.rank:
             continue
-        there = context.line.hear(f"done-{rank}", max(0.0, end - time.monotonic()))
-        told = {area.name: context.line.hear(f"facts-{rank}-{area.name}") for area in areas}
-        facts[rank] = {name: one for name, one in told.items() if one is not None}
+        there = context.line.receive(f"done-{rank}", max(0.0, end - time.monotonic()))
+        received = {area.name: context.line.receive(f"facts-{rank}-{area.name}") for area in areas}
+        facts[rank] = {name: one for name, one in received.items() if one is not None}
         if there is None:
-            missing[rank] = str(context.line.hear(f"at-{rank}") or "the start")
-    return Said(context.size, {rank: one for rank, one in facts.items() if one}, missing)
+            missing[rank] = str(context.line.receive(f"at-{rank}") or "the start")
+    return Reports(context.size, {rank: one for rank, one in facts.items() if one}, missing)
 
 
-def judge(said: Said, areas: Iterable[Area] = AREAS) -> list[Finding]:
+def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
     """All findings, in the order of the areas."""
-    found = list(_missing(said))
+    found = list(_missing(reports))
     for area in areas:
-        told = {one.measured for one in found}  # who waits for a rank in one area does so in the next
-        found += [one for one in _unfinished(said, area.name) if one.measured not in told]
-        if said.of(area.name):
-            found += area.judge(said)
+        seen = {one.measured for one in found}  # who waits for a rank in one area does so in the next
+        found += [one for one in _unfinished(reports, area.name) if one.measured not in seen]
+        if reports.of(area.name):
+            found += area.judge(reports)
     return found
 
 
-def _missing(said: Said) -> Iterator[Finding]:
+def _missing(reports: Reports) -> Iterator[Finding]:
     places: dict[str, list[int]] = {}
-    for rank, place in said.missing.items():
+    for rank, place in reports.missing.items():
         places.setdefault(place, []).append(rank)
     for place, ranks in places.items():
-        text = f"{said.who(ranks)} did not come to the end, last seen at {place}"
+        text = f"{reports.who(ranks)} did not come to the end, last seen at {place}"
         fix = "look at the log of that rank, and whether its host answers"
-        yield Finding("ranks", "present", "fail", text, f"{said.size} ranks", fix, tuple(ranks))
+        yield Finding("ranks", "present", "fail", text, f"{reports.size} ranks", fix, tuple(ranks))
 
 
-def _unfinished(said: Said, area: str) -> Iterator[Finding]:
+def _unfinished(reports: Reports, area: str) -> Iterator[Finding]:
     """Checks that outlasted their limit or raised; those that only waited for others are reported once."""
-    told = {rank: facts[area] for rank, facts in sorted(said.facts.items()) if area in facts}
-    yield from _hung(said, area, {rank: facts for rank, facts in told.items() if STOPPED in facts})
+    by_rank = {rank: facts[area] for rank, facts in sorted(reports.facts.items()) if area in facts}
+    yield from _hung(reports, area, {rank: facts for rank, facts in by_rank.items() if STOPPED in facts})
     waited: dict[str, list[int]] = {}
     texts: dict[str, list[int]] = {}
-    for rank, facts in told.items():
+    for rank, facts in by_rank.items():
         if ERROR in facts:
             (waited if facts.get("is_peer") else texts).setdefault(str(facts[ERROR]), []).append(rank)
     for text, ranks in texts.items():
-        measured = f"{text} on {said.who(ranks)}"
+        measured = f"{text} on {reports.who(ranks)}"
         fix = "fix what the message names; the other findings of this area are about the other ranks"
         yield Finding(area, "check", "fail", measured, "an answer", fix, tuple(ranks))
     for text, ranks in waited.items():
         fix = "look at the rank that has not come: its own findings say more"
-        yield Finding(area, "check", "fail", f"{text}; {said.who(ranks)} waited", "all ranks", fix)
+        yield Finding(area, "check", "fail", f"{text}; {reports.who(ranks)} waited", "all ranks", fix)
 
 
-def _hung(said: Said, area: str, told: dict[int, Facts]) -> Iterator[Finding]:
+def _hung(reports: Reports, area: str, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     """Who hangs where. What ranks do together is held up by those that are missing, else by those furthest behind."""
-    if not told:
+    if not by_rank:
         return
-    places = {rank: int(facts["place"]) for rank, facts in told.items()}
+    places = {rank: int(facts["place"]) for rank, facts in by_rank.items()}
     behind = [rank for rank, place in places.items() if place == min(places.values())]
-    where = str(told[behind[0]][STOPPED])
-    missing = sorted(said.missing)
+    where = str(by_rank[behind[0]][STOPPED])
+    missing = sorted(reports.missing)
     if area == network.AREA and missing:
-        text, fix = f"{where} hangs: {said.who(missing)} did not arrive", "look at the log and the host of that rank"
+        text, fix = f"{where} hangs: {reports.who(missing)} did not arrive", "look at the log and the host of that rank"
         yield Finding(area, "check", "fail", text, "an end", fix, tuple(missing))
-    elif area == network.AREA and len(behind) == said.size > 1:
+    elif area == network.AREA and len(behind) == reports.size > 1:
         text, fix = f"{where} hangs with all ranks in it", "look at firewalls, routes and NCCL_SOCKET_IFNAME"
         yield Finding(area, "check", "fail", text, "an end", fix)
     else:
-        text, fix = f"{where} did not end on {said.who(behind)}", "look at what it touches: disk, driver, network"
+        text, fix = f"{where} did not end on {reports.who(behind)}", "look at what it touches: disk, driver, network"
         yield Finding(area, "check", "fail", text, "an end", fix, tuple(behind))

@@ -1,4 +1,4 @@
-"""What the doctor finds, and what it finds it in: the facts that all ranks told."""
+"""What the doctor finds, and the facts of all ranks in which it finds it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Said:
+class Reports:
     """The facts of all ranks that answered: rank -> area -> facts; ``missing`` is rank -> where it was last seen."""
 
     size: int
@@ -96,18 +96,18 @@ Judged = tuple[Verdict, str, str, str]
 """Verdict, measured, expected, fix."""
 
 
-def each(said: Said, area: str, subject: str, judge: Callable[[Facts], Judged | None]) -> Iterator[Finding]:
+def each(reports: Reports, area: str, subject: str, judge: Callable[[Facts], Judged | None]) -> Iterator[Finding]:
     """Judge each rank by itself; one row for all ranks that got the same verdict, the first of them speaking."""
     rows: dict[tuple[str, str, str], tuple[Judged, list[int]]] = {}
-    for rank, facts in said.of(area).items():
+    for rank, facts in reports.of(area).items():
         judged = judge(facts)
         if judged is not None:
             verdict, _, expected, fix = judged
             rows.setdefault((verdict, expected, fix), (judged, []))[1].append(rank)
     for (verdict, measured, expected, fix), ranks in rows.values():
-        some = len(ranks) < len(said.of(area))
-        told = f"{measured} on {said.who(ranks)}" if some and verdict != "pass" else measured
-        yield Finding(area, subject, verdict, told, expected, fix, tuple(ranks) if some and verdict != "pass" else ())
+        some = len(ranks) < len(reports.of(area))
+        text = f"{measured} on {reports.who(ranks)}" if some and verdict != "pass" else measured
+        yield Finding(area, subject, verdict, text, expected, fix, tuple(ranks) if some and verdict != "pass" else ())
 
 
 def worst(verdicts: Collection[Verdict]) -> Verdict:

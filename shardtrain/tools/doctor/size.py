@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 
 AREA = "size"
 
@@ -48,13 +48,13 @@ def _number(path: str) -> int:
         return -1
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """Each limit against what that many ranks need of one host, the host of the store where it differs."""
-    yield from each(said, AREA, "store connections", _store)
-    yield from each(said, AREA, "connections of a host", _ports)
-    yield from each(said, AREA, "listen backlog", _backlog)
-    yield from each(said, AREA, "connection tracking", _tracking)
-    yield from each(said, AREA, "neighbour table", _neighbours)
+    yield from each(reports, AREA, "store connections", _store)
+    yield from each(reports, AREA, "connections of a host", _ports)
+    yield from each(reports, AREA, "listen backlog", _backlog)
+    yield from each(reports, AREA, "connection tracking", _tracking)
+    yield from each(reports, AREA, "neighbour table", _neighbours)
 
 
 def _verdict(value: int, needed: int, what: str, fix: str) -> Judged | None:

@@ -41,10 +41,12 @@ def collect(context: RankContext, facts: Facts) -> None:
     try:
         for option, place in folders.items():
             context.line.mark(f"writing to {option}")
-            facts["folders"][option] = told = _write(place)
-            told["must_share"] = option == "checkpoint.folder" and context.loaded.config.checkpoint.storage == "shared"
-            if not told["error"] and (context.local_rank == 0 or context.size <= ALL_WRITE):
-                told["signed"] = _sign(place, told, f"{PREFIX}{nonce}-{context.rank}", signed)
+            facts["folders"][option] = written = _write(place)
+            written["must_share"] = (
+                option == "checkpoint.folder" and context.loaded.config.checkpoint.storage == "shared"
+            )
+            if not written["error"] and (context.local_rank == 0 or context.size <= ALL_WRITE):
+                written["signed"] = _sign(place, written, f"{PREFIX}{nonce}-{context.rank}", signed)
         if context.size > 1:
             _look(context, folders, facts["folders"], f"{PREFIX}{nonce}-")
     finally:
@@ -82,8 +84,8 @@ def _existing(path: Path) -> Path:
 
 def _nonce(context: RankContext) -> str:
     if context.rank == 0:
-        context.line.tell("nonce", secrets.token_hex(4))
-    found = context.line.hear("nonce", context.line.limit_seconds / 2)
+        context.line.send("nonce", secrets.token_hex(4))
+    found = context.line.receive("nonce", context.line.limit_seconds / 2)
     if found is None:
         raise PeerError("rank 0 has not come to the check of storage")
     return str(found)
@@ -91,21 +93,21 @@ def _nonce(context: RankContext) -> str:
 
 def _write(place: Place) -> Facts:
     """Facts of one place: the rate of a durable write, or the error."""
-    told: Facts = {"place": str(place), "error": "", "rate": 0.0, "seen": [], "signed": False}
+    found: Facts = {"place": str(place), "error": "", "rate": 0.0, "seen": [], "signed": False}
     try:
         if isinstance(place, Path):
             _sweep(place)
             usage, inodes = shutil.disk_usage(place), os.statvfs(place)
-            told["free"] = usage.free
-            told["inodes"] = inodes.f_favail if inodes.f_files else -1
-            told["filesystem"] = filesystem_of(place)
-            told["rate"] = write_rate(place)
+            found["free"] = usage.free
+            found["inodes"] = inodes.f_favail if inodes.f_files else -1
+            found["filesystem"] = filesystem_of(place)
+            found["rate"] = write_rate(place)
         else:
-            told["filesystem"] = "object store"
-            told["rate"] = _put_rate(place)
+            found["filesystem"] = "object store"
+            found["rate"] = _put_rate(place)
     except (OSError, ShardtrainError) as error:
-        told["error"] = getattr(error, "strerror", None) or str(error)
-    return told
+        found["error"] = getattr(error, "strerror", None) or str(error)
+    return found
 
 
 def write_rate(folder: Path) -> float:
@@ -134,7 +136,7 @@ def _put_rate(place: Any) -> float:
             trial.unlink(missing_ok=True)
 
 
-def _sign(place: Place, told: Facts, name: str, signed: list[Place]) -> bool:
+def _sign(place: Place, found: Facts, name: str, signed: list[Place]) -> bool:
     sign = place / name
     signed.append(sign)
     try:
@@ -143,18 +145,18 @@ def _sign(place: Place, told: Facts, name: str, signed: list[Place]) -> bool:
         else:
             sign.put(b"x", new=False)
     except (OSError, ShardtrainError) as error:
-        told["error"] = getattr(error, "strerror", None) or str(error)
+        found["error"] = getattr(error, "strerror", None) or str(error)
         return False
     return True
 
 
-def _look(context: RankContext, folders: dict[str, Place], told: dict[str, Facts], prefix: str) -> None:
+def _look(context: RankContext, folders: dict[str, Place], by_option: dict[str, Facts], prefix: str) -> None:
     """Note whose signs this rank sees in each folder, once all ranks have signed."""
-    context.line.tell(f"signed-{context.rank}", {option: found["signed"] for option, found in told.items()})
+    context.line.send(f"signed-{context.rank}", {option: found["signed"] for option, found in by_option.items()})
     context.line.meet("storage, written")
     if context.rank == 0:  # one list for all: each rank asking each other would be a square of questions
-        context.line.tell("signers", [context.line.hear(f"signed-{rank}") for rank in range(context.size)])
-    all_signed = context.line.hear("signers", context.line.limit_seconds / 2) or []
+        context.line.send("signers", [context.line.receive(f"signed-{rank}") for rank in range(context.size)])
+    all_signed = context.line.receive("signers", context.line.limit_seconds / 2) or []
     end = time.monotonic() + SEEN_SECONDS
     for option, place in folders.items():
         wanted = {rank for rank, signed in enumerate(all_signed) if signed.get(option)}
@@ -163,7 +165,7 @@ def _look(context: RankContext, folders: dict[str, Place], told: dict[str, Facts
             if seen >= wanted or time.monotonic() > end:
                 break
             time.sleep(0.1)
-        told[option]["seen"], told[option]["signers"] = sorted(seen & wanted), sorted(wanted)
+        by_option[option]["seen"], by_option[option]["signers"] = sorted(seen & wanted), sorted(wanted)
     context.line.meet("storage, seen")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from shardtrain.checkpoint.storage import SPARE
 from shardtrain.tools.doctor.outliers import equal, odd, slow
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Said, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 from shardtrain.tools.doctor.storage import AREA
 from shardtrain.utils.units import GIB, MIB, format_bytes, format_seconds
 
@@ -16,22 +16,22 @@ SLOW_BYTES_PER_SECOND = 20 * MIB
 """Of one host: below it, a checkpoint of a small model already takes minutes."""
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """Each folder: written, shared where it has to be, fast as on other hosts, with room; data alike everywhere."""
-    told = said.of(AREA)
-    options = list(dict.fromkeys(option for facts in told.values() for option in facts["folders"]))
+    by_rank = reports.of(AREA)
+    options = list(dict.fromkeys(option for facts in by_rank.values() for option in facts["folders"]))
     for option in options:
-        yield from each(said, AREA, option, functools.partial(_written, option))
-        yield from _shared(said, option)
-        yield from _rate(said, option)
-    needs = said.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
-    if needs and any("checkpoint.folder" in facts["folders"] for facts in told.values()):
-        yield from each(said, AREA, "room for a checkpoint", lambda facts: _room(facts, needs))
-    for option in dict.fromkeys(option for facts in told.values() for option in facts["data"]):
-        texts = {rank: str(facts["data"].get(option, "")) for rank, facts in told.items()}
+        yield from each(reports, AREA, option, functools.partial(_written, option))
+        yield from _shared(reports, option)
+        yield from _rate(reports, option)
+    needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
+    if needs and any("checkpoint.folder" in facts["folders"] for facts in by_rank.values()):
+        yield from each(reports, AREA, "room for a checkpoint", lambda facts: _room(facts, needs))
+    for option in dict.fromkeys(option for facts in by_rank.values() for option in facts["data"]):
+        texts = {rank: str(facts["data"].get(option, "")) for rank, facts in by_rank.items()}
         fix = "copy or mount the same files on every host"
         bad = [rank for rank, text in texts.items() if text.startswith(("cannot", "matches"))]
-        found = equal(said, AREA, option, texts, "fail", fix)
+        found = equal(reports, AREA, option, texts, "fail", fix)
         if len(bad) == len(texts):
             found = Finding(AREA, option, "fail", texts[bad[0]], "readable", "correct the path, or its permissions")
         yield found
@@ -40,67 +40,69 @@ def judge(said: Said) -> Iterator[Finding]:
 def _written(option: str, facts: Facts) -> Judged | None:
     if option not in facts["folders"]:
         return None
-    told = facts["folders"][option]
-    place, expected = told["place"], "writable"
-    if told["error"]:
-        return "fail", f"{place}: {told['error']}", expected, f"make it writable, or choose another {option}"
-    if "free" not in told:
+    found = facts["folders"][option]
+    place, expected = found["place"], "writable"
+    if found["error"]:
+        return "fail", f"{place}: {found['error']}", expected, f"make it writable, or choose another {option}"
+    if "free" not in found:
         return "pass", place, expected, ""
-    text = f"{place} ({told['filesystem'] or 'unknown'}), {format_bytes(told['free'])} free"
+    text = f"{place} ({found['filesystem'] or 'unknown'}), {format_bytes(found['free'])} free"
     fix = "free space: a full disk ends a run in the middle of a save"
-    if told["free"] < LITTLE_BYTES:
+    if found["free"] < LITTLE_BYTES:
         return "warn", text, f"writable, {format_bytes(LITTLE_BYTES)} free", fix
-    if 0 <= told["inodes"] < FEW_INODES:
+    if 0 <= found["inodes"] < FEW_INODES:
         return (
             "warn",
-            f"{text}, {told['inodes']} files more",
+            f"{text}, {found['inodes']} files more",
             f"writable, {FEW_INODES} files more",
             "remove small files",
         )
     return "pass", text, expected, ""
 
 
-def _shared(said: Said, option: str) -> Iterator[Finding]:
-    told = {rank: facts["folders"][option] for rank, facts in said.of(AREA).items() if option in facts["folders"]}
-    told = {rank: one for rank, one in told.items() if not one["error"] and "signers" in one}
-    if len(told) < 2 or option == "temporary folder":
+def _shared(reports: Reports, option: str) -> Iterator[Finding]:
+    by_rank = {rank: facts["folders"][option] for rank, facts in reports.of(AREA).items() if option in facts["folders"]}
+    by_rank = {rank: one for rank, one in by_rank.items() if not one["error"] and "signers" in one}
+    if len(by_rank) < 2 or option == "temporary folder":
         return
     subject, expected = f"{option} shared", "one folder for all ranks"
-    if all(one["seen"] == one["signers"] for one in told.values()):
+    if all(one["seen"] == one["signers"] for one in by_rank.values()):
         yield Finding(AREA, subject, "pass", "every rank sees the files of every other", expected)
         return
-    alone = odd({rank: tuple(one["seen"]) for rank, one in told.items()})
+    alone = odd({rank: tuple(one["seen"]) for rank, one in by_rank.items()})
     text = (
-        f"{said.who(alone)} does not see what others write" if len(alone) < len(told) else "ranks see their own files"
+        f"{reports.who(alone)} does not see what others write"
+        if len(alone) < len(by_rank)
+        else "ranks see their own files"
     )
-    if any(one["must_share"] for one in told.values()):
+    if any(one["must_share"] for one in by_rank.values()):
         fix = 'mount one filesystem on all hosts, or set checkpoint.storage = "first_node"'
-        if any(one["filesystem"] == "object store" for one in told.values()):
+        if any(one["filesystem"] == "object store" for one in by_rank.values()):
             fix = "use a store that all hosts reach"
         yield Finding(AREA, subject, "fail", text, expected, fix, tuple(alone))
     else:
         yield Finding(AREA, subject, "pass", f"{text}: each host keeps its own", "either", "", ())
 
 
-def _rate(said: Said, option: str) -> Iterator[Finding]:
+def _rate(reports: Reports, option: str) -> Iterator[Finding]:
     """Written by all ranks at once, so what a host can do is the sum over its ranks."""
-    told = {rank: facts["folders"].get(option, {}) for rank, facts in said.of(AREA).items()}
+    by_rank = {rank: facts["folders"].get(option, {}) for rank, facts in reports.of(AREA).items()}
     hosts = {
-        host: [told[rank]["rate"] for rank in ranks if told.get(rank, {}).get("rate")]
-        for host, ranks in said.hosts().items()
+        host: [by_rank[rank]["rate"] for rank in ranks if by_rank.get(rank, {}).get("rate")]
+        for host, ranks in reports.hosts().items()
     }
-    first = {ranks[0]: host for host, ranks in said.hosts().items()}
+    first = {ranks[0]: host for host, ranks in reports.hosts().items()}
     rates = {rank: sum(hosts[host]) for rank, host in first.items() if hosts[host]}
     if not rates or option == "temporary folder":
         return
     least = min(rates, key=lambda rank: (rates[rank], rank))
     text = f"{rates[least] / MIB:.0f} MiB/s" + (f" on {first[least]}, the slowest host" if len(rates) > 1 else "")
-    needs = said.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
+    needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
     if needs and option == "checkpoint.folder":
         text += f"; a checkpoint of {format_bytes(needs)} takes {format_seconds(needs / sum(rates.values()))} or more"
     behind, expected = slow(rates), f"{SLOW_BYTES_PER_SECOND / MIB:.0f} MiB/s or more on each host"
     if behind:
-        ranks = [rank for host_rank in behind for rank in said.hosts()[first[host_rank]]]
+        ranks = [rank for host_rank in behind for rank in reports.hosts()[first[host_rank]]]
         fix = "look at its mount options, its network and other users of its disk"
         yield Finding(AREA, f"{option} rate", "warn", text, "as on other hosts", fix, tuple(ranks))
     elif rates[least] < SLOW_BYTES_PER_SECOND:

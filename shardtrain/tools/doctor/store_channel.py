@@ -73,7 +73,7 @@ class StoreChannel:
         self.area = self.where = "the start"
         self.place = 0
         """Marks in this area: ranks come to the same places in the same order, so that less is behind."""
-        self.was_in_vain = False
+        self.timed_out = False
         """Whether this rank has waited for others that did not come."""
         self.deadline = time.monotonic() + limit_seconds
         """When what this rank does now has taken too long."""
@@ -81,7 +81,7 @@ class StoreChannel:
     @property
     def patience_seconds(self) -> float:
         """How long to wait for other ranks, which may use up the limit of two checks before they come."""
-        return AGAIN_SECONDS if self.was_in_vain else 2 * self.limit_seconds + EXTRA_SECONDS
+        return AGAIN_SECONDS if self.timed_out else 2 * self.limit_seconds + EXTRA_SECONDS
 
     def begin(self, area: str) -> StoreChannel:
         """Say that this rank begins an area; gives the line for it, which a check that is left behind may keep."""
@@ -112,17 +112,17 @@ class StoreChannel:
             if self._store.check([f"gave-up-{self.area}"]):
                 rank, where = json.loads(self._store.get(f"gave-up-{self.area}"))
                 raise PeerError(f"rank {rank} did not come past {where}")
-            self.was_in_vain = True
+            self.timed_out = True
             absent = [rank for rank in range(self.size) if not self._store.check([f"meet-{name}-{rank}"])]
             ranks = ", ".join(map(str, absent[:8])) + ("" if len(absent) < 9 else f" and {len(absent) - 8} more")
             raise PeerError(f"rank {ranks} has not come")
         self.mark(name)
 
-    def tell(self, key: str, value: Any) -> None:
+    def send(self, key: str, value: Any) -> None:
         """Leave a value for the other ranks."""
         self._store.set(key, json.dumps(value))
 
-    def hear(self, key: str, limit_seconds: float = 0.0) -> Any:
+    def receive(self, key: str, limit_seconds: float = 0.0) -> Any:
         """A value that a rank leaves within the limit, or None."""
         return json.loads(self._store.get(key)) if self._comes(key, limit_seconds) else None
 

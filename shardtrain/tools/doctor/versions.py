@@ -10,7 +10,7 @@ from shardtrain import __version__
 from shardtrain.distributed import config_consistency
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal
-from shardtrain.tools.doctor.result import Facts, Finding, Said, Verdict
+from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict
 
 AREA = "versions"
 
@@ -51,11 +51,13 @@ def _nccl() -> str:
     return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
 
 
-def judge(said: Said) -> Iterator[Finding]:
+def judge(reports: Reports) -> Iterator[Finding]:
     """Each name equal on all ranks; those that no rank has are left out."""
-    told = said.of(AREA)
-    names = [name for name in next(iter(told.values()), {}) if any(facts.get(name) for facts in told.values())]
+    by_rank = reports.of(AREA)
+    names = [name for name in next(iter(by_rank.values()), {}) if any(facts.get(name) for facts in by_rank.values())]
     for name in names:
         verdict: Verdict = "fail" if name in _SERIOUS else "warn"
         fix = _FIXES.get(name, "start all ranks from one environment or one container image")
-        yield equal(said, AREA, name, {rank: str(facts.get(name, "")) for rank, facts in told.items()}, verdict, fix)
+        yield equal(
+            reports, AREA, name, {rank: str(facts.get(name, "")) for rank, facts in by_rank.items()}, verdict, fix
+        )

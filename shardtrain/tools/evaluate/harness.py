@@ -49,7 +49,7 @@ class Engine(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that nothing stands before."""
+        """The token before a text that has nothing before it."""
         bos = self._opened.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 

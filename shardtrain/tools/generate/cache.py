@@ -29,7 +29,7 @@ BLOCK = 256
 
 
 class Cache:
-    """Where all cores of a model stand: columns that are filled, and where each row begins."""
+    """The position of all cores of a model: columns that are filled, and where each row begins."""
 
     def __init__(self, cores: Sequence[CachedCore]) -> None:
         self._cores = cores

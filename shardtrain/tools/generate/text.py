@@ -48,17 +48,17 @@ class Printer:
     """Gives the text of one row piece by piece; the pieces together are its text."""
 
     def __init__(self, text: Text) -> None:
-        self._text, self._told = text, ""
+        self._text, self._printed = text, ""
 
     def more(self, new: Sequence[int]) -> str:
         """What can be printed now."""
         certain = self._text.certain(new)
-        if not certain.startswith(self._told):
+        if not certain.startswith(self._printed):
             return ""
-        piece, self._told = certain[len(self._told) :], certain
+        piece, self._printed = certain[len(self._printed) :], certain
         return piece
 
     def rest(self, new: Sequence[int]) -> str:
         """What is left when the row has ended."""
         whole = self._text.of(new)
-        return whole[len(self._told) :] if whole.startswith(self._told) else ""
+        return whole[len(self._printed) :] if whole.startswith(self._printed) else ""

@@ -161,7 +161,7 @@ def finish(found: Found) -> None:
         if found.values.get("gradient_clipping") == "auto":
             found.answer("gradient_clipping", "ignored", "left to the trainer that reads this file")
         else:
-            found.default("training.max_norm", float("inf"), "DeepSpeed clips nothing unless it is told to")
+            found.default("training.max_norm", float("inf"), "DeepSpeed does not clip by default")
     else:
         found.set("gradient_clipping", "training.max_norm", clip or float("inf"), "" if clip else "nothing is clipped")
     _recompute(found)

@@ -63,7 +63,7 @@ KEYS: Mapping[str, Rule] = {
 
 @dataclass
 class Line:
-    """A command line: its flags, and where each stands."""
+    """A command line: its flags, and where each is."""
 
     path: Path
     flags: dict[str, str] = field(default_factory=dict)

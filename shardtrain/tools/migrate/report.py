@@ -146,7 +146,7 @@ class Found:
     verb: str = "train"
     """What the file asks for."""
     notes: list[str] = field(default_factory=list)
-    """What a run has to be told beside the answers to keys."""
+    """What a run needs beside the answers to keys."""
     values: dict[str, Any] = field(default_factory=dict)
     settings: list[Setting] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)

@@ -24,7 +24,7 @@ def after_out_of_memory(config: Config, world_size: int, is_cpu: bool) -> list[s
 
     The plan is of a CPU or of an H100: what a change saves hardly depends on the device.
     """
-    with contextlib.suppress(Exception):  # the run's own error is what counts, and it was told
+    with contextlib.suppress(Exception):  # the run's own error is what counts, and it was reported
         found = planning.lighter(config, world_size, hardware.find("cpu" if is_cpu else "h100"))
         if found:
             return ["less memory would be taken with one of these (docs/plan.md):", *(f"  {line}" for line in found)]

@@ -89,7 +89,7 @@ def _numbers(run: Run, outcome: Outcome) -> dict[str, Any]:
 
 
 def _differences(mine: Mapping[str, Any], record: Mapping[str, Any], tolerance: float, alone: bool) -> list[str]:
-    """What differs from a line of metrics.jsonl, whose loss is a mean over steps unless it stands ``alone``."""
+    """What differs from a line of metrics.jsonl, whose loss is a mean over steps unless it is ``alone``."""
     found = []
     for name, value in mine.items():
         if name not in record or (name == "loss" and not alone):

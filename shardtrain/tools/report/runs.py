@@ -1,4 +1,4 @@
-"""The verb ``runs``: the runs below a folder, with how each one stands, read from the ends of their files."""
+"""The verb ``runs``: the runs below a folder, with the state of each, read from the ends of their files."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def below(root: Path) -> Iterator[Found]:
 
 
 def look(folder: Path) -> Found:
-    """How the run of a folder stands."""
+    """The state of the run of a folder."""
     metrics, exit_file = folder / "metrics.jsonl", folder / "exit.json"
     times = {
         path: _modified(path) for path in (metrics, exit_file, folder / "goodput.jsonl", folder / "logs/rank-0.log")

@@ -192,7 +192,7 @@ def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tup
                 workers.run(
                     2, probes.run_with_peers, config, str(peers), folder=peers, backend="gloo", limit_seconds=limit
                 )
-            except workers.RankFailed as error:  # what cannot be built alone either is told as that
+            except workers.RankFailed as error:  # what cannot be built alone either is reported as that
                 (peers / "error").write_text(str(error))
         (found,) = workers.run(1, promises.probe, config, str(peers), kinds, folder=folder)
     except workers.RankFailed as error:
@@ -258,7 +258,7 @@ def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
 
     if one.problem:
         return Row(
-            one.name, one.schedule, "not possible", cause=one.problem.replace("\n", "; "), options=one.told_options
+            one.name, one.schedule, "not possible", cause=one.problem.replace("\n", "; "), options=one.described_options
         )
     started = time.perf_counter()
     ranks = Path(tempfile.mkdtemp(dir=folder))
@@ -267,12 +267,12 @@ def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
     except workers.RankFailed as error:
         verdict: Any = "not possible" if error.refused else "failed"
         seconds = time.perf_counter() - started
-        return Row(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.told_options)
+        return Row(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.described_options)
     arguments = (one.loaded.config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
     (found,) = workers.run(1, judge, *arguments, folder=ranks)
     if found is None:
         (found,) = workers.run(1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
     verdict = "differs" if found["first"] else "same"
-    row = Row(one.name, one.schedule, verdict, **found, options=one.told_options)
+    row = Row(one.name, one.schedule, verdict, **found, options=one.described_options)
     return dataclasses.replace(row, seconds=time.perf_counter() - started)

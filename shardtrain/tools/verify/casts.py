@@ -72,7 +72,7 @@ def _keep(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
     return torch.float32
 
 
-def told() -> list[str]:
+def notes() -> list[str]:
     """A sentence for each type."""
     return [
         f"casts to {name} are off in the comparison: with them numbers differ between meshes by the rounding of {name}"

@@ -34,11 +34,11 @@ def missing_reduction(e: Evidence) -> str | None:
             if e.explains(e.suspect, of_share):
                 owner = e.suspect.rpartition(".")[0]
                 word = word_of(e.layout, owner)
-                told = (
+                note = (
                     f'; LAYOUT.tensor calls {owner} "{word}" ({TENSOR_WORDS[word]})' if word and "tp" in chosen else ""
                 )
                 over = " and ".join(chosen)
-                return f"missing reduction over {over}: each rank has only the gradient of its own share{told}"
+                return f"missing reduction over {over}: each rank has only the gradient of its own share{note}"
     return None
 
 
@@ -70,9 +70,9 @@ def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
         for chosen in itertools.combinations(axes if count == 1 else e.axes, count):
             by_size.setdefault(math.prod(e.sizes[axis] for axis in chosen), []).append(" x ".join(chosen))
     for size, names in by_size.items():
-        told = " or ".join(names) + (", or the number of micro-batches" if size == e.num_micro else "")
-        yield 1 / size, f"scaled by 1/{size}, the size of axis {told}: averaged where it must be summed"
-        yield float(size), f"scaled by {size}, the size of axis {told}: counted {size} times"
+        words = " or ".join(names) + (", or the number of micro-batches" if size == e.num_micro else "")
+        yield 1 / size, f"scaled by 1/{size}, the size of axis {words}: averaged where it must be summed"
+        yield float(size), f"scaled by {size}, the size of axis {words}: counted {size} times"
     if e.num_micro > 1:
         yield 1 / e.num_micro, f"scaled by 1/{e.num_micro}, the number of micro-batches: averaged over micro-batches"
         yield float(e.num_micro), f"scaled by {e.num_micro}, the number of micro-batches: counted {e.num_micro} times"
@@ -291,8 +291,8 @@ def clipped_otherwise(e: Evidence) -> str | None:
         factors[record.rank] = factor
     if all(changes_nothing(e, factor) for factor in factors.values()):
         return None
-    told = ", ".join(f"rank {rank}: {factor:.4g}" for rank, factor in factors.items())
-    return f"clipped by another factor than on one process, times {told}; up to there gradients agree"
+    factors_text = ", ".join(f"rank {rank}: {factor:.4g}" for rank, factor in factors.items())
+    return f"clipped by another factor than on one process, times {factors_text}; up to there gradients agree"
 
 
 def short_type(e: Evidence) -> str | None:

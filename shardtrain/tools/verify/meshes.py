@@ -68,12 +68,12 @@ class Plan:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def told_options(self) -> str:
+    def described_options(self) -> str:
         """The options in short, as the table has them: "reshard always, recompute full"."""
-        told = [f"reshard {self.options[RESHARD]}"] if RESHARD in self.options else []
+        parts = [f"reshard {self.options[RESHARD]}"] if RESHARD in self.options else []
         if RECOMPUTE in self.options:
-            told.append(" ".join(["recompute", self.options[RECOMPUTE], str(self.options.get(SELECTIVE, ""))]).strip())
-        return ", ".join(told)
+            parts.append(" ".join(["recompute", self.options[RECOMPUTE], str(self.options.get(SELECTIVE, ""))]).strip())
+        return ", ".join(parts)
 
     @property
     def num_ranks(self) -> int:

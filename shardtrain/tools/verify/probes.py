@@ -172,8 +172,8 @@ class Prober:
     def _break(self, rule: str, fix: str, *kinds: str) -> None:
         """Note what is broken; of what matters to some kinds of parallelism alone, with any of these."""
         matters = not kinds or self._kinds is None or bool(set(self._kinds) & set(kinds))
-        told = self.found.broken if matters else self.found.notes
-        told.append(str(Problem("model.name", self._config.model.name, rule, fix)))
+        lines = self.found.broken if matters else self.found.notes
+        lines.append(str(Problem("model.name", self._config.model.name, rule, fix)))
 
     def _say(self, path: str | None) -> str:
         """A module as a reader finds it: its path and class."""
@@ -244,8 +244,10 @@ class Prober:
             return self._break(rule, fix)
         kept = [name for name in before if before[name] != after.get(name)]
         own = [name for name in kept if name.rpartition(".")[0] == (path or "")] or kept
-        told = f" ({own[0].rpartition('.')[2]} changes)" if own else ""
-        rule = f"answers the same tokens differently when asked twice: {where} keeps state between forward passes{told}"
+        changed = f" ({own[0].rpartition('.')[2]} changes)" if own else ""
+        rule = (
+            f"answers the same tokens differently when asked twice: {where} keeps state between forward passes{changed}"
+        )
         return self._break(
             rule, "compute from the inputs alone: pipelines and accumulation call it another number of times"
         )
@@ -303,18 +305,18 @@ class Prober:
             path = self._folder / f"peer-{rank}.safetensors"
             if not path.exists():
                 continue
-            told, peer = _of_peer(path)
+            facts_of_peer, peer = _of_peer(path)
             on_two = f"on rank {rank} of 2"
             for pattern, draw in draws.items():
-                if (there := told["draws"].get(pattern)) != draw:
+                if (there := facts_of_peer["draws"].get(pattern)) != draw:
                     rule = f"starts from other weights {on_two}: initial() gives {pattern} {there}, alone {draw}"
                     return self._break(rule, fix)
-            for name in sorted({*sizes, *told["parameters"]}):
-                if told["parameters"].get(name) != sizes.get(name):
-                    there, alone = told["parameters"].get(name, "absent"), sizes.get(name, "absent")
+            for name in sorted({*sizes, *facts_of_peer["parameters"]}):
+                if facts_of_peer["parameters"].get(name) != sizes.get(name):
+                    there, alone = facts_of_peer["parameters"].get(name, "absent"), sizes.get(name, "absent")
                     return self._break(f"has other weights {on_two}: {name} is {there}, alone {alone}", fix)
-            if "error" in told:
-                return self._break(f"fails {on_two}, and not alone: {told['error']}", fix)
+            if "error" in facts_of_peer:
+                return self._break(f"fails {on_two}, and not alone: {facts_of_peer['error']}", fix)
             row = slice(rank, rank + 1)
             single = self._run(self._tokens_BT[row], self._positions_BT[row])
             peer.out = peer.calls[-1].outputs[0]

@@ -51,7 +51,7 @@ def probe(
     if not module.LAYOUT.context:
         problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
         impossible["cp"] = str(problem)
-    return {"broken": broken, "notes": found.notes + casts.told(), "impossible": impossible}
+    return {"broken": broken, "notes": found.notes + casts.notes(), "impossible": impossible}
 
 
 class _Prober:
@@ -156,7 +156,7 @@ class _Prober:
         return ""
 
     def _documents(self) -> list[str]:
-        """Other tokens in one document change no logit of the next, where the model is told of documents at all."""
+        """Other tokens in one document change no logit of the next, where the model receives documents at all."""
         if "documents_BT" not in inspect.signature(self._model.forward).parameters:
             return []
         half = self._tokens_BT.size(1) // 2

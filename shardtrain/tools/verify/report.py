@@ -53,8 +53,8 @@ def table(rows: Sequence[Row]) -> str:
             lines += ["", f"{name}: {row.first}", f"  likely cause: {row.cause}"]
         elif row.verdict in ("failed", "not possible"):
             lines += ["", f"{name}: {row.verdict}: {row.cause}"]
-    for told in dict.fromkeys(row.rounding for row in rows if row.rounding):  # the same of all meshes
-        lines += ["", told]
+    for rounding in dict.fromkeys(row.rounding for row in rows if row.rounding):  # the same of all meshes
+        lines += ["", rounding]
     return "\n".join(lines)
 
 
@@ -75,5 +75,5 @@ def document(model: str, notes: Sequence[str], rows: Sequence[Row]) -> str:
         {k: None if isinstance(v, float) and v in (float("inf"), float("-inf")) else v for k, v in asdict(row).items()}
         for row in rows
     ]
-    told = {"model": model, "notes": list(notes), "rows": finite, "exit_code": exit_code(rows)}
-    return json.dumps(told, indent=2, allow_nan=False)
+    document = {"model": model, "notes": list(notes), "rows": finite, "exit_code": exit_code(rows)}
+    return json.dumps(document, indent=2, allow_nan=False)

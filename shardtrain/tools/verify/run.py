@@ -247,24 +247,25 @@ class _Watch:
         if not self._stack or self._stack[0] != "":
             return "outside of the model's forward: in the backward pass, an exchange between ranks, or the update"
         path = self._stack[-1]
-        told = f"in module {path}" if path else "in the model's own forward"
+        where = f"in module {path}" if path else "in the model's own forward"
         if config.parallelism.tensor_parallel_degree == 1 or self.layout is None:
-            return f"{told}; correct its forward for a part of the batch, of the layers or of the sequence"
+            return f"{where}; correct its forward for a part of the batch, of the layers or of the sequence"
         word = layout.word_of(self.layout, path)
         if word is None and "must match the size of tensor" in error and self._is_on_residual(path):
             return (
-                f"{told}, where ranks hold a part of the sequence: what is added there must be one too; let a gathered "
-                'module end in a "rowwise" linear, and compute positions in a module of their own with the word "embed"'
+                f"{where}, where ranks hold a part of the sequence: what is added there must be one too; let a "
+                'gathered module end in a "rowwise" linear, and compute positions in a module of their own with the '
+                'word "embed"'
             )
         if word is None:
-            return f"{told}, which has no word in LAYOUT.tensor; give it one, or the module in which it is"
+            return f"{where}, which has no word in LAYOUT.tensor; give it one, or the module in which it is"
         if "mixed torch.Tensor and DTensor" in error:
             return (
-                f"{told}: what was gathered is a DTensor, and what a linear gives is a plain tensor; make new tensors "
+                f"{where}: what was gathered is a DTensor, and what a linear gives is a plain tensor; make new tensors "
                 "of the latter (q.new_zeros in place of x.new_zeros), and let what was gathered meet it behind a linear"
             )
         fix = "correct the word, or its forward for a part of the heads or of the sequence"
-        return f'{told}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); {fix}'
+        return f'{where}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); {fix}'
 
     def _is_on_residual(self, path: str) -> bool:
         starts = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
@@ -363,7 +364,7 @@ class _Recorder:
         place = {axis: self._mesh.rank(axis) for axis in AXES}
         facts = {"balanced": context_parallel.is_balanced(config), "calls": watch.calls, "drops": watch.drops}
         self._parts |= watch.tensors
-        told = {
+        record = {
             "rank": rank,
             "place": place,
             "losses": self.losses,
@@ -372,7 +373,7 @@ class _Recorder:
             "facts": facts,
         }
         # a file of its own tensors only: what shares memory would be refused
-        save_file({name: part for name, part in self._parts.items()}, path, metadata={"record": json.dumps(told)})
+        save_file({name: part for name, part in self._parts.items()}, path, metadata={"record": json.dumps(record)})
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -382,10 +383,10 @@ def _copy(tensor: Tensor) -> Tensor:
 def read_record(folder: Path, rank: int) -> Record:
     """The record that a rank left."""
     with safe_open(folder / f"rank-{rank}.safetensors", framework="pt") as file:
-        told = json.loads(file.metadata()["record"])
+        record = json.loads(file.metadata()["record"])
         parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    slices = {key: tuple(slice(*pair) for pair in pairs) for key, pairs in told["slices"].items()}
-    return Record(told["rank"], told["place"], told["losses"], told["norms"], parts, slices, told["facts"])
+    slices = {key: tuple(slice(*pair) for pair in pairs) for key, pairs in record["slices"].items()}
+    return Record(record["rank"], record["place"], record["losses"], record["norms"], parts, slices, record["facts"])
 
 
 def plain_model(config: Config, weights: Mapping[str, Tensor]) -> nn.Module:

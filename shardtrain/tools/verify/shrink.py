@@ -94,7 +94,7 @@ def _fitted(plan: Plan, sections: Mapping[str, dict[str, Any]], sequences: int) 
     local = rows if plan.schedule else max(1, rows // 4)
     training = {**sections["training"], "local_batch_size": local, "global_batch_size": sequences}
     fitted = {**sections, "training": training}
-    for option, value in plan.options.items():  # what the plan is about stands
+    for option, value in plan.options.items():  # what the plan is about stays
         section, _, name = option.partition(".")
         fitted[section] = {**fitted.get(section, {}), name: value}
     loaded = changed(plan.loaded, fitted, set(), "")

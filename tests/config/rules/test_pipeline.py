@@ -208,7 +208,7 @@ def problem_of_file(text: str, folder: Path, *more: str) -> str:
     return "\n".join(str(found) for found in config.check(config.load(file, [*words, *more])))
 
 
-def test_what_recomputation_costs_with_a_split_backward_is_told() -> None:
+def test_what_recomputation_costs_with_a_split_backward_is_reported() -> None:
     split = ["--parallelism.pipeline_parallel_degree", "2", "--parallelism.pipeline_parallel_schedule", "DualPipeV"]
     for mode, told in (("full", True), ("none", False)):
         notes = config.notes(config.load(None, [*split, "--activation_checkpoint.mode", mode]))

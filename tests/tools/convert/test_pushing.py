@@ -206,7 +206,7 @@ def test_what_the_hub_refuses_is_told_and_what_it_lost_is_found(hub, folder, mon
     assert "config.json is not in org/name" in capsys.readouterr().err
 
 
-def test_a_card_that_the_hub_does_not_take_is_told(hub, folder, monkeypatch, capsys):
+def test_a_card_that_the_hub_does_not_take_is_reported(hub, folder, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     (folder / "README.md").write_text("# mine\n")
     before = dict(hub.files)

@@ -144,7 +144,7 @@ def test_places_of_duplicates_hold_across_parts(
     assert places == [["32", "1"], ["33", "2"], ["34", "3"]]
 
 
-def test_leakage_into_validation_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_leakage_into_validation_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = jsonl(tmp_path / "a.jsonl", texts(40))
     held_out = jsonl(tmp_path / "b.jsonl", [{"text": "unseen"}, texts()[3], {"text": "also unseen"}, texts()[20]])
     words = words_for(path, "--validation.enable", "--validation.dataset", "jsonl", "--validation.seq_len", "64")

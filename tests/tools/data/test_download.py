@@ -183,7 +183,7 @@ def test_a_busy_hub_is_told_and_where_files_are_kept_is_asked_again(hub, tmp_pat
     assert answers == []
 
 
-def test_a_hub_out_of_reach_is_told(hub, tmp_path, monkeypatch):
+def test_a_hub_out_of_reach_is_reported(hub, tmp_path, monkeypatch):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
@@ -280,7 +280,7 @@ def test_a_connection_that_is_lost_again_and_again_ends_in_an_error(hub, tmp_pat
     assert kept(tmp_path) == {}
 
 
-def test_a_hub_without_hashes_is_believed_and_that_is_told(hub, tmp_path, capsys):
+def test_a_hub_without_hashes_is_believed_and_that_is_reported(hub, tmp_path, capsys):
     hub.facts = lambda: [{"rfilename": "model.safetensors"}]
     assert run(tmp_path, "--assets", "safetensors") == 0
     assert left(tmp_path / "name") == {"model.safetensors": WEIGHTS}
@@ -342,7 +342,7 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(hub, tmp_path, name):
     b"", b"[]", b"<html>", b'{"id": "x"}', b'{"id": "x", "siblings": 3}', b'{"id": "x", "siblings": [3]}',
     b"[" * 100_000,
 ])  # fmt: skip
-def test_an_answer_that_is_not_a_list_of_files_is_told(hub, tmp_path, content):
+def test_an_answer_that_is_not_a_list_of_files_is_reported(hub, tmp_path, content):
     hub.fault = lambda handler, path: handler.give(content)
     assert "did not give a list of the files" in fails(ConfigError, tmp_path)
 

@@ -95,7 +95,7 @@ def test_compression_is_measured_on_text_that_was_held_out(corpus, tmp_path, cap
     assert len(list(texts)) == 392 and len(texts.held_out) == 8 and texts.documents == 400
 
 
-def test_too_little_text_to_hold_some_out_is_told(tmp_path, capsys):
+def test_too_little_text_to_hold_some_out_is_reported(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("the cat sat on the mat")
     assert run(tmp_path / "a.txt", tmp_path / "x") == 0
     printed = capsys.readouterr().out
@@ -140,7 +140,7 @@ def test_wrong_options_are_told_in_one_line(corpus, tmp_path, name):
     assert not (tmp_path / "x").exists()
 
 
-def test_an_ending_that_tells_nothing_and_a_missing_file_are_told(tmp_path):
+def test_an_ending_that_tells_nothing_and_a_missing_file_are_reported(tmp_path):
     (tmp_path / "a.bin").write_bytes(b"x")
     with pytest.raises(ConfigError, match="--dataset text"):
         run(tmp_path / "a.bin", tmp_path / "x")

@@ -221,7 +221,7 @@ def test_there_are_thirty_hostile_metadata_files() -> None:
     assert len(CASES) >= 30
 
 
-def test_every_changed_byte_of_a_tensor_is_told(good: Path, tmp_path: Path) -> None:
+def test_every_changed_byte_of_a_tensor_is_reported(good: Path, tmp_path: Path) -> None:
     """PyTorch's own load takes them all: it does not compare the checksums that its files have."""
     folder = tmp_path / "step-3"
     shutil.copytree(good, folder)

@@ -11,22 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.tools.doctor import health, links, network_judge, rank, report
-from shardtrain.tools.doctor.result import Said
+from shardtrain.tools.doctor.result import Reports
 
 
-def judged(said):
-    return rank.judge(said)
+def judged(reports):
+    return rank.judge(reports)
 
 
-def troubles(said):
-    return {(one.area, one.subject): one for one in judged(said) if one.verdict != "pass"}
+def troubles(reports):
+    return {(one.area, one.subject): one for one in judged(reports) if one.verdict != "pass"}
 
 
 def spoiled(spoil, ranks, **world):
-    said = patients.healthy(**world)
+    reports = patients.healthy(**world)
     for number in ranks:
-        spoil(said.facts[number])
-    return said
+        spoil(reports.facts[number])
+    return reports
 
 
 def test_a_healthy_cluster_passes():
@@ -144,51 +144,51 @@ def test_each_trouble_of_one_rank_is_named_with_the_rank_and_a_fix(spoil, area, 
 @settings(max_examples=20)
 @given(st.sampled_from(TROUBLES), st.permutations(range(4)))
 def test_the_order_in_which_ranks_answer_changes_no_row(trouble, order):
-    said = spoiled(trouble[0], [2])
-    shuffled = Said(said.size, {number: said.facts[number] for number in order})
-    assert judged(shuffled) == judged(said)
+    reports = spoiled(trouble[0], [2])
+    shuffled = Reports(reports.size, {number: reports.facts[number] for number in order})
+    assert judged(shuffled) == judged(reports)
 
 
 def test_a_slow_network_is_told_against_its_cards():
-    said = spoiled(slow_collective, range(4))
-    row = troubles(said)["network", "all_reduce all ranks"]
+    reports = spoiled(slow_collective, range(4))
+    row = troubles(reports)["network", "all_reduce all ranks"]
     # two cards of 400 Gb/s are 100 GB/s, one group crosses them
     assert row.verdict == "fail" and "100 GB/s of the network cards" in row.expected and "5 GB/s" in row.measured
 
 
 def test_devices_of_one_host_are_expected_to_use_nvlink():
-    said = patients.healthy()
-    rate, why = links.expected(said, [0, 1], 2)
+    reports = patients.healthy()
+    rate, why = links.expected(reports, [0, 1], 2)
     assert rate == pytest.approx(18 * 26.562e9) and "NVLink" in why
-    for facts in said.facts.values():
+    for facts in reports.facts.values():
         facts["devices"]["health"]["nvlink"] = []
-    assert links.expected(said, [0, 1], 2) == (pytest.approx(63.008e9), "63 GB/s of PCIe 5 x16")
+    assert links.expected(reports, [0, 1], 2) == (pytest.approx(63.008e9), "63 GB/s of PCIe 5 x16")
 
 
 def test_groups_that_cross_the_same_cards_share_them():
-    said = patients.healthy()
-    assert links.expected(said, [0, 2], 1)[0] == 2 * links.expected(said, [0, 2], 2)[0] == 100e9
+    reports = patients.healthy()
+    assert links.expected(reports, [0, 2], 1)[0] == 2 * links.expected(reports, [0, 2], 2)[0] == 100e9
 
 
 def test_groups_are_counted_at_the_hosts_that_they_cross():
-    said = patients.healthy(4, 2)
+    reports = patients.healthy(4, 2)
     # two pipelines of two hosts each: of the four groups, two cross each host
     divided = [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert [network_judge._crossing(said, group, divided) for group in divided] == [2, 2, 2, 2]
-    assert network_judge._crossing(said, [0, 1], [[0, 1], [2, 3]]) == 0
+    assert [network_judge._crossing(reports, group, divided) for group in divided] == [2, 2, 2, 2]
+    assert network_judge._crossing(reports, [0, 1], [[0, 1], [2, 3]]) == 0
 
 
 def test_a_slow_rank_is_told_from_its_neighbours_by_its_better_pair():
-    said = patients.healthy(4, 2)
+    reports = patients.healthy(4, 2)
     hosts = [0, 2, 4, 6]
     for number, first in enumerate(hosts):
         for peer in (hosts[number - 1], hosts[(number + 1) % 4]):
             rate = 3e9 if 4 in (first, peer) else 40e9
-            said.facts[first]["network"]["pairs"] = [
-                *said.facts[first]["network"]["pairs"],
+            reports.facts[first]["network"]["pairs"] = [
+                *reports.facts[first]["network"]["pairs"],
                 {"kind": "neighbouring hosts", "peer": peer, "rate": rate},
             ]
-    row = troubles(said)["network", "neighbouring hosts"]
+    row = troubles(reports)["network", "neighbouring hosts"]
     assert row.ranks == (4,) and "slowest rank 4 (host-2)" in row.measured
 
 
@@ -200,12 +200,12 @@ def test_a_port_of_the_fabric_that_is_down_is_told_by_host():
 
 @pytest.mark.parametrize("must_share", [True, False])
 def test_a_folder_that_hosts_do_not_share_fails_where_it_must_be_shared(must_share):
-    said = patients.healthy()
+    reports = patients.healthy()
     for number in range(4):
         seen = [0, 1] if number < 2 else [2, 3]
         own = patients.folder(range(4), seen=seen, must_share=must_share)
-        said.facts[number]["storage"]["folders"]["checkpoint.folder"] = own
-    found = troubles(said)
+        reports.facts[number]["storage"]["folders"]["checkpoint.folder"] = own
+    found = troubles(reports)
     assert (("storage", "checkpoint.folder shared") in found) == must_share
 
 
@@ -213,36 +213,36 @@ def test_a_slow_host_is_named_by_its_disk():
     def lame(facts):
         facts["storage"]["folders"]["checkpoint.folder"]["rate"] = 50e6
 
-    said = spoiled(lame, [4, 5], num_hosts=3)
-    row = troubles(said)["storage", "checkpoint.folder rate"]
+    reports = spoiled(lame, [4, 5], num_hosts=3)
+    row = troubles(reports)["storage", "checkpoint.folder rate"]
     assert row.ranks == (4, 5) and "host-2, the slowest host" in row.measured
 
 
-def test_a_model_too_large_for_devices_and_disk_is_told():
-    said = patients.healthy()
-    said.facts[0]["config"] |= {"state_bytes_per_rank": 2**37, "checkpoint_bytes": 2**43}
-    found = troubles(said)
+def test_a_model_too_large_for_devices_and_disk_is_reported():
+    reports = patients.healthy()
+    reports.facts[0]["config"] |= {"state_bytes_per_rank": 2**37, "checkpoint_bytes": 2**43}
+    found = troubles(reports)
     assert found["memory", "device memory"].verdict == "fail"
     assert "128.00 GiB or more" in found["memory", "device memory"].expected
     assert found["storage", "room for a checkpoint"].verdict == "fail"
 
 
-def test_hosts_with_unequal_numbers_of_ranks_are_told():
-    said = patients.healthy(3)
-    fewer = {number: facts for number, facts in said.facts.items() if number != 5}
+def test_hosts_with_unequal_numbers_of_ranks_are_reported():
+    reports = patients.healthy(3)
+    fewer = {number: facts for number, facts in reports.facts.items() if number != 5}
     fewer[4]["hosts"]["local_size"] = 1
-    assert troubles(Said(5, fewer))["hosts", "ranks per host"].ranks == (4,)
+    assert troubles(Reports(5, fewer))["hosts", "ranks per host"].ranks == (4,)
 
 
 def test_a_busy_port_is_told_where_no_job_runs():
-    said = spoiled(change("hosts", in_job=False, port_busy=True), range(4))
-    assert "29500 is busy" in troubles(said)["hosts", "meeting port"].measured
+    reports = spoiled(change("hosts", in_job=False, port_busy=True), range(4))
+    assert "29500 is busy" in troubles(reports)["hosts", "meeting port"].measured
 
 
 def test_a_rank_that_says_nothing_is_missing_and_ends_the_report_with_the_status_of_a_lost_peer():
-    said = patients.healthy()
-    facts = {number: own for number, own in said.facts.items() if number != 3}
-    found = judged(Said(4, facts, {3: "devices"}))
+    reports = patients.healthy()
+    facts = {number: own for number, own in reports.facts.items() if number != 3}
+    found = judged(Reports(4, facts, {3: "devices"}))
     assert found[0].verdict == "fail" and found[0].ranks == (3,) and "last seen at devices" in found[0].measured
     assert report.exit_code(found) == 6
 
@@ -255,8 +255,8 @@ def test_the_status_is_that_of_the_first_failure_and_warnings_count_when_strict(
 
 
 def test_the_table_names_hosts_and_fixes_and_fits_a_terminal():
-    said = spoiled(change("versions", torch="2.12.0"), [2, 3], num_hosts=3)
-    told = report.document(said, judged(said), 3.0)
+    reports = spoiled(change("versions", torch="2.12.0"), [2, 3], num_hosts=3)
+    told = report.document(reports, judged(reports), 3.0)
     assert json.loads(report.to_json(told)) == json.loads(json.dumps(told))
     text = report.text_of(told)
     assert "look at host-1 (ranks 2-3): versions: torch" in text and "fix: start all ranks from one environment" in text
@@ -265,9 +265,9 @@ def test_the_table_names_hosts_and_fixes_and_fits_a_terminal():
 
 
 def test_all_fields_of_a_finding_are_in_the_document():
-    said = patients.healthy()
-    told = report.document(said, judged(said), 1.0)
-    names = {field.name for field in dataclasses.fields(judged(said)[0])}
+    reports = patients.healthy()
+    told = report.document(reports, judged(reports), 1.0)
+    names = {field.name for field in dataclasses.fields(judged(reports)[0])}
     assert all(set(row) == names for row in told["findings"])
     assert told["hosts"] == {"host-0": 2, "host-1": 2} and told["verdict"] == "pass" and told["named"] == {}
 
@@ -323,8 +323,8 @@ def test_speeds_of_cards_are_read_from_the_kernel(tmp_path):
 def test_each_area_is_judged_without_what_the_others_could_not_tell():
     whole = patients.healthy()
     for area in rank.AREAS:
-        said = Said(4, {number: _without(own, area.name) for number, own in whole.facts.items()})
-        assert not [one for one in judged(said) if one.area == area.name]
+        reports = Reports(4, {number: _without(own, area.name) for number, own in whole.facts.items()})
+        assert not [one for one in judged(reports) if one.area == area.name]
 
 
 def _without(facts, name):
@@ -333,19 +333,19 @@ def _without(facts, name):
 
 @pytest.mark.parametrize("behind", [[0], [3], [1, 2]])
 def test_of_ranks_that_hang_those_furthest_behind_are_named(behind):
-    said = patients.healthy()
-    for number, own in said.facts.items():
+    reports = patients.healthy()
+    for number, own in reports.facts.items():
         own["network"] = {"stopped": "all_reduce on tp", "place": 7 if number in behind else 8}
-    (row,) = [one for one in judged(said) if one.area == "network"]
+    (row,) = [one for one in judged(reports) if one.area == "network"]
     assert row.ranks == tuple(behind) and "all_reduce on tp did not end" in row.measured
 
 
 def test_a_collective_in_which_all_ranks_hang_is_told_as_such_unless_one_is_missing():
-    said = patients.healthy()
-    for own in said.facts.values():
+    reports = patients.healthy()
+    for own in reports.facts.values():
         own["network"] = {"stopped": "all_reduce on tp", "place": 7}
-    (row,) = [one for one in judged(said) if one.area == "network"]
+    (row,) = [one for one in judged(reports) if one.area == "network"]
     assert "with all ranks in it" in row.measured and row.ranks == ()
-    facts = {number: own for number, own in said.facts.items() if number != 3}
-    rows = [one for one in judged(Said(4, facts, {3: "all_reduce on tp"})) if one.verdict == "fail"]
+    facts = {number: own for number, own in reports.facts.items() if number != 3}
+    rows = [one for one in judged(Reports(4, facts, {3: "all_reduce on tp"})) if one.verdict == "fail"]
     assert [one.ranks for one in rows] == [(3,), (3,)] and "did not arrive" in rows[1].measured

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardtrain.tools.doctor.outliers import equal, groups, odd, slow
-from shardtrain.tools.doctor.result import Said
+from shardtrain.tools.doctor.result import Reports
 
 sizes = st.integers(3, 64)
 
@@ -61,7 +61,7 @@ def test_neither_order_nor_unit_decide_who_is_slow(rates, random, power):
 
 
 def test_a_row_names_the_versions_and_who_has_them():
-    said = Said(3, {rank: {"hosts": {"hostname": f"host-{rank}"}} for rank in range(3)})
-    row = equal(said, "versions", "torch", {0: "2.13", 1: "2.12", 2: "2.13"}, "fail", "fix")
+    reports = Reports(3, {rank: {"hosts": {"hostname": f"host-{rank}"}} for rank in range(3)})
+    row = equal(reports, "versions", "torch", {0: "2.13", 1: "2.12", 2: "2.13"}, "fail", "fix")
     assert row.verdict == "fail" and row.ranks == (1,)
     assert "2.12 on host-1 (rank 1)" in row.measured and "2.13 on host-0 (rank 0), host-2 (rank 2)" in row.measured

@@ -30,8 +30,8 @@ from shardtrain.tools.doctor import (
 
 
 def test_ranks_that_are_well_are_found_well(tmp_path):
-    said = examined(2, tmp_path, ["versions", "hosts", "clock", "storage", "network"], _loopback)
-    found = rows(said, "versions", "clock", "storage", "network")
+    reports = examined(2, tmp_path, ["versions", "hosts", "clock", "storage", "network"], _loopback)
+    found = rows(reports, "versions", "clock", "storage", "network")
     failed = [one for one in found.values() if one.verdict == "fail"]
     assert failed == []
     assert found["job.dump_folder shared"].verdict == "pass"
@@ -46,13 +46,15 @@ def _loopback(rank):
 
 
 def test_ranks_of_several_hosts_are_measured_within_and_across_them(tmp_path):
-    said = examined(6, tmp_path, ["hosts", "network"], _three_hosts)
-    found = rows(said, "hosts", "network")
-    assert set(said.hosts()) == {"host-0", "host-1", "host-2"}
+    reports = examined(6, tmp_path, ["hosts", "network"], _three_hosts)
+    found = rows(reports, "hosts", "network")
+    assert set(reports.hosts()) == {"host-0", "host-1", "host-2"}
     for axis in ("dp_shard (all ranks)", "one host", "across hosts"):
         assert "GB/s" in found[f"all_reduce {axis}"].measured and "GB/s" in found[f"all_gather {axis}"].measured
     assert "slowest group host-" in found["all_reduce one host"].measured
-    assert {rank for rank, facts in said.of("network").items() if facts["pairs"]} == {0, 2, 4}, "the first of each host"
+    assert {rank for rank, facts in reports.of("network").items() if facts["pairs"]} == {0, 2, 4}, (
+        "the first of each host"
+    )
     assert "neighbouring hosts" in found and "neighbours" not in found
 
 
@@ -113,7 +115,7 @@ def _ahead(rank):
         clock.time = type("Clock", (), {"time": staticmethod(lambda: now() + 90.0)})
 
 
-def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_told(tmp_path):
+def test_ranks_that_do_not_share_the_folder_of_checkpoints_are_reported(tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
 
@@ -130,7 +132,7 @@ def _impatient(rank):
     storage.SEEN_SECONDS = 0.3
 
 
-def test_a_folder_that_one_rank_cannot_write_is_told(tmp_path):
+def test_a_folder_that_one_rank_cannot_write_is_reported(tmp_path):
     row = rows(examined(2, tmp_path, ["storage"], _read_only), "storage")["job.dump_folder"]
     assert row.verdict == "fail" and row.ranks == (1,) and "Permission denied" in row.measured
 
@@ -146,9 +148,9 @@ def _read_only(rank):
 
 def test_a_collective_that_hangs_names_the_rank_that_did_not_arrive(tmp_path):
     started = time.monotonic()
-    said = examined(3, tmp_path, ["hosts", "network"], _hangs, limit_seconds=4.0)
+    reports = examined(3, tmp_path, ["hosts", "network"], _hangs, limit_seconds=4.0)
     assert time.monotonic() - started < patience.seconds(60), "nobody waited for the end of the hang"
-    found = [one for one in patients.judged(said, "hosts", "network") if one.area == "network"]
+    found = [one for one in patients.judged(reports, "hosts", "network") if one.area == "network"]
     assert [one.ranks for one in found] == [(2,), ()]
     assert "all_reduce on dp_shard (all ranks) did not end on rank 2" in found[0].measured
     assert "rank 2 did not come past all_reduce" in found[1].measured and "ranks 0-1 waited" in found[1].measured
@@ -163,9 +165,9 @@ def _hangs(rank):
 
 def test_a_rank_that_never_comes_is_waited_for_once_and_named(tmp_path):
     started = time.monotonic()
-    said = examined(3, tmp_path, ["hosts", "clock", "storage", "network"], _absent, limit_seconds=1.5)
+    reports = examined(3, tmp_path, ["hosts", "clock", "storage", "network"], _absent, limit_seconds=1.5)
     assert time.monotonic() - started < patience.seconds(60)
-    found = [one for one in patients.judged(said, "hosts", "clock", "storage", "network") if one.verdict == "fail"]
+    found = [one for one in patients.judged(reports, "hosts", "clock", "storage", "network") if one.verdict == "fail"]
     assert found[0].area == "ranks" and found[0].ranks == (1,)
     assert [one.measured for one in found[1:]] == ["rank 1 has not come; ranks 0, 2 waited"]
     assert not list(tmp_path.glob(f"{storage.PREFIX}*"))
@@ -177,8 +179,8 @@ def _absent(rank):
 
 
 def test_a_check_that_does_not_end_is_a_finding_and_the_others_continue(tmp_path):
-    said = examined(1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=3.0)
-    found = rows(said, "versions", "storage", "limits")
+    reports = examined(1, tmp_path, ["versions", "storage", "limits"], _dead_server, limit_seconds=3.0)
+    found = rows(reports, "versions", "storage", "limits")
     assert found["check"].area == "storage" and "did not end" in found["check"].measured
     assert found["open files"].area == "limits" and found["torch"].verdict == "pass"
 
@@ -199,7 +201,7 @@ def _raises(rank):
     memory.host_memory = refuse
 
 
-def test_a_low_limit_of_open_files_is_told(tmp_path):
+def test_a_low_limit_of_open_files_is_reported(tmp_path):
     found = rows(examined(1, tmp_path, ["limits"], _few_files), "limits")
     assert found["open files"].verdict == "fail" and found["open files"].measured == "128"
 
@@ -215,7 +217,7 @@ def test_a_port_where_somebody_listens_is_busy():
     assert hosts.is_free(port)
 
 
-def test_a_problem_of_the_configuration_on_this_machine_is_told(tmp_path):
+def test_a_problem_of_the_configuration_on_this_machine_is_reported(tmp_path):
     def own(rank):
         return patients.loaded(tmp_path, training={"dataset": "text", "dataset_path": str(tmp_path / "nothing.txt")})
 
@@ -287,8 +289,8 @@ def test_versions_of_libraries_are_noted_without_importing_them(tmp_path):
 
 
 def test_sums_of_a_rank_that_are_off_are_found_and_the_rank_is_named(tmp_path):
-    said = examined(3, tmp_path, ["numbers"], _adds_in_float32)
-    found = rows(said, "numbers")
+    reports = examined(3, tmp_path, ["numbers"], _adds_in_float32)
+    found = rows(reports, "numbers")
     assert found["gradient norm"].verdict == "fail" and found["gradient norm"].ranks == (2,)
     assert found["loss sum"].verdict == "pass" and "128,256" in found["loss sum"].measured
 

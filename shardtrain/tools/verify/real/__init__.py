@@ -106,8 +106,8 @@ def main(request: Any, loaded: Loaded) -> int:
             asdict(replace(row, error=row.error if row.error is None or math.isfinite(row.error) else None))
             for row in rows
         ]
-        told = {"model": model, "memory_bytes": budget, "rows": finite, "exit_code": exit_code(rows)}
-        print(json.dumps(told, indent=2, allow_nan=False))
+        document = {"model": model, "memory_bytes": budget, "rows": finite, "exit_code": exit_code(rows)}
+        print(json.dumps(document, indent=2, allow_nan=False))
     else:
         print(summary(rows))
     return exit_code(rows)
