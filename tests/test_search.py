@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 import search
+import torch
 import torch.distributed as dist
-from search import Searcher, Verdict, command, parse, refusal, shrink
+from search import MOST, TOLERANCES, Numbers, Searcher, Verdict, command, differences, parse, refusal, shrink, widened
 from search_case import (
     CP,
     DDP,
@@ -234,6 +235,22 @@ def test_a_silent_difference_is_found(searcher: Searcher, monkeypatch: pytest.Mo
     monkeypatch.setattr(fsdp, "gather", lambda model: None)  # what the schedule needs of a resharded stage
     assert pipeline_parallel.fsdp is fsdp
     assert searcher.judge([SPLIT])[0].kind == "differs"
+
+
+def test_a_tolerance_widens_by_what_one_process_says_of_itself_and_no_further() -> None:
+    """A model that amplifies rounding says how far; a fault is no rounding, and one of its own size is still seen."""
+
+    def numbers(loss: float, scale: float) -> Numbers:
+        weight = {"w": torch.ones(4) * scale}
+        return Numbers([1.0, loss], [1.0, scale], [], {}, weight, weight)
+
+    usual, expected = TOLERANCES["float32"], numbers(1.0, 1.0)
+    assert widened(usual, expected, expected, MOST) == usual  # nothing is amplified
+    wider = widened(usual, numbers(1 + 1e-5, 1 + 4e-6), expected, MOST)
+    assert wider.loss == pytest.approx(8e-5, rel=1e-3) and wider.norm == pytest.approx(3.2e-5, rel=0.05)
+    assert not differences(numbers(1 + 5e-5, 1 + 2e-5), expected, wider)
+    assert differences(numbers(1 + 1.2e-4, 1.0), expected, wider)
+    assert widened(usual, numbers(2.0, 3.0), expected, MOST) == MOST
 
 
 @pytest.mark.timeout(600)
