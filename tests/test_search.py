@@ -49,8 +49,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 SEED = int(os.environ.get("SHARDTRAIN_SEARCH_SEED", "0"))
 COUNT = int(os.environ.get("SHARDTRAIN_SEARCH", "20"))
-PARTS, NEWER_PARTS, MORE_PARTS = 25, 3, 15
-"""Parts of 20 cases are 500 together, and 300 with features."""
+PARTS, NEWER_PARTS, MORE_PARTS = 11, 3, 11
+"""Of 20 cases each: 500 together."""
 OLDER, NEW, MORE = (FAMILIES, ()), (NEWER, ()), ((*FAMILIES, *NEWER), FEATURES)
 """Families to draw from, and features."""
 CHEAP = (("llama3", "mixtral"), ("named_stages", "distillation", "chat", "mixture", "low_bits", "early_step"))
