@@ -527,7 +527,8 @@ def _joined(first: list[Numbers] | Failure, second: list[Numbers]) -> list[Numbe
     for numbers in second:
         steps = [getattr(first[0], name) + getattr(numbers, name) for name in ("losses", "norms", "validations")]
         whole.append(Numbers(*steps, {}, {}, numbers.final))
-    return whole + [Numbers(*steps, one.initial, one.gradients, {}) for one in first]
+    is_over = not any(numbers.final for numbers in second)  # of a run of one step nothing was left to continue
+    return whole + [Numbers(*steps, one.initial, one.gradients, one.final if is_over else {}) for one in first]
 
 
 def shrink(case: Case, is_fault: Callable[[Case], bool], seconds: float = 300.0) -> Case:

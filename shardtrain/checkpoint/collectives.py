@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import socket
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,11 +65,28 @@ def gather_json(value: Any) -> list[Any]:
 def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
     """What ranks say, once where several say the same, and which of it each rank says (a collective).
 
-    In the order of the first who says it. Ranks of one pipeline stage say the same of their tensors: what is held grows
-    with the stages.
+    In the order of the first who says it. Ranks of one pipeline stage say the same of their tensors and follow one
+    another in number, so each stage is one broadcast and one reduction. Where there are more such runs of ranks than
+    ``_MOST_RUNS``, every rank tells every other one a hash instead.
     """
     if _is_alone():
         return [json.loads(json.dumps(value))], [0]
+    own, rank, size = json.dumps(value), dist.get_rank(), dist.get_world_size()
+    said: list[str] = []
+    numbers: list[int] = []
+    for _ in range(_MOST_RUNS):
+        source = len(numbers)
+        text = _broadcast(own, source)
+        end = torch.tensor([size if own == text or rank <= source else rank])
+        dist.all_reduce(end, op=dist.ReduceOp.MIN)
+        said += [text] if text not in said else []
+        numbers += [said.index(text)] * (int(end) - source)
+        if len(numbers) == size:
+            return [json.loads(text) for text in said], numbers
+    return _gather_by_hash(value)
+
+
+def _gather_by_hash(value: Any) -> tuple[list[Any], list[int]]:
     own = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(value).encode()).digest()), dtype=torch.uint8)
     digests = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
     dist.all_gather(list(digests), own)
@@ -139,6 +157,7 @@ def all_ranks_to_first(action: Callable[[], Any]) -> list[Any]:
 
 
 _NOBODY = 2**62
+_MOST_RUNS = 64
 
 
 def _is_alone() -> bool:
@@ -158,12 +177,17 @@ def _said(value: Any, urgency: int) -> Any:
     if int(first) == _NOBODY:
         return None
     source = int(first) % dist.get_world_size()
-    data = bytearray(json.dumps(value).encode()) if dist.get_rank() == source else bytearray()
+    return json.loads(_broadcast(json.dumps(value) if dist.get_rank() == source else "", source))
+
+
+def _broadcast(text: str, source: int) -> str:
+    """The text of one rank on all of them; it travels compressed."""
+    data = bytearray(zlib.compress(text.encode())) if dist.get_rank() == source else bytearray()
     size = torch.tensor([len(data)])
     dist.broadcast(size, source)
-    text = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(text, source)
-    return json.loads(bytes(text.numpy()))
+    packed = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(int(size), dtype=torch.uint8)
+    dist.broadcast(packed, source)
+    return zlib.decompress(bytes(packed.numpy())).decode()
 
 
 def _raise_alike(failure: Exception | None, description: list[str] | None) -> None:

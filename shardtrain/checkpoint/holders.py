@@ -7,6 +7,7 @@ one text per pipeline stage, whatever the number of ranks. A part that no rule o
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,8 @@ from shardtrain.ops.dtensor import is_distributed, local_slices, local_tensor, s
 from shardtrain.utils.errors import CheckpointError
 
 Ints = npt.NDArray[np.int64]
+_LAYER = re.compile(r"(.*?\.)(0|[1-9]\d*)(\..*)")
+"""A name with the number of a layer in it; 007 is a name."""
 Table = Mapping[str, list[Any]]
 """What a rank says of its tensors: by name the type, the shape, and the rule or box of its part."""
 
@@ -85,7 +88,40 @@ def find_holders(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
     Raises:
         CheckpointError: on all ranks, where two have tensors of one name and of other types or shapes.
     """
-    return held_by_all(*gather_distinct_json(table_of(tensors)))
+    return held_by_all(*tables_of_ranks(table_of(tensors)))
+
+
+def tables_of_ranks(own: Table) -> tuple[list[Table], list[int]]:
+    """The distinct tables of all ranks, and which of them each rank says (a collective)."""
+    said, number_of = gather_distinct_json(fold(own))
+    return [unfold(one) for one in said], number_of
+
+
+def fold(table: Table) -> list[list[Any]]:
+    """A table in a few lines: layers are alike, so what differs in the number of a layer alone is one.
+
+    >>> fold({"layers.0.w": ["float32", [2], []], "layers.1.w": ["float32", [2], []], "head": ["float32", [3], []]})
+    [['layers.', '.w', ['float32', [2], []], [[0, 2]]], ['head', '', ['float32', [3], []], []]]
+    """
+    lines: dict[tuple[str, str, str], list[Any]] = {}
+    for name, value in table.items():
+        found = _LAYER.fullmatch(name)
+        before, number, after = found.groups() if found else (name, "", "")
+        runs = lines.setdefault((before, after, repr(value)), [before, after, value, []])[3]
+        if number and runs and runs[-1][1] == int(number):
+            runs[-1][1] += 1
+        elif number:
+            runs.append([int(number), int(number) + 1])
+    return list(lines.values())
+
+
+def unfold(lines: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
+    """The table that was folded; its names may come in another order."""
+    return {
+        name: value
+        for before, after, value, runs in lines
+        for name in ([f"{before}{n}{after}" for start, stop in runs for n in range(start, stop)] or [before])
+    }
 
 
 def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[str, Held]:

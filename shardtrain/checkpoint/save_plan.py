@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint import holders
-from shardtrain.checkpoint.collectives import any_rank, gather_distinct_json
+from shardtrain.checkpoint.collectives import any_rank
 from shardtrain.checkpoint.grids import Axis, Grid
 from shardtrain.checkpoint.holders import Held, Ints, Part
 from shardtrain.checkpoint.manifest import ITEM_BYTES, MAX_BYTES, StoredTensor, least_bytes, too_large
@@ -67,7 +67,7 @@ def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
     if not any_rank(earlier is None or earlier.own != own):
         assert earlier is not None
         return earlier
-    held = holders.held_by_all(*gather_distinct_json(own))
+    held = holders.held_by_all(*holders.tables_of_ranks(own))
     stored, load = share_out(held, dist.get_world_size())
     if (num_bytes := least_bytes(stored)) > MAX_BYTES:
         raise CheckpointError(too_large(num_bytes))

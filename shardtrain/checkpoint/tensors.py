@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint import files
-from shardtrain.checkpoint.collectives import gather_distinct_json
 from shardtrain.checkpoint.grids import Chunk
-from shardtrain.checkpoint.holders import box_of
+from shardtrain.checkpoint.holders import box_of, tables_of_ranks
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile
 from shardtrain.checkpoint.resharding import Box
 from shardtrain.checkpoint.save_plan import Plan
@@ -60,7 +59,7 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
     """
     asked = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     everyone: dict[str, list[Any]] = {}
-    for said in gather_distinct_json(asked)[0]:  # a pipeline stage holds some of the names only
+    for said in tables_of_ranks(asked)[0]:  # a pipeline stage holds some of the names only
         everyone.update(said)
     for name, (dtype, shape) in sorted(everyone.items()):
         stored = manifest.tensors.get(name)

@@ -23,6 +23,13 @@ def raised(action: Any) -> str:
     return ""
 
 
+def many_runs(value: str) -> Any:
+    """What ranks say where more of them differ from the one before than are heard one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "_MOST_RUNS", 2)
+        return collectives.gather_distinct_json(value)
+
+
 def one_rank(rank: int) -> dict[str, Any]:
     def fails_on(who: int, error: Exception) -> Any:
         def action() -> int:
@@ -42,6 +49,8 @@ def one_rank(rank: int) -> dict[str, Any]:
         "gathered": collectives.all_gather_json({"rank": rank, "text": "x" * rank}),
         "first": collectives.broadcast_json([rank, "ä", None]),
         "distinct": collectives.gather_distinct_json("odd" if rank % 2 else "even"),
+        "runs": collectives.gather_distinct_json(["a", "b", "b"][rank]),
+        "by hash": many_runs("odd" if rank % 2 else "even"),
         "any": collectives.any_ranks([rank == 2, False, True]),
         "no word": collectives.first_word(""),
         "word": collectives.first_word(f"rank {rank}" if rank else ""),
@@ -67,6 +76,8 @@ def test_all_ranks_hear_the_same(told: list[dict[str, Any]]) -> None:
         "gathered": [{"rank": rank, "text": "x" * rank} for rank in range(RANKS)],
         "first": [0, "ä", None],
         "distinct": (["even", "odd"], [0, 1, 0]),
+        "runs": (["a", "b"], [0, 1, 1]),
+        "by hash": (["even", "odd"], [0, 1, 0]),
         "any": [True, False, True],
         "no word": "",
         "word": "rank 1",

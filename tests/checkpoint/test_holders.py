@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import numpy as np
@@ -162,3 +163,23 @@ def test_tensors_of_one_name_that_differ_are_refused(second: list[Any]) -> None:
 def test_a_type_that_no_checkpoint_holds_is_refused() -> None:
     with pytest.raises(CheckpointError, match="model.a cannot be saved: its type complex64 is none of"):
         holders.held_by_all([{"model.a": ["complex64", [2], []]}], [0])
+
+
+VALUES = st.sampled_from([["float32", [4, 2], []], ["float32", [4, 2], [[2, 1, 0]]], ["bfloat16", [3], []]])
+NAMES = st.one_of(
+    st.builds("{}.{}.{}".format, st.sampled_from(["model.layers", "a", ""]), st.integers(0, 12), st.sampled_from("wv")),
+    st.sampled_from(["embed", "a.007.w", "a.1", "1.w", "..2..w", "a.0.b.1.c", "a.-1.w", "a.\uff11.w"]),
+)
+
+
+@given(st.dictionaries(NAMES, VALUES, max_size=30))
+def test_a_folded_table_is_the_table(table: dict[str, list[Any]]) -> None:
+    assert holders.unfold(json.loads(json.dumps(holders.fold(table)))) == table
+
+
+def test_a_folded_table_does_not_grow_with_layers() -> None:
+    def told(layers: int) -> int:
+        names = [f"model.layers.{layer}.{name}" for layer in range(layers) for name in ("wq", "wk", "w1")]
+        return len(json.dumps(holders.fold({name: ["float32", [8, 8], [[2, 1, 0]]] for name in names})))
+
+    assert told(900) <= told(2) + 2 * 3  # three lines, whose end has two digits more
