@@ -15,6 +15,11 @@
 ``saving``       of a model of 405B and of a mixture of 10^12 parameters, optimizer included, on meshes of 8 to 16,384
                  ranks: CPU seconds and MiB of the plan of a save on each rank, bytes that one rank of each pipeline
                  stage says before it, bytes of the manifest, seconds to write it and to read it
+``resuming``     of such a checkpoint on the mesh that saved it and on another one: the manifest read, and all pieces
+                 found that the first, a middle and the last rank need: CPU seconds and MiB of a rank, pieces, files,
+                 and bytes read for each byte that is needed
+``real_save``    two real ranks save, check and read a model of N MiB and its optimizer: MiB above what each holds
+``retained``     seconds and manifests read of the retention of a save beside N older checkpoints, all kept for ever
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -34,15 +40,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from shardtrain.checkpoint import async_save, holders, retention, save_plan
+from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.grids import Axis, Grid
 from shardtrain.checkpoint.holders import Table
-from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor, parse
+from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile, StoredTensor, parse
 from shardtrain.checkpoint.storage import LocalStorage
 from shardtrain.config import load
-from shardtrain.config.schema import Config
+from shardtrain.config.schema import Checkpoint, Config, Job
 from shardtrain.data import shard_index
 from shardtrain.data.file_hashes import Contents
 from shardtrain.data.fit_table import FitTableWriter, open_table, table_name
@@ -312,6 +322,138 @@ def saving(mesh: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+RESUMES = {
+    "405B fsdp 8, the same": ("405B fsdp 8", "405B fsdp 8"),
+    "405B fsdp 64 tp 8, the same": ("405B fsdp 64 tp 8", "405B fsdp 64 tp 8"),
+    "405B fsdp 64 tp 8 on pp 16 fsdp 32 tp 8": ("405B fsdp 64 tp 8", "405B pp 16 fsdp 32 tp 8"),
+    "405B pp 16 fsdp 128 tp 8, the same": ("405B pp 16 fsdp 128 tp 8", "405B pp 16 fsdp 128 tp 8"),
+    "405B fsdp 2048 tp 8, the same": ("405B fsdp 2048 tp 8", "405B fsdp 2048 tp 8"),
+    "405B fsdp 2048 tp 8 on fsdp 64 tp 8": ("405B fsdp 2048 tp 8", "405B fsdp 64 tp 8"),
+    "405B pp 16 fsdp 128 tp 8 on fsdp 2048 tp 8": ("405B pp 16 fsdp 128 tp 8", "405B fsdp 2048 tp 8"),
+    "1T fsdp 16384 ep 64, the same": ("1T fsdp 16384 ep 64", "1T fsdp 16384 ep 64"),
+    "1T fsdp 16384 ep 64 on fsdp 512 ep 64": ("1T fsdp 16384 ep 64", "1T fsdp 512 ep 64"),
+}
+
+
+def stored_by(mesh: str) -> bytes:
+    """The manifest of a save by all ranks of a mesh."""
+    model, degrees = MESHES[mesh]
+    held = holders.held_by_all(*tables(model(), degrees))
+    ranks = math.prod(degrees[axis] for axis in ("pp", "replicas", "fsdp", "tp") if axis in degrees)
+    stored, load = save_plan.share_out(held, ranks)
+    digest = hashlib.sha256().hexdigest()
+    files = tuple(StoredFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size)
+    return Manifest(1, len(load), "run", "benchmark", files, stored, {"state": {"step": 1}}).to_bytes()
+
+
+def resuming(name: str) -> dict[str, Any]:
+    """What a rank computes to know which bytes of which files it reads."""
+    saved, wanted = RESUMES[name]
+    data = stored_by(saved)
+    said, table_of_rank = tables(*(MESHES[wanted][0](), MESHES[wanted][1]))
+    ranks = len(table_of_rank)
+    memory = alone(lambda _: resuming_memory(data, said, table_of_rank), None)
+    worst = dict.fromkeys(("cpu_seconds", "pieces", "files", "read_for_needed"), 0.0)
+    for rank in (0, ranks // 2, ranks - 1):
+        cpu = time.process_time()
+        found = needed(data, said, table_of_rank, rank)
+        seconds = round(time.process_time() - cpu, 2)
+        told = dict(zip(worst, (seconds, found[0], len(found[1]), round(found[2] / found[3], 2)), strict=True))
+        worst = {key: max(worst[key], told[key]) for key in worst}
+    return {"ranks": ranks, **worst, "mib": memory["mib"]}
+
+
+def needed(data: bytes, said: list[Table], table_of_rank: list[int], rank: int) -> tuple[int, set[int], int, int]:
+    """Pieces, files, bytes read and bytes needed of one rank: as ``checkpoint.tensors.read`` goes through them."""
+    manifest = parse(data, Path("step-1"))
+    pieces, files, read_bytes, needed_bytes = 0, set[int](), 0, 0
+    for key, (dtype, shape, rule) in said[table_of_rank[rank]].items():
+        offsets, sizes = holders.boxes_of(shape, rule, np.array([rank]))
+        own, item = (tuple(offsets[0].tolist()), tuple(sizes[0].tolist())), ITEM_BYTES[dtype]
+        for chunk, shared in manifest.tensors[key].overlapping(own):
+            pieces += 1
+            files.add(chunk.file)
+            read_bytes += item * (shared[1][0] if shape else 1) * math.prod(chunk.sizes[1:])  # rows are read whole
+            needed_bytes += item * math.prod(shared[1])
+    return pieces, files, read_bytes, needed_bytes
+
+
+def resuming_memory(data: bytes, said: list[Table], table_of_rank: list[int]) -> dict[str, Any]:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    needed(data, said, table_of_rank, 0)
+    return {"mib": round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, 1)}
+
+
+def real_save(mebibytes: int) -> dict[str, Any]:
+    """Each tensor split in two by rows; memory is the most that a rank ever had, above what it had before."""
+    with tempfile.TemporaryDirectory() as folder:
+        pipes, processes = [], []
+        for rank in range(2):
+            receiver, sender = multiprocessing.Pipe(False)
+            job = multiprocessing.get_context("fork").Process(
+                target=save_and_read, args=(folder, rank, mebibytes, sender)
+            )
+            job.start()
+            pipes.append(receiver)
+            processes.append(job)
+        told = [pipe.recv() for pipe in pipes]
+        for job in processes:
+            job.join()
+    return {key: [one[key] for one in told] for key in told[0]}
+
+
+def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    mesh, count = init_device_mesh("cpu", (2,)), 96
+    rows = mebibytes * 2**20 // 4 // 1024 // count // 3  # weights and two moments of each
+    tensors = {
+        f"{section}.layers.{n}.w{end}": DTensor.from_local(torch.randn(rows // 2, 1024), mesh, [Shard(0)])
+        for section, end in (("model", ""), ("optimizer", ".exp_avg"), ("optimizer", ".exp_avg_sq"))
+        for n in range(count)
+    }
+    kept = Checkpoints(Config(job=Job(dump_folder=f"{folder}/run"), checkpoint=Checkpoint(enable=True)))
+
+    def above(action: Callable[[], Any]) -> float:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = peak("VmRSS")
+        action()
+        return round((peak("VmHWM") - before) / 1024, 1)
+
+    told = {"tensors_mib": sum(t.to_local().nbytes for t in tensors.values()) >> 20}
+    save = lambda: kept.save(1, tensors, {}, {"state": {"step": 1}}, last=False)  # noqa: E731
+    told |= {"first_save_mib": above(save)}
+    kept.close()
+    again = Checkpoints(Config(job=Job(dump_folder=f"{folder}/run"), checkpoint=Checkpoint(enable=True)))
+    told |= {"check_and_read_mib": above(lambda: again.load(again.to_continue(), tensors, {}))}  # type: ignore[arg-type]
+    again.close()
+    sender.send(told)
+    dist.destroy_process_group()
+
+
+def peak(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field))
+
+
+def retained(count: int) -> dict[str, Any]:
+    """Older checkpoints that are multiples of ``keep_forever``, and the newest two that go."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, text = Path(name), stored_by("405B fsdp 8")
+        one = parse(text, Path("step-1"))
+        whole = Manifest(1, 1, "0", "benchmark", (StoredFile("rank-00000.bin", 0, "0" * 64),), {}, one.facts)
+        for step in range(10, 10 * count + 1, 10):
+            (folder / f"step-{step}").mkdir()
+            (folder / f"step-{step}" / "rank-00000.bin").touch()
+            (folder / f"step-{step}" / "manifest.json").write_bytes(whole.to_bytes())
+        reads, read = [], retention.read
+        retention.read = lambda path: (reads.append(1), read(path))[1]  # type: ignore[attr-defined]
+        seconds, _ = timed(lambda: retention.delete_old(folder, 10 * count, 2, 10, 0))
+        listed, _ = timed(lambda: retention.step_folders(folder))
+        return {"seconds": seconds, "manifests_read": len(reads), "list_seconds": listed}
+
+
 def commit(count: int) -> dict[str, Any]:
     """The first rank's part of a save that so many ranks have written: sizes, manifest, rename; then one look at it."""
     digest, names = hashlib.sha256().hexdigest(), [f"rank-{rank:05d}.bin" for rank in range(count)]
@@ -355,7 +497,8 @@ def main() -> None:
     asked: list[tuple[Callable[[Any], dict[str, Any]], tuple[Any, ...]]] = [
         (slow_ranks, ranks), (metrics, (10**4, 10**6, 10**7)), (shards, (100, 1000, 10_000)),
         (many_files, (10**4, 10**5, 10**6)), (whole_documents, (10**6, 10**7)), (prepared_documents, (10**6, 10**9)),
-        (saving, tuple(MESHES)), (commit, ranks),
+        (saving, tuple(MESHES)), (resuming, tuple(RESUMES)), (commit, ranks),
+        (real_save, (768, 3072)), (retained, (100, 10_000)),
     ]  # fmt: skip
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     found: dict[str, Any] = {

@@ -86,10 +86,12 @@ class Grid:
         low = box[0][dim] - self.offsets[dim]
         first, last = max(0, low // step), min(repeats, -(-(low + box[1][dim]) // step))
         for number in range(first, last):
-            offsets = list(self.offsets)
-            offsets[dim] += number * step
-            one = Grid(tuple(offsets), self.sizes, self.file + number * file_step, self.begin, tuple(inner))
-            yield from one.overlapping(box)
+            offsets = (*self.offsets[:dim], self.offsets[dim] + number * step, *self.offsets[dim + 1 :])
+            file = self.file + number * file_step
+            if inner:
+                yield from Grid(offsets, self.sizes, file, self.begin, tuple(inner)).overlapping(box)
+            elif (shared := overlap((offsets, self.sizes), box)) is not None:
+                yield Chunk(offsets, self.sizes, file, self.begin), shared
 
     def chunks(self) -> Iterator[Chunk]:
         """All its boxes one by one."""

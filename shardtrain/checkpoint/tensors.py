@@ -25,6 +25,9 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience import progress
 from shardtrain.utils.errors import CheckpointError
 
+MOST_OPEN = 512
+"""Files that ``read`` keeps open: on another mesh a rank may need pieces of thousands."""
+
 
 def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Place) -> StoredFile | None:
     """Write this rank's file into an existing folder; None where it has nothing to write. Raises OSError."""
@@ -83,15 +86,19 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
 
 def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
     """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError."""
-    readers: dict[int, files.Reader] = {}
+    readers: dict[int, files.Reader] = {}  # in the order of their last use
     try:
         for name, tensor in tensors.items():
             stored, own = manifest.tensors[name], box_of(tensor)
             into = local_tensor(tensor).detach()
             for chunk, shared in stored.overlapping(own):
-                if chunk.file not in readers:
-                    readers[chunk.file] = files.open_stored(folder / manifest.files[chunk.file].name)
-                found = read_box(readers[chunk.file], chunk, stored.dtype, shared)
+                reader = readers.pop(chunk.file, None)
+                if reader is None:
+                    if len(readers) == MOST_OPEN:
+                        readers.pop(next(iter(readers))).close()
+                    reader = files.open_stored(folder / manifest.files[chunk.file].name)
+                readers[chunk.file] = reader
+                found = read_box(reader, chunk, stored.dtype, shared)
                 part(into, shared, own[0]).copy_(found)
                 progress.tick()
     finally:

@@ -1,0 +1,89 @@
+"""What ranks read of the files of a checkpoint: each byte once for the check, and few files open at a time."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from shardtrain.checkpoint import files, tensors
+from shardtrain.checkpoint.grids import Axis, Grid
+from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
+
+FILES = 11
+
+
+def checkpoint(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
+    """Two tensors whose rows lie in eleven files, as eleven ranks would have written them."""
+    whole = {"model.a": torch.arange(FILES * 6.0).reshape(FILES * 2, 3), "model.b": torch.arange(FILES * 4.0) * 10}
+    stored, listed = {}, []
+    for name, tensor, begin in (("model.a", whole["model.a"], 0), ("model.b", whole["model.b"], 24)):
+        sizes = (tensor.shape[0] // FILES, *tensor.shape[1:])
+        grid = Grid((0,) * tensor.ndim, sizes, 0, begin, (Axis(FILES, 0, 1),))
+        stored[name] = StoredTensor("float32", tuple(tensor.shape), (grid,))
+    for number in range(FILES):
+        parts = [tensor.chunk(FILES)[number].numpy().tobytes() for tensor in whole.values()]
+        path = folder / f"rank-{number:05d}.bin"
+        if not path.exists():
+            path.write_bytes(b"".join(parts))
+        listed.append(StoredFile(path.name, sum(map(len, parts)), hashlib.sha256(b"".join(parts)).hexdigest()))
+    return Manifest(1, FILES, "run", "test", tuple(listed), stored, {}), whole
+
+
+@pytest.mark.parametrize("most", [1, 3, FILES])
+def test_a_part_of_thousands_of_files_has_few_of_them_open(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, whole = checkpoint(tmp_path)
+    opened: list[files.Reader] = []
+    closed: list[files.Reader] = []
+
+    class Counted(files.FileReader):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            opened.append(self)
+            assert len(opened) - len(closed) <= most
+
+        def close(self) -> None:
+            super().close()
+            closed.append(self)
+
+    monkeypatch.setattr(files, "FileReader", Counted)
+    monkeypatch.setattr(tensors, "MOST_OPEN", most)
+    found = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    tensors.read(found, manifest, tmp_path)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    assert len(opened) == len(closed) == (FILES if most == FILES else 2 * FILES)
+
+
+def read_by_check(rank: int, folder: Path) -> dict[str, int]:
+    manifest, _ = checkpoint(folder)
+    read: dict[str, int] = {}
+
+    class Counted(files.FileReader):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            self.name = path.name
+
+        def read_into(self, view: memoryview, position: int) -> int:
+            count = super().read_into(view, position)
+            read[self.name] = read.get(self.name, 0) + count
+            return count
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "FileReader", Counted)
+        assert tensors.find_damaged_file(manifest, folder) == ""
+    return read
+
+
+def test_a_damage_check_reads_each_byte_once_over_all_ranks(tmp_path: Path) -> None:
+    manifest, _ = checkpoint(tmp_path)
+    by_rank = run_ranks(3, read_by_check, tmp_path)
+    assert sum(len(read) for read in by_rank) == FILES  # no file by two ranks
+    together = {name: count for read in by_rank for name, count in read.items()}
+    assert together == {file.name: file.bytes for file in manifest.files}
+    shares = [sum(read.values()) for read in by_rank]
+    assert max(shares) - min(shares) <= max(file.bytes for file in manifest.files)
