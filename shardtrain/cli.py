@@ -261,7 +261,8 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
     if "SHARDTRAIN_PARENT" in os.environ:
         local.leave(local.run_child(loaded, _trainer()))
-    preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
+    looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
+    preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
     local.leave(local.run_rank(loaded, _trainer(), world_size))
 
 

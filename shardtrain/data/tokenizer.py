@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shardtrain.config import assets
-from shardtrain.data import sandbox
+from shardtrain.data import sandbox, shared_opening
 from shardtrain.data.tokenizers.byte import ByteTokenizer
 from shardtrain.data.tokenizers.json_file import JsonTokenizer
 from shardtrain.data.tokenizers.open_file import open_content
 from shardtrain.data.tokenizers.own import OwnTokenizer
 from shardtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
 from shardtrain.data.tokenizers.tiktoken_model import TiktokenTokenizer
+from shardtrain.data.tokenizers.tokenizer_config import files_beside
 from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -89,7 +92,8 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
 
     The kind of a file is known by what it holds: ``tokenizer.json`` of the tokenizers library, a sentencepiece model,
     or the base64 ranks of tiktoken, which are taken as Llama 3's. A file of the user's that ends in .py is opened for
-    ``model.tokenizer_path`` alone. ``option`` is named in errors.
+    ``model.tokenizer_path`` alone. ``option`` is named in errors. Ranks that open data together have the files from
+    the first of them (``shared_opening``).
 
     Raises:
         ConfigError: when there is no such file, it cannot be read, or a library is missing.
@@ -99,6 +103,29 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
     if path.endswith(".py") and option == OWN:
         # a path in the user's own config is code that the user chose; other options name artefacts
         return OwnTokenizer(path, option)
+    if assets.is_built_in(path):
+        return open_content(*_read(path, option), option, path)
+    opened: list[Tokenizer] = []
+
+    def look() -> Any:
+        file, content = _read(path, option)
+        opened.append(open_content(file, content, option, path))
+        files = {file.name: content, **files_beside(file.parent)}
+        return {"name": file.name, "files": {name: np.frombuffer(data, np.uint8) for name, data in files.items()}}
+
+    told = shared_opening.once(path, look)
+    if opened:
+        return opened[0]
+    with tempfile.TemporaryDirectory(prefix="shardtrain-tokenizer-") as folder:
+        for name, data in told["files"].items():
+            (Path(folder) / name).parent.mkdir(exist_ok=True)
+            (Path(folder) / name).write_bytes(data)
+        file = Path(folder) / told["name"]
+        return open_content(file, file.read_bytes(), option, path)
+
+
+def _read(path: str, option: str) -> tuple[Path, bytes]:
+    """The file of a tokenizer and its bytes, which a child has opened within bounds; raises as ``open_tokenizer``."""
     file = assets.tokenizer_folder(path)
     try:
         if file.is_dir():
@@ -129,7 +156,7 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
             sandbox.prove("tokenizer", request, digest)
     except sandbox.Refused as refused:
         raise ConfigError(Problem(option, str(file), str(refused), "use another tokenizer's files")) from None
-    return open_content(file, content, option, path)
+    return file, content
 
 
 def reopen(spec: str, option: str, fingerprint: str) -> Tokenizer:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_tokenizers
 import torch.distributed as dist
 from ranks import run_ranks
 from tiers import cases
@@ -24,7 +25,7 @@ from shardtrain.config.schema import Config, Data, Training
 from shardtrain.data import open_dataloader, shared_opening
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.sources import _files
-from shardtrain.data.tokenizer import ByteTokenizer
+from shardtrain.data.tokenizer import ByteTokenizer, open_tokenizer
 from shardtrain.train import open_together
 from shardtrain.train.open_together import Together, together
 from shardtrain.utils.errors import ConfigError, DataError, ShardtrainError
@@ -135,6 +136,40 @@ def test_calls_on_the_storage_of_the_data_do_not_grow_with_ranks_and_all_have_th
     for kind in KINDS:
         assert sum(found[kind][0] for found in ranks) == alone[kind][0] > 0, kind
         assert all(found[kind][1:] == alone[kind][1:] for found in ranks), kind
+
+
+def open_tokenizers(rank: int, folder: Path, paths: list[str]) -> list[Any]:
+    """Of each tokenizer: calls of this rank while it is opened, and what it is."""
+    calls, found = Calls(folder), []
+    for path in paths:
+        calls.clear()
+        with together(config_of({})):
+            try:
+                tokenizer = open_tokenizer(path)
+            except ConfigError as error:
+                found.append((calls.total(), str(error)))
+                continue
+        ids = [tokenizer.encode(text).tolist() for text in ("a cut mesh", "<s> and </s>", "日本")]
+        said = tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.bos_id, tokenizer.special_tokens
+        found.append((calls.total(), *said, tokenizer.chat_template, tokenizer.tool_template, tokenizer.spec, ids))
+    return found
+
+
+def test_the_files_of_a_tokenizer_are_read_by_one_rank_and_all_have_the_same_one(tmp_path: Path) -> None:
+    bpe = tiny_tokenizers.bpe_folder(tmp_path / "bpe", add_bos_token=True, chat_template="{{ messages }}")
+    (bpe / "additional_chat_templates").mkdir()
+    (bpe / "additional_chat_templates/tool_use.jinja").write_text("{{ tools }}")
+    (tmp_path / "piece").mkdir()
+    (tmp_path / "piece/tokenizer.model").write_bytes(tiny_tokenizers.sentencepiece_bytes())
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/tokenizer.json").write_text("{")
+    paths = [str(tmp_path / name) for name in ("bpe", "bpe/tokenizer.json", "piece", "bad", "absent")]
+    (alone,) = run_ranks(1, open_tokenizers, tmp_path, paths)
+    ranks = run_ranks(3, open_tokenizers, tmp_path, paths)
+    for number, path in enumerate(paths):
+        assert [found[number][0] > 0 for found in ranks] == [True, False, False], path
+        assert ranks[0][number][0] == alone[number][0], path
+        assert all(found[number][1:] == alone[number][1:] for found in ranks), path
 
 
 def open_on_nodes(rank: int, folder: Path, options: dict[str, Any], per_node: int = 2) -> Any:

@@ -17,6 +17,8 @@ _USUAL_NAMES = {
     "eos_token": ("<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|endoftext|>", "<|eos|>"),
     "pad_token": ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>"),
 }
+_CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
+_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 _MAX_FILE_BYTES = 64 * 2**20
 _FIX = "replace the file, or remove it"
 
@@ -95,16 +97,22 @@ def read_beside(folder: Path, option: str) -> TokenizerConfig:
         ConfigError: when one of them cannot be read or means nothing.
     """
     beside = TokenizerConfig()
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+    for name in _CONFIGS:
         file = folder / name
         if file.is_file():
             _read_config(file, beside, option)
-    for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+    for file in sorted((folder / _TEMPLATES).glob("*.jinja")):
         beside.templates[file.stem] = read_text(file, option)
-    file = folder / "chat_template.jinja"
+    file = folder / _TEMPLATE
     if file.is_file():
         beside.templates["default"] = read_text(file, option)
     return beside
+
+
+def files_beside(folder: Path) -> dict[str, bytes]:
+    """The files that ``read_beside`` reads, by their names in the folder. Raises OSError."""
+    names = [*_CONFIGS, _TEMPLATE, *(f"{_TEMPLATES}/{file.name}" for file in (folder / _TEMPLATES).glob("*.jinja"))]
+    return {name: (folder / name).read_bytes() for name in names if (folder / name).is_file()}
 
 
 def ends_facts(

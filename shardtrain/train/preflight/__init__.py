@@ -81,14 +81,18 @@ class _Found:
                 self.errors.append(error)
 
 
-def require(loaded: Loaded, machine: Machine) -> None:
+MANY_RANKS = 64
+"""Above so many ranks that a launcher has started, the first one alone looks at files: storage is asked once."""
+
+
+def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> None:
     """Raise what ``judge`` finds: before ranks are started, everything at once; print its warnings.
 
     Raises:
         ConfigError: where a problem of the configuration is among it, with the lines of all others.
         DataError, CheckpointError: where all is well but the data, or the first weights.
     """
-    verdict = judge(loaded, machine)
+    verdict = judge(loaded, machine, looks_at_files)
     verdict.raise_errors()
     if os.environ.get("RANK", "0") == "0":
         for line in verdict.warnings:
@@ -146,7 +150,7 @@ def require_in_child(loaded: Loaded, machine: Machine) -> None:
     raise refusal
 
 
-def judge(loaded: Loaded, machine: Machine | None) -> Verdict:
+def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) -> Verdict:
     """The verdict on a configuration and this or another machine; of the file alone where ``machine`` is None.
 
     What only this machine can answer (files, packages, devices) is asked where it is the one that is meant.
@@ -154,7 +158,8 @@ def judge(loaded: Loaded, machine: Machine | None) -> Verdict:
     found = _Found()
     if machine is not None and machine.is_here:
         found.problems += config.problems_of(loaded, machine.world_size, machine.device, machine.num_devices)
-        _look_at_files(loaded, machine, found)
+        if looks_at_files:
+            _look_at_files(loaded, machine, found)
     else:
         others = [*config.check(loaded), *config.unavailable(loaded)]
         if machine is not None and machine.world_size:

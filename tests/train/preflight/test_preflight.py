@@ -20,6 +20,7 @@ import tiny_tokenizers
 from tiers import cases
 
 from shardtrain import cli, config
+from shardtrain.launch import local
 from shardtrain.train import trainer
 from shardtrain.train.preflight import judge, machine, memory, model, require, require_in_child
 from shardtrain.utils.errors import ShardtrainError
@@ -404,6 +405,28 @@ def test_the_machine_that_is_named_decides_what_is_judged(capsys: pytest.Capture
     assert cli.main([*words, "--for-machine", "h1000"]) == 2
     assert "did you mean h100?" in capsys.readouterr().err
     assert cli.main([*words, "--for-machine"]) == 2
+
+
+@pytest.mark.parametrize(("rank", "ranks", "begins"), [("0", "65", False), ("3", "65", True), ("3", "64", False)])
+@pytest.mark.usefixtures("no_steps")
+def test_of_many_ranks_the_first_looks_at_files_for_all(
+    rank: str, ranks: str, begins: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Storage is asked once before ranks meet; what each rank has of its own is looked at by each."""
+    names = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**names, "MASTER_PORT": "29999"}.items():
+        monkeypatch.setenv(name, value)
+    begun: list[str] = []
+    monkeypatch.setattr(local, "run_rank", lambda *_: begun.append(rank) or 0)
+    monkeypatch.setattr(local, "leave", lambda code: None)
+    words = ["train", "run.toml", "--training.global_batch_size=520", "--training.dataset_path=broken.jsonl"]
+    if ranks == "64":
+        words[2] = "--training.global_batch_size=512"
+    status = cli.main(words)
+    told = capsys.readouterr().err
+    assert (begun == [rank]) == begins, told
+    assert begins or (status == 3 and "broken.jsonl" in told)
+    assert cli.main([*words, "--training.seq_len=0"]) == 2
 
 
 def test_each_machine_has_a_peak_that_is_known() -> None:
