@@ -28,6 +28,8 @@ from shardtrain.config.schema import Config
 from shardtrain.config.stages import num_stages
 from shardtrain.utils.errors import Problem
 
+MAX_RANKS = 65_536
+"""Four times what was measured: there the ranks that judge heartbeats would need half a core each (docs/scale.md)."""
 BYTE_TOKENIZER_IDS = 258  # 256 bytes, begin and end of a document
 
 
@@ -69,6 +71,10 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
     if others < 1 or world_size < 1:
         return
     shard, option = p.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
+    if world_size > MAX_RANKS:
+        rule = f"is a run of more than {MAX_RANKS:,} ranks, above which watching them takes more than a run can spare"
+        yield Problem("--nproc", world_size, rule, "use fewer ranks, and give each more work", "")
+        return
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     if shard == -1 and world_size % others:
         # of the other degrees the one that asks for most: it is what a user would lower

@@ -10,6 +10,7 @@ import pytest
 
 from shardtrain.config import ConfigError, Loaded, load, machine_notes, require, unavailable
 from shardtrain.config.availability import UNAVAILABLE
+from shardtrain.config.machine import MAX_RANKS, mesh_notes
 from shardtrain.config.options import options
 
 
@@ -170,3 +171,10 @@ def test_a_run_is_refused_with_all_its_problems_at_once(tmp_path: Path) -> None:
 def test_a_run_that_may_start_is_told_what_was_renamed_and_what_has_no_effect(tmp_path: Path) -> None:
     lines = require(read(tmp_path, "[training]\nbatch_size = 2\n[validation]\nfreq = 3\n"), 2, "cpu", 0)
     assert len(lines) == 2 and "batch_size" in lines[0] and "validation.freq" in lines[1]
+
+
+def test_more_ranks_than_a_run_can_watch_are_refused_with_the_limit() -> None:
+    loaded = load("llama3_8b", [])
+    assert not list(mesh_notes(loaded, MAX_RANKS))
+    (problem,) = mesh_notes(loaded, MAX_RANKS + 8)
+    assert problem.option == "--nproc" and f"more than {MAX_RANKS:,} ranks" in problem.rule
