@@ -223,7 +223,7 @@ def _train(words: list[str]) -> int:
     """Train: as one rank where a launcher started this process, else with as many ranks as fit this machine."""
     arguments = split(words)
     if arguments.help:
-        print(help_pages.TRAIN, end="")
+        print(help_pages.train(), end="")
         return 0
     from shardtrain.launch import agent, environment, nodes
 
@@ -281,6 +281,9 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     # each rank the import of torch: measured in docs/launch.md.
     forks = accelerators == 0 and sys.platform == "linux" and (choice.count > 1 or restarts > 0)
     machine = preflight.this_machine(loaded, None, choice.count, choice.count)
+    environment.set_process_defaults(
+        os.environ, choice.count, cores, alone=True
+    )  # torch reads them when it is imported
     # what it has to tell without stopping is in the rank's log
     if forks:
         from shardtrain import config
@@ -291,7 +294,6 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     else:
         with heartbeat("checking configuration, data, tokenizer and model"):
             preflight.require(loaded, machine)
-    environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
     if choice.count == 1 and not restarts:

@@ -19,7 +19,9 @@ import pytest
 from shardtrain import __version__, cli
 from shardtrain.config import command_line, presets
 from shardtrain.config.options import options
+from shardtrain.launch import environment
 from shardtrain.tools.data import command
+from shardtrain.train import preflight
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path.name for path in (ROOT / "configs").glob("*.toml"))
@@ -75,6 +77,7 @@ def test_options_and_files_that_the_help_of_train_names_are_there(capsys):
     named = re.findall(r"--([a-z_]+\.[a-z_]+)", out)
     assert len(set(named)) >= 10 and set(named) <= {*options(), "section.key"}
     assert all(presets.find(Path(name)).exists() for name in re.findall(r"shardtrain train (llama\w+)", out))
+    assert re.split(r",\s+", out.partition("\nPresets:\n")[2].strip()) == presets.names()
 
 
 @pytest.mark.parametrize("words", [("data",), ("data", "--help"), ("data", "-h"), ("data", "help")])
@@ -322,3 +325,24 @@ def test_the_help_of_a_verb_lists_its_common_options_first_and_no_more_than_ten(
     common = capsys.readouterr().out.partition("options that few need:")[0]
     named = re.findall(r"^  (?:-\w(?: \w+)?, )?--(\w+)", common, flags=re.MULTILINE)
     assert 1 <= len(set(named) - {"help"}) <= 10
+
+
+@pytest.mark.parametrize(("nproc", "threads"), [(1, 8), (2, 4), (8, 1)])
+def test_ranks_share_the_cores_before_torch_counts_them(monkeypatch, tmp_path, nproc, threads):
+    """torch reads OMP_NUM_THREADS when it is imported; ranks that each use all cores wait for each other's threads."""
+    monkeypatch.setattr(sys.modules["torch"], "set_num_threads", lambda number: None)
+
+    class ImportsTorchError(Exception):
+        pass
+
+    def trainer():
+        raise ImportsTorchError(os.environ.get("OMP_NUM_THREADS"))
+
+    monkeypatch.setattr(os, "environ", {**os.environ, "SHARDTRAIN_HEARTBEAT_SECONDS": "0"})
+    monkeypatch.delitem(os.environ, "OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(environment, "usable_cores", lambda: 8)
+    monkeypatch.setattr(environment, "count_accelerators", lambda device: 0)
+    monkeypatch.setattr(preflight, "require", lambda *arguments: trainer())  # in this process where there is one rank
+    monkeypatch.setattr(cli, "_trainer", trainer)
+    with pytest.raises(ImportsTorchError, match=rf"^{threads}$"):
+        cli._train(["debug", "--nproc", str(nproc), "--job.dump_folder", str(tmp_path)])

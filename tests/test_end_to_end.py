@@ -90,6 +90,7 @@ def test_a_run_writes_these_files_and_no_others(folder: Path, runs: list[Any]) -
     assert len(events) == 1 and "events.out.tfevents" in next(iter(events))
     expected = (
         {"config.resolved.toml", "asked/for.toml", "metrics.jsonl", "goodput.jsonl"}
+        | {"shardtrain.schema.json", "asked/shardtrain.schema.json"}
         | checkpoints
         | traces
         | logs
@@ -101,7 +102,7 @@ def test_a_run_writes_these_files_and_no_others(folder: Path, runs: list[Any]) -
 def test_the_resolved_configuration_loads_to_the_same(folder: Path, runs: list[Any]) -> None:
     for name in ("config.resolved.toml", "asked/for.toml"):
         assert configs.load(folder / name).config == full_config(folder)
-        first = (folder / name).read_text().splitlines()[0]
+        first = (folder / name).read_text().splitlines()[1]
         assert re.fullmatch(
             r"# shardtrain \S+( \(\w+\))?, torch \S+, Python \S+, 2 ranks, started from the defaults", first
         )

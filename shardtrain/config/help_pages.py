@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-TRAIN = """\
+import textwrap
+
+from shardtrain.config import presets
+
+_TRAIN = """\
 usage: shardtrain train [CONFIG.toml | PRESET] [--nproc N] [--section.key VALUE ...]
 
 Train on the devices of this machine, or as one of several nodes. The same command in the same job.dump_folder continues
@@ -31,6 +35,13 @@ Options of the command:
   --max_restarts N       restart from the newest checkpoint after a failure, up to N times
   --nnodes N --node_rank K --rdzv_endpoint HOST:PORT                     this machine is node K of N
 """
+
+
+def train() -> str:
+    """What ``train --help`` prints, the presets by their names at its end."""
+    names = textwrap.wrap(", ".join(presets.names()), 116, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join([f"{_TRAIN}\nPresets:", *names]) + "\n"
+
 
 CONFIG = """\
 usage: shardtrain config VERB ...

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardtrain.config import presets
 from shardtrain.config.command_line import split
-from shardtrain.config.json_schema import FILE, json_schema_text
+from shardtrain.config.json_schema import DIRECTIVE, FILE, json_schema_text
 from shardtrain.config.load import Loaded, load
 from shardtrain.config.options import options
 from shardtrain.config.show import set_toml
@@ -96,7 +96,7 @@ def _asked(ask: Callable[[str], str]) -> list[str]:
 
 
 def _head(path: Path, name: str) -> Iterator[str]:
-    yield f"#:schema ./{FILE}"
+    yield DIRECTIVE
     yield f"# Written by `shardtrain init` from {name}. Train it with `shardtrain train {path.name}`."
     yield "# Override options there, for example --training.steps 100. All options: `shardtrain config help`."
     yield ""

@@ -13,6 +13,8 @@ DIALECT = "http://json-schema.org/draft-07/schema#"
 """What Taplo and the editors built on it (VS Code's Even Better TOML, Helix, Neovim) read."""
 FILE = "shardtrain.schema.json"
 """The file that the first line of a TOML names, ``#:schema ./shardtrain.schema.json``; presets have it beside them."""
+DIRECTIVE = f"#:schema ./{FILE}"
+"""That first line."""
 
 
 def json_schema() -> dict[str, Any]:

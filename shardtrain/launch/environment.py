@@ -330,7 +330,10 @@ def set_allocator_default(environment: MutableMapping[str, str]) -> None:
 
 
 def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int, cores: int, alone: bool) -> None:
-    """Fill in variables that must be there before torch is imported; a value that the user has set is kept.
+    """Fill in variables that torch reads when it is imported; a value that the user has set is kept.
+
+    Where torch is there already, as in a verb that reads a checkpoint before it knows its ranks, it is told of its
+    threads: ranks that each use all cores wait for each other's threads, and round otherwise than the run did.
 
     Ranks share the cores evenly, and leave C++ traces of a broken connection out of the terminal (the rank's own
     exception says the same in one line). With ``alone`` all ranks are on this machine and talk over its loopback
@@ -352,6 +355,9 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
             environment.pop(name, None)
     for name, value in defaults.items():
         environment.setdefault(name, value)
+    threads = environment["OMP_NUM_THREADS"]
+    if environment is os.environ and "torch" in sys.modules and threads.isdecimal() and int(threads):
+        sys.modules["torch"].set_num_threads(int(threads))
     named, own = environment.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
     if any(name and name not in own for name in named.split(",")):
         rule = "is not a network interface of this machine"

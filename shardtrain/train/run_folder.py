@@ -14,7 +14,7 @@ import torch
 
 from shardtrain import __version__
 from shardtrain import config as configs
-from shardtrain.config import Loaded, derived
+from shardtrain.config import Loaded, derived, json_schema
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.config.show import RESOLVED_CONFIG
@@ -42,8 +42,13 @@ def open_log(loaded: Loaded, world: World, notices: Iterable[str], compared: Ite
 
 
 def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:
-    """Write every option with its value in effect, versions as comments; loading the file gives the same config."""
-    header = f"# {versions()}, {world_size} ranks, started from {loaded.path or 'the defaults'}\n"
+    """Write every option with its value in effect, versions as comments; loading the file gives the same config.
+
+    Editors complete and check the file with the schema beside it, which its first line names.
+    """
+    header = (
+        f"{json_schema.DIRECTIVE}\n# {versions()}, {world_size} ranks, started from {loaded.path or 'the defaults'}\n"
+    )
     text = redact(header + configs.resolved_toml(loaded.config))
     paths = [folder / RESOLVED_CONFIG]
     if loaded.config.job.save_config_file:
@@ -52,6 +57,7 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_io.write(path, text)
+            atomic_io.write(path.with_name(json_schema.FILE), json_schema.json_schema_text())
     except OSError as error:
         raise StorageError(f"cannot write {error.filename}: {error.strerror}; check job.dump_folder") from error
 
@@ -59,8 +65,8 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
 def read_world_size(resolved: Path) -> int | None:
     """The number of ranks of the run that wrote a resolved configuration, or None where it does not say."""
     with resolved.open(encoding="utf-8", errors="replace") as file:
-        first = file.readline(4096)
-    found = re.search(r", (\d{1,9}) ranks, started from ", first)
+        head = file.readline(4096) + file.readline(4096)  # the first names a schema, but for runs of before
+    found = re.search(r", (\d{1,9}) ranks, started from ", head)
     return int(found[1]) if found else None
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from shardtrain.config.schema import Config, Parallelism, Training
 from shardtrain.launch import environment
@@ -154,3 +157,14 @@ def test_defaults_share_the_cores_and_keep_what_the_user_set():
 
 def test_a_cpu_run_counts_no_accelerators_and_does_not_ask_torch():
     assert environment.count_accelerators("cpu") == 0
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, [4]), ("3", [3]), ("4,2", []), ("0", [])])
+def test_torch_that_is_there_already_is_told_of_its_threads(monkeypatch, given, told):
+    found = []
+    monkeypatch.setattr(torch, "set_num_threads", found.append)
+    monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
+    environment.set_process_defaults(os.environ, 2, 8, alone=False)
+    assert found == told
+    environment.set_process_defaults({}, 2, 8, alone=False)  # of another process
+    assert found == told

@@ -98,10 +98,14 @@ def test_a_run_without_an_earlier_checkpoint_is_made_again_from_its_start(root: 
     assert "replaying steps 1 to 2" in output and (root / "kept/logs/rank-1.log").is_file()
 
 
-def test_a_run_that_saves_nothing_is_made_again_from_its_start(root: Path) -> None:
+def test_a_run_that_saves_nothing_is_made_again_from_its_start_and_says_what_it_waits_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # 5 seconds for a user
     status, output = replay(root, "2", str(root / "run"), "--checkpoint.enable=false", "--nproc", "1")
     assert status == 0, output
     assert "replaying steps 1 to 2" in output
+    assert "building the model and opening its data: " in output and "step 1: 0s" in output
 
 
 def test_another_number_of_ranks_is_compared_to_rounding(root: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 from shardtrain import __version__
 from shardtrain import config as configs
 from shardtrain.config import Loaded
+from shardtrain.config.json_schema import json_schema
 from shardtrain.config.schema import Config, Job, Training
 from shardtrain.distributed.mesh import AXES, Mesh
 from shardtrain.train import run_folder
@@ -34,9 +36,15 @@ def test_the_resolved_configuration_names_its_origin_and_loads_to_the_same(tmp_p
     run_folder.write_resolved_config(loaded, folder, 4)
     text = (folder / "config.resolved.toml").read_text()
     assert text == (folder / "copy.toml").read_text()
-    assert text.startswith(f"# {run_folder.versions()}, 4 ranks, started from {file}\n")
+    assert text.startswith(
+        f"#:schema ./shardtrain.schema.json\n# {run_folder.versions()}, 4 ranks, started from {file}\n"
+    )
+    assert run_folder.read_world_size(folder / "config.resolved.toml") == 4
+    assert json.loads((folder / "shardtrain.schema.json").read_text()) == json_schema()
     assert configs.load(folder / "config.resolved.toml").config == loaded.config
-    assert sorted(path.name for path in folder.iterdir()) == ["config.resolved.toml", "copy.toml"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.resolved.toml", "copy.toml", "shardtrain.schema.json"
+    ]  # fmt: skip
 
 
 def test_a_second_start_replaces_the_file(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardtrain import config
+from shardtrain.config import json_schema
 from shardtrain.tools.migrate.reading import Migration, migrate, unnamed
 from shardtrain.tools.migrate.report import Entry
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
@@ -65,7 +66,7 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(Problem("shardtrain config migrate", None, "needs a file", fix, "command line"))
     found = migrate(files, nproc, flags)
     loaded = config.load_settings(found.settings, path=files[0], follow=False)
-    text = config.set_toml(loaded)
+    text = f"{json_schema.DIRECTIVE}\n{config.set_toml(loaded)}"
     lines = report(found, loaded)
     if output is None:
         import sys
@@ -76,7 +77,8 @@ def main(words: Sequence[str]) -> int:
     if any(output.resolve() == file.resolve() for file in files):
         raise ConfigError(Problem("-o", str(output), "is the file that is read", "name another one", "command line"))
     _write(output, text)
-    print("\n".join([*lines, f"written to {output}"]))
+    _write(output.with_name(json_schema.FILE), json_schema.json_schema_text())
+    print("\n".join([*lines, f"written to {output}, with {json_schema.FILE} for editors"]))
     return 0
 
 

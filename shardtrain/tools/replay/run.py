@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shardtrain.train.resume import resume, weights
 from shardtrain.train.run import Outcome, Run
 from shardtrain.utils import log
 from shardtrain.utils.errors import CheckpointError, DataError, NumericalError
+from shardtrain.utils.heartbeat import heartbeat
 
 OTHER_MESH = 1e-4
 """Relative difference of losses and norms that another number of ranks may make: sums are taken in another order."""
@@ -38,9 +40,11 @@ def main(loaded: Loaded, plan: Plan) -> None:
         folder, console = Path(config.job.dump_folder), world.rank in log.console_ranks()
         log.setup(world.rank, world.size, folder, config.metrics.save_log_file, console, False)
         set_numerics(config, world.device)  # the kernels of the run, too: others round otherwise
-        run = trainer.build(config, world)
+        with _heartbeat("building the model and opening its data", world):
+            run = trainer.build(config, world)
         checkpoints = Checkpoints(config)
-        resume(run, checkpoints)
+        with _heartbeat("loading the checkpoint", world):
+            resume(run, checkpoints)
         run.resilience.guard.rewinds = [Rewind(*rewind) for rewind in plan.rewinds]
         shutdown.prepare(run, checkpoints, may_end_early=True)
         _compare_steps(run, plan, world)
@@ -54,7 +58,8 @@ def _compare_steps(run: Run, plan: Plan, world: process_group.World) -> None:
     if not same_mesh:
         _say(world, f"the run had {plan.world_size} ranks: numbers are compared to {OTHER_MESH:g}, tensors are not")
     while run.state.step < plan.last:
-        outcome = trainer.step(run)
+        with _heartbeat(f"step {run.state.step + 1}", world):
+            outcome = trainer.step(run)
         if outcome is None:
             raise DataError(f"the data ended after step {run.state.step}, or the replay was asked to stop")
         step, parts, wrong = run.state.step, [], []
@@ -66,7 +71,8 @@ def _compare_steps(run: Run, plan: Plan, world: process_group.World) -> None:
             )
         if step in saved and same_mesh:
             parts.append("checkpoint")
-            wrong += _compare_checkpoint(run, plan.checkpoints / f"step-{step}")
+            with _heartbeat(f"comparing the checkpoint of step {step}", world):
+                wrong += _compare_checkpoint(run, plan.checkpoints / f"step-{step}")
         compared += bool(parts)
         found = "; ".join(wrong) if wrong else "equal" if parts else "nothing recorded"
         numbers = f"loss {mine['loss']:.6f} grad_norm {mine['grad_norm']:.6f}"
@@ -130,6 +136,11 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
 
 def _bits(tensor: Tensor) -> Tensor:
     return local_tensor(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
+
+
+def _heartbeat(what: str, world: process_group.World) -> AbstractContextManager[None]:
+    """A line of the first rank every few seconds, while ``what`` has not ended."""
+    return heartbeat(what, None if world.rank == 0 else 0)
 
 
 def _say(world: process_group.World, text: str) -> None:

@@ -23,6 +23,7 @@ from shardtrain.train.run import model_state_dict
 from shardtrain.train.validation import Evaluation
 from shardtrain.utils import atomic_io, log
 from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
 
 
@@ -36,13 +37,17 @@ def main(asked: Request) -> None:
         folder = Path(asked.launched.config.job.dump_folder)
         log.setup(world.rank, world.size, folder, config.metrics.save_log_file, console)
         mesh = distributed.build(config, world)
-        built = build_model(config, mesh)
-        if isinstance(built.task, tasks.RowTask):  # a teacher takes no part in what is measured
-            reference_models.hold(built.task, built.runner, config, mesh)
-        logger.info(f"testing the weights of {load(built, config, asked.checkpoint)}")
+        often = None if world.rank == 0 else 0
+        with heartbeat("building the model and loading its weights", often):
+            built = build_model(config, mesh)
+            if isinstance(built.task, tasks.RowTask):  # a teacher takes no part in what is measured
+                reference_models.hold(built.task, built.runner, config, mesh)
+            path = load(built, config, asked.checkpoint)
+        logger.info(f"testing the weights of {path}")
         files: dict[str, str | None] = {}
         for name in sets_of(config):
-            found, labelled = measure(built, config, mesh, SPLITS[name])
+            with heartbeat(f"measuring {name}", often):
+                found, labelled = measure(built, config, mesh, SPLITS[name])
             files |= files_of(name, built.task, found, labelled)
             values = {"rows": found.rows, **(found.values if labelled else {})}
             logger.info(f"{name}: " + "  ".join(f"{key}: {value:.6g}" for key, value in values.items()))

@@ -64,12 +64,14 @@ def shardtrain(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_two_processes_write_the_files_of_the_best_checkpoint(tmp_path: Path) -> None:
+def test_two_processes_write_the_files_of_the_best_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.001")  # 5 seconds for a user
     given = ["--task.test_dataset_path", file_of(7, 2), "--output", str(tmp_path), "--nproc", "2"]
     done = shardtrain("test", str(trained() / "config.resolved.toml"), *given)
     assert done.returncode == 0, done.stderr
     step = best.read_pointer(trained() / "checkpoint")["step"]
     assert f"step-{step}" in done.stderr
+    assert all(f"\n{what}: 0s" in done.stderr for what in ("measuring dev", "measuring test"))  # what it waits for
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "dev_prediction.txt",
         "dev_results.json",
