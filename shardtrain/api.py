@@ -103,6 +103,7 @@ class Trainer:
         self._stack, self._environment = ExitStack(), _EnvironmentChanges()
         self._stack.callback(self._environment.undo)
         self._stack.callback(_restore, (log.logger.level, log.logger.propagate), _switches())
+        self._stack.callback(setattr, sys, "excepthook", sys.excepthook)  # a process group puts its rank before traces
         self._open: tuple[World, Run, Checkpoints] | None = None
         self._closed = False
         size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
@@ -209,6 +210,8 @@ def load_model(path: str | Path, dtype: str | None = None, tokenizer: str | None
     Raises:
         ConfigError, CheckpointError: when there is none, or it is damaged.
     """
+    if not Path(path).exists():
+        raise ConfigError(Problem("path", str(path), "does not exist", "name a run's folder or a checkpoint"))
     return open_model(Path(path), None, dtype, tokenizer_path=tokenizer)
 
 

@@ -126,9 +126,10 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
         owner = name.rpartition(".")[0]
         hits = [pattern for pattern in layout.tensor if matches(owner, pattern)]
         if len(hits) != 1:
-            problems.append(
-                f"parameter {name} is named by {len(hits)} rules of LAYOUT.tensor {hits}; it needs exactly one"
+            fix = (
+                f"leave one of {hits}" if hits else f'add a rule such as "{owner}": "colwise" (words in docs/models.md)'
             )
+            problems.append(f"parameter {name} is named by {len(hits)} rules of LAYOUT.tensor; {fix}")
         elif (word := layout.tensor[hits[0]]) in ("gather", "local", "copy"):
             problems.append(f"parameter {name} belongs to a {word!r} module, which may hold none; move it into a child")
     return problems

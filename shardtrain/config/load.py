@@ -42,6 +42,10 @@ class Loaded:
     renames: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
 
+    def __repr__(self) -> str:
+        num_set = sum(origin != DEFAULT for origin in self.origins.values())
+        return f"Loaded({self.path or 'defaults'}: {num_set} options are set)"
+
     def value(self, option: str) -> Value:
         """Return the value of a dotted option."""
         return value_of(self.config, option)

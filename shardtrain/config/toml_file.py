@@ -88,5 +88,5 @@ def _unreadable(file: Path, error: OSError) -> Problem:
     elif names:
         fix = f"{folder} has {', '.join(names[:8])}"
     else:
-        fix = f"{folder} has no TOML file" if folder.is_dir() else f"there is no folder {folder}"
+        fix = f"{folder.absolute()} has no TOML file" if folder.is_dir() else f"there is no folder {folder}"
     return Problem(CONFIG_FILE, str(file), "does not exist", fix)

@@ -120,6 +120,12 @@ CHECKING = [
     ("no steps", "[training]\nsteps = 0", [], ["training.steps=0", "at least 1"]),
     ("endless", "[training]\nsteps = -1", [], ["training.steps=-1", "without end", "training.epochs"]),
     ("no batch", "[training]\nlocal_batch_size = 0", [], ["local_batch_size=0", "at least 1"]),
+    (
+        "a folder as a dataset",
+        '[training]\ndataset = "/"',
+        [],
+        ['training.dataset="/"', "set training.dataset_path to it"],
+    ),
     ("a port", "[metrics]\nprometheus_port = 70000", [], ["prometheus_port=70000", "not a port"]),
     ("no log", "[metrics]\nlog_freq = 0", [], ["metrics.log_freq=0", "at least 1"]),
     ("no garbage collection", "[training]\ngc_freq = -1", [], ["gc_freq=-1", "at least 1"]),

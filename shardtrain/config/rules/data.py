@@ -84,6 +84,10 @@ def check_dataset(loaded: Loaded) -> Iterator[Problem]:
         elif name not in names:
             near = nearest(name, names)
             fix = (f"did you mean {near}? " if near else "") + f"datasets are {', '.join(names)}"
+            if Path(name).exists():
+                fix = (
+                    f'set {option}.dataset_path to it, and {option}.dataset to what reads it, such as "text" or "jsonl"'
+                )
             yield Problem(f"{option}.dataset", name, "is not a dataset", fix, loaded.where(f"{option}.dataset"))
         elif name in NEED_A_PATH and not source.dataset_path:
             what = "a file or folder" if name != "huggingface" else "a name on the hub, or a folder"

@@ -44,6 +44,9 @@ class OpenedModel:
     from_hub: bool = False
     """Whether it lay in a Hugging Face folder."""
 
+    def __repr__(self) -> str:
+        return f"OpenedModel({self.name})"
+
     def with_bos(self, add_bos: bool | None) -> OpenedModel:
         """The same with data.add_bos set, or as it is where that is None."""
         if add_bos is None:

@@ -17,7 +17,7 @@ from shardtrain.tools.plan.job import Job
 from shardtrain.tools.plan.memory import RankMemory
 from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.tools.plan.timing import StepTime
-from shardtrain.utils.units import GIB, format_bytes
+from shardtrain.utils.units import GIB, format_bytes, format_count
 
 CONTEXT_BYTES, FRAGMENTS = GIB, 0.03
 """On a GPU: the driver's context with NCCL's buffers, and the share that PyTorch's allocator cannot hand out."""
@@ -61,6 +61,12 @@ class Plan:
     time: StepTime
     flops_per_token: float
     fixes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        mesh = " ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
+        memory = f"{format_bytes(self.peak_bytes)} of {format_bytes(self.device.memory_bytes)}"
+        speed = f"{format_count(self.tokens_per_second)} tokens/s, MFU {100 * self.mfu:.1f}%"
+        return f"Plan({self.model} on {self.world_size} x {self.device.name}{mesh and f', {mesh}'}: {memory}, {speed})"
 
     @property
     def world_size(self) -> int:

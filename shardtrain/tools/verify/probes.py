@@ -379,6 +379,8 @@ class Prober:
         fixed = [path for path, _ in self._model.named_modules() if self._is_core(path) and self._outermost(path)]
         if not fixed:
             fixed = [path for path, _ in self._model.named_modules() if word_of(self._layout, path) == "gather"]
+        if not fixed and self._mixes([]) is not None:
+            return None  # nothing says where the attention is, whose result half of a sequence would need
         first, second = (self._differs_in_half(fixed, start) for start in (0, self._count // 2))
         if second is not None and first is None:
             rule = (

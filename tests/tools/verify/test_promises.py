@@ -227,8 +227,9 @@ def test_a_broken_promise_is_refused_with_its_place(name, tmp_path, found):
     assert all(word in told for word in words), told
 
 
-def test_a_model_without_an_attention_core_cannot_split_sequences(tmp_path, capsys):
-    path = write(tmp_path, ('    context="blocks.*.mix.core",\n', ""))
+@pytest.mark.parametrize("also", [[], [('        "blocks.*.mix": "gather",\n', "")]], ids=["core", "core and gather"])
+def test_a_model_without_an_attention_core_cannot_split_sequences(also, tmp_path, capsys):
+    path = write(tmp_path, ('    context="blocks.*.mix.core",\n', ""), *also)
     run(path, "--mesh", "cp=2", "dp_shard=2", "--steps", "1")
     out = capsys.readouterr().out
     assert "not possible: LAYOUT.context names no attention core" in out and "same" in out
