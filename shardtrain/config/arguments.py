@@ -61,6 +61,9 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
 
 def _stray(word: str, before: str, kinds: Mapping[str, Any]) -> Problem:
     """The problem of a word that is neither an option nor the value of one, and what was probably meant."""
+    if before.startswith("--") and (word.endswith(".toml") or word in presets.names()):
+        rule, fix = "stands after an option, where no configuration is looked for", f"write {word} before all options"
+        return Problem("argument", word, rule, fix, COMMAND_LINE)
     if word.endswith(".toml"):
         return Problem("argument", word, "is a second file", "give one configuration file, and options after it", "")
     rule, fix = "belongs to no option", "write options as --section.key VALUE"

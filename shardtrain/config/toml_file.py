@@ -80,7 +80,9 @@ def _unreadable(file: Path, error: OSError) -> Problem:
     folder = file.parent
     names = sorted(name for name in os.listdir(folder) if name.endswith(".toml")) if folder.is_dir() else []
     near = nearest(file.name, names)
-    if not near and file.suffix == "" and len(file.parts) == 1:
+    if file.suffix == ".toml" and file.stem in presets.names():  # of the README, in another folder
+        fix = f"the preset of that name comes with the package: write {file.stem}"
+    elif not near and file.suffix == "" and len(file.parts) == 1:
         preset = nearest(file.name, presets.names())
         fix = (f"did you mean {preset}? " if preset else "") + f"presets are {', '.join(presets.names())}"
     elif near:

@@ -131,6 +131,8 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
     verb = "doctor" if _DOCTOR in rest else "train"
     asked = Asked(loaded, overrides, verb)
     plan = _own(action, asked) if action.endswith(".py") else PLATFORMS[action](asked)
+    for notice in loaded.notices if verb == "train" else ():
+        print(f"note: {notice}", file=sys.stderr)
     _note_unmounted(action, loaded)
     if not _DRY_RUN.isdisjoint(rest):
         print(plan.text, end="")
@@ -152,10 +154,24 @@ def _note_unused(platform: str, loaded: config.Loaded) -> None:
 
 
 def _note_unasked(loaded: config.Loaded, platform: str) -> None:
-    """Tell what the platform gives to nobody who does not ask, and this run will miss."""
+    """Tell what the platform gives to nobody who does not ask, and this run will miss; and what it would waste.
+
+    Raises:
+        ConfigError: ranks would have no device.
+    """
     launch = loaded.config.launch
     ranks, devices = launch.nproc_per_node, launch.devices_per_node
-    if not devices and loaded.config.training.device != "cpu":
+    on_cpu = loaded.config.training.device == "cpu"
+    if devices and on_cpu:
+        told = f"{devices} GPUs of each node are asked for, and training.device = \"cpu\" uses none"
+        print(f"note: {told}; leave launch.devices_per_node out", file=sys.stderr)
+    elif devices and ranks and ranks > devices:
+        rule = f"is more than the {devices} devices of a node, and each rank needs one of its own"
+        raise ConfigError(Problem("launch.nproc_per_node", ranks, rule, f"use {devices}, or more devices or nodes"))
+    elif devices and ranks and ranks < devices:
+        told = f"the {ranks} ranks of a node use {ranks} of its {devices} GPUs, and the others stay idle"
+        print(f"note: {told}; leave launch.nproc_per_node out for a rank on each", file=sys.stderr)
+    if not devices and not on_cpu:
         many = f"the {ranks} ranks of a node train on its CPU" if ranks else "the run trains on the CPU"
         note = (
             f"no GPU is asked for: {many}; set launch.devices_per_node = {ranks or 8}, or "

@@ -123,7 +123,24 @@ def test_what_a_platform_gives_to_nobody_who_does_not_ask_is_reported():
     for platform in ("kubernetes", "runai"):
         assert "launch.shared_memory_gib is not set" in run(platform, "--dry-run", *devices).stderr
         nothing = ["--checkpoint.enable=false"]  # that would need a volume
-        assert run(platform, "--dry-run", *devices, "--launch.shared_memory_gib", "16", *nothing).stderr == ""
+        assert run(platform, "debug", "--dry-run", *devices, "--launch.shared_memory_gib", "16", *nothing).stderr == ""
+
+
+def test_devices_that_no_rank_uses_and_ranks_without_a_device_are_told_before_submission():
+    devices = ["--launch.devices_per_node", "8", "--image", "x"]
+    for platform in ("slurm", "kubernetes", "runai"):
+        idle = run(platform, "debug", "--dry-run", *devices, "--nproc", "6").stderr
+        assert "the 6 ranks of a node use 6 of its 8 GPUs, and the others stay idle" in idle
+        unused = run(platform, "debug", "--dry-run", *devices, "--training.device", "cpu").stderr
+        assert '8 GPUs of each node are asked for, and training.device = "cpu" uses none' in unused
+        refused = run(platform, "debug", "--dry-run", *devices, "--nproc", "16")
+        assert refused.returncode == 2 and refused.stdout == ""
+        assert "launch.nproc_per_node=16 is more than the 8 devices of a node" in refused.stderr
+
+
+def test_a_launch_without_a_configuration_says_what_it_submits():
+    assert "note: no configuration is named: this is the preset debug" in run("slurm", "--dry-run").stderr
+    assert "no configuration" not in run("slurm", "debug", "--dry-run").stderr
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "jobset"])
@@ -231,7 +248,7 @@ def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
         (["kubernetes", "--image=a", "--launch.forward_env=HF_TOKEN"], "launch.secrets"),
         (["kubernetes", "--image=a", "--nodes=1:2", "--launch.kubernetes.kind=jobset"], "launch.min_nodes"),
         (["runai", "--image=a", '--launch.mounts=["a:/b:ro"]'], "read-only"),
-        (["slurm", "--nodes=2", "--nproc=4", "--parallelism.tensor_parallel_degree=16"], "cannot divide 8 ranks"),
+        (["slurm", "--nodes=3", "--nproc=4", "--parallelism.tensor_parallel_degree=8"], "cannot divide 12 ranks"),
         (["slurm", "--launch.slurm.sweep=--optimizer.lrr 1"], "did you mean optimizer.lr?"),
         (["slurm", "--launch.slurm.sweep=--optimizer.lrr 1"], "launch.slurm.sweep '--optimizer.lrr 1'"),
         (["slurm", "--launch.slurm.sweep=--optimizer.lr none"], "launch.slurm.sweep"),

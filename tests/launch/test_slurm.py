@@ -240,5 +240,5 @@ def test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal(cl
 
 
 def test_a_machine_without_slurm_says_so():
-    done = launch({"PATH": "/nowhere", "PYTHONPATH": str(ROOT)}, "slurm")
+    done = launch({"PATH": "/nowhere", "PYTHONPATH": str(ROOT)}, "slurm", "debug")
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "--dry-run" in done.stderr
