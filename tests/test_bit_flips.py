@@ -22,6 +22,8 @@ from shardtrain.utils.errors import CheckpointError
 
 FLIPS = int(os.environ.get("SHARDTRAIN_RUN_FLIPS", "20"))
 """Flipped bits of each case; 167 are 1,000 in all."""
+SEED = os.environ.get("SHARDTRAIN_CAMPAIGN_SEED", "")
+"""Another one flips other bits."""
 STEPS = 4
 
 
@@ -92,7 +94,7 @@ def test_no_flipped_bit_is_used(ranks: int, mode: str, tmp_path: Path) -> None:
     config = config_of(tmp_path / "run", ranks, mode)
     code, told = storage_faults.run(config, ranks, None)
     assert code == 0, told
-    folder, chosen, wrong = tmp_path / "run", random.Random(f"flips {ranks} {mode}"), []
+    folder, chosen, wrong = tmp_path / "run", random.Random(f"flips {SEED}{ranks} {mode}"), []
     checkpoint = folder / "checkpoint"
     contents = Contents([WholeFile("rows.txt", config.training.dataset_path or "", "o")], folder)
     contents.look()

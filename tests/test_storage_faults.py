@@ -32,6 +32,8 @@ KILLS = int(os.environ.get("SHARDTRAIN_RUN_KILLS", "2"))
 """Kills of each case; 50 are 300 in all."""
 FAULTS = int(os.environ.get("SHARDTRAIN_STORAGE_FAULTS", "2"))
 """Faults of each case; 50 are 200 in all."""
+SEED = os.environ.get("SHARDTRAIN_CAMPAIGN_SEED", "")
+"""Another one disturbs other calls."""
 STEPS = 6
 
 
@@ -111,7 +113,7 @@ def test_a_fault_of_the_storage_ends_in_the_right_losses_or_in_a_retry_that_lose
 ) -> None:
     expected, calls = undisturbed(tmp_path_factory, ranks, mode)
     assert sorted(expected) == list(range(1, STEPS + 1)) and {"launcher", "0"} <= calls.keys()
-    chosen, failures = random.Random(f"{ranks} {mode}"), []
+    chosen, failures = random.Random(f"{SEED}{ranks} {mode}"), []
     for number in range(FAULTS):
         process = chosen.choice(sorted(calls))
         place = chosen.randrange(1, calls[process] + 1)
@@ -135,7 +137,7 @@ def test_a_kill_at_any_call_of_any_process_loses_nothing(
 ) -> None:
     sections = {"training": {**SECTIONS["training"], "global_batch_size": 4}} if ranks == 4 else {}
     expected, calls = undisturbed(tmp_path_factory, ranks, mode, **sections)
-    chosen, failures = random.Random(f"kills {ranks} {mode}"), []
+    chosen, failures = random.Random(f"{SEED}kills {ranks} {mode}"), []
     for number in range(KILLS):
         process = chosen.choice(sorted(calls))
         fault = Fault(process, chosen.randrange(1, calls[process] + 1), "kill")
@@ -164,7 +166,7 @@ def test_storage_that_does_not_answer_for_a_while_costs_no_more_than_a_retry(
 ) -> None:
     """As 10 s and 40 s do where the lease is looked for during 20 s, and not for 1 s as here."""
     expected, calls = undisturbed(tmp_path_factory, ranks, mode)
-    place = random.Random(f"{ranks} {mode} {kind} {seconds}").randrange(calls["0"] // 4, calls["0"])
+    place = random.Random(f"{SEED}{ranks} {mode} {kind} {seconds}").randrange(calls["0"] // 4, calls["0"])
     fault = Fault("0", place, kind, seconds=seconds)
     assert not wrong(config_of(tmp_path / "run", mode), ranks, fault, expected)
 
@@ -201,7 +203,7 @@ def test_a_fault_of_the_storage_of_the_data_is_worth_a_retry_or_told_as_a_file_t
     code, told = storage_faults.run(counted, ranks, None, counts=True, of_data=True)
     assert code == 0, told
     expected, calls = storage_faults.losses(counted), storage_faults.calls(counted)
-    chosen, failures = random.Random(f"data {ranks} {kind}"), []
+    chosen, failures = random.Random(f"{SEED}data {ranks} {kind}"), []
     for number in range(FAULTS):
         process = chosen.choice(sorted(calls))
         place = chosen.randrange(1, calls[process] + 1)
