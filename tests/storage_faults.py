@@ -7,6 +7,7 @@ meets it ("launcher", or a rank) and by the number of the call there, so the sam
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import io
 import json
@@ -14,14 +15,17 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import patience
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from shardtrain.checkpoint import lease
 from shardtrain.config import Loaded
@@ -36,6 +40,15 @@ KINDS = {
     **{name: getattr(errno, name) for name in ("ENOENT", "ESTALE", "EIO", "EMFILE", "ENOSPC")},
     "stall": 0,
 }
+STORE_KINDS: dict[str, Callable[[], Exception] | None] = {
+    "ENOENT": lambda: FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)),
+    "EIO": lambda: OSError(errno.EIO, os.strerror(errno.EIO)),
+    "503": lambda: RuntimeError("HttpError 503: backend error"),  # as gcsfs: no OSError
+    "500": lambda: OSError("We encountered an internal error. Please try again."),  # as s3fs: no number
+    "timeout": lambda: TimeoutError("the store did not answer in time"),
+    "stall": None,
+}
+"""What an object store's library raises of its own."""
 STALL_SECONDS = 0.5
 """Of a stall, where ``lease.PATIENCE_SECONDS`` is 1 and not 20: as 10 s there."""
 PATIENCE_SECONDS = 1.0
@@ -51,6 +64,8 @@ class Fault:
     lasts: int = 1
     seconds: float = 0.0
     """And all calls of all processes for so long after it, where this is not 0."""
+    late: bool = False
+    """Whether a store has done what was asked, and the answer was lost on the way."""
 
 
 class Shim:
@@ -88,6 +103,12 @@ class Shim:
         return f"{what}/".startswith(self._watches)
 
     def _meet(self, name: str, what: Any) -> None:
+        if self._is_due() and self._fault is not None and not self._kill_or_stall(self._fault):
+            code = KINDS[self._fault.kind]
+            raise OSError(code, os.strerror(code), what if isinstance(what, str) else str(what))
+
+    def _is_due(self) -> bool:
+        """Count a call of this process; gives whether it is to meet the fault."""
         if self._pid != os.getpid():
             self._pid, self._count = os.getpid(), 0
         self._count += 1
@@ -97,22 +118,98 @@ class Shim:
             descriptor = os.open(counts, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.write(descriptor, b".")
             os.close(descriptor)
-            return
+            return False
         due = self._fault.number <= self._count < self._fault.number + self._fault.lasts
         if self._fault.seconds:
             if process == self._fault.process and self._count == self._fault.number:
                 self._until.value = time.monotonic() + self._fault.seconds
-            if time.monotonic() >= self._until.value:
-                return
-        elif process != self._fault.process or not due:
-            return
-        if self._fault.kind == "kill":
+            return time.monotonic() < self._until.value
+        return process == self._fault.process and due
+
+    def _kill_or_stall(self, fault: Fault) -> bool:
+        """Whether the fault is no error, but one of these, and met."""
+        if fault.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        if self._fault.kind == "stall":
+        if fault.kind == "stall":
             time.sleep(STALL_SECONDS)
-            return
-        code = KINDS[self._fault.kind]
-        raise OSError(code, os.strerror(code), what if isinstance(what, str) else str(what))
+        return fault.kind == "stall"
+
+
+class Bucket(LocalFileSystem):
+    """An object store in a folder, ``bucket:///folder``: each object appears whole or not at all."""
+
+    protocol = "bucket"
+    parts = ""
+    """A folder for objects that are not whole yet."""
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return path.removeprefix("bucket://")
+
+    def put_whole(self, path: str, value: bytes, new: bool) -> None:
+        descriptor, part = tempfile.mkstemp(dir=self.parts)
+        os.write(descriptor, value)
+        os.close(descriptor)
+        while True:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # another process removes a folder that has become empty
+                os.link(part, path) if new else os.replace(part, path)
+                break
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(part)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        self.put_whole(path, value, mode == "create")
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        return Path(path).read_bytes()[start:end]
+
+    def rm_file(self, path: str) -> None:
+        os.remove(path)
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.dirname(path))  # a store has no empty folders
+
+
+fsspec.register_implementation("bucket", Bucket, clobber=True)
+
+
+class StoreShim(Shim):
+    """Stands before the calls of ``Bucket``; each meets the fault before it is made, or after."""
+
+    def __init__(self, folder: Path, fault: Fault | None, counts: bool) -> None:
+        self._folder, self._fault = str(folder), fault
+        self._count, self._pid = 0, 0
+        self._until = multiprocessing.get_context("fork").Value("d", 0.0)
+        Bucket.parts = f"{folder}.parts"
+        os.makedirs(Bucket.parts, exist_ok=True)
+        for name in ("ls", "info", "cat_file", "pipe_file", "rm_file") if fault or counts else ():
+            setattr(Bucket, name, self._watched(name, getattr(Bucket, name)))
+        Bucket.open = lambda store, path, mode: _Upload(store, path, self._watched if fault or counts else _plainly)
+
+    def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def watch(*arguments: Any, **options: Any) -> Any:
+            fault = self._fault if self._is_due() else None
+            answer = original(*arguments, **options) if not fault or fault.late else None
+            if fault and not self._kill_or_stall(fault):
+                failure = STORE_KINDS[fault.kind]
+                assert failure is not None
+                raise failure()
+            return original(*arguments, **options) if fault and not fault.late else answer
+
+        return watch
+
+
+def _plainly(_: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    return original
+
+
+class _Upload:
+    """An object that is written in parts, and is there when it is closed."""
+
+    def __init__(self, store: Bucket, path: str, watched: Callable[..., Callable[..., Any]]) -> None:
+        data = bytearray()
+        self.write = watched("write", data.extend)
+        self.close = watched("close", lambda: store.put_whole(path, bytes(data), new=False))
 
 
 def run(
@@ -162,7 +259,9 @@ def _launch(
     torch.set_num_threads(1)
     os.environ["OMP_NUM_THREADS"] = "1"
     lease.PATIENCE_SECONDS = PATIENCE_SECONDS  # this process is the launcher of one run
-    if fault or counts:
+    if "://" in config.checkpoint.folder:
+        StoreShim(Path(config.job.dump_folder), fault, counts)
+    elif fault or counts:
         Shim(Path(config.job.dump_folder), fault, config.training.dataset_path if of_data else None)
     try:
         code = local.launch(Loaded(config), ranks, main=main)

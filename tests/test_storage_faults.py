@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import patience
 import pytest
 import storage_faults
 from once import made_once
-from storage_faults import KINDS, Fault
+from storage_faults import KINDS, STORE_KINDS, Fault
 from tiers import cases
 from tiny import shallow_config, text_file
 
@@ -97,11 +98,14 @@ def _after(config: Config, ranks: int, expected: dict[int, float]) -> str:
         time.sleep(0.2)
         again, told = storage_faults.run(config, ranks, None)
     found = storage_faults.losses(config)
-    if again != 0 or not (folder / "checkpoint" / f"step-{STEPS}" / "manifest.json").is_file():
+    kept = Path(config.checkpoint.folder.partition("://")[2] or folder / "checkpoint")
+    if again != 0 or not (kept / f"step-{STEPS}" / "manifest.json").is_file():
         return f"continues with exit {again}: {told}"
     if any(expected[step] != loss for step, loss in found.items()):
         return f"losses {found} after continuing"
-    left = [path.name for path in (folder / "checkpoint").iterdir() if ".tmp" in path.name or ".trash" in path.name]
+    left = [path.name for path in kept.iterdir() if ".tmp" in path.name or ".trash" in path.name]
+    if kept != folder / "checkpoint":
+        left = [path.name for path in kept.iterdir() if not (path / "manifest.json").is_file()]
     return f"left behind: {left}" if left else ""
 
 
@@ -119,6 +123,55 @@ def test_a_fault_of_the_storage_ends_in_the_right_losses_or_in_a_retry_that_lose
         place = chosen.randrange(1, calls[process] + 1)
         fault = Fault(process, place, chosen.choice(list(KINDS)), chosen.choice([1, 1, 3]))
         if told := wrong(config_of(tmp_path / str(number), mode), ranks, fault, expected):
+            failures.append(f"{fault}: {told}")
+        shutil.rmtree(tmp_path / str(number), ignore_errors=True)
+    assert not failures, "\n".join(failures)
+
+
+def stored(folder: Path, mode: str) -> Config:
+    """As ``config_of``, with checkpoints in an object store."""
+    config = config_of(folder / "run", mode)
+    return replace(config, checkpoint=replace(config.checkpoint, folder=f"bucket://{folder}/bucket"))
+
+
+def wrong_of_store(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) -> str:
+    """What is not as promised of a run whose store meets a fault, and of the one that continues from it."""
+    code, told = storage_faults.run(config, ranks, fault)
+    if "Traceback" in told or "Logging error" in told or (fault.kind != "kill" and code not in (0, 8)):
+        return f"exit {code}: {told}"
+    if fault.kind != "kill" and code == 8:
+        record = json.loads((Path(config.job.dump_folder) / "exit.json").read_text())
+        failure = storage_faults.STORE_KINDS[fault.kind]
+        reason = str(failure()).rpartition("] ")[2].partition(":")[0] if failure else ""
+        (line,) = [line for line in told.splitlines() if line.startswith("error[8]: ")]
+        if record["code"] != 8 or not record["retryable"] or config.checkpoint.folder not in line or reason not in line:
+            return f"the cause was {reason!r} of {config.checkpoint.folder}: {line}"
+    return _after(config, ranks, expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode"), cases([(1, "disabled")], nightly=[(1, "async"), (2, "disabled"), (2, "async")])
+)
+@pytest.mark.parametrize("kills", [False, True], ids=["faults", "kills"])
+@pytest.mark.nightly(
+    "whole runs",
+    by="tests/checkpoint/test_object_store.py::test_no_error_of_any_call_is_a_success_or_harms_what_was_there",
+)
+def test_a_fault_or_kill_at_any_call_of_an_object_store_loses_nothing(
+    kills: bool, ranks: int, mode: str, tmp_path: Path
+) -> None:
+    counted = stored(tmp_path / "counted", mode)
+    code, told = storage_faults.run(counted, ranks, None, counts=True)
+    assert code == 0, told
+    expected, calls = storage_faults.losses(counted), storage_faults.calls(counted)
+    chosen, failures = random.Random(f"store {SEED}{kills} {ranks} {mode}"), []
+    for number in range(KILLS if kills else FAULTS):
+        process = chosen.choice(sorted(calls))
+        place, kind = chosen.randrange(1, calls[process] + 1), chosen.choice(list(STORE_KINDS))
+        fault = Fault(process, place, kind, chosen.choice([1, 1, 3]), late=chosen.random() < 0.3)
+        if kills:
+            fault = Fault(process, place, "kill", late=fault.late)
+        if told := wrong_of_store(stored(tmp_path / str(number), mode), ranks, fault, expected):
             failures.append(f"{fault}: {told}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
     assert not failures, "\n".join(failures)
