@@ -17,10 +17,12 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardtrain.utils import atomic_io
+from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ AT_ONCE_FILES = 1000
 """And files: opening a million small ones keeps the first step waiting for minutes."""
 SHARE = 0.25
 """Of one core, which the thread takes at most."""
+RESTART = 'restart the data with checkpoint.exclude_from_loading=["dataloader"]'
 _PIECE_BYTES = 4 * 2**20
 _SETTLED_SECONDS = 2.0
 """Age from which the times of a file tell of the next change, whatever the grain of its filesystem's clock."""
@@ -56,16 +59,20 @@ class Contents:
         self._notes = None if run_folder is None else run_folder / NOTES
         self._known: dict[str, str] = {}
         self._expected: dict[str, str] = {}
+        self._unproven: dict[str, str] = {}
+        self._noted: Mapping[str, Any] = {}
         self.problem: ConfigError | None = None
         """What the run must stop for: a file holds something else than the checkpoint or its own index says."""
-        self._since = ""
+        self._since, self._step = "", 0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._seconds = self._bytes = 0.0
+        self._guard = BestEffort("hashing the data files whole")
 
     def look(self) -> None:
         """Take what earlier starts have found, and hash a small dataset at once; raises ``problem``."""
         noted, left = self._read_notes(), []
+        self._noted = noted
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 stamp = _stamp(os.stat(file.path))
@@ -76,8 +83,8 @@ class Contents:
                     left.append((stamp[0], file))
         if 0 < len(left) <= AT_ONCE_FILES and sum(size for size, _ in left) <= AT_ONCE_BYTES:
             for _, file in left:
-                self._hash(file, 1.0)
-            self._write_notes()
+                self._guard.call(partial(self._hash, file, 1.0), None)
+            self._guard.call(self._write_notes, None)
         if self.problem is not None:
             raise self.problem
 
@@ -87,6 +94,47 @@ class Contents:
         self._expected = {name: mark for name, mark in contents.items() if isinstance(mark, str)}
         return sorted(name for name, mark in self._known.items() if self._expected.get(name, mark) != mark)
 
+    def trained_on_other(self, contents: Any, unproven: Any) -> list[str]:
+        """Whether steps before a checkpoint were trained on a file of other content, which has been replaced since.
+
+        ``unproven`` is what that checkpoint says of files that were not hashed whole when it was written. Gives option,
+        path and the step after which it was so; empty where it was not, or nobody knows: then a warning says so.
+        """
+        contents = contents if isinstance(contents, dict) else {}
+        for name, text in unproven.items() if isinstance(unproven, dict) else ():
+            file = self._files.get(name)
+            numbers = str(text).split()
+            if (
+                file is None
+                or len(numbers) != 6
+                or not all(number.isascii() and number.isdecimal() for number in numbers)
+            ):
+                continue
+            step, *stamp = map(int, numbers)
+            with contextlib.suppress(OSError):
+                if _stamp(os.stat(file.path)) == stamp:  # the same file as then, which is hashed now
+                    self._unproven[name] = str(text)
+                    continue
+            noted = self._noted.get(os.path.abspath(file.path))
+            if not (isinstance(noted, list) and noted[:-1] == stamp):
+                logger.warning(
+                    "%s=%s has been replaced since steps after %d were trained on it, and was not hashed whole before: "
+                    "whether they read what it holds now is not known",
+                    file.option,
+                    file.path,
+                    step,
+                )
+            elif noted[-1] != contents.get(name, noted[-1]):
+                return [file.option, file.path, str(step)]
+        return []
+
+    def unproven(self) -> dict[str, str]:
+        """For the facts of a checkpoint: files that a checkpoint before it says more of than this run knows yet.
+
+        By name, the step after which it is so, and size, times and inode of the file since then.
+        """
+        return {name: text for name, text in self._unproven.items() if name not in self._known}
+
     def start(self, step: int) -> None:
         """Hash what is left while training continues from ``step``; says what is known by samples until then."""
         left = [file for name, file in self._files.items() if name not in self._known]
@@ -95,11 +143,15 @@ class Contents:
         size = 0
         for file in left:
             with contextlib.suppress(OSError):
-                size += os.stat(file.path).st_size
+                stamp = _stamp(os.stat(file.path))
+                size += stamp[0]
+                if file.name in self._expected:
+                    self._unproven.setdefault(file.name, " ".join(map(str, [step, *stamp])))
         known = "what their index says" if all(file.said for file in left) else "size and samples"
         logger.info(
             "%d data files of %.1f GiB are known by %s until they are hashed whole", len(left), size / 2**30, known
         )
+        self._step = step
         self._since = f"steps after {step} of this start were trained on it"
         self._thread = threading.Thread(target=self._run, args=(left,), name="data-hash", daemon=True)
         self._thread.start()
@@ -119,16 +171,16 @@ class Contents:
             logger.info("%d of %d data files were not hashed whole when the run ended", left, len(self._files))
 
     def _run(self, left: Sequence[WholeFile]) -> None:
-        try:
-            for file in left:
-                self._hash(file, SHARE)
-                if self._ended.is_set() or self.problem is not None:
-                    break
-            else:
-                rate = self._bytes / max(self._seconds, 1e-9) / 1e9
-                logger.info("%d data files are hashed whole: %.1f GB at %.1f GB/s", len(left), self._bytes / 1e9, rate)
-        finally:
-            self._write_notes()
+        self._guard.call(lambda: self._hash_all(left), None)
+        self._guard.call(self._write_notes, None)
+
+    def _hash_all(self, left: Sequence[WholeFile]) -> None:
+        for file in left:
+            self._hash(file, SHARE)
+            if self._ended.is_set() or self.problem is not None:
+                return
+        rate = self._bytes / max(self._seconds, 1e-9) / 1e9
+        logger.info("%d data files are hashed whole: %.1f GB at %.1f GB/s", len(left), self._bytes / 1e9, rate)
 
     def _hash(self, file: WholeFile, share: float) -> None:
         """Hash a file, unless it cannot be read or changes meanwhile: the run's own reading says so."""
@@ -160,7 +212,7 @@ class Contents:
             rule, fix = "does not hold what index.json says of it", 'run "shardtrain data prepare" again, or restore it'
         elif self._since and self._expected.get(file.name, sha256) != sha256:
             rule = f"has other content than in the checkpoint that the run continued from, at equal size; {self._since}"
-            fix = 'put the old file back, or restart the data with checkpoint.exclude_from_loading=["dataloader"]'
+            fix = f"put the old file back and go on with checkpoint.load_step={self._step}, or {RESTART}"
         else:
             return
         self.problem = ConfigError(Problem(file.option, file.path, rule, fix))

@@ -163,7 +163,7 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
     ranks, devices = launch.nproc_per_node, launch.devices_per_node
     on_cpu = loaded.config.training.device == "cpu"
     if devices and on_cpu:
-        told = f"{devices} GPUs of each node are asked for, and training.device = \"cpu\" uses none"
+        told = f'{devices} GPUs of each node are asked for, and training.device = "cpu" uses none'
         print(f"note: {told}; leave launch.devices_per_node out", file=sys.stderr)
     elif devices and ranks and ranks > devices:
         rule = f"is more than the {devices} devices of a node, and each rank needs one of its own"

@@ -191,7 +191,19 @@ def read_record(path: str | os.PathLike[str]) -> Failure | None:
 
 
 def write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
-    """Write ``exit.json``: code, class, message, rank, host, retryable and, where known, the last logged step."""
+    """Write ``exit.json``: code, class, message, rank, host, retryable and, where known, the last logged step.
+
+    Whatever goes wrong with it is told, and changes nothing about how the run has ended.
+    """
+    try:
+        _write_exit(run_folder, failure, code)
+    except Exception as error:
+        told = redact(visible(f"{type(error).__name__}: {error}", lines=False))
+        with contextlib.suppress(OSError, ValueError):
+            print(f"cannot write {run_folder / 'exit.json'}: {told}", file=sys.stderr, flush=True)
+
+
+def _write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
     record: dict[str, Any] = {
         "code": code,
         "class": failure.kind if failure else "",

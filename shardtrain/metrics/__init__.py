@@ -23,6 +23,7 @@ from shardtrain.metrics.record import Record, Reduce, RunFacts
 from shardtrain.metrics.sinks import Request, Sink, console
 from shardtrain.metrics.sinks.jsonl import JsonlFiles
 from shardtrain.metrics.sinks.own import OwnSink
+from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.hardware import peak_flops
 from shardtrain.utils.log import logger
 from shardtrain.utils.sparkline import bars_for, sparkline
@@ -67,7 +68,8 @@ class Metrics:
 
     Made by every rank, right before the first step; ``run_folder`` is ``job.dump_folder``. The writer rank keeps
     ``metrics.jsonl`` (always), TensorBoard, W&B and the user's sinks; every rank logs the console line to its own log.
-    Use it as a context manager, or call ``close``. Raises ConfigError where a sink's package is missing.
+    Use it as a context manager, or call ``close``. Raises ConfigError where a sink's package is missing. Once it is
+    open, no error of a sink, of the live line or of what is computed for them ends a step: it is one warning.
     """
 
     def __init__(
@@ -92,13 +94,16 @@ class Metrics:
         self._step = facts.start_step
         self._start_tokens = tokens_seen
         self._sinks = list(self._open_sinks(config))
+        self._guards = [BestEffort(f"the metric sink {type(sink).__name__}") for sink in self._sinks]
+        self._line = BestEffort("the live line")
+        self._own = BestEffort("what the log and metrics.jsonl say of a step")
         self._progress: Progress | None = None
         if facts.is_writer and progress_allowed():
             self._progress = Progress(
                 facts.total_steps, facts.start_step, color=not self._options.disable_color_printing
             )
         self._closed = False
-        self._log_header()
+        self._own.call(self._log_header, None)
         self._start_seconds = clock()
         self._window = Window(clock)
 
@@ -138,16 +143,17 @@ class Metrics:
         self._window.add(loss_sum, local_tokens, global_tokens, data_seconds)
         record = None
         if self.is_log_step(step):
-            record = self._record(step, self._window.read(self._reduce), float(grad_norm), lr, extra or {}, order_hash)
-            self._write(record)
-        if self._progress:
-            self._progress.step(step, record)
+            means, norm = self._window.read(self._reduce), float(grad_norm)  # which other ranks take part in
+            record = self._own.call(lambda: self._record(step, means, norm, lr, extra or {}, order_hash), None)
+            if record is not None:
+                self._write(record)
+        if (progress := self._progress) is not None:
+            self._line.call(lambda: progress.step(step, record), None)
         return record
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
         """Report results on held-out data, equal on all ranks: ``{"loss": 2.9}``; kept in ``validation.jsonl``."""
-        for sink in self._sinks:
-            sink.validation(step, values)
+        self._to_sinks(lambda sink: sink.validation(step, values))
 
     def close(self, summary: bool = True) -> None:
         """Close all sinks, and log a summary of the run unless told otherwise; a second call does nothing."""
@@ -155,11 +161,10 @@ class Metrics:
             return
         self._closed = True
         if self._progress:
-            self._progress.close()
-        for sink in self._sinks:
-            sink.close()
+            self._line.call(self._progress.close, None)
+        self._to_sinks(lambda sink: sink.close())
         if summary:
-            self._log_summary()
+            self._own.call(self._log_summary, None)
 
     def __enter__(self) -> Metrics:
         """Return itself."""
@@ -204,8 +209,12 @@ class Metrics:
             self._losses.append((record.step, record.loss))
             if len(self._losses) > _MOST_LOSSES:
                 del self._losses[1::2]
-        for sink in self._sinks:
-            sink.write(record)
+        self._to_sinks(lambda sink: sink.write(record))
+
+    def _to_sinks(self, action: Callable[[Sink], None]) -> None:
+        """Call every sink; the failure of one is not that of the others."""
+        for sink, guard in zip(self._sinks, self._guards, strict=True):
+            guard.call(lambda sink=sink: action(sink), None)  # type: ignore[misc]
 
     def _open_sinks(self, config: Config) -> Iterator[Sink]:
         """The sinks of this rank, in the order in which they are written."""

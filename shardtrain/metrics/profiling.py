@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtrain.config.schema import Config
+from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 from shardtrain.utils.units import format_seconds
@@ -53,11 +54,17 @@ class Profiler:
 
     def __init__(self, parts: Sequence[_Trace | _MemorySnapshot]) -> None:
         self._parts = parts
+        self._guard = BestEffort("profiling")
 
     def step(self) -> None:
         """Tell the profiler and the memory history that a step has ended."""
         for part in self._parts:
-            part.step()
+            self._guard.call(part.step, None)
+
+    def close(self) -> None:
+        """Stop both."""
+        for part in self._parts:
+            self._guard.call(part.close, None)
 
 
 @contextmanager
@@ -76,21 +83,21 @@ def profiler(
         raise ConfigError(problems)
     options, folder = config.profiling, Path(run_folder)
     parts: list[_Trace | _MemorySnapshot] = []
+    found = Profiler(parts)
     try:
         if options.enable_memory_snapshot:
             snapshots = folder / options.save_memory_snapshot_folder
             parts.append(_MemorySnapshot(snapshots, options.profile_freq, rank, start_step))
         if options.enable_profiling:
             parts.append(_Trace(config, folder, rank, device_type, start_step))
-        yield Profiler(parts) if parts else None
+        yield found if parts else None
     except BaseException as error:
         for part in parts:
             if isinstance(part, _MemorySnapshot) and _is_out_of_memory(error):
                 part.dump("_exit")
         raise
     finally:
-        for part in parts:
-            part.close()
+        found.close()
 
 
 class _Trace:

@@ -16,6 +16,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
+from shardtrain.data.file_hashes import RESTART
 from shardtrain.data.loader import sampled
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.hf import importing
@@ -23,7 +24,7 @@ from shardtrain.lora import FACT, base_weights, peft
 from shardtrain.lora.spec import Spec
 from shardtrain.resilience.guards import nonfinite_tensor
 from shardtrain.train import compatibility, saved_file
-from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
 
@@ -54,6 +55,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         "data_fingerprint": run.dataloader.fingerprint,
         "data_files": run.dataloader.sampled_files,
         "data_contents": sampled(run.contents.record()),
+        "data_unproven": sampled(run.contents.unproven()),
         "data_cursors": cursors,
         "best": checkpoints.best.to_dict(),
         **compatibility.record(run),
@@ -195,7 +197,12 @@ def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     """How the data differ from those of the checkpoint; empty when they are the same."""
-    differing = broadcast_json(run.contents.expect(facts.get("data_contents")))
+    contents = facts.get("data_contents")
+    differing = broadcast_json(run.contents.expect(contents))
+    if other := broadcast_json(run.contents.trained_on_other(contents, facts.get("data_unproven"))):
+        option, path, step = other
+        rule = f"held something else when steps after {step} of this run were trained, and has been replaced since"
+        raise ConfigError(Problem(option, path, rule, f"go on with checkpoint.load_step={step}, or {RESTART}"))
     if facts.get("data_fingerprint") == run.dataloader.fingerprint:
         return f"{_some(differing)} differ at equal size" if differing else ""
     old, new = facts.get("data_files", {}), run.dataloader.sampled_files

@@ -18,6 +18,7 @@ from shardtrain.lora.spec import Spec
 from shardtrain.ops import accelerator
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.train.state import TrainState
+from shardtrain.utils.best_effort import BestEffort
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Run:
     lora: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of adapters, see lora/base_weights.py
     contents: Contents = field(default_factory=Contents)
     """What the files of the data hold, as far as it is known; the first rank's alone."""
+    counting: BestEffort = field(default_factory=lambda: BestEffort("counting beside a step"))
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)
     """Options that the user changed on the way, as the checkpoints record them; see ``compatibility.py``."""
 
@@ -73,8 +75,14 @@ class Run:
     def measures(self) -> dict[str, float]:
         """What the record of a logged step has beside the step's own numbers."""
         skipped = {"skipped_updates": self.state.step - self.state.updates}
-        rows = {f"rows_of/{name}": rows for name, rows in self.dataloader.rows_of_sources.items()}
-        return {**self.runner.measures(), **skipped, **rows, **self.resilience.measures()}
+        found: dict[str, float] = {**self.runner.measures(), **skipped}  # which other ranks take part in
+        nothing: dict[str, float] = {}
+        found |= self.counting.call(lambda: _rows_of_sources(self.dataloader), nothing)
+        return found | self.counting.call(self.resilience.measures, nothing)
+
+
+def _rows_of_sources(dataloader: data.DataLoader) -> dict[str, float]:
+    return {f"rows_of/{name}": rows for name, rows in dataloader.rows_of_sources.items()}
 
 
 def model_state_dict(runner: Runner) -> dict[str, Tensor]:

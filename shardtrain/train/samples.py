@@ -24,6 +24,7 @@ from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.metrics.sinks.jsonl import JsonlFile
 from shardtrain.ops.sampling import Draws, Sampling, choose
 from shardtrain.resilience import progress
+from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.log import logger
 
 FILE = "samples.jsonl"
@@ -50,6 +51,7 @@ class Samples:
         self.every_steps = 0
         """After how many steps one is drawn; 0 is never."""
         self._file: JsonlFile | None = None
+        self._guard = BestEffort("the text of a sample")
         # pipeline stages and parts of a sequence do not give all logits here: config.notes tells that there are none
         if self._options.sample_freq and mesh.size("pp", "cp") == 1 and config.task.name in OF_TEXT:
             self.every_steps = self._options.sample_freq
@@ -64,7 +66,11 @@ class Samples:
             NumericalError: when the logits are not finite.
         """
         assert self.every_steps, "no sample is asked for, or none can be drawn on this mesh"
-        text = self._tokenizer.decode(self._draw(self._tokenizer))[:_MOST_CHARACTERS]
+        ids = self._draw(self._tokenizer)
+        return self._guard.call(lambda: self._tell(step, ids), "")
+
+    def _tell(self, step: int, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids)[:_MOST_CHARACTERS]
         prompt = self._options.sample_prompt[:_MOST_CHARACTERS]
         if self._file is not None:
             self._file.write({"step": step, "prompt": prompt, "text": text})

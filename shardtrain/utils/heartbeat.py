@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shardtrain.utils.units import format_bytes, format_seconds
@@ -37,8 +37,9 @@ def heartbeat(what: str, seconds: float | None = None, say: Callable[[str], None
     done, line = threading.Event(), _line(what)
 
     def tell() -> None:
-        while not done.wait(seconds):
-            say(line())
+        with suppress(Exception):  # a line less
+            while not done.wait(seconds):
+                say(line())
 
     thread = threading.Thread(target=tell, name="heartbeat", daemon=True)
     thread.start()

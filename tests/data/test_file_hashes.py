@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,24 @@ def config_of(folder: Path, data: str, steps: int, **checkpoint: Any) -> Config:
 
 
 def run(
-    rank: int, config: Config, at_once_bytes: int = file_hashes.AT_ONCE_BYTES, waits: bool = True
+    rank: int, config: Config, at_once_bytes: int = file_hashes.AT_ONCE_BYTES, waits_after: int = 1
 ) -> tuple[str, int]:
-    """What ended a run, and its last step; ``waits`` is for the hashing after its third step."""
+    """What ended a run, and its steps; hashing begins after so many of them, and they wait for it."""
     file_hashes.AT_ONCE_BYTES, file_hashes._SETTLED_SECONDS = at_once_bytes, 0.0  # this process is a rank of its own
-    step, threads = trainer.step, []
+    step, threads, may_hash = trainer.step, [], threading.Event()
+    hash_all = Contents._hash_all
+
+    def held(contents: Contents, left: Any) -> None:
+        may_hash.wait(patience.seconds(60))
+        hash_all(contents, left)
+
+    Contents._hash_all = held  # type: ignore[method-assign]
 
     def noted(one: trainer.Run) -> Any:
         outcome = step(one)
         threads.append(one.contents._thread)
-        if waits and len(threads) == 1 and threads[0] is not None:
+        if len(threads) == waits_after and threads[0] is not None:
+            may_hash.set()
             threads[0].join()
         return outcome
 
@@ -89,6 +98,39 @@ def test_other_rows_at_equal_size_do_not_pass_as_the_same(ranks: int, at_once_by
         assert steps == 0 and "rows.jsonl differ at equal size" in again  # the run's folder remembers
     write_rows(file)
     assert run_ranks(1, run, config_of(tmp_path, "rows", 8), at_once_bytes)[0] == ("", 4)
+
+
+def test_a_checkpoint_of_steps_on_other_content_is_refused_when_the_old_file_is_back(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    write_rows(file)
+    assert run_ranks(1, run, config_of(tmp_path, "rows", 4), 0)[0] == ("", 4)
+    write_rows(file, "a", *between_samples(file))
+    [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0, 3)[0]
+    assert steps == 3 and "go on with checkpoint.load_step=4" in message
+    assert (tmp_path / "run/checkpoint/step-6").is_dir(), "saved before the file was hashed"
+    write_rows(file)
+    [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0)[0]
+    assert steps == 0 and "rows.jsonl" in message and "checkpoint.load_step=4" in message
+    assert "held something else when steps after 4 of this run were trained" in message
+    assert run_ranks(1, run, config_of(tmp_path, "rows", 10, load_step=4), 0)[0] == ("", 6)
+
+
+def test_what_nobody_hashed_before_it_was_replaced_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "rows.jsonl"
+    write_rows(file)
+    one = WholeFile("rows.jsonl", str(file), "training.dataset_path")
+    said = {"rows.jsonl": "0" * 64}
+    first = Contents([one], tmp_path / "run")
+    first._ended.set()  # it comes to nothing
+    first.expect(said)
+    first.start(4)
+    unproven = first.unproven()
+    assert first.record() == said and unproven["rows.jsonl"].startswith("4 ")
+    assert Contents([one]).trained_on_other(said, unproven) == [] and not caplog.text
+    write_rows(file)
+    os.utime(file, ns=(1, 1))
+    assert Contents([one]).trained_on_other(said, unproven) == []
+    assert "has been replaced since steps after 4 were trained on it" in caplog.text
 
 
 def test_prepared_shards_that_are_not_what_their_index_says_stop_the_run(tmp_path: Path) -> None:

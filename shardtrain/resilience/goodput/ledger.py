@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import Account, Attempt, account, attempts_of, bins
@@ -23,12 +24,14 @@ JOB, STARTED = "SHARDTRAIN_JOB", "SHARDTRAIN_STARTED"
 """Set by the launcher: its own name and when it began; when it started this attempt (seconds since the epoch)."""
 MOST_SECONDS_BETWEEN_LINES = 60.0
 
+T = TypeVar("T")
+
 
 class Ledger:
     """The account of this attempt, in the file of its run; every rank makes one, and rank 0's alone does anything.
 
-    Leave it as a context manager, so that the file says that the attempt has ended. A file that cannot be written is
-    one warning and never the end of a run.
+    Leave it as a context manager, so that the file says that the attempt has ended. A file that cannot be written, or
+    an account that cannot be made, is one warning and never the end of a run.
     """
 
     def __init__(
@@ -48,8 +51,11 @@ class Ledger:
         """The step that is done."""
         self._saved_step = step
         self._saves, self._written = 0, -float("inf")
-        if folder is None:
-            return
+        if folder is not None:
+            self._try(lambda: self._open(folder, step, world_size, environment), None)
+
+    def _open(self, folder: Path, step: int, world_size: int, environment: Mapping[str, str]) -> None:
+        now = self._now
         own = sum(self._phases.seconds().values())
         job, job_started, started = _origin(environment, now(), now() - own)
         self._before = max(0.0, now() - started - own)
@@ -72,6 +78,9 @@ class Ledger:
 
     def measures(self) -> dict[str, float]:
         """For the record of a logged step: the account until now; empty on ranks that keep none."""
+        return self._try(self._measure, {})
+
+    def _measure(self) -> dict[str, float]:
         if self._path is None:
             return {}
         age = sum(self._phases.seconds().values())
@@ -84,16 +93,18 @@ class Ledger:
         """A checkpoint of this step is there, perhaps some steps later: what a later attempt continues from."""
         self.step, self._saved_step, self._saves = max(self.step, step), step, self._saves + 1
         if self._path is not None:
-            self._progress()
+            self._try(self._progress, None)
 
     def rollback(self, step: int) -> None:
         """The run has taken the state of an older step in place: what came after that one is lost."""
-        if self._path is None:
-            return
+        if (path := self._path) is not None:
+            self._try(lambda: self._roll_back(path.parent, step), None)
+
+    def _roll_back(self, folder: Path, step: int) -> None:
         self._write(self._point(ended=True))
         self.step = self._saved_step = step
         self._offset, self._before, self._saves = self._phases.seconds(), 0.0, 0
-        earlier = self._earlier(self._path.parent)
+        earlier = self._earlier(folder)
         attempt, now = secrets.token_hex(8), self._now()
         self._start = dataclasses.replace(self._start, attempt=attempt, started=now, step=step)
         self._past = account([*earlier, Attempt(self._start)])
@@ -114,8 +125,10 @@ class Ledger:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Write the last line, and tell where the time went."""
-        if self._path is None:
-            return
+        if self._path is not None:
+            self._try(self._end, None)
+
+    def _end(self) -> None:
         self._write(self._point(ended=True))
         found = self.account()
         parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in found.seconds.items() if s >= 0.5)
@@ -135,6 +148,17 @@ class Ledger:
     def _progress(self) -> None:
         self._written = sum(self._phases.seconds().values())
         self._write(self._point())
+
+    def _try(self, action: Callable[[], T], otherwise: T) -> T:
+        """The result, or ``otherwise`` where accounting fails, which ends it and nothing else."""
+        try:
+            return action()
+        except Exception as error:
+            if self._path is not None:
+                told = f"{type(error).__name__}: {error}"
+                logger.warning(f"cannot account for the time: {told}; goodput is not recorded from here on")
+                self._path = None
+            return otherwise
 
     def _write(self, event: events.Event) -> None:
         if self._path is None:
@@ -174,7 +198,7 @@ def note_death(folder: Path, job: str, time_seconds: float) -> None:
     try:
         if path.exists():
             events.append(path, events.Death(job.partition(":")[0], time_seconds))
-    except OSError:
+    except Exception:
         pass  # the account is a little less exact; the failure itself is being told
 
 

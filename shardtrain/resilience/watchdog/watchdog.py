@@ -177,6 +177,12 @@ class Watchdog:
     # --- the thread that never waits for anybody
 
     def _watch(self) -> None:
+        try:
+            self._watch_main_thread()
+        except Exception:
+            logger.exception("the watch over this rank has failed; training continues without it")
+
+    def _watch_main_thread(self) -> None:
         samples = bool(self._comm.straggler_window_steps) and self._size > 1
         interval = SAMPLE_SECONDS if samples else self._beat
         moved_at = last = time.monotonic()
