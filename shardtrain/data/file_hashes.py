@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ AT_ONCE_FILES = 1000
 """And files: opening a million small ones keeps the first step waiting for minutes."""
 SHARE = 0.25
 """Of one core, which the thread takes at most."""
+_UNPROVEN = re.compile(r"(\d{1,20} ){5}\d{1,20}", re.ASCII)
 RESTART = 'restart the data with checkpoint.exclude_from_loading=["dataloader"]'
 _PIECE_BYTES = 4 * 2**20
 _SETTLED_SECONDS = 2.0
@@ -103,14 +105,9 @@ class Contents:
         contents = contents if isinstance(contents, dict) else {}
         for name, text in unproven.items() if isinstance(unproven, dict) else ():
             file = self._files.get(name)
-            numbers = str(text).split()
-            if (
-                file is None
-                or len(numbers) != 6
-                or not all(number.isascii() and number.isdecimal() for number in numbers)
-            ):
+            if file is None or not _UNPROVEN.fullmatch(str(text)):
                 continue
-            step, *stamp = map(int, numbers)
+            step, *stamp = map(int, str(text).split())
             with contextlib.suppress(OSError):
                 if _stamp(os.stat(file.path)) == stamp:  # the same file as then, which is hashed now
                     self._unproven[name] = str(text)
