@@ -209,7 +209,7 @@ class Contents:
             rule, fix = "does not hold what index.json says of it", 'run "shardtrain data prepare" again, or restore it'
         elif self._since and self._expected.get(file.name, sha256) != sha256:
             rule = f"has other content than in the checkpoint that the run continued from, at equal size; {self._since}"
-            fix = f"put the old file back and go on with checkpoint.load_step={self._step}, or {RESTART}"
+            fix = f"put the old file back and continue with checkpoint.load_step={self._step}, or {RESTART}"
         else:
             return
         self.problem = ConfigError(Problem(file.option, file.path, rule, fix))

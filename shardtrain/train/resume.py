@@ -202,7 +202,7 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     if other := broadcast_json(run.contents.trained_on_other(contents, facts.get("data_unproven"))):
         option, path, step = other
         rule = f"held something else when steps after {step} of this run were trained, and has been replaced since"
-        raise ConfigError(Problem(option, path, rule, f"go on with checkpoint.load_step={step}, or {RESTART}"))
+        raise ConfigError(Problem(option, path, rule, f"continue with checkpoint.load_step={step}, or {RESTART}"))
     if facts.get("data_fingerprint") == run.dataloader.fingerprint:
         return f"{_some(differing)} differ at equal size" if differing else ""
     old, new = facts.get("data_files", {}), run.dataloader.sampled_files

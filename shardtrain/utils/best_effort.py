@@ -1,4 +1,4 @@
-"""What is counted, drawn and noted beside the training: where it fails, that is one warning, and the run goes on."""
+"""What is counted, drawn and noted beside the training: where it fails, that is one warning, and training continues."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_checkpoint_of_steps_on_other_content_is_refused_when_the_old_file_is_
     assert run_ranks(1, run, config_of(tmp_path, "rows", 4), 0)[0] == ("", 4)
     write_rows(file, "a", *between_samples(file))
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0, 3)[0]
-    assert steps == 3 and "go on with checkpoint.load_step=4" in message
+    assert steps == 3 and "continue with checkpoint.load_step=4" in message
     assert (tmp_path / "run/checkpoint/step-6").is_dir(), "saved before the file was hashed"
     write_rows(file)
     [message, steps] = run_ranks(1, run, config_of(tmp_path, "rows", 10), 0)[0]
