@@ -318,7 +318,7 @@ def score_planned(row: dict[str, Any]) -> Score:
     device = plan.device
     if row.get("gpus_per_node"):
         device = device.with_nodes_of(row["gpus_per_node"], row.get("link"))
-    plan = planning.of_job(model, changed, device)
+    plan = planning.of_job(model, changed, device, "cpu" if device.is_cpu else "cuda")
     measured = plan.job.tokens_per_step / row["gpus"] / row["tps"] if row.get("tps") else None
     if row.get("mfu"):
         measured = plan.time.seconds * plan.mfu / row["mfu"]

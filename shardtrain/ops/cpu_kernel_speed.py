@@ -35,11 +35,10 @@ def remembered_or_measured() -> Kernels:
 
     What was measured is kept in a small file of the user's cache folder, where one can be written.
     """
-    path = _cache_file()
-    try:
-        return Kernels(**{name: float(value) for name, value in json.loads(path.read_bytes()[:4096]).items()})
-    except (OSError, ValueError, TypeError, AttributeError):
-        found = measure()
+    threads = torch.get_num_threads()
+    if (found := remembered(threads)) is not None:
+        return found
+    found, path = measure(), _cache_file(threads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -48,6 +47,15 @@ def remembered_or_measured() -> Kernels:
     except OSError:  # a home that cannot be written costs each start the measurement
         pass
     return found
+
+
+def remembered(threads: int) -> Kernels | None:
+    """What this machine has measured with so many threads; None where it has not."""
+    try:
+        content = _cache_file(threads).read_bytes()[:4096]
+        return Kernels(**{name: float(value) for name, value in json.loads(content).items()})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def measure() -> Kernels:
@@ -133,10 +141,10 @@ def _times_as_fast(one: Callable[[], object], other: Callable[[], object]) -> fl
     return seconds[0] / seconds[1]
 
 
-def _cache_file() -> Path:
+def _cache_file(threads: int) -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     kernels = " ".join(field.name for field in fields(Kernels))
-    facts = [_processor(), torch.__version__, str(torch.get_num_threads()), kernels]
+    facts = [_processor(), torch.__version__, str(threads), kernels]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
     return Path(root) / "shardtrain" / f"cpu_kernels-{name}.json"
 

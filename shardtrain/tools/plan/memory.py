@@ -2,7 +2,8 @@
 
 Activations are what autograd saves for backward in the layers of this package (models/layers.py), tensor by tensor, as
 the dry run finds them by tracing; Korthikanti et al. 2022 (arXiv 2205.05198) count alike. ``kernels`` says whose: the
-CPU's have no fused RMSNorm, and add up the gradient of an embedding in float32. The largest of a step is looked for
+CPU's have no fused RMSNorm, unless this machine computes it by rows (ops/rms_norm.py), and add up the gradient of an
+embedding in float32. The largest of a step is looked for
 at its moments: the end of forward, the loss, the backward of the head, of the last layer and of the embedding. At each,
 FSDP holds other weights and other gradients exist, so that the peak is less than the sum of what each is at most.
 """
@@ -20,9 +21,11 @@ from shardtrain.tools.plan.job import Job
 from shardtrain.tools.plan.schedule import Action
 from shardtrain.tools.plan.shapes import Layer, ModelShape, Parameter
 
-Kernels = Literal["cpu", "cuda"]
+Kernels = Literal["cpu", "cpu by rows", "cuda"]
 CHUNK_NUMEL, CPU_CHUNK_NUMEL = 1 << 24, 1 << 18
 """Logits that the loss handles at a time, as ops/cross_entropy.py."""
+BY_ROWS_NUMEL = 1 << 13
+"""As ops/rms_norm.py."""
 CHUNKS, WORTH_IT_BYTES = 8, 1 << 28
 """As ops/linear_cross_entropy.py."""
 
@@ -319,11 +322,11 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
     if last:
         columns = -(-model.vocab // job.tp) if job.loss_parallel else model.vocab
         logits = tokens * columns * c
-        small = kernels == "cpu" and not job.fused and not (job.tp > 1 and job.loss_parallel)
+        small = kernels != "cuda" and not job.fused and not (job.tp > 1 and job.loss_parallel)
         rows = min(tokens, max(1, (CPU_CHUNK_NUMEL if small else CHUNK_NUMEL) // columns))
         copies = 1 + (c < 4) + (job.tp > 1 and job.loss_parallel) + (rows < tokens)  # the last: of the chunk before
         chunk = rows * columns * 4 * copies
-        ends = norm_bytes(split * model.dim, split, c, kernels, model.layers[-1].layer_norm) + _input(job, stream)
+        ends = norm_bytes(split * model.dim, split, job, kernels, model.layers[-1].layer_norm) + _input(job, stream)
         if job.loss == "fused":
             logits = 0
         elif job.loss == "whole":  # a float32 copy, its log-softmax and its gradient; the compiler needs one less
@@ -350,7 +353,7 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
             moments.append(_Moment("backward of the first layer", first_layer, held.backward_of_layer, done))
     if first and any(one.trained for one in model.first):
         table = unsharded(model.first, job.tp, job.ep)
-        rounds = kernels == "cpu" and c < 4
+        rounds = kernels != "cuda" and c < 4
         size = table * (4 + c if rounds else c) + stream
         done = held.all_shards - held.embed_shard
         moments.append(_Moment("backward of the embedding", size, held.backward_of_embed, done))
@@ -373,11 +376,17 @@ def _input(job: Job, stream: int) -> int:
     return stream * job.tp
 
 
-def norm_bytes(numel: int, rows: int, width: int, kernels: Kernels, layer_norm: bool) -> int:
+def norm_bytes(numel: int, rows: int, job: Job, kernels: Kernels, layer_norm: bool) -> int:
     """What a norm saves of its input, without its output, which the next product saves."""
-    if layer_norm or kernels == "cuda":
-        return numel * width + rows * 4 * (2 if layer_norm else 1)
+    if layer_norm or _is_one_kernel(numel, job, kernels):
+        return numel * job.compute_width + rows * 4 * (2 if layer_norm else 1)
     return numel * 8 + rows * 4  # float32 copy and normalised copy; in float32 input and normalised copy
+
+
+def _is_one_kernel(numel: int, job: Job, kernels: Kernels) -> bool:
+    """Whether an RMSNorm saves its input alone; by rows where it is not compiled and has more than a few numbers."""
+    by_rows = kernels == "cpu by rows" and not job.fused and numel >= BY_ROWS_NUMEL
+    return by_rows or kernels == "cuda"
 
 
 @lru_cache(maxsize=8192)
@@ -386,9 +395,9 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
     split = tokens // job.tp
     stream = split * dim * c
     gathered = _input(job, stream)
-    norm = norm_bytes(split * dim, split, c, kernels, layer.layer_norm)
+    norm = norm_bytes(split * dim, split, job, kernels, layer.layer_norm)
     if (
-        kernels == "cpu"
+        not _is_one_kernel(split * dim, job, kernels)
         and not layer.layer_norm
         and not any(p.trained for p in layer.parameters if p.word == "sequence")
     ):
@@ -414,12 +423,12 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
     attention += gathered if any(one.trained for one in projections if one.word != "rowwise") else 0
     if layer.head_norms:
         for numel in (q // c, k // c):
-            attention += norm_bytes(numel, numel // layer.qk_dim, c, kernels, False)
+            attention += norm_bytes(numel, numel // layer.qk_dim, job, kernels, False)
     if layer.unit_norms:  # of float32 copies, without weights
         attention += (q + k) // c * 4
     for one in projections:
         if one.word == "replicate":  # a latent: its norm, and what the next product saves
-            attention += norm_bytes(tokens * one.out_features, tokens, c, kernels, False)
+            attention += norm_bytes(tokens * one.out_features, tokens, job, kernels, False)
             attention += tokens * one.out_features * c
     # each product, what the activation function makes of it, and (a gated one has two products) what they multiply to
     into = [one for one in feed if one.word != "rowwise"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from shardtrain import tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
+from shardtrain.launch import environment
+from shardtrain.ops import cpu_kernel_speed
 from shardtrain.tools.plan import job as jobs
 from shardtrain.tools.plan import memory, schedule, shapes, timing
 from shardtrain.tools.plan.hardware import Device
@@ -151,14 +154,14 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
     model = model or shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
     found = jobs.of_config(config, world_size, len(model.layers), sequences)
-    plan = of_job(model, found, device)
+    plan = of_job(model, found, device, kernels_of(device, config, world_size))
     return plan if plan.fits else replace(plan, fixes=tuple(_fixes(model, found, device, config)))
 
 
-def of_job(model: ModelShape, found: Job, device: Device) -> Plan:
+def of_job(model: ModelShape, found: Job, device: Device, kernels: memory.Kernels) -> Plan:
     """The same of a job, without fixes."""
     orders = schedule.orders(found.schedule, found.pp, len(found.stages), found.num_microbatches)
-    ranks = tuple(memory.of_ranks(model, found, orders, kernels_of(device)))
+    ranks = tuple(memory.of_ranks(model, found, orders, kernels))
     sizes = {
         "pp": found.pp,
         "dp_replicate": found.dp_replicate,
@@ -180,10 +183,11 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
     """
     model = shapes.read(config)
     found = jobs.of_config(config, world_size, len(model.layers), tasks.open_task(config).sequences_per_row)
+    kernels = kernels_of(device, config, world_size)
 
     def fits(one: Job, shape: ModelShape = model) -> bool:
         orders = schedule.orders(one.schedule, one.pp, len(one.stages), one.num_microbatches)
-        used = max(rank.peak for rank in memory.of_ranks(shape, one, orders, kernels_of(device)))
+        used = max(rank.peak for rank in memory.of_ranks(shape, one, orders, kernels))
         return used + overhead(used, device) <= device.memory_bytes
 
     unit = 128 * found.cp * found.tp
@@ -215,9 +219,15 @@ def _most(holds: Callable[[int], bool]) -> int:
     return low
 
 
-def kernels_of(device: Device) -> memory.Kernels:
-    """Whose kernels run on a device."""
-    return "cpu" if device.is_cpu else "cuda"
+def kernels_of(device: Device, config: Config, world_size: int) -> memory.Kernels:
+    """Whose kernels run on a device; those of a CPU as this machine has measured them for a run of so many ranks."""
+    if not device.is_cpu:
+        return "cuda"
+    if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
+        return "cpu"
+    threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, environment.usable_cores() // world_size))
+    measured = cpu_kernel_speed.remembered(threads)
+    return "cpu by rows" if measured is not None and measured.uses("rms_norm") else "cpu"
 
 
 def overhead(used: int, device: Device) -> int:
@@ -236,7 +246,7 @@ def lighter(config: Config, world_size: int, device: Device) -> list[str]:
     """Up to three changes that take at least a tenth less memory than a configuration does, the fastest first."""
     model = shapes.read(config)
     found = jobs.of_config(config, world_size, len(model.layers), tasks.open_task(config).sequences_per_row)
-    now = of_job(model, found, device)
+    now = of_job(model, found, device, kernels_of(device, config, world_size))
     plans = [one for one in _changed(model, found, device, config) if one[1].peak_bytes < 0.9 * now.peak_bytes]
     plans.sort(key=lambda one: (one[1].world_size, -one[1].tps))
     own = format_bytes(now.peak_bytes)
@@ -278,9 +288,10 @@ def _changed(model: ModelShape, found: Job, device: Device, config: Config) -> l
         changes.append(("parallelism.data_parallel_replicate_degree=1 (shard over all)", whole))
     if not config.training.enable_cpu_offload and not device.is_cpu:
         changes.append(("training.enable_cpu_offload=true", replace(found, offload="all")))
-    plans = [(text, of_job(model, one, device)) for text, one in changes]
+    kernels = kernels_of(device, config, found.world_size)
+    plans = [(text, of_job(model, one, device, kernels)) for text, one in changes]
     for times in (2, 4, 8, 16, 32):
-        more = of_job(model, replace(found, dp_shard=found.dp_shard * times), device)
+        more = of_job(model, replace(found, dp_shard=found.dp_shard * times), device, kernels)
         if more.fits or times == 32:
             plans.append((f"{times} times as many devices ({more.world_size})", more))
             break

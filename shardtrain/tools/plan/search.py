@@ -91,7 +91,7 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
     global_batch = _global_batch(config, world_size)
-    kernels = planning.kernels_of(device)
+    kernels = planning.kernels_of(device, config, world_size)
     fitting: list[tuple[float, int, dict[str, Any], Job]] = []
     least: tuple[int, dict[str, Any], Job] | None = None
     counted = 0
@@ -117,13 +117,13 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     ranked: list[Ranked] = []
     for _, _, options, job in fitting[:PLAYED_OUT]:
         if _is_legal(loaded, options, world_size):
-            plan = planning.of_job(model, job, device)
+            plan = planning.of_job(model, job, device, kernels)
             if plan.fits:
                 ranked.append(Ranked(options, plan))
     ranked.sort(key=lambda one: (-one.plan.tps, one.plan.peak_bytes))
     closest = None
     if least is not None and not ranked:
-        closest = Ranked(least[1], planning.of_job(model, least[2], device))
+        closest = Ranked(least[1], planning.of_job(model, least[2], device, kernels))
     return Found(ranked, counted, len(fitting), closest)
 
 

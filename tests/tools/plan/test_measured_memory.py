@@ -18,6 +18,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Model
 from shardtrain.distributed.activation_memory import LiveMemory
 from shardtrain.lora.quantize import held
+from shardtrain.ops import cpu_kernels
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.tools.plan import job, memory, schedule, shapes
 from shardtrain.train import resume, trainer
@@ -77,8 +78,9 @@ class Counted(LiveMemory):
         return result
 
 
-def measured_bytes(rank: int, config: Any) -> int:
+def measured_bytes(rank: int, config: Any, kernels: memory.Kernels = "cpu") -> int:
     """The most that a rank holds in the second of two steps."""
+    cpu_kernels.use(cpu_kernels.Kernels(rms_norm=2.0) if kernels == "cpu by rows" else cpu_kernels.PYTORCH)
     run = make_run(rank, config)
     if config.lora.base_dtype != "training":
         resume.resume(run, Checkpoints(config))
@@ -94,21 +96,23 @@ def measured_bytes(rank: int, config: Any) -> int:
     return sum(weights.values()) + low_bits + counted.most
 
 
-def planned_bytes(config: Any, size: int) -> list[int]:
+def planned_bytes(config: Any, size: int, kernels: memory.Kernels = "cpu") -> list[int]:
     """The peak of each place of the pipeline."""
     model = shapes.read(config)
     found = job.of_config(config, size, len(model.layers))
     orders = schedule.orders(found.schedule, found.pp, len(found.stages), found.num_microbatches)
-    return [one.peak for one in memory.of_ranks(model, found, orders, "cpu")]
+    return [one.peak for one in memory.of_ranks(model, found, orders, kernels)]
 
 
-def check(size: int, sections: dict[str, Any], model: dict[str, Any], most: float) -> None:
+def check(
+    size: int, sections: dict[str, Any], model: dict[str, Any], most: float, kernels: memory.Kernels = "cpu"
+) -> None:
     training = {
         "seq_len": 512, "mixed_precision_param": "bfloat16", "local_batch_size": 2, "global_batch_size": -1
     } | sections.get("training", {})  # fmt: skip
     config = tiny_config(**{**sections, "training": training})
     config = dataclasses.replace(config, model=Model(**model))
-    measured, planned = run_ranks(size, measured_bytes, config), planned_bytes(config, size)
+    measured, planned = run_ranks(size, measured_bytes, config, kernels), planned_bytes(config, size, kernels)
     per_place = size // len(planned)
     for place, bytes_planned in enumerate(planned):
         bytes_measured = max(measured[place * per_place : (place + 1) * per_place])
@@ -170,6 +174,29 @@ def piped(name: str, **degrees: Any) -> dict[str, Any]:
 )
 def test_a_real_step_holds_the_planned_bytes_on_every_rank(size, sections):
     check(size, sections, LLAMA, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("size", "sections", "family"),
+    cases(
+        [(1, {}, "llama3")],
+        nightly=[
+            (1, {"training": {"mixed_precision_param": "float32"}}, "llama3"),
+            (1, FULL, "llama3"),
+            (2, {}, "llama3"),
+            (2, mesh(tensor_parallel_degree=2), "llama3"),
+            (2, piped("1F1B"), "llama3"),
+            (1, {}, "qwen3"),
+            (2, {}, "qwen3_moe"),
+            (1, {}, "deepseek_v3"),
+            (1, {}, "neox"),
+        ],
+    ),
+    ids=str,
+)
+def test_a_machine_that_computes_norms_by_rows_holds_what_is_planned_for_it(size, sections, family):
+    model = LLAMA if family == "llama3" else {"name": family, **FAMILIES[family]}
+    check(size, sections, model, 0.05, "cpu by rows")
 
 
 @pytest.mark.parametrize(
