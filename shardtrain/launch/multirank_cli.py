@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain.launch import environment, local
+from shardtrain.utils.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from shardtrain.config import Loaded
@@ -42,7 +43,8 @@ def start(verb: Verb) -> int:
     cores = environment.usable_cores()
     environment.set_allocator_default(os.environ)
     environment.set_process_defaults(os.environ, verb.nproc, cores, alone=True)
-    run = verb.load()
+    with heartbeat("importing PyTorch"):  # its thread has ended when ranks are forked
+        run = verb.load()
     if verb.nproc == 1:
         try:
             run()

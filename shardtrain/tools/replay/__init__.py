@@ -21,6 +21,7 @@ from shardtrain.config.command_line import Option, number_of, take
 from shardtrain.launch import environment, local
 from shardtrain.tools.replay.plan import RESOLVED_CONFIG, Plan, config_of, plan
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.heartbeat import heartbeat
 
 USAGE = """\
 usage: shardtrain replay STEP | FIRST:LAST [RUN_FOLDER | CONFIG.toml] [--nproc N] [--output FOLDER]
@@ -61,7 +62,8 @@ def main(words: Sequence[str]) -> int:
         return 0
     request = _read(words)
     loaded = _load(request)
-    found = plan(loaded.config, request.first, request.last)
+    with heartbeat("looking for a checkpoint before the step"):  # its thread has ended when ranks are forked
+        found = plan(loaded.config, request.first, request.last)
     output = Path(request.output or tempfile.mkdtemp(prefix="shardtrain-replay-"))
     if output.resolve() == found.run_folder.resolve():
         rule = "is the run's own folder, into which nothing is written"

@@ -14,6 +14,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.command_line import CommandLine, Option, split, take
 from shardtrain.tools.test.request import Request, sets_of
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.heartbeat import heartbeat
 
 HELP = """\
 usage: shardtrain test CONFIG.toml [--checkpoint best|latest|STEP|PATH] [--nproc N] [--output FOLDER]
@@ -55,7 +56,8 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
     choice = environment.choose_processes(config, asked.nproc, os.environ, accelerators, cores)
     _require(asked.loaded, choice.count, accelerators)
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
-    from shardtrain.tools.test import run  # before a fork, so that no rank pays for the imports again
+    with heartbeat("importing PyTorch"):  # before a fork, so that no rank pays for the imports again
+        from shardtrain.tools.test import run
 
     if choice.count == 1:
         local.prepare(Path(asked.launched.config.job.dump_folder))

@@ -24,6 +24,7 @@ from shardtrain.tools.verify.report import Row
 from shardtrain.tools.verify.request import USAGE, Request, read
 from shardtrain.tools.verify.shrink import Task
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from shardtrain.tools.verify.run import Trainer
@@ -51,7 +52,8 @@ def main(words: Sequence[str]) -> int:
         print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process")
         for note in task.notes:
             print(f"  {note}")
-    from shardtrain.train import trainer  # torch, once the request is known to be right
+    with heartbeat("importing PyTorch"):  # once the request is known to be right
+        from shardtrain.train import trainer
 
     with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
         task, found = probe(task, Path(folder))
