@@ -17,7 +17,7 @@ from shardtrain.config.machine import mesh_notes
 from shardtrain.config.schema.launch import Launch
 from shardtrain.launch import hostfile, job_status
 from shardtrain.launch.job import Job, to_job, to_mount, without
-from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh, ssh_connections
+from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -308,6 +308,8 @@ def _ssh(asked: Asked) -> Plan:
     def submit() -> int:
         folder = job_status.open_folder(os.getpid())
         print(f"ssh/{os.getpid()}", flush=True)
+        from shardtrain.launch.platforms import ssh_connections  # what the other platforms and --help do not need
+
         return job_status.ended(folder, ssh_connections.Run(plans, launch.ssh, folder))
 
     return Plan(ssh.text(plans), submit)
