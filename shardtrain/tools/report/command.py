@@ -49,5 +49,5 @@ def main(words: Sequence[str]) -> int:
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; name another file with -o") from error
     of = "1 run" if len(records) == 1 else f"{len(records)} runs"
-    print(f"{path}: {of}, {len(text.encode()) / 1e6:.1f} MB; open it in a browser")
+    print(f"{path}: {of}, {len(text.encode()) / 1e6:.2f} MB; open it in a browser")
     return 0
