@@ -333,13 +333,8 @@ def verify(
     if done.returncode not in (0, 4):
         lines = [line.partition(": ")[2] for line in done.stderr.splitlines() if line.startswith("error[")]
         raise ConfigError("\n".join(lines) or done.stderr.strip())
-    return [
-        MeshResult(**{k: v for k, v in row.items() if k in MeshResult.__annotations__}) for row in _rows(done.stdout)
-    ]
-
-
-def _rows(text: str) -> list[dict[str, Any]]:
-    return list(json.loads(text)["rows"])
+    rows = json.loads(done.stdout)["rows"]
+    return [MeshResult(**{k: v for k, v in row.items() if k in MeshResult.__annotations__}) for row in rows]
 
 
 def _path() -> str:

@@ -695,10 +695,10 @@ def main(words: list[str]) -> int:
     numbers = range(given.first, given.first + given.count)
     families = (*FAMILIES, *NEWER) if given.families == "all" else (given.families or ",".join(FAMILIES)).split(",")
     if unknown := set(families) - SHAPES.keys():
-        parser.error(f"--families: {', '.join(sorted(unknown))} is none of {', '.join(SHAPES)}")
+        parser.error(f"--families: {', '.join(sorted(unknown))} is not one of {', '.join(SHAPES)}")
     features = FEATURES if given.features == "all" else given.features.split(",") if given.features else ()
     if unknown := set(features) - set(FEATURES):
-        parser.error(f"--features: {', '.join(sorted(unknown))} is none of {', '.join(FEATURES)}")
+        parser.error(f"--features: {', '.join(sorted(unknown))} is not one of {', '.join(FEATURES)}")
     say = functools.partial(print, flush=True)
     counts, faults = search(given.seed, numbers, say, not given.no_shrink, families, features)
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]

@@ -150,7 +150,7 @@ def test_a_wrong_command_is_one_line_on_stderr_and_status_2(capsys, words, fragm
         assert fragment in err
 
 
-def test_all_problems_are_told_at_once_and_before_any_process_is_started(capsys):
+def test_all_problems_are_reported_at_once_and_before_any_process_is_started(capsys):
     words = (
         "train",
         "--training.steps",

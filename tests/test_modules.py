@@ -120,7 +120,7 @@ def another(kind: Any, default: Any) -> str:
     return "other"
 
 
-def test_an_option_that_nothing_reads_is_told_of(tmp_path):
+def test_an_option_that_nothing_reads_is_reported(tmp_path):
     """One that is parsed and has no effect would be a run that is not what it says."""
     found = unread()
     assert 5 < len(found) < 60

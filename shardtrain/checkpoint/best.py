@@ -59,7 +59,7 @@ class Best:
     def load(self, state: Any, folder: Place | None) -> None:
         """Continue from a checkpoint's state; ``folder`` holds the run's own checkpoints, None for another run's.
 
-        A state that is none, or of another metric, is skipped, with a warning: only what is kept hangs on it.
+        A state that cannot be read, or is of another metric, is skipped, with a warning: only what is kept hangs on it.
         """
         if state is None or folder is None:
             return

@@ -237,7 +237,7 @@ class ObjectReader:
         return done
 
     def close(self) -> None:
-        """See Reader."""
+        pass  # nothing is open between two reads
 
 
 def open_stored(path: Path | ObjectPath) -> Reader:

@@ -133,7 +133,7 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
         for name, (dtype, shape, rule) in table.items():
             kind = (dtype, tuple(shape))
             if dtype not in ITEM_BYTES:
-                raise CheckpointError(f"{name} cannot be saved: its type {dtype} is none of {', '.join(ITEM_BYTES)}")
+                raise CheckpointError(f"{name} cannot be saved: its type {dtype} is not one of {', '.join(ITEM_BYTES)}")
             if kinds.setdefault(name, kind) != kind:
                 raise CheckpointError(
                     f"{name} cannot be saved: it is {kind} on rank {ranks_of[number][0]}, and {kinds[name]} before"

@@ -227,18 +227,18 @@ def _finite(text: str) -> float:
 def _file(entry: Any) -> StoredFile:
     name, size, digest = _list(entry, "files", 3)
     if not isinstance(name, str) or not _FILE.fullmatch(name):
-        _refuse("names a file that is none of a checkpoint")
+        _refuse("names a file that does not belong to a checkpoint")
     if not isinstance(digest, str) or not _HEX.fullmatch(digest):
-        _refuse("has a hash that is none")
+        _refuse("has an invalid hash")
     return StoredFile(name, _count(size, "files"), digest)
 
 
 def _tensor(name: str, entry: Any, version: int, num_files: int) -> StoredTensor:
     dtype, shape, grids = _list(entry, "tensors", 3)
     if not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-        _refuse("has a name of a tensor that is none")
+        _refuse("has an invalid name of a tensor")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-        _refuse(f"has a type of {name} that is none of {', '.join(ITEM_BYTES)}")
+        _refuse(f"has a type of {name} that is not one of {', '.join(ITEM_BYTES)}")
     whole = _counts(shape, name)
     if math.prod(whole) * ITEM_BYTES[dtype] > _MAX_SIZE:
         _refuse(f"has a shape of {name} that is too large")

@@ -53,7 +53,7 @@ class ObjectLease(Lease):
         self._hold()
 
     def check(self) -> None:
-        """See Lease; raises OSError where the store does not answer."""
+        """Raise OSError where the store does not answer."""
         holder = self._find_own()
         if not self._held or holder.get("nonce") != self.nonce:
             raise ConfigError(

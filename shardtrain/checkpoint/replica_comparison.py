@@ -94,7 +94,7 @@ def checksum(tensor: Tensor) -> Tensor:
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd numbers, so that no bit is lost when it is multiplied."""
+    """Odd factors of the checksum: multiplying by an odd number loses no bit."""
     return torch.arange(_WIDTH, dtype=torch.int64, device=device) * 0x2545F4914F6CDD1E + 1
 
 

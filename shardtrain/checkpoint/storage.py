@@ -141,7 +141,7 @@ class ObjectStorage:
         return ObjectPath(final.store, final.address, f"-{nonce}-{number}")
 
     def prepare(self, draft: Place, planned_bytes: int) -> None:
-        """See Storage: a store has room, and a draft's names have never been used."""
+        """A store has room, and a draft's names have never been used."""
 
     def publish(self, draft: Place, stored: Manifest, check: Callable[[], None]) -> Place:
         assert isinstance(draft, ObjectPath)
@@ -159,7 +159,7 @@ class ObjectStorage:
         return final
 
     def abandon(self, draft: Place) -> None:
-        """See Storage. What a manifest names stays: its put may have arrived although the answer was an error."""
+        """What a manifest names stays: its put may have arrived although the answer was an error."""
         assert isinstance(draft, ObjectPath)
         with contextlib.suppress(OSError, CheckpointError):
             final = ObjectPath(draft.store, draft.address)
@@ -169,7 +169,7 @@ class ObjectStorage:
                     path.unlink(missing_ok=True)
 
     def abandon_all(self) -> None:
-        """See Storage: the next start sweeps what no manifest names."""
+        """The next start sweeps what no manifest names."""
 
     def sweep(self) -> None:
         for final in self.folder.glob("step-*"):

@@ -83,7 +83,7 @@ class Other:
 
 
 class TorchFile:
-    """See the module. ``value`` is what was saved: tables, lists and plain values, and a ``Stored`` for each tensor."""
+    """A file; ``value`` is what was saved: tables, lists and plain values, and a ``Stored`` for each tensor."""
 
     def __init__(self, path: Path) -> None:
         """Read what a file describes, and none of its tensors.
@@ -181,10 +181,10 @@ def describe(
 
         def storage(said: Any) -> Storage:
             if not isinstance(said, tuple) or len(said) != 5:
-                raise ValueError("a storage is none")
+                raise ValueError("a storage is invalid")
             word, kind, key = said[:3]
             if word != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
-                raise ValueError("a storage is none")
+                raise ValueError("a storage is invalid")
             if str(kind) not in _STORAGES and str(kind) != _UNTYPED:
                 raise ValueError("a storage is of no known type")
             return Storage((key, _STORAGES.get(str(kind), "")))
@@ -214,9 +214,9 @@ def stored(made: Any) -> Stored:
     tables = isinstance(shape, tuple) and isinstance(strides, tuple)
     counts = [*shape, *strides, offset] if tables else [-1]
     if dtype not in ITEM_BYTES or not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in counts):
-        raise ValueError("a tensor is none")
+        raise ValueError("a tensor is invalid")
     if len(shape) != len(strides) or len(shape) > _MAX_DIMS or math.prod(shape) > _MAX_SIZE:
-        raise ValueError("a tensor is none")
+        raise ValueError("a tensor is invalid")
     return Stored(str(dtype), shape, strides, offset, key)
 
 

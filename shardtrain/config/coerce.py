@@ -130,7 +130,7 @@ def _number(value: Value) -> float:
     """Return a number; an integer is one."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         if math.isnan(value):
-            raise Unfit("must be a number", "nan is none")
+            raise Unfit("must be a number", "nan is not one")
         return float(value)
     raise Unfit("must be a number", _unquoted(value, float) or "write a number such as 0.1 or 3e-4")
 

@@ -152,7 +152,7 @@ def without_effect_on_a_cpu(config: Config) -> list[str]:
 
 
 def _split_sequences(loaded: Loaded) -> Iterator[Problem]:
-    """What attends to parts of the keys is a flash kernel, which accelerators have for two bytes alone."""
+    """Attention to a part of the keys needs a flash kernel, which accelerators have for 16-bit types alone."""
     p, option = loaded.config.parallelism, "training.mixed_precision_param"
     ring = p.context_parallel_degree > 1 and p.context_parallel_method == "ring"
     if ring and compute_dtype(loaded.config) == "float32":

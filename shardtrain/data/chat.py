@@ -176,7 +176,7 @@ class Conversations:
         self._logged_ending = False
 
     def write(self, messages: Sequence[Message], tools: list[Any] | None, first_learned: int = 0) -> Written:
-        """See ``write``; conversations with tools may have a template of their own."""
+        """Conversations with tools may have a template of their own."""
         return write(self._template_of(tools), messages, tools, first_learned)
 
     def prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Ids:

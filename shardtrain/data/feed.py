@@ -155,7 +155,7 @@ class IndexedFeed:
         return self._rows.cut, self._rows.dropped
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
-        """See Feed.
+        """Write sample k of the order into a slot.
 
         Raises:
             ConfigError: when a file was changed under the run.
@@ -168,7 +168,7 @@ class IndexedFeed:
         return sample, None
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
-        """See Feed; nothing to do but to see that the files are still the same."""
+        """Nothing to do but to see that the files are still the same."""
         self._looks()
 
     def epoch_after(self, rows: int) -> int:

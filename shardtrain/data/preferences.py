@@ -77,7 +77,9 @@ def _messages(
         if not before and chosen[0]["role"] == rejected[0]["role"] == "assistant":
             before = [{"role": "user", "content": check_text(prompt, f"column {prompt_field!r}")}]
         elif not any(message.get("content", "").strip() == prompt.strip() for message in before):
-            raise Unusable(f"the text of column {prompt_field!r} is none of the messages that both answers begin with")
+            raise Unusable(
+                f"the text of column {prompt_field!r} is not one of the messages that both answers begin with"
+            )
         chosen, rejected = chosen[common:], rejected[common:]
     elif has_prompt:
         raise Unusable(f"column {prompt_field!r} holds {kind(prompt)}, neither a text nor a list of messages")

@@ -69,7 +69,7 @@ class RowBatch:
 
 
 class RowFeed:
-    """See ``feed.Feed``: rows in the order of training, or in their own where ``seed`` is None."""
+    """A feed of rows in the order of training, or in their own where ``seed`` is None."""
 
     num_readers = 0
     ends_without_notice = False
@@ -93,7 +93,7 @@ class RowFeed:
         return self.rows[number]
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
-        """See Feed; nothing to do."""
+        """Nothing to do."""
 
     def epoch_after(self, rows: int) -> int:
         return max(0, rows - 1) // self.num_rows
@@ -135,7 +135,7 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
 
 
 class RowDataLoader(DataLoader):
-    """See ``loader.DataLoader``; made of the rows of a task in place of documents."""
+    """A data loader of the rows of a task in place of documents."""
 
     places_per_epoch: int
 

@@ -223,7 +223,7 @@ def _parse(table: Mapping[str, Any]) -> Index:
         for number, shard in enumerate(_list(table["shards"]))
     )
     if table["dtype"] not in DTYPES:
-        raise ValueError(f"dtype {table['dtype']!r} is none of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {table['dtype']!r} is not one of {', '.join(DTYPES)}")
     source_bytes = table["source_bytes"]
     return Index(
         dtype=table["dtype"],

@@ -91,7 +91,7 @@ class ShardTokenBuffer:
         return np.array(starts[first:last], dtype=np.int64)
 
     def document_starts(self) -> npt.NDArray[np.int64]:
-        """See TokenBuffer; a mapped file."""
+        """A mapped file."""
         self._check_starts()
         if self._mapped is None:
             self._mapped = self._map_starts()

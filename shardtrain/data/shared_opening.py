@@ -53,11 +53,11 @@ class Ranks(Protocol):
     """Those that open data together."""
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
-        """See ``once``."""
+        """What ``once`` gives, on these ranks."""
         ...
 
     def is_watched_here(self, place: str) -> bool:
-        """See ``is_watched_here``."""
+        """What ``is_watched_here`` gives, on these ranks."""
         ...
 
 

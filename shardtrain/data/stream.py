@@ -36,7 +36,7 @@ _ROWS_AT_ONCE = 4
 
 
 class StreamFeed:
-    """See Feed; ``num_readers`` is V, ``passes`` None repeats."""
+    """A feed of streams; ``num_readers`` is V, ``passes`` None repeats."""
 
     num_rows = None
     ends_without_notice = True
@@ -73,7 +73,7 @@ class StreamFeed:
         self._looks = LooksAtSeek(source.check_unchanged, place)
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
-        """See Feed.
+        """Write the next row of reader k mod V into a slot.
 
         Raises:
             DataError: at a row that cannot be read.
@@ -90,7 +90,7 @@ class StreamFeed:
         return k if given else -1, CursorUpdate(index, reader.rows, reader.cursor, reader.epoch)
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
-        """See Feed; without cursors each reader begins at its start and reads up to its place."""
+        """Without cursors each reader begins at its start and reads up to its place."""
         self._looks()
         self._readers.clear()
         self._rows, self._cursors = rows, np.zeros((self.num_readers, 3), dtype=np.int64)
@@ -105,7 +105,7 @@ class StreamFeed:
         return self.source.whole_files() if isinstance(self.source, FileSource) else []
 
     def epoch_after(self, rows: int) -> int:
-        """See Feed: that of the foremost reader at the last ``seek``; what they give later tells the rest."""
+        """That of the foremost reader at the last ``seek``; what they give later tells the rest."""
         return self._epoch
 
     def walk(self, reader: int) -> _Walk:

@@ -65,11 +65,11 @@ class ConcatPacker:
 
     @property
     def cursor(self) -> Cursor:
-        """See Packer; the rest is in tokens."""
+        """The rest is in tokens."""
         return (*self._begin, self._offset)
 
     def write(self, out: Sequences, slot: int) -> bool:
-        """See Packer; the last row is filled up where tokens are missing."""
+        """The last row is filled up where tokens are missing."""
         wanted = self._packing.seq_len + 1
         length = sum(len(document.tokens) for _, document in self._held) - self._offset
         while length < wanted and (following := next(self._documents, None)) is not None:
@@ -125,7 +125,7 @@ class FittedPacker:
 
     @property
     def cursor(self) -> Cursor:
-        """See Packer; the rest is in rows of the block."""
+        """The rest is in rows of the block."""
         return (*self._begin, self._given)
 
     def write(self, out: Sequences, slot: int) -> bool:

@@ -109,4 +109,4 @@ class MemoryTokenBuffer:
         return self._starts
 
     def check_unchanged(self) -> None:
-        """See TokenBuffer; what is in memory stays as it is."""
+        """What is in memory stays as it is."""

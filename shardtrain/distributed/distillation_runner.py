@@ -17,7 +17,7 @@ from shardtrain.ops.targets import IGNORE
 
 
 class DistillationRunner(PlainRunner):
-    """See PlainRunner; ``teacher`` is put there before the first step. ``evaluate`` is the student's cross-entropy."""
+    """One whole model and its ``teacher``, put there before the first step. ``evaluate`` is of the student alone."""
 
     def __init__(self, plain: Runner, mix: Mix) -> None:
         super().__init__(plain.model_parts)
@@ -30,7 +30,7 @@ class DistillationRunner(PlainRunner):
         return super().forward_backward(batches, weight)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """See Runner: of the student alone, so that it is the loss of any other task and a perplexity."""
+        """Of the student alone, so that it is the loss of any other task and a perplexity."""
         with torch.no_grad():
             return super()._loss(batch, torch.ones((), device=self._mesh.device))
 

@@ -43,9 +43,9 @@ class Mesh:
 
     def rank(self, *axes: str) -> int:
         """This rank's place along the axes together, the last axis running fastest."""
-        place = 0
+        place, existing = 0, self.device_mesh.mesh_dim_names or ()
         for axis in axes:
-            rank = self.device_mesh.get_local_rank(axis) if self._exists(axis) else 0
+            rank = self.device_mesh.get_local_rank(axis) if axis in existing else 0
             place = place * self.sizes[axis] + rank
         return place
 
@@ -91,9 +91,6 @@ class Mesh:
         for axis in axes:
             dist.all_reduce(tensor, op, group=self.group(axis))
         return tensor
-
-    def _exists(self, axis: str) -> bool:
-        return axis in (self.device_mesh.mesh_dim_names or ())
 
 
 def sizes_of(config: Config, world_size: int) -> dict[str, int]:

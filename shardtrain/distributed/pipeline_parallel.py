@@ -149,7 +149,7 @@ class PipelineRunner(Runner):
         return {name: p for name, p in self.parameters().items() if self._ties.is_counted_here(name)}
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
-        """See Runner; all batches are micro-batches of one pass through the schedule."""
+        """All batches are micro-batches of one pass through the schedule."""
         if self._has_experts:
             expert_parallel.before_step(self.parts, weight)
         self._weight = weight
@@ -161,7 +161,7 @@ class PipelineRunner(Runner):
         return loss
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """See Runner; the batch must have as many rows as a training step."""
+        """The batch must have as many rows as a training step."""
         self._weight = torch.ones((), device=self._mesh.device)
         self._ties.copy_weights(self.parts)
         if self._before_pass:

@@ -174,7 +174,7 @@ class PlainRunner(Runner):
         """By the tokens of a batch: whether the head gives the loss and not logits, decided once for each number."""
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
-        """See Runner; the last batch's backward communicates the gradients of all."""
+        """The last batch's backward communicates the gradients of all."""
         if self._has_experts:
             expert_parallel.before_step(self.parts, weight)
         if self._before_pass:

@@ -29,7 +29,7 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if name not in PROGRAMS:
         fix = f"use one of {', '.join(PROGRAMS)}"
-        raise ConfigError(Problem("shardtrain.fmengine", name, "is none of its programs", fix, "command line"))
+        raise ConfigError(Problem("shardtrain.fmengine", name, "is not one of its programs", fix, "command line"))
     return PROGRAMS[name](rest)
 
 

@@ -88,7 +88,7 @@ def architecture_of(folder: str, wanted: str = "") -> str:
         named = _classes(_tables()["causal"].get(config.model_type))
     if len(named) != 1 or named[0] not in known:
         option = ("model.overrides.architecture", wanted) if wanted else (_OPTION, folder)
-        rule = f"names {', '.join(named) or 'no architecture'}, which is none that is trained here"
+        rule = f"names {', '.join(named) or 'no architecture'}, which cannot be trained here"
         some = ", ".join(sorted(known)) or f"none: transformers has none for {config.model_type}"
         raise ConfigError(Problem(*option, rule, f"set model.overrides.architecture to one of {some}"))
     return named[0]

@@ -55,16 +55,16 @@ class BlockFp8Weights(HubWeights):
                 )
 
     def names(self) -> list[str]:
-        """See HubWeights: without the scales of what is there."""
+        """Without the scales of what is there."""
         scales = {name + _SCALE for name in self._scaled}
         return [name for name in super().names() if name not in scales]
 
     def dtype(self, name: str) -> torch.dtype:
-        """See HubWeights: for a quantised one that of the other matrices, bfloat16 where there are none."""
+        """For a quantised one that of the other matrices, bfloat16 where there are none."""
         return self._plain if name in self._scaled else super().dtype(name)
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """See HubWeights: float32 for a quantised one."""
+        """Float32 for a quantised one."""
         found = super().read(name, box)
         if name not in self._scaled:
             return found

@@ -21,7 +21,7 @@ def _read(f: Fields) -> dict[str, Any]:
         f.take(key, int, 0)  # repeat what other keys say
     method = f.take("topk_method", str, "greedy")
     if method not in ("greedy", "group_limited_greedy"):
-        raise f.other(f"topk_method={method!r} is none of greedy and group_limited_greedy")
+        raise f.other(f"topk_method={method!r} is not one of greedy and group_limited_greedy")
     grouped = method == "group_limited_greedy"
     groups = {"num_groups": f.integer("n_group", 1), "top_groups": f.integer("topk_group", 1)}
     few = {"num_dense_layers": 0, "num_shared_experts": 0}

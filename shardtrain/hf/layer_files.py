@@ -227,7 +227,7 @@ class LayerWeights(HubWeights):
         return getattr(torch, self._parts[name][0][1].dtype)  # type: ignore[no-any-return]
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        """See HubWeights; raises CheckpointError where the copies of a tensor that is not divided are not the same."""
+        """Raise CheckpointError where the copies of a tensor that is not divided are not the same."""
         if self._last is None or self._last[0] != name:
             self._last = None  # one tensor at a time is in memory
             self._last = name, self._read(name)

@@ -45,7 +45,7 @@ def line(folder: Path) -> str:
 
 
 def _types_of(path: Path) -> list[str] | None:
-    """The type of each tensor of a file; None where the file is none, or shorter than it says."""
+    """The type of each tensor of a file; None where it is not a safetensors file, or shorter than it says."""
     names = {word: name for name, word in TYPES.items()}
     try:
         with open(path, "rb") as file:

@@ -44,7 +44,7 @@ class Mxfp4Weights(HubWeights):
                 )
 
     def names(self) -> list[str]:
-        """See HubWeights: what blocks and scales stand for in their place."""
+        """What blocks and scales stand for in their place."""
         parts = {name + part for name in self._packed for part in (_BLOCKS, _SCALES)}
         return sorted({*super().names(), *self._packed} - parts)
 

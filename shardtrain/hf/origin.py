@@ -47,7 +47,7 @@ def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) ->
 
 
 def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> Source | None:
-    """Of a folder what it is, of a checkpoint what it keeps, and what its run began with where it keeps nothing."""
+    """The origin of a Hugging Face folder; of a checkpoint what it records, else that of its run's first weights."""
     if not (path / MANIFEST).is_file():
         return source.of_folder(path) if (path / "config.json").is_file() else None
     if found := source.of_checkpoint(path, manifest.read(path)):

@@ -78,7 +78,7 @@ def describe(folder: Path, name: str = "") -> Description:
     if not fitting:
         known = sorted({hub.model_type for hub in HUBS.values()})
         raise OnlyInTransformers(
-            f"{path}: model_type={kind!r} is none of {', '.join(known)}{TRANSFORMERS_HINT} and "
+            f"{path}: model_type={kind!r} is not one of {', '.join(known)}{TRANSFORMERS_HINT} and "
             f'model.hf_assets_path = "{folder}"'
         )
     hub = HUBS[fitting[0]]

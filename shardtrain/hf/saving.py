@@ -55,7 +55,7 @@ class HubSaves:
     def write_share(
         self, checkpoint: Path, draft: Path, rank: int, size: int, check_cancelled: Callable[[], None]
     ) -> None:
-        """See Exporter. The files of weights are dealt over the ranks, and so is the check of the checkpoint's own."""
+        """The files of weights are dealt over the ranks, and so is the check of the checkpoint's own."""
         writer = self._writer(checkpoint)
         writer.check_source(rank, size)
         wait = files.SEEN_SECONDS if dist.get_world_size() > 1 else 0.0

@@ -122,7 +122,7 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
     """What ``import`` or ``merge`` noted of a checkpoint's model; None where a run wrote it.
 
     Raises:
-        CheckpointError: for what is none of this package's models: a path in an artefact is never followed.
+        CheckpointError: for what is not a model of this package: a path in an artefact is never followed.
     """
     noted = stored.facts.get("model")
     if not isinstance(noted, dict):

@@ -110,7 +110,7 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
             rule = f"of {nodes.least} nodes did not happen within {nodes.join_seconds} s, or its host is gone"
             reason, fix = f"({type(error).__name__})", "are all nodes up, and is the port open between them?"
             if isinstance(error, RendezvousStateError):
-                rule, reason = "was spoilt:", str(error)
+                rule, reason = "was disturbed:", str(error)
                 fix = f"give all nodes the same {SECRET}, or look for who else reaches that port"
             raise PeerError(f"the meeting at {nodes.endpoint} {rule} {reason}; {fix}") from None
         finally:

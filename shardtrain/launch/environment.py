@@ -55,7 +55,7 @@ def _was_launched(environment: Mapping[str, str]) -> bool:
 def is_slurm_rank(environment: Mapping[str, str]) -> bool:
     """Whether this is one of several tasks of one srun, and no node that starts ranks (SHARDTRAIN_NNODES, or below).
 
-    The body of an sbatch script is none: it has no step.
+    The body of an sbatch script is not one: it has no step.
 
     >>> is_slurm_rank({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})
     False
@@ -332,8 +332,8 @@ def set_allocator_default(environment: MutableMapping[str, str]) -> None:
 def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int, cores: int, alone: bool) -> None:
     """Fill in variables that torch reads when it is imported; a value that the user has set is kept.
 
-    Where torch is there already, as in a verb that reads a checkpoint before it knows its ranks, it is told of its
-    threads: ranks that each use all cores wait for each other's threads, and round otherwise than the run did.
+    Where torch is there already, as in a verb that reads a checkpoint before it knows its ranks, it is given its
+    threads: ranks that each use all cores wait for each other's threads, and round differently from the run.
 
     Ranks share the cores evenly, and leave C++ traces of a broken connection out of the terminal (the rank's own
     exception says the same in one line). With ``alone`` all ranks are on this machine and talk over its loopback

@@ -75,7 +75,7 @@ def read_hostfile(path: Path) -> list[Host]:
     """The hosts of a hostfile: a line each, ``host`` or ``host slots=N``; ``#`` begins a comment.
 
     Raises:
-        ConfigError: it cannot be read, or a line is none of these.
+        ConfigError: it cannot be read, or a line is not one of these.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()

@@ -203,7 +203,7 @@ def require_free(job: Job, taken: Collection[str], platform: str) -> None:
 
 
 def require_nothing_lost(wanted: Sequence[str], has: Sequence[str], option: str, platform: str) -> None:
-    """Stop where a platform cannot provide a variable in the way that it is asked for, and in no other way either.
+    """Raise ConfigError for a variable that the platform cannot pass in the way asked for, nor in another.
 
     Raises:
         ConfigError: naming the variables, and the option that would provide them there.

@@ -131,7 +131,7 @@ def ended(folder: Path, run: Callable[[], int]) -> int:
 
 
 def _started(pid: int) -> str:
-    """What tells a process from every other that had or will have its number; empty where it is gone.
+    """The start of a process, which distinguishes it from every other with its id; empty where it is gone.
 
     On Linux the boot and the kernel's own count since then: the clock time that ps makes of it depends on the zone and
     the language of who asks, and moves when the clock is set.

@@ -101,7 +101,7 @@ def _without_new_head(config: Config, tensors: dict[str, Tensor]) -> dict[str, T
 
 
 def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint that is none of adapters, or whose adapters were trained beside other weights.
+    """Refuse a checkpoint without adapters, or whose adapters were trained beside other weights.
 
     Raises:
         ConfigError: when the weights are others.
@@ -128,7 +128,7 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if tensors:
         resize = config.checkpoint.initial_load_resize_embeddings
         all_ranks(lambda: importing.fill(tensors, folder, module, shape, quantized, resize))
-    shares = all_ranks_gather(lambda: fingerprint(folder, True, *_place()))
+    shares = all_ranks_gather(lambda: fingerprint(folder, True, dist.get_rank(), dist.get_world_size()))
     return {"path": str(folder), "in_hf": True, "fingerprint": joined({k: v for s in shares for k, v in s.items()})}
 
 
@@ -140,7 +140,3 @@ def _load_checkpoint(path: Place, checkpoints: Checkpoints, tensors: Mapping[str
         checkpoints.load(path, tensors, {})
     mark = broadcast_json(joined(fingerprint(path, False)))
     return {"path": str(path), "in_hf": False, "fingerprint": mark}
-
-
-def _place() -> tuple[int, int]:
-    return dist.get_rank(), dist.get_world_size()

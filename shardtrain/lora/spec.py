@@ -129,7 +129,7 @@ def adapt(
     has given the model a head of its own, which is trained whole.
 
     Raises:
-        ConfigError: for a target that is none, or a rank above the size of a module.
+        ConfigError: for a target that cannot be one, or a rank above the size of a module.
     """
     if not options.enable:
         return None, {}

@@ -205,7 +205,7 @@ class SinkAttentionCore(AttentionCore):
         documents_BT: Tensor | None = None,
         sinks_N: Tensor | None = None,
     ) -> Tensor:
-        """See AttentionCore; ``sinks_N`` are scores of one more key per head, whose value is zero."""
+        """``sinks_N`` are scores of one more key per head, whose value is zero."""
         return self._attend(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N)
 
 

@@ -57,7 +57,7 @@ def muon_groups(
     ``config.muon_adamw_patterns``. ``all_names`` are the parameters of the whole model, see ``parameter_groups``.
 
     Raises:
-        ConfigError: when a pattern that is none of the default ones matches nothing, or the patterns leave nothing.
+        ConfigError: when a pattern other than the default ones matches nothing, or the patterns leave nothing.
     """
     patterns = config.muon_adamw_patterns
     names = [name for name, _ in named_parameters] if all_names is None else list(all_names)

@@ -213,7 +213,7 @@ def listen(
     """Take requests to stop from now on; called once per process, in its main thread.
 
     ``hurry`` is called in a thread when the grace is over or a second SIGINT comes, and ends the process. ``parent`` is
-    the process of our launcher, which is told of the first request so that it asks the other ranks too.
+    the process of our launcher, which is notified of the first request so that it asks the other ranks too.
     """
     global _current
     _current = stop = StopRequest(grace_seconds, can_save, end_time)

@@ -78,7 +78,7 @@ class AnswerTask(TextTask):
         self._width = config.parallelism.tensor_parallel_degree  # which deals equal parts of a row
 
     def check(self, stream: DataLoader, module: ModuleType, shape: Any) -> None:
-        """See RowTask; the model must be causal, since what fills up rows comes after them."""
+        """The model must be causal, since what fills up rows comes after them."""
         super().check(stream, module, shape)
         if not getattr(module, "CAUSAL", True):
             rule = "sees the tokens that it would have to predict, and gives no log-probability of an answer"

@@ -35,7 +35,7 @@ DEGREES = ("tensor_parallel_degree",)
 
 
 class Classification(ExampleTask):
-    """See the module. ``read_rows`` alone is to be overridden for rows from elsewhere."""
+    """The task ``classification``; ``read_rows`` alone is to be overridden for rows from elsewhere."""
 
     kind = "classification"
 
@@ -51,7 +51,7 @@ class Classification(ExampleTask):
         return bool(getattr(models.find(self.config.model.name), "CAUSAL", True))
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """See RowTask; a network of ``transformers`` has the labels of its config."""
+        """A network of ``transformers`` has the labels of its config."""
         found = super().adapt(model, layout)
         network: Any = getattr(model, "hf", None)
         own = network.config.num_labels if self.num_labels and network is not None else self.num_labels
@@ -142,7 +142,9 @@ class Classification(ExampleTask):
         name = str(value) if type(value) in (int, str) else None
         if name not in self._numbers:
             known = ", ".join(self.labels[:8]) + (", ..." if self.num_labels > 8 else "")
-            raise Unusable(f"label {str(value)[:40]!r} in column {self.config.task.label_field!r} is none of {known}")
+            raise Unusable(
+                f"label {str(value)[:40]!r} in column {self.config.task.label_field!r} is not one of {known}"
+            )
         return self._numbers[name]
 
 

@@ -27,7 +27,7 @@ DEGREES = ("tensor_parallel_degree", "context_parallel_degree")
 
 
 class Distillation(LanguageModel):
-    """See the module."""
+    """The task ``distillation``."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -42,7 +42,7 @@ class Distillation(LanguageModel):
         return found
 
     def open_dataloader(self, **options: Any) -> data.DataLoader:
-        """See ``data.open_dataloader``; a run continues with no other teacher than its own."""
+        """A run continues with no other teacher than its own."""
         stream = super().open_dataloader(**options)
         known = initial_weights.of_folder(Path(self.config.task.teacher_path))
         stream.files = {**dict(stream.files.items()), "teacher": known}

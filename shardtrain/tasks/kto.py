@@ -53,7 +53,7 @@ Group = tuple[Answer, ...]
 
 
 class KTO(AnswerTask):
-    """See the module; ``reference`` is the frozen model, put there before the first step."""
+    """The task ``kto``; ``reference`` is the frozen model, put there before the first step."""
 
     needs_reference = True
 

@@ -21,7 +21,7 @@ DEGREES = ("tensor_parallel_degree", "pipeline_parallel_degree", "context_parall
 
 
 class LanguageModel:
-    """See the module; ``loss`` None leaves it to the runner."""
+    """The task ``language_model``; ``loss`` None leaves it to the runner."""
 
     loss = None
     num_labels = 0

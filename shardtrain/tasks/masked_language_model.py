@@ -38,7 +38,7 @@ _MASKED, _RANDOM = 0.8, 0.1
 
 
 class MaskedLanguageModel(ExampleTask):
-    """See the module; the options are those of ``task.options``: mask_fraction and mask_token_id."""
+    """The task; its options are those of ``task.options``: mask_fraction and mask_token_id."""
 
     kind = "masked"
     num_labels = 0

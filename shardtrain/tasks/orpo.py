@@ -23,7 +23,7 @@ DEGREES = ("tensor_parallel_degree",)
 
 
 class ORPO(PairTask):
-    """See the module."""
+    """The task ``orpo``."""
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Mean log-probabilities of the answers (chosen, rejected), and the chosen text's mean loss: (B, 3)."""

@@ -25,7 +25,7 @@ DEGREES = ("tensor_parallel_degree",)
 
 
 class Preference(PairTask):
-    """See the module; ``reference`` is the frozen model, put there before the first step."""
+    """The task ``preference``; ``reference`` is the frozen model, put there before the first step."""
 
     needs_reference = True
 

@@ -23,7 +23,7 @@ DEGREES = ("tensor_parallel_degree",)
 
 
 class RewardModel(PairTask):
-    """See the module; outputs are scores (B, 2), of the chosen answer first."""
+    """The task ``reward_model``; outputs are scores (B, 2), of the chosen answer first."""
 
     kind = "classification"
     num_labels = 1

@@ -30,7 +30,7 @@ DEGREES = ()
 
 
 class SequenceToSequence(ExampleTask):
-    """See the module. An Example holds source and target one after the other; its label is where the target begins."""
+    """The task. An Example holds source and target one after the other; its label is where the target begins."""
 
     kind = "sequence_to_sequence"
     num_labels = 0

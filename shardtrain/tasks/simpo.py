@@ -19,7 +19,7 @@ DEGREES = ("tensor_parallel_degree",)
 
 
 class SimPO(PairTask):
-    """See the module."""
+    """The task ``simpo``."""
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Rewards (B, 2), of the chosen answer first."""

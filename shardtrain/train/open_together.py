@@ -41,7 +41,7 @@ def together(config: Config) -> AbstractContextManager[None]:
 
 
 class Together:
-    """See ``shared_opening.Ranks``."""
+    """The ranks of a run: one of them opens the data, and the others receive what it found."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._rank, self._timeout = dist.get_rank(), timedelta(seconds=timeout_seconds)
@@ -55,7 +55,6 @@ class Together:
         self._node: tuple[int, dist.ProcessGroup | None] | None = None
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
-        """See ``shared_opening.once``."""
         first_place, found = self._broadcast_found(place, look, 0, dist.group.WORLD)
         if listing is None:
             return self._own_of_nodes(place, look, found, None, first_place) if first_place in self._some_own else found
@@ -78,7 +77,6 @@ class Together:
         return found
 
     def is_watched_here(self, place: str) -> bool:
-        """See ``shared_opening.is_watched_here``."""
         if place in self._own_here and place not in self._by_itself:
             assert self._node is not None
             return self._node[0] == self._rank

@@ -168,7 +168,7 @@ class _LineFormatter(logging.Formatter):
 
 
 class _FileHandler(logging.Handler):
-    """Appends each record in one write. A full disk or a lost folder stops nobody: it is said once on stderr.
+    """Appends each record in one write. A full disk or a lost folder stops no run: it is reported once on stderr.
 
     A file that was removed, with its folder or without, is made again.
     """

@@ -138,7 +138,7 @@ def test_pieces_are_put_together_whatever_their_cut(tmp_path: Path, shape: tuple
         (["ls", "--all"], "needs 1 path and no more"),
     ],
 )
-def test_wrong_words_are_told_in_one_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_words_are_reported_in_one_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 2
     assert text in capsys.readouterr().err
     assert run() == 0 and "usage: shardtrain checkpoint" in capsys.readouterr().out

@@ -161,7 +161,7 @@ def test_tensors_of_one_name_that_differ_are_refused(second: list[Any]) -> None:
 
 
 def test_a_type_that_no_checkpoint_holds_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="model.a cannot be saved: its type complex64 is none of"):
+    with pytest.raises(CheckpointError, match="model.a cannot be saved: its type complex64 is not one of"):
         holders.held_by_all([{"model.a": ["complex64", [2], []]}], [0])
 
 

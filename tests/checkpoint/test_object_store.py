@@ -133,7 +133,7 @@ def test_a_lease_of_a_living_run_is_refused_and_one_that_was_taken_stops_its_los
     assert first.steps() == [1]
 
 
-def test_a_store_that_cannot_refuse_a_second_writer_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_that_cannot_refuse_a_second_writer_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     whole = fsspec.filesystem("memory")
 
     class Plain:

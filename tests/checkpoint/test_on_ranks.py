@@ -141,7 +141,7 @@ def test_every_rank_refuses_in_one_line_and_before_a_step(runs: list[dict[str, E
 
 
 @pytest.mark.parametrize("name", ["shard cut", "shard missing", "manifest missing"])
-def test_a_run_that_was_told_no_step_falls_back_to_the_newest_good_one_and_says_so(
+def test_a_run_without_a_known_step_falls_back_to_the_newest_good_one_and_says_so(
     root: Path, runs: list[dict[str, Ended]], name: str
 ) -> None:
     for rank in runs:

@@ -76,7 +76,9 @@ def ended(root: Path) -> list[dict[str, Ended]]:
     return run_ranks(2, runs, root)
 
 
-def test_disks_that_are_not_shared_are_told_before_the_first_step(root: Path, ended: list[dict[str, Ended]]) -> None:
+def test_disks_that_are_not_shared_are_reported_before_the_first_step(
+    root: Path, ended: list[dict[str, Ended]]
+) -> None:
     for rank in ended:
         error = rank["refused"].error
         assert isinstance(error, StorageError) and error.exit_code == 8 and rank["refused"].losses == []
@@ -103,7 +105,7 @@ def test_it_is_loaded_on_another_mesh(ended: list[dict[str, Ended]]) -> None:
         assert abs(rank["other mesh"].losses[0] - rank["straight"].losses[SAVED]) < 1e-6
 
 
-def test_damage_and_a_full_disk_are_told_on_all_ranks(ended: list[dict[str, Ended]]) -> None:
+def test_damage_and_a_full_disk_are_reported_on_all_ranks(ended: list[dict[str, Ended]]) -> None:
     for rank in ended:
         assert isinstance(rank["damaged"].error, CheckpointError) and "rank-00001.bin" in str(rank["damaged"].error)
         assert isinstance(rank["full"].error, StorageError) and "errno 28" in str(rank["full"].error)

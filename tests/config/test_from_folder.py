@@ -73,7 +73,7 @@ def test_an_architecture_that_is_not_ours_is_that_of_transformers(tmp_path: Path
         loaded = at(folder, *words)
         assert loaded.config.model.name == "transformers"
         assert loaded.config.model.overrides == {"path": str(folder)}
-    assert "model_type='gpt2' is none of" in at(folder).notices[0]
+    assert "model_type='gpt2' is not one of" in at(folder).notices[0]
 
 
 def test_a_folder_of_a_tokenizer_alone_leaves_the_default(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_every_preset_has_a_name_and_a_file_of_that_name_goes_first(
         load("llama3_8")
 
 
-def test_another_machine_is_told_a_presets_name() -> None:
+def test_another_machine_gets_a_presets_name() -> None:
     job = to_job(load("debug"), ())
     assert list(job.command[1:5]) == ["-m", "shardtrain", "train", "debug"]
 

@@ -168,7 +168,7 @@ def test_a_run_is_refused_with_all_its_problems_at_once(tmp_path: Path) -> None:
     assert len(caught.value.problems) >= 2
 
 
-def test_a_run_that_may_start_is_told_what_was_renamed_and_what_has_no_effect(tmp_path: Path) -> None:
+def test_a_run_that_may_start_reports_what_was_renamed_and_what_has_no_effect(tmp_path: Path) -> None:
     lines = require(read(tmp_path, "[training]\nbatch_size = 2\n[validation]\nfreq = 3\n"), 2, "cpu", 0)
     assert len(lines) == 2 and "batch_size" in lines[0] and "validation.freq" in lines[1]
 

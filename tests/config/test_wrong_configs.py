@@ -39,7 +39,7 @@ READING = [
     ("infinite integer", "[training]\nsteps = inf", [], ["steps=inf", "must be an integer"]),
     ("quoted number", '[optimizer]\nlr = "3e-4"', [], ['lr="3e-4"', "must be a number", "without quotes: 3e-4"]),
     ("boolean for a number", "[optimizer]\nlr = false", [], ["lr=false", "must be a number"]),
-    ("nan", "[optimizer]\nlr = nan", [], ["lr=nan", "must be a number", "nan is none"]),
+    ("nan", "[optimizer]\nlr = nan", [], ["lr=nan", "must be a number", "nan is not one"]),
     ("number for a boolean", "[compile]\nenable = 1", [], ["enable=1", "must be true or false", "write true"]),
     ("word for a boolean", '[compile]\nenable = "no"', [], ['enable="no"', "must be true or false", "write false"]),
     (

@@ -77,7 +77,7 @@ def test_an_empty_text_is_harmless():
     assert encode({"text": ""}) == BadRow("the text is empty", harmless=True)
 
 
-def test_names_of_columns_are_told_within_bounds():
+def test_names_of_columns_are_reported_within_bounds():
     with pytest.raises(Unusable) as caught:
         column({f"column-{i}-{'x' * 1000}": i for i in range(1000)}, "text")
     assert "and 988 more" in caught.value.reason and len(caught.value.reason) < 700

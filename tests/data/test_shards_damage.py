@@ -61,7 +61,7 @@ FILE_DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "newer version": (lambda t: t.update(format_version=2), "has format_version 2, and this version reads 1"),
     "no version": (lambda t: t.pop("format_version"), "has format_version None"),
-    "wrong dtype": (lambda t: t.update(dtype="float64"), "dtype 'float64' is none of uint16, int32"),
+    "wrong dtype": (lambda t: t.update(dtype="float64"), "dtype 'float64' is not one of uint16, int32"),
     "missing key": (lambda t: t.pop("num_tokens"), "is damaged \\('num_tokens'\\)"),
     "text for a number": (lambda t: t.update(num_tokens="30000"), "num_tokens is '30000'"),
     "true for a number": (lambda t: t.update(vocab_size=True), "vocab_size is True"),

@@ -167,6 +167,8 @@ def test_an_architecture_without_a_model_file_goes_the_way_of_transformers(tmp_p
 
     found = recognise(folder("gpt2"))
     assert (found.name, found.overrides) == ("transformers", {"path": str(folder("gpt2"))})
-    assert "model_type='gpt2' is none of" in found.notices[0] and "GPT2LMHeadModel of transformers" in found.notices[0]
+    assert (
+        "model_type='gpt2' is not one of" in found.notices[0] and "GPT2LMHeadModel of transformers" in found.notices[0]
+    )
     with pytest.raises(CheckpointError, match="is missing"):
         recognise(tmp_path)

@@ -119,7 +119,7 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         ConfigError,
         r"whose own code \(auto_map\) is never run here",
     ),
-    "task": (key("architectures", ["LlamaForTokenClassification"]), ConfigError, "which is none that is trained here"),
+    "task": (key("architectures", ["LlamaForTokenClassification"]), ConfigError, "which cannot be trained here"),
     "bias": (key("attention_bias", True), CheckpointError, "missing: model.layers.0.self_attn.k_proj.bias"),
     "type": (key("hidden_size", "32"), ConfigError, "hidden_size='32' must be a int"),
     "size": (key("num_hidden_layers", -1), ConfigError, "must lie between"),

@@ -89,7 +89,7 @@ def run(*words: str | Path, **names: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "words", [["train", "--nproc", "1"], ["doctor"], ["generate", "--from", "x", "--prompt", "def"], ["verify"]]
 )
-def test_what_cannot_be_done_without_torch_is_told_in_one_line(words):
+def test_what_cannot_be_done_without_torch_is_reported_in_one_line(words):
     command = [sys.executable, "-c", BARE, *words, *(["--metrics.no_enable_tensorboard"] if "train" in words else [])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -259,14 +259,14 @@ def test_a_pod_is_given_the_time_that_a_save_takes(config_file):
         (["logs"], "needs one id"),
     ],
 )
-def test_bad_input_is_told_in_one_line(tmp_path, words, told):
+def test_bad_input_is_reported_in_one_line(tmp_path, words, told):
     words = [*words, "--dry-run"] if words and words[0] not in ("status", "stop", "logs") else words
     done = run(*words, XDG_STATE_HOME=str(tmp_path))
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert told in done.stderr and len(done.stderr.splitlines()) == 1 and done.stdout == ""
 
 
-def test_a_program_that_is_missing_or_refuses_is_told_in_one_line(tmp_path, config_file):
+def test_a_program_that_is_missing_or_refuses_is_reported_in_one_line(tmp_path, config_file):
     empty = tmp_path / "empty"
     empty.mkdir()
     done = run("kubernetes", config_file, PATH=str(empty))

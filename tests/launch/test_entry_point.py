@@ -116,7 +116,7 @@ def test_a_node_waits_for_one_that_comes_later_and_each_rank_has_its_file(tmp_pa
 
 
 @pytest.mark.parametrize("number", cases([1], nightly=[0]))
-def test_a_node_that_never_comes_is_told_in_one_line(tmp_path, number):
+def test_a_node_that_never_comes_is_reported_in_one_line(tmp_path, number):
     port = free_port()
     [(code, words)] = ended(node(number, port, options(tmp_path / "run", 2), tmp_path, RDZV_TIMEOUT="2"))
     [line] = errors(words)

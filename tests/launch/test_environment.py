@@ -88,7 +88,7 @@ LEFT = {"TORCHELASTIC_RUN_ID": "x"}
         ({**SRUN, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID"),
     ],
 )
-def test_a_rank_that_cannot_be_is_told_in_one_line(names, told):
+def test_a_rank_that_cannot_be_is_reported_in_one_line(names, told):
     with pytest.raises(ConfigError, match=told) as error:
         assert environment.is_rank(names)
         environment.adopt_slurm(dict(names))
@@ -160,7 +160,7 @@ def test_a_cpu_run_counts_no_accelerators_and_does_not_ask_torch():
 
 
 @pytest.mark.parametrize(("given", "told"), [(None, [4]), ("3", [3]), ("4,2", []), ("0", [])])
-def test_torch_that_is_there_already_is_told_of_its_threads(monkeypatch, given, told):
+def test_torch_that_is_there_already_is_given_its_threads(monkeypatch, given, told):
     found = []
     monkeypatch.setattr(torch, "set_num_threads", found.append)
     monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})

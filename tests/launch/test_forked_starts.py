@@ -98,7 +98,7 @@ def forked_slowly(folder: Path) -> None:
     os._exit(code)
 
 
-def test_a_rank_that_is_dead_before_the_last_one_is_forked_is_told_as_any_other(tmp_path: Path) -> None:
+def test_a_rank_that_is_dead_before_the_last_one_is_forked_is_reported_as_any_other(tmp_path: Path) -> None:
     process = multiprocessing.get_context("fork").Process(target=forked_slowly, args=(tmp_path,))
     process.start()
     process.join(patience.seconds(60))

@@ -227,7 +227,7 @@ def test_an_id_that_a_platform_would_read_otherwise_is_none():
      "runai/v3/pytorch/-/a", "runai/v2/-f/-/a", "kubernetes/a/jobset/--all", "local/1", "slurm/1\n2", "slurm/é"],
 )  # fmt: skip
 @pytest.mark.parametrize("verb", ["status", "logs", "stop"])
-def test_an_id_that_is_none_is_told_in_one_line(capsys, verb, name):
+def test_an_id_that_is_none_is_reported_in_one_line(capsys, verb, name):
     assert main(["launch", verb, name]) == 2
     told = capsys.readouterr()
     assert "is not an id of a job" in told.err and len(told.err.splitlines()) == 1 and told.out == ""

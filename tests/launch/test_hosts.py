@@ -31,7 +31,7 @@ def test_a_hostfile_has_hosts_slots_users_ports_and_comments(tmp_path):
     "line",
     ["node1 slots=0", "node1 slots=x", "node1 8", "node1 slots=8 max_slots=8", "-oProxyCommand=x", "a;b", "a\x1bb"],
 )
-def test_a_wrong_line_is_told_with_its_number(tmp_path, line):
+def test_a_wrong_line_is_reported_with_its_number(tmp_path, line):
     path = tmp_path / "hosts"
     path.write_text(f"node0\n{line}\n")
     with pytest.raises(ConfigError, match="hosts:2: ") as error:
@@ -45,7 +45,7 @@ def test_a_hostfile_of_an_editor_that_marks_its_encoding_is_read(tmp_path):
     assert [host.name for host in read_hostfile(path)] == ["node1", "node2"]
 
 
-def test_hosts_of_which_some_have_no_slots_are_told_by_name(tmp_path):
+def test_hosts_of_which_some_have_no_slots_are_reported_by_name(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("node1 slots=8\nnode2\n")
     with pytest.raises(ConfigError, match="node1 has 8, node2 has no slots=N"):
@@ -115,7 +115,7 @@ def test_two_ports_of_one_machine_are_two_hosts_and_nodes_takes_the_first():
     assert [host.port for host in chosen(launch(["a:1", "a:2", "a:3"]), 2)] == [1, 2]
 
 
-def test_unequal_slots_are_told_with_each_host(tmp_path):
+def test_unequal_slots_are_reported_with_each_host(tmp_path):
     path = tmp_path / "hosts"
     path.write_text("a slots=4\nb slots=8\n")
     with pytest.raises(ConfigError, match="a has 4, b has 8"):

@@ -218,7 +218,7 @@ def test_a_run_of_one_process_that_code_of_the_user_ends_is_not_success(tmp_path
     assert len(err) == 1 and "sys.exit(0) was called before the run had ended (ranks.py:" in err[0], err
 
 
-def test_a_signal_to_a_run_of_one_process_is_told_and_recorded(tmp_path):
+def test_a_signal_to_a_run_of_one_process_is_reported_and_recorded(tmp_path):
     process = start(
         tmp_path, "listen", "alone", count=1, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"
     )

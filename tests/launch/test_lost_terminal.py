@@ -74,7 +74,7 @@ def test_a_run_whose_terminal_is_gone_trains_to_its_end(kind: str, ranks: int, t
 
 
 @pytest.mark.parametrize("kind", ["pipe", "full"])
-def test_output_that_cannot_be_written_is_told_unless_its_reader_has_left(kind: str) -> None:
+def test_output_that_cannot_be_written_is_reported_unless_its_reader_has_left(kind: str) -> None:
     with stream(kind) as end:
         done = forked.run(
             [sys.executable, "-m", "shardtrain", "config", "show"],

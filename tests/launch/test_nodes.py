@@ -115,7 +115,7 @@ def test_a_node_is_not_a_rank_and_a_rank_that_its_agent_starts_is_one(names):
         ({**SLURM, "SLURM_JOB_ID": "x"}, "SLURM_JOB_ID"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(names, told):
+def test_what_cannot_be_is_reported_in_one_line(names, told):
     with pytest.raises(ConfigError, match=told) as error:
         nodes.find(NOTHING, names)
     assert len(str(error.value).splitlines()) == 1
@@ -195,14 +195,14 @@ def test_a_node_leaves_with_the_status_that_tells_most(codes, status):
     assert status_of(codes) == status
 
 
-def test_a_port_that_is_taken_is_told_before_torch_is_imported():
+def test_a_port_that_is_taken_is_reported_before_torch_is_imported():
     with socket.create_server(("127.0.0.1", 0)) as busy:
         endpoint = f"127.0.0.1:{busy.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"{endpoint}.*in use"):
             agent._refuse_taken(endpoint)
 
 
-def test_a_host_that_never_comes_is_told_after_the_stated_time():
+def test_a_host_that_never_comes_is_reported_after_the_stated_time():
     port = free_port()
     it = nodes.find(NOTHING, {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "RDZV_TIMEOUT": "1"})
     assert it is not None

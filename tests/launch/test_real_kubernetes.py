@@ -185,7 +185,7 @@ def test_what_is_refused_leaves_nothing_behind(server, config_file, kind):
     assert ours(server, where) == []
 
 
-def test_a_name_that_is_taken_is_told_and_what_has_it_stays(server, config_file):
+def test_a_name_that_is_taken_is_reported_and_what_has_it_stays(server, config_file):
     words = ["kubernetes", config_file, *words_of("trainjob", "taken", "ml")]
     assert launch(server.config(), *words).returncode == 0
     before = ours(server, "ml")
@@ -226,7 +226,7 @@ def allow(server, where: str, *rules: tuple[str, str, list[str]]) -> None:
     server.create(namespace(where), role, {**binding, "roleRef": {"kind": "Role", "name": "some", "apiGroup": group}})
 
 
-def test_a_right_that_is_missing_is_told_and_nothing_stays_that_may_be_taken_away(server, config_file):
+def test_a_right_that_is_missing_is_reported_and_nothing_stays_that_may_be_taken_away(server, config_file):
     allow(server, "guest", ("", "configmaps", ["create", "delete", "get"]))
     done = launch(server.config("someone"), "kubernetes", config_file, *words_of("pytorchjob", "run", "guest"))
     assert_refused(done, "forbidden", "pytorchjobs", "someone", "ask who runs the cluster")
@@ -237,7 +237,7 @@ def test_a_right_that_is_missing_is_told_and_nothing_stays_that_may_be_taken_awa
     assert ours(server, "writer") == ["configmap/run"]
 
 
-def test_a_job_that_is_gone_and_one_without_pods_are_told_at_once(server, config_file):
+def test_a_job_that_is_gone_and_one_without_pods_are_reported_at_once(server, config_file):
     for verb in ("status", "logs", "stop"):
         began = time.monotonic()
         assert_refused(launch(server.config(), verb, "kubernetes/ml/pytorchjob/gone"), "not found", "has ended")
@@ -253,7 +253,7 @@ def test_a_job_that_is_gone_and_one_without_pods_are_told_at_once(server, config
 
 @pytest.mark.parametrize("verb", ["kubernetes", "status", "logs", "stop"])
 @pytest.mark.parametrize("state", ["nobody listens", "nobody answers", "no such context", "no such user"])
-def test_a_cluster_that_cannot_be_asked_is_told_within_the_limit(server, tmp_path, config_file, state, verb):
+def test_a_cluster_that_cannot_be_asked_is_reported_within_the_limit(server, tmp_path, config_file, state, verb):
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are taken, and nothing is ever said
         port = silent.getsockname()[1]
         if state == "nobody listens":

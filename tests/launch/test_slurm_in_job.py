@@ -65,7 +65,7 @@ def test_what_a_node_lacks_is_one_line_of_each_node_and_the_job_ends_at_once(clu
 _NO_IMAGE = 'echo "INFO: looking" >&2; echo "FATAL: could not open image" >&2; exit 255'
 
 
-def test_a_folder_that_one_node_lacks_is_told_by_that_node(cluster, tmp_path):
+def test_a_folder_that_one_node_lacks_is_reported_by_that_node(cluster, tmp_path):
     folder = Path(cluster["UNSEEN"]) / "run"
     folder.mkdir()
     words = ["--name=unseen", "--nodes=2", f"--launch.python={sys.executable}", f"--launch.workdir={folder}"]
@@ -75,7 +75,7 @@ def test_a_folder_that_one_node_lacks_is_told_by_that_node(cluster, tmp_path):
     assert re.fullmatch(rf"error\[2\]: z\S+: {folder} is not on this node; use a folder that all nodes see, .*", line)
 
 
-def test_a_configuration_that_is_gone_is_told_by_each_node(cluster, tmp_path):
+def test_a_configuration_that_is_gone_is_reported_by_each_node(cluster, tmp_path):
     path = tmp_path / "gone.toml"
     path.write_text("[training]\nsteps = 1\n")
     words = ["slurm", str(path), "--name=gone", "--nodes=2", *ON_LOOPBACK, "--dry-run"]

@@ -111,7 +111,7 @@ def test_another_key_of_munge_is_reported(cluster, tmp_path_factory):
 
 
 @pytest.mark.parametrize("verb", ["status", "logs", "stop"])
-def test_a_job_that_slurm_has_forgotten_is_told_in_one_line(cluster, tmp_path, verb):
+def test_a_job_that_slurm_has_forgotten_is_reported_in_one_line(cluster, tmp_path, verb):
     done = launch(cluster, verb, "slurm/999999", cwd=tmp_path)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "slurm/999999" in done.stderr
 

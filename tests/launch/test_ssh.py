@@ -170,7 +170,7 @@ def test_a_host_that_cannot_start_is_named_in_one_line_and_no_other_starts(
     assert time.monotonic() - before < patience.seconds(40) and not folder.exists() and not marked(folder)
 
 
-def test_a_host_whose_interpreter_has_no_torch_is_told_before_anything_starts(tmp_path, ssh_config, via):
+def test_a_host_whose_interpreter_has_no_torch_is_reported_before_anything_starts(tmp_path, ssh_config, via):
     python = tmp_path / "python"
     hide = "find = PathFinder.find_spec; PathFinder.find_spec = lambda n, *a: None if n == 'torch' else find(n, *a)"
     main = "import sys, runpy; runpy.run_module('shardtrain.launch.remote_agent', run_name='__main__')"
@@ -186,7 +186,7 @@ def test_a_host_whose_interpreter_has_no_torch_is_told_before_anything_starts(tm
     assert "Traceback" not in done.stderr
 
 
-def test_a_refused_key_is_told_with_the_host(tmp_path, ssh_config, via):
+def test_a_refused_key_is_reported_with_the_host(tmp_path, ssh_config, via):
     other = tmp_path / "other"
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other)], check=True, timeout=patience.seconds(20)

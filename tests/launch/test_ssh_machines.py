@@ -112,7 +112,7 @@ def test_a_dry_run_shows_the_address_that_ssh_knows_for_the_first_host(network, 
 
 @pytest.mark.parametrize("moment", cases(["start"], nightly=["middle"]))
 @pytest.mark.slow
-def test_a_host_whose_cable_is_cut_is_told_and_ends_what_it_runs(network, tmp_path, moment):
+def test_a_host_whose_cable_is_cut_is_reported_and_ends_what_it_runs(network, tmp_path, moment):
     folder = tmp_path / "run"
     more = [
         "--training.steps=100000",
@@ -149,7 +149,7 @@ def test_a_host_whose_cable_is_cut_is_told_and_ends_what_it_runs(network, tmp_pa
 
 @pytest.mark.parametrize("moment", cases(["start"], nightly=["middle"]))
 @pytest.mark.slow
-def test_a_host_whose_ssh_session_is_killed_is_told_within_10_s(network, tmp_path, moment):
+def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp_path, moment):
     folder = tmp_path / "run"
     launcher = start(command(network, folder, "--training.steps=100000", "--training.on_data_end=repeat"), tmp_path)
     try:
@@ -181,7 +181,7 @@ def test_a_host_whose_ssh_session_is_killed_is_told_within_10_s(network, tmp_pat
         ("host-a,host-b:1", ['host="host-b:1" cannot be reached', "refused", "is its sshd up"]),
     ],
 )
-def test_a_host_that_does_not_answer_is_told_within_the_limit(network, tmp_path, hosts, told):
+def test_a_host_that_does_not_answer_is_reported_within_the_limit(network, tmp_path, hosts, told):
     limit = round(patience.seconds(4))
     before = time.monotonic()
     words = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}", hosts=hosts)
@@ -190,7 +190,7 @@ def test_a_host_that_does_not_answer_is_told_within_the_limit(network, tmp_path,
     _is_refused(done, tmp_path / "run", told)
 
 
-def test_a_port_that_takes_connections_and_says_nothing_is_told_within_the_limit(network, tmp_path):
+def test_a_port_that_takes_connections_and_says_nothing_is_reported_within_the_limit(network, tmp_path):
     listen = f"import socket, time; s = socket.create_server(('{machines.LAUNCHER}', 2222))"
     code = f"{listen}; print(1, flush=True); time.sleep(99)"
     mute = subprocess.Popen(network.switch.words(sys.executable, "-c", code), stdout=subprocess.PIPE)
@@ -207,7 +207,7 @@ def test_a_port_that_takes_connections_and_says_nothing_is_told_within_the_limit
         mute.wait()
 
 
-def test_a_host_whose_key_has_changed_is_told_with_what_removes_the_old_one(network, tmp_path):
+def test_a_host_whose_key_has_changed_is_reported_with_what_removes_the_old_one(network, tmp_path):
     subprocess.run(
         ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"],
         check=True,
@@ -233,7 +233,7 @@ def copy(tmp_path):
     return folder
 
 
-def test_a_host_with_another_version_is_told_with_both(network, tmp_path, copy):
+def test_a_host_with_another_version_is_reported_with_both(network, tmp_path, copy):
     with network.hosts["host-b"].shows(ROOT / "shardtrain", copy):
         done = run(command(network, tmp_path / "run"), tmp_path)
     told = ['host="host-b" has shardtrain 9.8.7', f"this machine has {__version__}", "install one version"]
@@ -269,7 +269,7 @@ def test_a_host_without_package_interpreter_or_folder_is_reported(network, tmp_p
     _is_refused(done, tmp_path / "run", ['host="host-b" cannot start', *told])
 
 
-def test_a_host_without_the_configuration_file_is_told_and_the_others_stop(network, tmp_path):
+def test_a_host_without_the_configuration_file_is_reported_and_the_others_stop(network, tmp_path):
     here, nothing = tmp_path / "configs", tmp_path / "nothing"
     here.mkdir()
     nothing.mkdir()

@@ -40,7 +40,7 @@ def test_hosts_are_reached_a_wave_at_a_time_and_told_when_all_have_answered(tmp_
     assert (tmp_path / "told").read_text().split() == [str(HOSTS)] * HOSTS
 
 
-def test_no_host_is_told_anything_where_one_of_a_later_wave_does_not_answer(tmp_path, options):
+def test_no_host_receives_anything_where_one_of_a_later_wave_does_not_answer(tmp_path, options):
     last = "[ $(ls answered | wc -l) -lt 20 ] || { echo no python here; exit 3; }; touch answered/$$; "
     ready = f"{last} echo {remote_agent.READY} {__version__} -"
     with pytest.raises(ConfigError, match="cannot start shardtrain: no python here"):

@@ -87,7 +87,7 @@ def scraped(port: int) -> dict[str, float]:
     return {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 
-def test_prometheus_is_told_the_last_logged_step_until_the_run_ends(tmp_path, kit) -> None:
+def test_prometheus_gets_the_last_logged_step_until_the_run_ends(tmp_path, kit) -> None:
     pytest.importorskip("prometheus_client")
     port = free_port()
     with Metrics(kit.config(prometheus_port=port), tmp_path, kit.facts(), kit.OneRank()) as metrics:

@@ -136,8 +136,8 @@ def test_the_second_text_of_a_pair_follows_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("fine\t7", "label '7' in column '1' is none of 0, 1"),
-        ("fine\t", "label '' in column '1' is none of 0, 1"),
+        ("fine\t7", "label '7' in column '1' is not one of 0, 1"),
+        ("fine\t", "label '' in column '1' is not one of 0, 1"),
         ("fine", "has another number of fields than there are columns"),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 from shardtrain.utils.heartbeat import WaitingHeartbeat, heartbeat
 
 
-def test_what_takes_long_is_told_and_what_does_not_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_takes_long_is_reported_and_what_does_not_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
     with heartbeat("short"):
         pass
     assert capsys.readouterr().err == ""

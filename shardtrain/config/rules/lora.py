@@ -83,7 +83,7 @@ def _kinds(loaded: Loaded) -> Iterator[Problem]:
     """What adapters beside a stack of experts cannot be, here as in PEFT."""
     lora = loaded.config.lora
     if lora.target_parameters and lora.dropout > 0:
-        rule = "drops inputs of a module, and a stack of experts (lora.target_parameters) is none"
+        rule = "drops inputs of a module, and a stack of experts (lora.target_parameters) is not one"
         yield problem(loaded, "lora.dropout", rule, "use 0, or leave lora.target_parameters out")
     if lora.target_parameters and lora.use_dora:
         rule = "is for linear modules, and lora.target_parameters names stacks of experts' weights"

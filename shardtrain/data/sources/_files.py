@@ -232,16 +232,14 @@ def arrays_of(root: str, names: Sequence[str], sizes: _Numbers, mtimes: _Numbers
 
     ``has_twins``: whether a pattern (``**/**``) led to a file twice.
     """
+    # surrogateescape: as a system calls files whose names are not UTF-8
+    encoded = "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
     return {
-        "root": root, "names": np.frombuffer(_bytes("".join(f"{name}\0" for name in names)), np.uint8),
+        "root": root, "names": np.frombuffer(encoded, np.uint8),
         "has_twins": any(name == other for name, other in pairwise(names)),
         "sizes": np.asarray(sizes, np.int64), "mtimes": np.asarray(mtimes, np.int64),
         "inodes": np.asarray(inodes, np.uint64),
     }  # fmt: skip
-
-
-def _bytes(names: str) -> bytes:
-    return names.encode("utf-8", "surrogateescape")  # as a system calls files whose names are not UTF-8
 
 
 def _text(names: npt.NDArray[np.uint8]) -> str:
@@ -306,7 +304,7 @@ class FileSource:
         return sum(file.size for file in self.members)
 
     def files(self) -> Mapping[str, str]:
-        """See Source. Of many files a thousand are sampled, evenly spread, and of the others the sizes are known."""
+        """Of many files a thousand are sampled, evenly spread, and of the others the sizes are known."""
         if not self._fingerprints:
             every = max(1, -(-len(self.members) // _FILES_SAMPLED)) if is_many(self.members) else 1
             numbers = range(0, len(self.members), every)

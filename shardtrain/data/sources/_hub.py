@@ -171,7 +171,7 @@ class DatasetShards:
             self.total_bytes = table.total_bytes
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
-        """See Shards.
+        """Rows of a shard, from number ``start`` on.
 
         Raises:
             DataError: when a shard cannot be read further; skipping the rest of it would be a loss without a count.
@@ -199,7 +199,7 @@ class DatasetShards:
         return self._files
 
     def check_unchanged(self) -> None:
-        """See Source; a revision of the hub never changes."""
+        """A revision of the hub never changes."""
         if self._table is not None:
             self._table.check_unchanged()
 

@@ -61,7 +61,7 @@ class ArrayPart:
         return too_long(num_bytes) if num_bytes > self.max_row_bytes else parse_text(piece)
 
     def place(self, index: int) -> str:
-        """See Part; a whole array is often on one line."""
+        """A whole array is often on one line."""
         return f"{self.elements['lines'][index]} (element {index + 1})"
 
 

@@ -76,7 +76,7 @@ class FileTable(FileSource):
         return self.parts[file].row(number)
 
     def place(self, index: int) -> str:
-        """See Table: ``data/a.jsonl:17``."""
+        """Such as ``data/a.jsonl:17``."""
         file, number = self._find(index)
         return f"{self.members[file].path}:{self.parts[file].place(number)}"
 
@@ -109,7 +109,7 @@ class FileShards(FileSource):
         return len(self.members)
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
-        """See Shards. What comes before ``start`` is read and not parsed."""
+        """What comes before ``start`` is read and not parsed."""
         part = self._part(shard)
         if part is not None:
             yield from (part.row(number) for number in range(start, part.num_rows))
@@ -119,7 +119,7 @@ class FileShards(FileSource):
                 yield record if isinstance(record, BadRow) else self.parse(record)
 
     def shard_place(self, shard: int, number: int) -> str:
-        """See Shards; a place that was not read yet is searched for from the beginning of its file."""
+        """A place that was not read yet is searched for from the beginning of its file."""
         part = self._part(shard)
         if part is not None:
             return f"{self.members[shard].path}:{part.place(number)}"

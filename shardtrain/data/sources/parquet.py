@@ -70,7 +70,7 @@ class ParquetShards(FileSource):
             yield from _rows_of_group(file, parquet, group, start, self.max_row_bytes)
 
     def shard_place(self, shard: int, number: int) -> str:
-        """See Shards; rows are counted from 0 over the whole file, as most tools that show such files do."""
+        """Rows are counted from 0 over the whole file, as most tools that show such files do."""
         file, _ = self._find(shard)
         return f"{file.path}: row {self._first_rows[shard] + number} from 0"
 
@@ -101,7 +101,6 @@ class ParquetFiles(FileSource):
                 before += count
 
     def shard_place(self, shard: int, number: int) -> str:
-        """See Shards."""
         return f"{self.members[shard].path}: row {number} from 0"
 
 

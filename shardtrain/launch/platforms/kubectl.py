@@ -95,7 +95,7 @@ def status(namespace: str, kind: str, name: str) -> int:
 
 
 def stop(namespace: str, kind: str, name: str) -> int:
-    """Delete a job and what was made with it; its pods are told, and have their time to save. Raises as ``status``."""
+    """Delete a job and what was made with it; its pods are asked to stop, and may save. Raises as ``status``."""
     _require_answer()
     within, quick = ["--namespace", namespace], ["--wait=false", "--ignore-not-found"]
     gone: ConfigError | None = None

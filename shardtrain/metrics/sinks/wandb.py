@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import ModuleType
 from typing import Any
 
 from shardtrain.metrics.record import Record
@@ -55,14 +54,11 @@ def open_sink(request: Request) -> TrackerSink | None:
     def open_client() -> Client:
         import wandb
 
-        return wandb.init(settings=_settings(wandb), **options)  # type: ignore[return-value]
+        # bounds on the client's own waiting, and no question at the terminal
+        settings = wandb.Settings(init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, console="off")
+        return wandb.init(settings=settings, **options)  # type: ignore[return-value]
 
     return TrackerSink("W&B", open_client, lambda record: {**request.tags(record), **_known_names(record)})
-
-
-def _settings(wandb: ModuleType) -> object:
-    """Bounds on the client's own waiting, and no question at the terminal."""
-    return wandb.Settings(init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, console="off")
 
 
 def _known_names(record: Record) -> dict[str, float]:

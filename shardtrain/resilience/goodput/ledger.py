@@ -199,7 +199,7 @@ def note_death(folder: Path, job: str, time_seconds: float) -> None:
         if path.exists():
             events.append(path, events.Death(job.partition(":")[0], time_seconds))
     except Exception:
-        pass  # the account is a little less exact; the failure itself is being told
+        pass  # the account is a little less exact; the failure itself is being reported
 
 
 def new_job() -> str:

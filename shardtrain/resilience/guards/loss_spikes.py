@@ -121,7 +121,7 @@ class Guard:
             and all(_are_counts(rewind) and len(rewind) == len(Rewind._fields) for rewind in rewinds)
         )
         if not good:
-            raise CheckpointError("the guard's state is none of losses, steps and rewinds; use another checkpoint")
+            raise CheckpointError("the guard's state does not hold losses, steps and rewinds; use another checkpoint")
         self.losses, self.grad_norms, self.skipped_steps = list(losses), list(norms), list(skipped)  # type: ignore[arg-type]
         self.spikes, self.rewinds = int(spikes), [Rewind(*rewind) for rewind in rewinds]  # type: ignore[arg-type, union-attr]
 

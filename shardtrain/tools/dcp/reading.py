@@ -102,7 +102,8 @@ def from_dcp(
             plain = plain.removesuffix(f".{moment}")
         return naming.to_ours(plain, there.tensor(ours[name]))
 
-    state = TrainState().to_dict() | _counters(there, found.step)
+    counters = {"step": found.step, "updates": found.step, "tokens_seen": _count(there, "ntokens_seen") or 0}
+    state = TrainState().to_dict() | counters
     noted = {"name": model.name, "flavor": model.flavor, "overrides": dict(model.overrides)}
     facts: dict[str, Any] = {"state": state, "model": noted}
     single_process_writer.write(
@@ -229,10 +230,6 @@ def _count(there: Folder, name: str) -> int | None:
 def _step_of_name(folder: Path) -> int:
     text = folder.name.removesuffix(".pt").removeprefix("step-")
     return int(text) if text.isdecimal() and len(text) < 12 else 0
-
-
-def _counters(there: Folder, step: int) -> dict[str, int]:
-    return {"step": step, "updates": step, "tokens_seen": _count(there, "ntokens_seen") or 0}
 
 
 def _is_read_elsewhere(name: str) -> bool:

@@ -79,7 +79,7 @@ class DcpTensor:
 
 
 class DcpFolder:
-    """See the module. ``tensors`` and ``objects`` are by the name that the state dict gave them."""
+    """A folder; ``tensors`` and ``objects`` are by the name that the state dict gave them."""
 
     def __init__(self, folder: Path) -> None:
         """Read and check the metadata of a folder.
@@ -143,12 +143,12 @@ class DcpFolder:
             at = _state(index, f"{_DCP}.MetadataIndex", self._where)
             name, offset = at.get("fqn"), at.get("offset")
             if not isinstance(name, str):
-                raise self._bad("has a name of a tensor that is none")
+                raise self._bad("has an invalid name of a tensor")
             places[name, None if offset is None else _size(offset, self._where)] = self._place(info)
         budget = 10_000_000  # of boxes: tables in a pickle may be shared, and few bytes describe many
         for name, one in described.items():
             if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
-                raise self._bad("has a name of a tensor that is none")
+                raise self._bad("has an invalid name of a tensor")
             kind = one.name if isinstance(one, Made) else None
             if kind == Name(_DCP, "BytesStorageMetadata"):
                 if (name, None) not in places:
@@ -191,9 +191,9 @@ class DcpFolder:
         file, begin, length = (facts.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not _FILE.fullmatch(file) or set(file) == {"."}:
             said = repr(file[:100]) if isinstance(file, str) else "that is not text"
-            raise self._bad(f"names a file {said}, which is none beside it")
+            raise self._bad(f"names a file {said}, which is not beside it")
         if not all(type(n) is int and 0 <= n <= _MAX_SIZE for n in (begin, length)):
-            raise self._bad("has a place in a file that is none")
+            raise self._bad("has an invalid place in a file")
         if facts.get("transform_descriptors"):
             raise self._bad("has tensors that were changed as they were written (extensions of its writer)")
         return Place(file, begin, length)  # type: ignore[arg-type]
@@ -323,5 +323,5 @@ def _size(value: Any, where: str) -> tuple[int, ...]:
         raise CheckpointError(f"{where} has something else in place of a shape; use another one")
     (counts,) = value.arguments if len(value.arguments) == 1 else ((-1,),)
     if not isinstance(counts, tuple | list) or len(counts) > _MAX_DIMS or not all(_is_count(n) for n in counts):
-        raise CheckpointError(f"{where} has a shape that is none; use another one")
+        raise CheckpointError(f"{where} has an invalid shape; use another one")
     return tuple(counts)

@@ -57,7 +57,7 @@ def check_known(tasks: Sequence[str], known: Sequence[str]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Results as JSON has them: a number that is none is null."""
+    """Results as JSON has them: a number that is not finite is null."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, float) and value != value:

@@ -30,7 +30,7 @@ class Row:
     def with_prediction(self, field: str, prediction: str) -> str:
         """The object as it was written, with one field more."""
         comma = ", " if self.values else ""
-        return f"{self.line[:-1].rstrip()}{comma}{json.dumps(field)}: {_json(prediction)}}}"
+        return f"{self.line[:-1].rstrip()}{comma}{json.dumps(field)}: {json.dumps(prediction, ensure_ascii=False)}}}"
 
 
 def read_rows(path: Path, field: str, prediction_field: str) -> list[Row]:
@@ -73,10 +73,6 @@ def _row(data: bytes, place: str, field: str, prediction_field: str) -> Row:
     if prediction_field in values:
         raise DataError(f"{place}: has the field {prediction_field!r} already; name another with --prediction_field")
     return Row(place, line, values)
-
-
-def _json(value: str) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 class Encoder:

@@ -151,7 +151,7 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | No
         accumulated = sum(whole) * job.reduce_width
     if job.num_microbatches == 1:
         accumulated = 0
-    gathered = sum(_gathered(model, job, index) for index in own) if job.fsdp else 0
+    gathered = sum(_Gathered(model, job, index).most for index in own) if job.fsdp else 0
     if job.pp > 1:
         kept, in_flight, moments = _in_pipeline(model, job, rank, order, found, accumulated)
         activations = kept + max(one.most - one.kept for one in found.values())
@@ -542,11 +542,6 @@ class _Gathered:
             self.backward_of_embed,
             (embed + head + pair) * c if model.tied else (embed + largest) * c,
         )
-
-
-def _gathered(model: ModelShape, job: Job, index: int) -> int:
-    """The most that FSDP holds of gathered weights and of gradients on their way."""
-    return _Gathered(model, job, index).most
 
 
 def trained(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:

@@ -67,7 +67,7 @@ def read(path: Path) -> Summary:
     """Sum up one trace.
 
     Raises:
-        DataError: for a file that is none, or one that is larger than it is read here.
+        DataError: for a file that is not a trace, or one that is larger than it is read here.
     """
     everything = _events(path)
     events = [

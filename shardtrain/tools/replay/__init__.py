@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _start(loaded: Loaded, found: Plan, request: _Request, command: Sequence[str]) -> int:
-    """Be one rank of several, or start them."""
+    """Run as one rank of several, or start them."""
 
     def rank(replayed: Loaded) -> None:
         from shardtrain.tools.replay import run

@@ -35,7 +35,7 @@ class Chart:
     def data(self) -> dict[str, object]:
         """What ``report.js`` draws again when it zooms."""
         curves = [
-            {"name": line.name, "x": list(line.steps), "y": [_short(value) for value in line.values],
+            {"name": line.name, "x": list(line.steps), "y": [float(f"{value:.6g}") for value in line.values],
              "color": COLORS[line.color % len(COLORS)], "dots": line.dots}
             for line in self.lines
         ]  # fmt: skip
@@ -123,8 +123,3 @@ def format_number(value: float) -> str:
         digits, _, exponent = f"{value:.2e}".partition("e")
         return f"{float(digits):g}e{int(exponent)}"
     return f"{value:.4g}"
-
-
-def _short(value: float) -> float:
-    """As many digits as a chart can tell."""
-    return float(f"{value:.6g}")

@@ -103,7 +103,7 @@ def read(folder: Path) -> RunRecord:
 
 
 def _read_series(path: Path, found: dict[str, Series]) -> int:
-    """Add the numbers of a file of records to ``found``; gives the number of lines that are none."""
+    """Add the numbers of a file of records to ``found``; gives the number of lines that are not records."""
     bad = 0
     for line in _lines(path):
         try:

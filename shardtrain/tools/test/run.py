@@ -121,7 +121,7 @@ def measure(built: Built, config: Config, mesh: Mesh, split: str) -> tuple[Evalu
 def files_of(
     name: str, task: tasks.LanguageModel | tasks.RowTask, found: Evaluation, labelled: bool
 ) -> dict[str, str | None]:
-    """Names of a set's files -> their text; None for one that an earlier test may have left, and that would mislead."""
+    """The text of each result file of a set, by name; None for one of an earlier test, which is removed."""
     results = None
     if labelled:
         values = task.results(found.values) if isinstance(task, tasks.RowTask) else found.values

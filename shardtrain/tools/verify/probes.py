@@ -197,7 +197,8 @@ class Prober:
         """Twice the same answer, from the same model and from one built again."""
         tokens, positions = self._tokens_BT, self._positions_BT
         fill(self._model)  # earlier passes may have changed weights
-        before, weights = _state(self._model), _copies(self._model)
+        before = _state(self._model)
+        weights = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
         given = tokens.clone(), positions.clone()
         one = self._run(tokens, positions)
         middle = _state(self._model)
@@ -390,7 +391,7 @@ class Prober:
             return self._break(rule, "use positions_BT wherever a token's place counts, never arange", "cp")
         if (differs := first or second) is None:
             return None
-        rule = f"answers half of a sequence, given its positions, otherwise than within the whole, {differs}"
+        rule = f"answers half of a sequence, given its positions, differently from within the whole, {differs}"
         fix = "let no token's numbers depend on how many tokens or which positions a row has"
         return self._break(f"{rule}: it depends on the length of the row, of which cp ranks have a part", fix, "cp")
 
@@ -538,10 +539,6 @@ def _of_half(start: int, kept: list[Tensor], output: Any) -> Any:
         return then.clone()
 
     return type(output)(cut(x) for x in output) if isinstance(output, tuple | list) else cut(output)
-
-
-def _copies(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def _state(model: nn.Module) -> dict[str, Any]:

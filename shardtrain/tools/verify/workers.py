@@ -84,7 +84,8 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
     answers: dict[int, Any] = {}
     failures: list[tuple[bool, int, dict[str, Any]]] = []
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
-    end, heartbeat = time.monotonic() + limit_seconds, WaitingHeartbeat(_named(len(receivers)))
+    where = f"{len(receivers)} ranks" if len(receivers) > 1 else "one process"
+    end, heartbeat = time.monotonic() + limit_seconds, WaitingHeartbeat(f"comparing on {where}")
     while waiting:
         left = max(0.0, end - time.monotonic())
         # the end of a process as well as that of its pipe, which processes that were forked later hold open
@@ -127,10 +128,6 @@ def _death(process: BaseProcess) -> str:
     if process.exitcode is not None and process.exitcode < 0:
         return f"died: killed by {signal.Signals(-process.exitcode).name}"
     return f"died: exit status {process.exitcode}"
-
-
-def _named(num_ranks: int) -> str:
-    return f"comparing on {num_ranks} ranks" if num_ranks > 1 else "comparing on one process"
 
 
 def _end(processes: Sequence[BaseProcess]) -> None:

@@ -157,7 +157,7 @@ def train(life: Life, ledger: Ledger, first: int, last: int) -> None:
         ledger.measures()
 
 
-def test_a_save_that_is_told_late_takes_back_no_step_and_promises_none(tmp_path):
+def test_a_save_that_is_reported_late_takes_back_no_step_and_promises_none(tmp_path):
     """Written beside training: the checkpoint of step 4 is there at step 7."""
     life = Life(tmp_path)
     life.new_command()

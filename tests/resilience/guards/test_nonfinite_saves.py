@@ -65,7 +65,7 @@ def ends(rank: int, folder: Path, place: str, mode: str, steps: int) -> str:
         nightly=[("a weight", "disabled", 8), ("the optimizer", "disabled", 4), ("the optimizer", "async", 8)],
     ),
 )
-def test_an_update_that_left_a_number_not_finite_is_told_before_it_is_saved(
+def test_an_update_that_left_a_number_not_finite_is_reported_before_it_is_saved(
     place: str, mode: str, steps: int, tmp_path: Path
 ) -> None:
     told = run_ranks(2, ends, tmp_path, place, mode, steps)

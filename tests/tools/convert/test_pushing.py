@@ -190,7 +190,7 @@ def test_what_cannot_be_sent_is_refused_in_one_line_before_anything_is(
     assert not sent(hub) and not (tmp_path / "new").exists()
 
 
-def test_what_the_hub_refuses_is_told_and_what_it_lost_is_found(hub, folder, monkeypatch, capsys):
+def test_what_the_hub_refuses_is_reported_and_what_it_lost_is_found(hub, folder, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     hub.fault = lambda handler, path: "/preupload/" in path and handler.refuse(403)
     assert push(str(folder), "--push", "org/name") != 0

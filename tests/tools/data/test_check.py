@@ -78,7 +78,7 @@ def test_sequences_per_epoch_are_those_of_training(
     assert table["steps per epoch"] == -(-stream.num_samples // 6) == steps_of(load(None, words).config, 3)
 
 
-def test_every_kind_of_bad_row_is_told_with_its_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_bad_row_is_reported_with_its_places(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wrong: list[Any] = ["{broken\n", {"other": 1}, {"text": 7}, {"text": None}, "[1]\n", {"text": ""}]
     path = jsonl(tmp_path / "a.jsonl", [*texts(10), *wrong, *texts(5), "{broken\n"])
     code, report = run(capsys, *words_for(path))

@@ -172,7 +172,7 @@ def test_refusals_say_what_to_do(hub, tmp_path, monkeypatch, name, where):
     assert len(hub.requests) == (1 if where == "/api/" else 2)
 
 
-def test_a_busy_hub_is_told_and_where_files_are_kept_is_asked_again(hub, tmp_path):
+def test_a_busy_hub_is_reported_and_where_files_are_kept_is_asked_again(hub, tmp_path):
     hub.fault = lambda handler, path: handler.refuse(429, Retry_After="120")
     assert "is busy (too many requests, status 429); try again in 120 seconds" in fails(StorageError, tmp_path)
     hub.fault = lambda handler, path: handler.refuse(500)
@@ -351,20 +351,20 @@ def test_an_answer_that_is_not_a_list_of_files_is_reported(hub, tmp_path, conten
     ["--repo_id", "../x"], ["--repo_id", "a/b/c"], ["--repo_id", "a/.."], ["--repo_id", "a b"], ["--assets", "all"],
     ["--assets", "config", "--tokenizer_path", "original"], ["--tokenizer_path", "absent"], ["--local", "x"],
 ])  # fmt: skip
-def test_wrong_options_are_told_in_one_line(hub, tmp_path, words):
+def test_wrong_options_are_reported_in_one_line(hub, tmp_path, words):
     told = fails(ConfigError, tmp_path, *words)
     assert words[-2] in told or words[-1] in told, "the option, or its value"
     assert hub.fetched() == []
 
 
-def test_a_kind_without_files_is_told_with_the_files_there_are(hub, tmp_path):
+def test_a_kind_without_files_is_reported_with_the_files_there_are(hub, tmp_path):
     del hub.files["config.json"], hub.files["model.safetensors"]
     assert '--assets="config" finds nothing in org/name; its files are README.md' in fails(
         ConfigError, tmp_path, "--all"
     )
 
 
-def test_a_full_disk_is_told_before_the_download_and_in_it(hub, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_the_download_and_in_it(hub, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(download.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**19})())
         assert "has 512.00 KiB free and 750.03 KiB are to be fetched" in fails(StorageError, tmp_path, "--all")

@@ -205,7 +205,7 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
         (["--output", "a", "--training.dataset", "tokens", "--training.dataset_path", "x"], "is prepared already"),
     ],
 )
-def test_wrong_words_are_told_in_one_line(words: list[str], match: str) -> None:
+def test_wrong_words_are_reported_in_one_line(words: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match) as caught:
         prepare.main(words)
     assert "\n" not in str(caught.value)

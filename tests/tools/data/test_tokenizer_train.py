@@ -132,7 +132,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_options_are_told_in_one_line(corpus, tmp_path, name):
+def test_wrong_options_are_reported_in_one_line(corpus, tmp_path, name):
     words, message = WRONG[name]
     with pytest.raises(ConfigError) as caught:
         run(corpus, tmp_path / "x", *words)

@@ -159,7 +159,7 @@ def test_reading_the_words_imports_no_torch():
     assert done.returncode == 0
 
 
-def test_a_rank_without_an_address_to_meet_at_is_told_so(monkeypatch, capsys):
+def test_a_rank_without_an_address_to_meet_at_is_reported(monkeypatch, capsys):
     for name in UNWANTED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("RANK", "0")

@@ -149,7 +149,7 @@ def test_the_order_in_which_ranks_answer_changes_no_row(trouble, order):
     assert judged(shuffled) == judged(reports)
 
 
-def test_a_slow_network_is_told_against_its_cards():
+def test_a_slow_network_is_reported_against_its_cards():
     reports = spoiled(slow_collective, range(4))
     row = troubles(reports)["network", "all_reduce all ranks"]
     # two cards of 400 Gb/s are 100 GB/s, one group crosses them
@@ -192,7 +192,7 @@ def test_a_slow_rank_is_told_from_its_neighbours_by_its_better_pair():
     assert row.ranks == (4,) and "slowest rank 4 (host-2)" in row.measured
 
 
-def test_a_port_of_the_fabric_that_is_down_is_told_by_host():
+def test_a_port_of_the_fabric_that_is_down_is_reported_by_host():
     down = [{"name": "mlx5_0:1", "kind": "infiniband", "up": True, "rate": 50e9}]
     found = troubles(spoiled(change("network", cards=down), [2, 3]))
     assert found["network", "fabric"].ranks == (2, 3) and "1 on host-1" in found["network", "fabric"].measured
@@ -234,7 +234,7 @@ def test_hosts_with_unequal_numbers_of_ranks_are_reported():
     assert troubles(Reports(5, fewer))["hosts", "ranks per host"].ranks == (4,)
 
 
-def test_a_busy_port_is_told_where_no_job_runs():
+def test_a_busy_port_is_reported_where_no_job_runs():
     reports = spoiled(change("hosts", in_job=False, port_busy=True), range(4))
     assert "29500 is busy" in troubles(reports)["hosts", "meeting port"].measured
 
@@ -340,7 +340,7 @@ def test_of_ranks_that_hang_those_furthest_behind_are_named(behind):
     assert row.ranks == tuple(behind) and "all_reduce on tp did not end" in row.measured
 
 
-def test_a_collective_in_which_all_ranks_hang_is_told_as_such_unless_one_is_missing():
+def test_a_collective_in_which_all_ranks_hang_is_reported_as_such_unless_one_is_missing():
     reports = patients.healthy()
     for own in reports.facts.values():
         own["network"] = {"stopped": "all_reduce on tp", "place": 7}

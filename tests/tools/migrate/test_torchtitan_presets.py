@@ -111,7 +111,7 @@ def test_a_preset_is_built_as_it_is_at_its_number_of_ranks(monkeypatch, capsys, 
     assert re.search(r"^  sum +[\d.]+ [GM]iB", out, re.MULTILINE), "the memory of a rank is told"
 
 
-def test_what_a_training_misses_is_told_and_stops_it(monkeypatch, capsys):
+def test_what_a_training_misses_is_reported_and_stops_it(monkeypatch, capsys):
     """The build continues without a tokenizer; a training does not, nor without a device for its float8 products."""
     monkeypatch.delenv("CONFIG_FILE", raising=False)
     file = str(PRESETS / "torchtitan_2025_02" / "llama3_405b.toml")

@@ -493,7 +493,7 @@ def test_two_nodes_meet_by_their_current_node(tmp_path: Path) -> None:
         assert losses_of(folder / one["model_dir"]) == pytest.approx(plain, abs=1e-5)
 
 
-def test_wrong_files_are_told_in_one_line(tmp_path: Path) -> None:
+def test_wrong_files_are_reported_in_one_line(tmp_path: Path) -> None:
     folders.write_parameters(tmp_path, mode="test")
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 1}}')
     told = {

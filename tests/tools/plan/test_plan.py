@@ -182,7 +182,7 @@ def test_the_largest_fits_and_a_little_more_does_not(name, world_size):
                 assert plan.fits == fits, (option, asked)
 
 
-def test_how_far_a_layout_reaches_is_told_on_request(capsys):
+def test_how_far_a_layout_reaches_is_reported_on_request(capsys):
     code, out, _ = answer(capsys, "llama3_8b", "--gpus", "8", "--largest")
     assert code == 0
     told = dict(line.strip().split("=") for line in out.partition("each alone:\n")[2].splitlines())

@@ -113,7 +113,7 @@ def test_a_trace_that_is_too_large_is_sent_elsewhere(tmp_path: Path, monkeypatch
         read(write(tmp_path / "x.json.gz", ON_CPU))
 
 
-def test_the_newest_step_of_a_run_is_told_and_the_slowest_rank(
+def test_the_newest_step_of_a_run_is_reported_and_the_slowest_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = [event("ProfilerStep#7", 0, 2000, "user_annotation"), *ON_CPU[1:]]

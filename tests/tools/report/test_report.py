@@ -173,7 +173,7 @@ def test_a_run_that_is_under_way_and_has_few_files_is_shown(tmp_path: Path) -> N
     assert charts(written(tmp_path, folder)) == {}
 
 
-def test_wrong_folders_are_told_together_and_nothing_is_written(
+def test_wrong_folders_are_reported_together_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = run_folder(tmp_path / "run")

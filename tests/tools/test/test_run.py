@@ -145,7 +145,7 @@ def test_a_wrong_row_leaves_no_file(tmp_path: Path) -> None:
     given = ["--task.test_dataset_path", str(bad), "--output", str(tmp_path / "out"), "--nproc", "1"]
     words, said = ["test", str(trained() / "config.resolved.toml"), *given], tmp_path / "said"
     assert end(fork(main, words, said)) == 3
-    assert f"{bad}:2: label '2' in column '1' is none of 0, 1" in said.read_text()
+    assert f"{bad}:2: label '2' in column '1' is not one of 0, 1" in said.read_text()
     assert "Traceback" not in said.read_text() and not (tmp_path / "out").exists()
 
 

@@ -322,7 +322,7 @@ def ask_on_ranks(rank: int, path: str, folder: str) -> tuple[str, list[str]]:
     "on two ranks",
     by="tests/tools/verify/test_before_training.py::test_a_wrong_file_is_refused_and_its_module_and_the_fix_are_named",
 )
-def test_all_ranks_are_told_the_same_before_anything_is_built(tmp_path: Path) -> None:
+def test_all_ranks_receive_the_same_before_anything_is_built(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(changed(WRONG["queries, keys and values one after the other"][1]))
     told = run_ranks(2, ask_on_ranks, str(path), str(tmp_path))

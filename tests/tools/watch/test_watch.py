@@ -61,7 +61,7 @@ def test_what_is_appended_is_read_once_and_torn_lines_when_they_are_whole(
     assert steps(one) == [1, 2, 3, 4] and len(taken) == 1 and one.curves["loss"][1][-1] == 2.5
 
 
-def test_a_run_that_goes_back_or_begins_again_is_told_as_it_is(tmp_path: Path) -> None:
+def test_a_run_that_goes_back_or_begins_again_is_reported_as_it_is(tmp_path: Path) -> None:
     one = Followed(tmp_path)
     add(tmp_path, lines(1, 9))
     one.look()
