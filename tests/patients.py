@@ -13,7 +13,7 @@ from shardtrain.config import Loaded
 from shardtrain.tools.doctor import network, storage
 from shardtrain.tools.doctor import rank as doctor
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Said
+from shardtrain.tools.doctor.result import Reports
 from shardtrain.tools.doctor.store_channel import StoreChannel
 
 END_SECONDS = 60.0
@@ -52,18 +52,18 @@ def _examine(rank, size, folder, chosen, spoil, loaded_of, limit_seconds):
     if rank:
         line.receive("end", END_SECONDS)
         return None
-    said = doctor.gather(here, facts, chosen)
+    reports = doctor.gather(here, facts, chosen)
     line.send("end", True)
-    return said
+    return reports
 
 
-def judged(said, *names):
-    return doctor.judge(said, areas(*names))
+def judged(reports, *names):
+    return doctor.judge(reports, areas(*names))
 
 
-def rows(said, *names):
+def rows(reports, *names):
     """Findings by subject."""
-    return {one.subject: one for one in judged(said, *names)}
+    return {one.subject: one for one in judged(reports, *names)}
 
 
 HEALTHY = {
@@ -154,7 +154,7 @@ HEALTHY = {
 """Facts of one rank of a host with two H100 devices and two cards of 400 Gb/s."""
 
 
-def healthy(num_hosts=2, ranks_per_host=2) -> Said:
+def healthy(num_hosts=2, ranks_per_host=2) -> Reports:
     """What ranks without any trouble would tell."""
     size = num_hosts * ranks_per_host
     facts = {}
@@ -170,7 +170,7 @@ def healthy(num_hosts=2, ranks_per_host=2) -> Said:
             collective("one host", "all_gather", host, range(host * 2, host * 2 + 2), 400e9),
         ]
         facts[rank] = own
-    return Said(size, facts)
+    return Reports(size, facts)
 
 
 def folder(signers, **changes):
