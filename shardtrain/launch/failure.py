@@ -193,7 +193,7 @@ def read_record(path: str | os.PathLike[str]) -> Failure | None:
 def write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
     """Write ``exit.json``: code, class, message, rank, host, retryable and, where known, the last logged step.
 
-    Whatever goes wrong with it is told, and changes nothing about how the run has ended.
+    Whatever goes wrong with it is reported, and changes nothing about how the run has ended.
     """
     try:
         _write_exit(run_folder, failure, code)
