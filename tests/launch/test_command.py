@@ -126,7 +126,7 @@ def test_what_a_platform_gives_to_nobody_who_does_not_ask_is_reported():
         assert run(platform, "debug", "--dry-run", *devices, "--launch.shared_memory_gib", "16", *nothing).stderr == ""
 
 
-def test_devices_that_no_rank_uses_and_ranks_without_a_device_are_told_before_submission():
+def test_devices_that_no_rank_uses_and_ranks_without_a_device_are_reported_before_submission():
     devices = ["--launch.devices_per_node", "8", "--image", "x"]
     for platform in ("slurm", "kubernetes", "runai"):
         idle = run(platform, "debug", "--dry-run", *devices, "--nproc", "6").stderr
