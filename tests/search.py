@@ -381,10 +381,10 @@ def widened(usual: Tolerance, moved: Numbers, expected: Numbers, most: Tolerance
     """
     pairs = [(moved.losses, expected.losses), (moved.validations, expected.validations)]
     loss = max((abs(a - b) for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True)), default=0.0)
-    norm = max(abs(a - b) / b for a, b in zip(moved.norms, expected.norms, strict=True))
+    norm = max(abs(a - b) / max(b, 1e-30) for a, b in zip(moved.norms, expected.norms, strict=True))
     floor = sum(float(gradient.square().sum()) for gradient in expected.gradients.values()) ** 0.5 / 20
     gradient = max(
-        float((moved.gradients[name] - theirs).norm()) / max(float(theirs.norm()), floor)
+        float((moved.gradients[name] - theirs).norm()) / max(float(theirs.norm()), floor, 1e-30)
         for name, theirs in expected.gradients.items()
     )
     weight = max(float((moved.final[name] - theirs).abs().max()) for name, theirs in expected.final.items())
