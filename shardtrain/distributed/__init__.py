@@ -22,7 +22,7 @@ from shardtrain.distributed import (
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
 from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
 from shardtrain.layout import Layout
-from shardtrain.ops import cpu_kernels, onednn_linear, rms_norm
+from shardtrain.ops import cpu_kernels, layer_norm, onednn_linear, rms_norm
 
 __all__ = ["BATCH_AXES", "LOSS_AXES", "STEPS", "Mesh", "Runner", "build", "parallelize"]
 
@@ -44,6 +44,7 @@ def use_chosen_kernels(model: nn.Module) -> None:
         onednn_linear.use(model)
     if cpu_kernels.chosen().uses("rms_norm"):
         rms_norm.use(model)
+    layer_norm.use(model)  # whatever is faster: PyTorch's gradients in 16 bits are wrong
 
 
 def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vocab_size: int) -> Runner:

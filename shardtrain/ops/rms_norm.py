@@ -50,7 +50,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x_RD = x.contiguous().view(-1, x.size(-1))
         out_RD, inverse_R1 = torch.empty_like(x_RD), torch.empty(x_RD.size(0), 1)
-        for rows in _chunks(x_RD):
+        for rows in chunks(x_RD):
             x_rD = x_RD[rows].float()
             inverse_r1 = x_rD.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
             inverse_R1[rows] = inverse_r1
@@ -64,7 +64,7 @@ class _RMSNorm(torch.autograd.Function):
         x_RD, weight_D, inverse_R1 = ctx.saved_tensors
         gradient_RD = gradients[0].contiguous().view(x_RD.shape)
         dx_RD, dweight_D = torch.empty_like(x_RD), torch.zeros(x_RD.size(1))
-        for rows in _chunks(x_RD):
+        for rows in chunks(x_RD):
             gradient_rD, inverse_r1 = gradient_RD[rows].float(), inverse_R1[rows]
             normed_rD = x_RD[rows] * inverse_r1
             product_rD = gradient_rD * normed_rD
@@ -75,6 +75,7 @@ class _RMSNorm(torch.autograd.Function):
         return dx_RD.view(gradients[0].shape), dweight_D.to(weight_D.dtype), None
 
 
-def _chunks(x_RD: Tensor) -> Iterator[slice]:
+def chunks(x_RD: Tensor) -> Iterator[slice]:
+    """Rows of 256 KB in float32 at a time."""
     at_once = max(1, _CHUNK_NUMEL // x_RD.size(1))
     return (slice(start, start + at_once) for start in range(0, x_RD.size(0), at_once))
