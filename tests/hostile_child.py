@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import hostile_files
+import torch
 import torch.distributed as dist
 from small_checkpoint import checkpoints, rest, weights
 
@@ -38,7 +39,13 @@ SECONDS, BYTES = 30, 2 * 2**30
 # code that was installed on purpose: the interpreter's, its packages', and ours
 TRUSTED = tuple(
     os.path.realpath(path) + os.sep
-    for path in {*sysconfig.get_paths().values(), sys.base_prefix, sys.prefix, Path(shardtrain.__file__).parent}
+    for path in {
+        *sysconfig.get_paths().values(),
+        sys.base_prefix,
+        sys.prefix,
+        Path(shardtrain.__file__).parent,
+        Path(torch.__file__).parents[1],  # an environment may take its packages from another one
+    }
 )
 # code objects without a file: namedtuple and dataclass make classes from the text of their own field names, Jinja
 # compiles a template into functions that only its sandbox calls, and re-imports have names in angle brackets
