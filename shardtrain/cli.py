@@ -281,9 +281,8 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     # each rank the import of torch: measured in docs/launch.md.
     forks = accelerators == 0 and sys.platform == "linux" and (choice.count > 1 or restarts > 0)
     machine = preflight.this_machine(loaded, None, choice.count, choice.count)
-    environment.set_process_defaults(
-        os.environ, choice.count, cores, alone=True
-    )  # torch reads them when it is imported
+    # before torch is imported, which reads them then
+    environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     # what it has to tell without stopping is in the rank's log
     if forks:
         from shardtrain import config
