@@ -115,7 +115,9 @@ def test_a_checkpoint_of_steps_on_other_content_is_refused_when_the_old_file_is_
     assert run_ranks(1, run, config_of(tmp_path, "rows", 10, load_step=4), 0)[0] == ("", 6)
 
 
-def test_what_nobody_hashed_before_it_was_replaced_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_nobody_hashed_before_it_was_replaced_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "rows.jsonl"
     write_rows(file)
     one = WholeFile("rows.jsonl", str(file), "training.dataset_path")
