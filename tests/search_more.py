@@ -756,6 +756,11 @@ def _of_learning(case: Case) -> Iterator[Broken]:
         yield Broken("weights are rounded on the device", (f"{LINEAR}.enable_fsdp_float8_all_gather",))
     if GROUPED in case.value("model.converters").split("\n") and int(case.resolved()[f"{M}moe_ffn_dim"]) % 16:
         yield Broken("devices take multiples of 16 in experts", (f"{GROUPED}.fqns",))
+    if GROUPED in case.value("model.converters").split("\n"):
+        first = int(case.resolved().get(f"{M}interleave_moe_layer_step", "1"))
+        first = max(first, int(case.resolved().get(f"{M}num_dense_layers", "0")) + 1)
+        if first > case.number(f"{M}num_layers", 2):
+            yield Broken("some layer has experts", (f"{GROUPED}.fqns",))
     if case.value(f"{A}mode") == "memory_budget" and not compiled:
         yield Broken("the compiler decides on the budget", (f"{A}mode",))
     if case.value(f"{A}mode") == "memory_budget" and case.value(f"{A}cpu_offload") == "true":

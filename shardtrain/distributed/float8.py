@@ -8,6 +8,7 @@ changes no bit of a step, and halves what is sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -50,6 +51,14 @@ def convert(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> Non
         logger.info(str(model))
 
 
+def check(model: nn.Module, config: Config) -> None:
+    """Refuse what ``convert`` would refuse of a model on any device; nothing is changed."""
+    if LINEAR in config.model.converters:
+        _linears_of(model, config)
+    if GROUPED in config.model.converters:
+        _experts_of(model, config)
+
+
 def _check_device(mesh: Mesh, config: Config) -> None:
     options, wanted = config.quantize, config.model.converters
     on_device = (LINEAR in wanted and not options.linear.float8.emulate) or (
@@ -70,9 +79,18 @@ def _check_device(mesh: Mesh, config: Config) -> None:
         raise ConfigError(Problem(CONVERTERS, list(wanted), rule, "set emulate = true in its section, or remove it"))
 
 
-def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
+@dataclass(frozen=True)
+class _Linears:
+    """Linear layers that compute in float8, with their paths, and the paths of those that do not, by the reason."""
+
+    converted: list[tuple[str, nn.Linear]]
+    odd: list[str]
+    small: list[str]
+    left: list[str]
+
+
+def _linears_of(model: nn.Module, config: Config) -> _Linears:
     options = config.quantize.linear.float8
-    recipe = options.recipe_name or "tensorwise"
     option = f"{LINEAR}.filter_fqns"
     filters = [word for word in options.filter_fqns if word != SMALL]
     paths = [path for path, _ in model.named_modules() if path]
@@ -80,37 +98,45 @@ def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
         if not any(_names(path, word) for path in paths):
             fix = f"name a part of a module's path, such as {paths[-1]!r}"
             raise ConfigError(Problem(option, options.filter_fqns, f"names no module of this model by {word!r}", fix))
-    converted, odd, small, left = [], [], [], []
+    found = _Linears([], [], [], [])
     for path, module in model.named_modules():
         if type(module) is not nn.Linear:
             continue
         rows, columns = module.weight.shape
         if any(_names(path, word) for word in filters):
-            left.append(path)
+            found.left.append(path)
         elif rows % _MULTIPLE or columns % _MULTIPLE:
-            odd.append(path)
-        elif SMALL in options.filter_fqns and _is_small(rows, columns, recipe):
-            small.append(path)
+            found.odd.append(path)
+        elif SMALL in options.filter_fqns and _is_small(rows, columns, options.recipe_name or "tensorwise"):
+            found.small.append(path)
         else:
-            converted.append((path, module))
-    if not converted:
+            found.converted.append((path, module))
+    if not found.converted:
         rule = "leaves no linear layer to compute in float8"
         fix = f"filter less, or remove {LINEAR!r} from model.converters"
         raise ConfigError(Problem(option, options.filter_fqns, rule, fix))
+    return found
+
+
+def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
+    options, found = config.quantize.linear.float8, _linears_of(model, config)
+    recipe = options.recipe_name or "tensorwise"
     if not options.emulate:
-        _check_parts(converted, mesh)
-    for _, module in converted:
+        _check_parts(found.converted, mesh)
+    for _, module in found.converted:
         float8.convert(module, recipe, options.emulate)
     aside = [
         f"{len(names)} {why}"
         for names, why in (
-            (left, "by filter_fqns"), (small, "too small to gain"), (odd, f"of sizes that {_MULTIPLE} does not divide")
+            (found.left, "by filter_fqns"),
+            (found.small, "too small to gain"),
+            (found.odd, f"of sizes that {_MULTIPLE} does not divide"),
         )
         if names
-    ]  # fmt: skip
+    ]
     logger.info(
-        f"{LINEAR}: {len(converted)} linear layers compute in float8, {recipe}{', emulated' if options.emulate else ''}"
-        + (f"; left out: {', '.join(aside)}" if aside else "")
+        f"{LINEAR}: {len(found.converted)} linear layers compute in float8, {recipe}"
+        f"{', emulated' if options.emulate else ''}{'; left out: ' if aside else ''}{', '.join(aside)}"
     )
 
 
@@ -140,9 +166,9 @@ def _check_parts(converted: Sequence[tuple[str, nn.Linear]], mesh: Mesh) -> None
                 raise ConfigError(Problem("parallelism.tensor_parallel_degree", tp, rule, fix))
 
 
-def _convert_experts(model: nn.Module, mesh: Mesh, config: Config) -> None:
+def _experts_of(model: nn.Module, config: Config) -> list[tuple[str, Any]]:
     options = config.quantize.grouped_mm.float8
-    found = [
+    found: list[tuple[str, Any]] = [
         (path, module)
         for path, module in model.named_modules()
         if hasattr(module, "product") and hasattr(module, "w1") and any(_names(path, word) for word in options.fqns)
@@ -151,11 +177,16 @@ def _convert_experts(model: nn.Module, mesh: Mesh, config: Config) -> None:
         rule = "names no experts of this model" if options.fqns else "names no experts"
         fix = f'use ["experts"], or remove {GROUPED!r} from model.converters'
         raise ConfigError(Problem(f"{GROUPED}.fqns", options.fqns, rule, fix))
-    for path, module in found:
-        experts: Any = module
+    for path, experts in found:
         if any(size % _MULTIPLE for size in experts.w1.shape[1:]):
             rule = f"names {path}, whose sizes {tuple(experts.w1.shape[1:])} are not multiples of {_MULTIPLE}"
             raise ConfigError(Problem(f"{GROUPED}.fqns", options.fqns, rule, "remove it"))
+    return found
+
+
+def _convert_experts(model: nn.Module, mesh: Mesh, config: Config) -> None:
+    options, found = config.quantize.grouped_mm.float8, _experts_of(model, config)
+    for _, experts in found:
         experts.product = partial(float8.grouped_product, multiply=experts.product, emulate=options.emulate)
     how = ", emulated" if options.emulate else ""
     logger.info(f"{GROUPED}: the experts of {len(found)} layers compute in float8, rowwise{how}")

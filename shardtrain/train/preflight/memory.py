@@ -47,6 +47,7 @@ def only_building_tells(loaded: Loaded) -> bool:
     c = loaded.config
     return (
         c.lora.enable
+        or bool(c.model.converters)
         or c.model.name.endswith(".py")
         or c.task.name not in _TASKS_OF_RULES
         or bool(c.optimizer.no_weight_decay)

@@ -8,7 +8,7 @@ from torch import nn
 from shardtrain import models, optim, tasks
 from shardtrain.config import stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import tensor_parallel
+from shardtrain.distributed import float8, tensor_parallel
 from shardtrain.layout import Layout, word_of
 from shardtrain.lora import spec
 from shardtrain.train.preflight import own_files
@@ -47,6 +47,7 @@ def _parameters(config: Config) -> list[Parameter]:
     if split and (problems := tensor_parallel.misnamed(model, layout)):
         raise ConfigError(problems)
     spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
+    float8.check(model, config)
     named = dict(model.named_parameters())
     if config.optimizer.name.endswith(".py"):
         optim.check_own(config.optimizer)

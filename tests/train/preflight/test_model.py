@@ -64,3 +64,35 @@ def test_a_pipeline_rank_with_nothing_to_train_is_refused_before_ranks_start(nam
     assert (parameters is None) == bool(ranks_fail)
     if errors:
         assert f"leaves pipeline rank {ranks_fail[0]} nothing to train" in str(errors[0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "sections", "problem"),
+    [
+        (2, {"filter_fqns": ["attn"]}, ""),
+        (1, {}, "quantize.grouped_mm.float8.fqns=['experts'] names no experts of this model"),
+        (2, {"filter_fqns": ["nothing"]}, "names no module of this model by 'nothing'"),
+        (2, {"filter_fqns": ["layers", "head"]}, "leaves no linear layer to compute in float8"),
+    ],
+)
+def test_what_float8_would_find_no_module_for_is_refused_before_ranks_start(
+    layers: int, sections: dict[str, list[str]], problem: str
+) -> None:
+    config = tiny_config(
+        model={
+            "name": "llama4",
+            "flavor": "debugmodel",
+            "overrides": {"num_layers": layers, "interleave_moe_layer_step": 2},
+            "converters": ["quantize.linear.float8", "quantize.grouped_mm.float8"],
+        }
+    )
+    quantize = replace(
+        config.quantize,
+        linear=replace(config.quantize.linear, float8=replace(config.quantize.linear.float8, emulate=True, **sections)),
+        grouped_mm=replace(
+            config.quantize.grouped_mm,
+            float8=replace(config.quantize.grouped_mm.float8, emulate=True, fqns=["experts"]),
+        ),
+    )
+    errors, _ = build(replace(config, quantize=quantize))
+    assert problem in "".join(map(str, errors)) and bool(errors) == bool(problem)
