@@ -24,10 +24,9 @@ NODES = (1, 8, 64, 512, 2048)
     ),
 )
 def test_what_ranks_say_before_a_save_and_its_manifest_stay_small(mesh):
-    # what all ranks say is equal on those of a pipeline stage and heard once, so it is shared by all of them
     found = scale.saving(mesh)
-    assert found["said_bytes"] <= max(4096 * found["ranks"], 500_000)
-    assert found["said_bytes"] <= 500_000
+    assert max(found["said_bytes"]) <= 4096  # of one rank of each pipeline stage; the others say a number
+    assert sum(found["said_bytes"]) <= 16 * 4096
     assert found["manifest_bytes"] <= 5_000_000
 
 

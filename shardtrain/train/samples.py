@@ -75,8 +75,8 @@ class Samples:
         if self._file is not None:
             self._file.write({"step": step, "prompt": prompt, "text": text})
         whole = prompt + text
-        text = "\n".join([f"sample after step {step}:", *(f"    {line}" for line in whole.rstrip().split("\n"))])
-        logger.info(f"sample after step {step}: {json.dumps(whole)}", extra={"terminal": text})
+        lines = "\n".join([f"sample after step {step}:", *(f"    {line}" for line in whole.rstrip().split("\n"))])
+        logger.info(f"sample after step {step}: {json.dumps(whole)}", extra={"terminal": lines})
         return text
 
     @torch.no_grad()

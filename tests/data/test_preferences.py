@@ -60,7 +60,10 @@ def test_texts_have_a_prompt_of_their_own_or_what_they_begin_with() -> None:
         ({"chosen": "Blue.", "rejected": "Blue."}, "are the same text"),
         ({"chosen": [ASK, GOOD], "rejected": "Red."}, "chosen is a list and rejected a text; both must be alike"),
         ({"chosen": [GOOD], "rejected": [BAD]}, "begin with different messages"),
-        ({"prompt": "Sky?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "none of the messages that both answers"),
+        (
+            {"prompt": "Sky?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
+            "is not one of the messages that both answers",
+        ),
         ({"prompt": [ASK], "chosen": [ASK, GOOD], "rejected": [BAD]}, "one answer repeats the messages"),
         ({"prompt": None, "chosen": "a", "rejected": "b"}, "column 'prompt' holds null, not a text"),
         ({"prompt": 3, "chosen": [GOOD], "rejected": [BAD]}, "holds a number, neither a text nor a list of messages"),

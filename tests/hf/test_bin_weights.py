@@ -44,7 +44,7 @@ def test_several_files_are_found_by_their_index(tmp_path: Path) -> None:
     with BinWeights(tmp_path / "two") as weights:
         assert [float(weights.read(name, ())[0]) for name in weights.names()] == [1.0, 2.0]
     index.write_text('{"weight_map": {"w1": "../pytorch_model-1.bin"}}')
-    with pytest.raises(CheckpointError, match=r"is no \.bin file of this folder"):
+    with pytest.raises(CheckpointError, match=r"is not a \.bin file of this folder"):
         BinWeights(tmp_path / "two")
 
 
