@@ -145,17 +145,17 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
         content, status = _read(folder, path, option)
         return {"content": np.frombuffer(content, np.uint8), "identity": list(status)}
 
-    index = shared_opening.once(
+    raw = shared_opening.once(
         str(folder),
         look,
         Listing(
-            witnesses=lambda index: [Witness(option, str(path), *index["identity"])],
-            difference=lambda index, own: (
-                "" if np.array_equal(index["content"], own["content"]) else f"has another {INDEX} than that of rank 0"
+            witnesses=lambda raw: [Witness(option, str(path), *raw["identity"])],
+            difference=lambda raw, own: (
+                "" if np.array_equal(raw["content"], own["content"]) else f"has another {INDEX} than that of rank 0"
             ),
         ),
     )
-    table = _load(bytes(index["content"].data), path, option)
+    table = _load(bytes(raw["content"].data), path, option)
     version = table.get("format_version")
     if version != VERSION:
         fix = 'run "shardtrain data prepare" again with this version'
