@@ -150,9 +150,12 @@ class Bucket(LocalFileSystem):
         descriptor, part = tempfile.mkstemp(dir=self.parts)
         os.write(descriptor, value)
         os.close(descriptor)
-        while True:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):  # another process removes a folder that has become empty
+        while True:  # another process may remove a folder that has become empty, at any moment
+            try:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            except (FileNotFoundError, FileExistsError):
+                continue
+            with contextlib.suppress(FileNotFoundError):
                 os.link(part, path) if new else os.replace(part, path)
                 break
         with contextlib.suppress(FileNotFoundError):
