@@ -6,10 +6,10 @@ schedule, the order of the data.
 
 from __future__ import annotations
 
-import sys
 from math import prod
 from pathlib import Path
 
+import svg
 from svg import Canvas
 
 from shardtrain.data.order import sample_at
@@ -281,13 +281,5 @@ def checkpoint() -> str:
 ALL = {"mesh": mesh, "axes": axes, "pipelines": pipelines, "batch": batch, "checkpoint": checkpoint}
 
 
-def main() -> None:
-    """Write every drawing."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in ALL.items():
-        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    svg.write_all(ALL, FOLDER)

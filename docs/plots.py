@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from itertools import pairwise
 from math import log10
 from pathlib import Path
 from typing import Any
 
+import svg
 from svg import Canvas
 
 FOLDER = Path(__file__).parent / "pictures"
@@ -145,13 +145,5 @@ def rounding() -> str:
 ALL = {"peers": peers, "generating": generating, "memory": memory, "stalls": stalls, "rounding": rounding}
 
 
-def main() -> None:
-    """Draw every plot."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in ALL.items():
-        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    svg.write_all(ALL, FOLDER)

@@ -5,7 +5,10 @@ An image on a page follows what the reader's system prefers, not a switch of the
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Mapping
 from html import escape
+from pathlib import Path
 
 SANS = 'system-ui,-apple-system,"Segoe UI",Roboto,"DejaVu Sans",sans-serif'
 STYLE = (
@@ -77,3 +80,11 @@ class Canvas:
         ground = f'<rect class="ground" width="{self.width}" height="{self.height}" rx="6"/>'
         title = f"<title>{escape(self.title)}</title>"
         return "\n".join([head, title, f"<style>{STYLE}</style>", tip, ground, *self._parts, "</svg>"]) + "\n"
+
+
+def write_all(drawings: Mapping[str, Callable[[], str]], folder: Path) -> None:
+    """Write every drawing as NAME.svg, into ``folder`` or the one that the command line names."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw in drawings.items():
+        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
