@@ -86,6 +86,16 @@ def test_what_failed_is_written_once_with_its_reason(folder, workers):
     assert "assert 1 == 2" in failures
 
 
+def test_what_tests_share_is_imported_once(folder):
+    tests = folder / "tests"
+    tests.mkdir()
+    (tests / "shared.py").write_text("with open('imported', 'a') as file:\n    file.write(__name__ + '\\n')\n")
+    (tests / "test_a.py").write_text("import shared\n\ndef test_a():\n    pass\n")
+    code, ran, _ = run(folder, "--import-mode=importlib", "--doctest-modules", "-o", "pythonpath=tests", "tests")
+    assert (code, ran) == (0, ["test_a"])
+    assert (folder / "imported").read_text().split() == ["shared"]
+
+
 def test_a_test_that_is_named_runs_whole_and_a_file_in_its_tier(folder):
     assert len(run(folder, "test_sample.py::test_pairs")[1]) == 3
     assert run(folder, "test_sample.py::test_sizes[3]")[1] == ["test_sizes[3]"]

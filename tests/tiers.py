@@ -27,6 +27,7 @@ import patience
 import pytest
 import pytest_timeout
 import workers
+from _pytest.doctest import DoctestModule
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would fight for cores
 # what a command prints is compared whole, also on a machine so busy that it takes seconds
@@ -181,6 +182,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.suffix == ".py" and collection_path.is_relative_to(PACKAGE):
         return True if b">>>" not in collection_path.read_bytes() else None
     return None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file(file_path: Path) -> Iterator[None]:
+    """Look for examples in the package alone.
+
+    A file that tests share would be imported once more for them, under another name: with a second of each class, of
+    which one is registered with a library and another is what tests change.
+    """
+    found: list[pytest.Collector] = yield
+    return [one for one in found if not isinstance(one, DoctestModule) or file_path.is_relative_to(PACKAGE)]
 
 
 @pytest.hookimpl(wrapper=True)
