@@ -141,7 +141,7 @@ def chunks(rows: Iterable[tuple[Key, Row]]) -> Iterator[list[tuple[Key, Row]]]:
     size = 0
     for keyed in rows:
         chunk.append(keyed)
-        size += _text_size(keyed[1])
+        size += text_size(keyed[1])
         if size >= CHARACTERS_AT_ONCE or len(chunk) >= ROWS_AT_ONCE:
             yield chunk
             chunk, size = [], 0
@@ -149,12 +149,12 @@ def chunks(rows: Iterable[tuple[Key, Row]]) -> Iterator[list[tuple[Key, Row]]]:
         yield chunk
 
 
-def _text_size(value: object) -> int:
+def text_size(value: object) -> int:
     """Characters in a row, about."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, Mapping):
-        return sum(map(_text_size, value.values()))
+        return sum(map(text_size, value.values()))
     if isinstance(value, list | tuple):
-        return sum(map(_text_size, value))
+        return sum(map(text_size, value))
     return 8

@@ -10,7 +10,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,10 @@ from shardtrain.metrics.record import Record, Reduce, RunFacts
 from shardtrain.metrics.sinks import Request, Sink, console
 from shardtrain.metrics.sinks.jsonl import JsonlFiles
 from shardtrain.metrics.sinks.own import OwnSink
+from shardtrain.metrics.waiting import Waiting
 from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.hardware import peak_flops
+from shardtrain.utils.heartbeat import asked_seconds, repeat
 from shardtrain.utils.log import logger
 from shardtrain.utils.sparkline import bars_for, sparkline
 from shardtrain.utils.units import format_count, format_seconds
@@ -70,6 +72,7 @@ class Metrics:
     ``metrics.jsonl`` (always), TensorBoard, W&B and the user's sinks; every rank logs the console line to its own log.
     Use it as a context manager, or call ``close``. Raises ConfigError where a sink's package is missing. Once it is
     open, no error of a sink, of the live line or of what is computed for them ends a step: it is one warning.
+    ``phase`` gives the name of what the run does at the moment, for the lines of a step that takes long.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Metrics:
         reduce: Reduce,
         tokens_seen: int = 0,
         clock: Callable[[], float] = time.perf_counter,
+        phase: Callable[[], str] = lambda: "step",
     ) -> None:
         self.tokens_seen = tokens_seen
         self._options = config.metrics
@@ -104,6 +108,12 @@ class Metrics:
             )
         self._closed = False
         self._own.call(self._log_header, None)
+        self._waiting = ExitStack()
+        self._waits: Waiting | None = None
+        if facts.is_writer and asked_seconds():
+            self._waits = Waiting(facts.total_steps, facts.start_step, phase, self._progress)
+            self._waiting.callback(self._waits.close)
+            self._waiting.enter_context(repeat(self._waits.tell))
         self._start_seconds = clock()
         self._window = Window(clock)
 
@@ -139,6 +149,8 @@ class Metrics:
         between wait for nothing; a log step reduces over ranks, so every rank must report every step.
         """
         self._step = step
+        if self._waits:
+            self._waits.step(step)
         self.tokens_seen += global_tokens
         self._window.add(loss_sum, local_tokens, global_tokens, data_seconds)
         record = None
@@ -160,6 +172,7 @@ class Metrics:
         if self._closed:
             return
         self._closed = True
+        self._waiting.close()
         if self._progress:
             self._line.call(self._progress.close, None)
         self._to_sinks(lambda sink: sink.close())

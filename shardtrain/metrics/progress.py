@@ -22,7 +22,7 @@ REDRAW_SECONDS = 0.1
 class Progress:
     """Draws the line; log lines appear above it, whole, because the log writes through ``sys.stderr``.
 
-    No thread of its own: it draws when a step ends.
+    No thread of its own: it draws when a step ends, and when it is told what a long step waits for.
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class Progress:
         self._total_steps = total_steps
         self._step = start_step
         self._record: Record | None = None
+        self._waits = ""
         self._clock = clock
         self._drawn = -float("inf")
         # rich asks NO_COLOR itself
@@ -45,12 +46,17 @@ class Progress:
 
     def step(self, step: int, record: Record | None = None) -> None:
         """Move to ``step``; ``record`` where this step was logged."""
-        self._step = step
+        self._step, self._waits = step, ""
         self._record = record or self._record
         now = self._clock()
         if record is not None or now - self._drawn >= REDRAW_SECONDS:
             self._drawn = now
             self._live.update(self._render(), refresh=True)
+
+    def wait(self, what: str) -> None:
+        """Show ``what`` in place of the step, until the next step."""
+        self._waits = what
+        self._live.update(self._render(), refresh=True)
 
     def close(self) -> None:
         """Take the line away."""
@@ -72,6 +78,7 @@ class Progress:
         from rich.table import Table
 
         words = texts(self._step, self._total_steps, self._record)
+        words[0] = self._waits or words[0]
         room = self._console.width - 2 * len(words)
         while len(words) > 1 and sum(map(len, words)) > room:
             room += 2

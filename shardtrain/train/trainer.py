@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -134,12 +134,17 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
         validator = Validator(config, run.runner, run.mesh, run.resilience.stop, rows_per_epoch)
     samples = Samples(config, run.runner, run.mesh, None if world.rank else folder, run.state.step)
     started_at = run.state.step
+
+    def phase() -> str:
+        return run.resilience.phases.name
+
     with run.resilience.ledger:
         while True:
             try:
                 # made again after going back: its counts and files go back too
                 facts = run_facts(run, world)
-                with Metrics(config, folder, facts, ReduceOverMesh(run.mesh), run.state.tokens_seen) as metrics:
+                reduce = ReduceOverMesh(run.mesh)
+                with Metrics(config, folder, facts, reduce, run.state.tokens_seen, phase=phase) as metrics:
                     _steps(run, world, checkpoints, validator, samples, metrics)
                     run.resilience.finish()
                 return run.state
@@ -166,9 +171,8 @@ def _steps(
         while state.step < run.total_steps:
             if run.contents.problem:  # a thread hashes the files of the data
                 raise run.contents.problem
-            first = _heartbeat("first step", world) if state.step == started_at else nullcontext()
             try:
-                with first, resilience.watch_step(state):
+                with resilience.watch_step(state):
                     outcome = step(run)
             except Exception as error:
                 raise shutdown.explain(error, run) from error

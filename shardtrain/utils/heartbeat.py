@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.utils.units import format_bytes, format_seconds
@@ -16,6 +17,26 @@ from shardtrain.utils.units import format_bytes, format_seconds
 SECONDS = 5.0
 """Between two lines; what is done earlier prints none."""
 _IO = Path("/proc/self/io")
+
+
+@dataclass
+class _Silence:
+    """How long this process has said nothing: works that follow on each other, each too short for a line, add up."""
+
+    since: float
+    """When the silence began; the clock is the one of ``time.monotonic``."""
+    until: float
+    """When the last of these works ended."""
+
+    def begin(self) -> float:
+        """When the silence began in which a work begins now."""
+        now = time.monotonic()
+        return self.since if now - self.until < _SAME_SILENCE_SECONDS else now
+
+
+_SAME_SILENCE_SECONDS = 1.0
+"""Between two works that follow on each other; in a longer time there may have been lines of others."""
+_silence = _Silence(time.monotonic(), time.monotonic())
 
 
 def _print(line: str) -> None:
@@ -26,22 +47,40 @@ def _print(line: str) -> None:
 def heartbeat(what: str, seconds: float | None = None, say: Callable[[str], None] = _print) -> Iterator[None]:
     """Print to standard error how long ``what`` has taken, and on Linux what it has read from and written to disks.
 
-    ``seconds`` lie between two lines, without them what ``SHARDTRAIN_HEARTBEAT_SECONDS`` says, where 0 prints none.
-    ``say`` takes the lines elsewhere. A thread of its own prints: where this process may fork meanwhile and must have
-    one thread alone, see ``WaitingHeartbeat``.
+    ``seconds`` of silence come before a line, without them what ``SHARDTRAIN_HEARTBEAT_SECONDS`` says, where 0 prints
+    none. ``say`` takes the lines elsewhere. A thread of its own prints: where this process may fork meanwhile and must
+    have one thread alone, see ``WaitingHeartbeat``.
     """
-    seconds = _asked_seconds() if seconds is None else seconds
+    seconds = asked_seconds() if seconds is None else seconds
     if not seconds:
         yield
         return
-    done, line = threading.Event(), _line(what)
+    line, silence = _line(what), _Silence(_silence.begin(), 0)
 
-    def tell() -> None:
+    def tell() -> float:
+        if time.monotonic() >= silence.since + seconds:
+            silence.since = time.monotonic()
+            say(line())
+        return silence.since + seconds - time.monotonic()
+
+    try:
+        with repeat(tell):
+            yield
+    finally:
+        _silence.since, _silence.until = silence.since, time.monotonic()
+
+
+@contextmanager
+def repeat(action: Callable[[], float]) -> Iterator[None]:
+    """Call ``action`` on a thread of its own, again after as many seconds as it gives; its first error ends that."""
+    done = threading.Event()
+
+    def run() -> None:
         with suppress(Exception):  # a line less
-            while not done.wait(seconds):
-                say(line())
+            while not done.wait(max(0.0, action())):
+                pass
 
-    thread = threading.Thread(target=tell, name="heartbeat", daemon=True)
+    thread = threading.Thread(target=run, name="heartbeat", daemon=True)
     thread.start()
     try:
         yield
@@ -54,7 +93,7 @@ class WaitingHeartbeat:
     """The same lines from a loop that waits for other processes, without a thread."""
 
     def __init__(self, what: str) -> None:
-        self.seconds: float | None = _asked_seconds() or None
+        self.seconds: float | None = asked_seconds() or None
         """How long to wait before ``tell`` is called; None where nothing is printed."""
         self._line = _line(what)
 
@@ -79,7 +118,8 @@ def _line(what: str) -> Callable[[], str]:
     return line
 
 
-def _asked_seconds() -> float:
+def asked_seconds() -> float:
+    """Seconds between two lines, as ``SHARDTRAIN_HEARTBEAT_SECONDS`` says; 0 where none are wanted."""
     text = os.environ.get("SHARDTRAIN_HEARTBEAT_SECONDS", "").strip()
     try:
         seconds = float(text or SECONDS)

@@ -179,7 +179,9 @@ class _FileHandler(logging.Handler):
         self._descriptor = -1 if opens_late else self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
+        """Write one record, but for what is of the moment alone."""
+        if getattr(record, "console_only", False):
+            return
         data = (self.format(record) + "\n").encode(errors="replace")
         try:
             if self._descriptor < 0 or self._is_gone():

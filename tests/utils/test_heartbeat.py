@@ -67,3 +67,12 @@ def test_a_process_that_may_fork_prints_without_a_thread(
     assert capsys.readouterr().err.startswith("checking data: ")
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0")
     assert WaitingHeartbeat("checking data").seconds is None
+
+
+def test_short_works_that_follow_on_each_other_make_one_silence() -> None:
+    said: list[str] = []
+    deadline = time.monotonic() + patience.seconds(20)
+    while not said and time.monotonic() < deadline:  # none of them is long enough for a line of its own
+        with heartbeat("importing", seconds=0.5, say=said.append):
+            time.sleep(0.05)
+    assert said and said[0].startswith("importing: ")

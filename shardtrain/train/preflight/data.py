@@ -14,8 +14,8 @@ from shardtrain.config.schema.data import DataSource
 from shardtrain.data import build_dataset, ends, sources
 from shardtrain.data.data_budget import check_enough
 from shardtrain.data.encode import open_encoder
-from shardtrain.data.read_documents import BadRows, RowStats, read_documents
-from shardtrain.data.sources import every_row
+from shardtrain.data.read_documents import BadRows, RowStats, read_documents, text_size
+from shardtrain.data.sources import Key, Row, every_row
 from shardtrain.train.preflight import own_files
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.log import logger
@@ -23,7 +23,9 @@ from shardtrain.utils.log import logger
 SMALL_BYTES = 2 * 2**20
 """Bytes of a dataset up to which all of it is read: a second's work for a slow tokenizer."""
 FIRST_ROWS = 64
-"""Rows of a larger one that are read."""
+"""Rows of a larger one that are read,"""
+FIRST_CHARACTERS = 2**17
+"""or fewer, once they have so many characters: a tenth of a second's work."""
 _LANGUAGE_MODELS = ("language_model", "distillation")
 
 
@@ -72,8 +74,10 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
         encoder = open_encoder(tokenizer, config.data, named.source)
         build_dataset.check_template(source, encoder, named)
         policy, tally = BadRows.of(config.data), RowStats()
-        rows = None if is_small else 1 if source.total_bytes is None else FIRST_ROWS
-        for _ in read_documents(source, encoder, policy, tally, itertools.islice(every_row(source), rows)):
+        rows = every_row(source)
+        if not is_small:
+            rows = itertools.islice(rows, 1) if source.total_bytes is None else _first(rows)
+        for _ in read_documents(source, encoder, policy, tally, rows):
             pass
         if is_small:
             policy.judge(tally, f"dataset {named.name}")
@@ -82,6 +86,16 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
         return None
     validates = isinstance(part, Validation)
     return build_dataset.open_data(config, part, shuffle=not validates, loop=False if validates else None).end
+
+
+def _first(rows: Iterator[tuple[Key, Row]]) -> Iterator[tuple[Key, Row]]:
+    """The first rows: by their number, and by their size."""
+    characters = 0
+    for keyed in itertools.islice(rows, FIRST_ROWS):
+        yield keyed
+        characters += text_size(keyed[1])
+        if characters >= FIRST_CHARACTERS:
+            return
 
 
 def _read_rows(config: Config, part: Training | Validation, world_size: int | None) -> int | None:
