@@ -32,5 +32,8 @@ fi
 # where the command is not on the caller's path yet, a run that succeeds ends with how it comes there
 unset SHARDTRAIN_ACTIVATE
 [[ -z "${venv:-}" ]] || export SHARDTRAIN_ACTIVATE="source $venv/bin/activate"
+# the goodput of the run begins here, and not with an installation
+SHARDTRAIN_HANDED_OVER="$(date +%s)"
+export SHARDTRAIN_HANDED_OVER
 # exec, so that a scheduler's signals reach the trainer and not this shell
 exec "$python" -m shardtrain train ${arguments[@]+"${arguments[@]}"} "$@"

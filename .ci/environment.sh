@@ -36,17 +36,21 @@ current() { # whether the environment holds what is needed; the one of the tests
     return 1
 }
 
-run_pip() { # pip's words; every 5 s it prints how far it is, because pip is silent while it unpacks
+with_progress() { # a command; every 5 s it prints how far it is, because pip is silent while it unpacks
     local started=$SECONDS status=0 beat
     # not beyond this script: what runs in the background does not hear Ctrl-C
     while sleep 5 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
         echo "  $((SECONDS - started)) s, $(du -sm "$venv" 2>/dev/null | cut -f1) MB in $venv" >&2
     done &
     beat=$!
-    "$python" -m pip install --quiet "$@" || status=$?
+    "$@" || status=$?
     kill "$beat" 2>/dev/null
     wait "$beat" 2>/dev/null || true
     return "$status"
+}
+
+run_pip() { # pip's words
+    with_progress "$python" -m pip install --quiet "$@"
 }
 
 install() {
@@ -84,7 +88,7 @@ else
     if ! current; then
         if [[ ! -x "$python" ]]; then
             base="$(find_python)"
-            "$base" -m venv "$venv" || fail "$base cannot make $venv; on Debian and Ubuntu install python3-venv"
+            with_progress "$base" -m venv "$venv" || fail "$base cannot make $venv; on Debian and Ubuntu install python3-venv"
         fi
         "$python" -m pip --version >/dev/null 2>&1 || fail "$venv has no pip; remove it and install python3-venv"
         install

@@ -26,7 +26,8 @@ case "$*" in
         echo "pip ${*:4}" >>"$CALLS"
         sleep "${PIP_SECONDS:-0}"
         [[ -z "${NO_CPU_WHEEL:-}" || "$*" != *torch==*+cpu* || "$*" == *--index-url* ]] || exit 1 ;;
-    *) echo "${SHARDTRAIN_ACTIVATE:-}" >>"$CALLS.activate"; echo "$$ $PWD" >>"$CALLS"; printf '%s\n' "$@" >>"$CALLS" ;;
+    *) echo "${SHARDTRAIN_HANDED_OVER:-}" >"$CALLS.handed_over"
+        echo "${SHARDTRAIN_ACTIVATE:-}" >>"$CALLS.activate"; echo "$$ $PWD" >>"$CALLS"; printf '%s\n' "$@" >>"$CALLS" ;;
 esac
 """
 
@@ -82,6 +83,12 @@ def test_a_fresh_machine_gets_an_environment_and_trains_the_default_configuratio
     assert trained(calls) == ["-m", "shardtrain", "train", f"{repository}/configs/debug.toml", "--training.steps", "5"]
     assert (repository / ".venv/bin/python").exists()
     assert any("--editable" in call and "--constraint" in call for call in calls)
+
+
+def test_the_time_of_a_run_begins_after_the_installation(repository):
+    run(repository, "run_train.sh", PIP_SECONDS="0.6")
+    marks = [path.stat().st_mtime for path in sorted((repository / ".venv").glob(".shardtrain-*"))]
+    assert int((repository.parent / "calls.handed_over").read_text()) >= int(max(marks))
 
 
 @pytest.mark.nightly(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
@@ -22,6 +23,8 @@ from shardtrain.utils.units import format_seconds
 
 JOB, STARTED = "SHARDTRAIN_JOB", "SHARDTRAIN_STARTED"
 """Set by the launcher: its own name and when it began; when it started this attempt (seconds since the epoch)."""
+HANDED_OVER = "SHARDTRAIN_HANDED_OVER"
+"""Set by run_train.sh, which may have installed the package in the process that it then hands over."""
 MOST_SECONDS_BETWEEN_LINES = 60.0
 
 T = TypeVar("T")
@@ -208,16 +211,20 @@ def new_job() -> str:
 
 
 def process_started(now: float, otherwise: float) -> float:
-    """When this process began, in seconds since the epoch; ``otherwise`` where the system does not tell."""
+    """When this process began, in seconds since the epoch; ``otherwise`` where the system does not tell.
+
+    One that a script has handed over began with that.
+    """
+    began = otherwise
     if sys.platform == "linux":
-        try:
+        with contextlib.suppress(OSError, ValueError, IndexError):
             with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
                 ticks = int(stat.read().rpartition(")")[2].split()[19])
                 age = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
-        except (OSError, ValueError, IndexError):
-            return otherwise
-        return now - age if 0 <= age < 1e9 else otherwise
-    return otherwise
+            if 0 <= age < 1e9:
+                began = now - age
+    handed_over = os.environ.get(HANDED_OVER, "")
+    return max(began, min(float(handed_over), now)) if handed_over.isdecimal() else began
 
 
 def _origin(environment: Mapping[str, str], now: float, at_least: float) -> tuple[str, float, float]:

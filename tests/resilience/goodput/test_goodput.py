@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from pathlib import Path
 
 import pytest
 
 from shardtrain import cli
-from shardtrain.resilience.goodput import command, events
+from shardtrain.resilience.goodput import command, events, ledger
 from shardtrain.resilience.goodput.account import BINS, account, attempts_of
 from shardtrain.resilience.goodput.events import Death, Progress, Start
 from shardtrain.resilience.goodput.ledger import Ledger, note_death
@@ -230,6 +231,18 @@ def test_another_command_that_starts_at_step_0_is_another_run(tmp_path):
     life.attempt(4, 2, 1.0, dies=False)
     assert life.account().attempts == 1
     assert len(list(tmp_path.glob("goodput-*.jsonl"))) == 1
+
+
+def test_a_process_that_a_script_has_handed_over_began_then(monkeypatch):
+    now = time.time()
+    own = ledger.process_started(now, now)
+    monkeypatch.setenv(ledger.HANDED_OVER, str(int(now - 1)))
+    assert ledger.process_started(now, now) == max(own, int(now - 1))  # not with what the script did before
+    for text in (str(int(own - 100)), "yesterday", ""):  # of an earlier process, or of none
+        monkeypatch.setenv(ledger.HANDED_OVER, text)
+        assert ledger.process_started(now, now) == pytest.approx(own, abs=0.1)
+    monkeypatch.setenv(ledger.HANDED_OVER, str(int(now + 100)))
+    assert ledger.process_started(now, now) <= now
 
 
 def test_a_file_that_cannot_be_written_does_not_stop_a_run(tmp_path):
