@@ -23,6 +23,7 @@ from shardtrain.config import help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
 from shardtrain.utils import process
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.utils.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from shardtrain.config import Loaded
@@ -270,7 +271,6 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     """Check the configuration, choose the number of ranks, and run them from this process."""
     from shardtrain.launch import environment, local
     from shardtrain.train import preflight
-    from shardtrain.utils.heartbeat import heartbeat
 
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
@@ -371,7 +371,6 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
 
 
 def _trainer() -> Callable[[Loaded], object]:
-    from shardtrain.utils.heartbeat import heartbeat
 
     with heartbeat("importing PyTorch"):  # its thread has ended when ranks are forked
         from shardtrain.train.trainer import main
@@ -388,7 +387,6 @@ def _long(verb: str, function: Callable[[list[str]], int]) -> Callable[[list[str
     """The same, which says every few seconds how long it has taken: for verbs that read and write whole models."""
 
     def run(words: list[str]) -> int:
-        from shardtrain.utils.heartbeat import heartbeat
 
         with heartbeat(f"shardtrain {verb}"):
             return function(words)

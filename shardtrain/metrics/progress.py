@@ -22,7 +22,7 @@ REDRAW_SECONDS = 0.1
 class Progress:
     """Draws the line; log lines appear above it, whole, because the log writes through ``sys.stderr``.
 
-    No thread of its own: it draws when a step ends, and when it is told what a long step waits for.
+    No thread of its own: it draws when a step ends, and when ``wait`` is called during a long one.
     """
 
     def __init__(
