@@ -72,7 +72,7 @@ def test_no_silence_is_longer_than_was_asked_for(heard: Callable[[], list[str]],
     assert "_LastSaid" not in [type(one).__name__ for one in log.logger.handlers]
 
 
-def test_a_run_that_logs_often_enough_is_told_nothing_more(heard: Callable[[], list[str]], clock: Clock) -> None:
+def test_a_run_that_logs_often_enough_says_nothing_more(heard: Callable[[], list[str]], clock: Clock) -> None:
     assert heard() == []
     waiting = Waiting(5000, 0, lambda: "step", seconds=5, clock=clock)
     for step in range(1, 20):
@@ -84,7 +84,7 @@ def test_a_run_that_logs_often_enough_is_told_nothing_more(heard: Callable[[], l
     assert heard() == [f"step: {step}" for step in range(1, 20)]
 
 
-def test_short_steps_between_logged_ones_are_told_without_their_time(
+def test_short_steps_between_logged_ones_are_named_without_their_time(
     heard: Callable[[], list[str]], clock: Clock
 ) -> None:
     assert heard() == []
