@@ -106,6 +106,10 @@ def is_stopped(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
+@pytest.mark.nightly(
+    "at random",
+    by="tests/test_hangs.py::test_the_rank_that_hangs_is_named_with_its_phase",
+)
 def test_random_hangs_are_named_rightly(tmp_path):
     """The figure is printed: pytest -s."""
     dice, wrong, seconds = random.Random(HANGS), [], []

@@ -261,6 +261,10 @@ def hub(tmp_path_factory):
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.nightly(
+    "against a server",
+    by="tests/data/sources/test_source_huggingface.py::test_every_worker_process_sees_all_rows_of_a_shard",
+)
 def test_a_stream_from_the_hub_has_the_hub_s_own_shards_of_one_pinned_revision(hub):
     found = hub["c4"]
     assert (found["table"], found["shards"], found["rows"]) == (False, 2, 50_100)

@@ -213,6 +213,10 @@ def test_failures_cost_half_an_interval_and_a_restart_each(capsys):
     assert "it never ends: save more often" in capsys.readouterr().out
 
 
+@pytest.mark.nightly(
+    "three searches",
+    by="tests/tools/plan/test_plan.py::test_the_best_of_a_search_is_no_slower_than_what_was_asked_and_a_configuration_that_train_takes",
+)
 def test_float8_is_searched_where_it_is_asked_for_and_the_device_has_it(tmp_path, capsys):
     words = ["plan", "llama3_8b", "--gpus", "8", "--search", "--top", "40", "--json"]
     assert cli.main(words) == 0
