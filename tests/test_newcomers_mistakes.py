@@ -85,7 +85,7 @@ MISTAKES = {
     "train debug --wandb": "did you mean metrics.enable_wandb?",
     "train debug --parallelism.fsdp 2": "did you mean parallelism.data_parallel_shard_degree?",
     "train debug --tp 2": "did you mean parallelism.tensor_parallel_degree?",
-    "train debug --compile": "is a section, not an option; write --compile.KEY VALUE",
+    "train debug --compile": "write --compile.enable, or --compile.KEY VALUE",
     "train debug --training.mixed_precision_param fp16": 'did you mean "float16"?',
     "train debug --checkpoint.interval 5min": "must be an integer; write a whole number",
     "plan llama3_8b --gpu 8": "for plan the number of devices --gpus N",
@@ -95,6 +95,32 @@ MISTAKES = {
     "replay three unsaved": "write it like 120 or 100:120",
     "data prepare": "write --output FOLDER",
     "config help optimzer.lr": "did you mean optimizer.lr?",
+    "train llama3-8b": "did you mean llama3_8b?",
+    "train debug --training.steps 10.5": "write 10 or 11",
+    "train debug --training.seq_len 0": "use 1 or more",
+    "train debug --job.dump_folder there.toml": "is a file; choose another folder",
+    "train debug --data my.jsonl": "a file of yours is --training.dataset text --training.dataset_path my.jsonl",
+    "train debug --lora": "write --lora.enable, or --lora.KEY VALUE",
+    "train debug --training.dataset_path text.txt": 'remove it, or use the dataset "text"',
+    "train debug --resume_from_checkpoint outputs/checkpoint/step-10": "repeat its command with the same",
+    "train debug --seed abc": "did you mean debug.seed?",
+    "train debug --model.name gpt2": "models are deepseek_v2",
+    "train debug --optimizer.lr=-1": "optimizer.lr=-1",
+    "train debug --training.local_batch_size 0": "training.local_batch_size=0",
+    "generate unsaved --prompt hello": "name a run that has saved",
+    "generate unsaved --prompt hello --temperature=-1": "use 0, or about 0.7 to 1",
+    "merge unsaved --to merged": "name a run that has saved",
+    "evaluate unsaved --data text.txt": "write it like --data books=books.jsonl",
+    "evaluate unsaved --data val=nowhere.txt": "correct the path",
+    "checkpoint diff unsaved": "shardtrain checkpoint diff outputs/checkpoint/step-100 outputs/checkpoint/step-200",
+    "config migrate run.yaml -o new.toml": "known are pytorch_universal_trainer",
+    "init new.toml llama3_9b": "did you mean llama3_8b?",
+    "plan llama3_8b --gpus eight": "write it like --gpus 64",
+    "verify debug --mesh foo=2": "axes are dp_replicate",
+    "goodput empty": "give the folder of a run",
+    "runs nowhere": "name one that holds runs",
+    "launch": "needs a platform; use one of local",
+    "completion tcsh": "fish",
 }
 FIRST = list(MISTAKES)[::8]
 
@@ -130,4 +156,4 @@ def test_a_mistake_is_answered_by_one_line_that_says_what_to_do(typed: str, fold
 
 
 def test_there_are_mistakes_enough() -> None:
-    assert len(MISTAKES) >= 75
+    assert len(MISTAKES) >= 100

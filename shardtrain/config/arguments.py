@@ -89,7 +89,11 @@ def _add(
 
     if option is None:
         if name in sections():
-            wrong("is a section, not an option", f"write --{name}.KEY VALUE")
+            turned_on = f"--{name}.enable, or " if f"{name}.enable" in options() and not values else ""
+            fix = f"write {turned_on}--{name}.KEY VALUE"
+            if name == "data" and values:
+                fix = f"a file of yours is --training.dataset text --training.dataset_path {shown}; " + fix
+            wrong("is a section, not an option", fix)
         else:
             fix = suggestion(name)
             if name in ("config", "config_file", "cfg", "file"):

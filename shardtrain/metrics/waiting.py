@@ -66,7 +66,7 @@ class Waiting:
         """Such as ``step 41/5000: 20s``; without the time where the step has just begun."""
         step = f"step {self._step + 1}/{self._total_steps}"
         place = {
-            "compile": f"{step}, the first of this process",
+            "compile": f"first step ({self._step + 1}/{self._total_steps})",
             "data": f"{step}, waiting for data",
             "validation": f"validation after step {self._step}",
             "checkpoint": f"saving step {self._step}",

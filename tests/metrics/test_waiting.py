@@ -66,7 +66,7 @@ def test_no_silence_is_longer_than_was_asked_for(heard: Callable[[], list[str]],
             clock.seconds += wait
     waiting.close()
     assert max(after - before for before, after in itertools.pairwise(times)) <= 5 and clock.seconds - times[-1] <= 5
-    assert heard()[0] == "step 41/5000, the first of this process: 5s" and heard()[4].endswith(": 25s")
+    assert heard()[0] == "first step (41/5000): 5s" and heard()[4].endswith(": 25s")
     assert "step 43/5000, waiting for data: 7s" in heard() and "validation after step 43: 5s" in heard()
     assert (tmp_path / "log.txt").read_text() == ""  # they are of the moment alone
     assert "_LastSaid" not in [type(one).__name__ for one in log.logger.handlers]

@@ -71,7 +71,10 @@ def find_checkpoint(path: Path, config: Config) -> tuple[Path, Manifest]:
         return path, stored
     folder = next((f for f in (path, path / config.checkpoint.folder) if retention.step_folders(f)), None)
     if folder is None:
-        raise CheckpointError(f"--from {path} holds no checkpoint: no folder named step-N in it or in its checkpoint/")
+        raise CheckpointError(
+            f"--from {path} holds no checkpoint: no folder named step-N in it or in its checkpoint/; name a run that "
+            "has saved, as one does with --checkpoint.enable"
+        )
     damages: list[str] = []
     # the first rank decides: where a shared folder lags, ranks would open different steps
     for step in reversed(collectives.broadcast_json(retention.step_folders(folder))):

@@ -298,8 +298,10 @@ def _optimizer(found: Found) -> None:
     kind = found.get(key, str, "torch.optim.AdamW").rpartition(".")[2]
     if kind in ("AdamW", "Adam"):
         found.set(key, "optimizer.name", kind)
+    elif kind in ("AdamW8bit", "PagedAdamW8bit"):  # of bitsandbytes and torchao
+        found.set(key, "optimizer.name", "AdamW8bit")
     elif "AdamW" in kind:
-        found.answer(key, "unsupported", 'its state is not quantized; the nearest is optimizer.name = "AdamW"')
+        found.answer(key, "unsupported", 'the nearest is optimizer.name = "AdamW" or "AdamW8bit"')
     else:
         found.answer(key, "unsupported", "there are AdamW, Adam and Muon, in optimizer.name")
     betas = found.get("optimizer\0betas", list)

@@ -322,13 +322,15 @@ def _optimizer(found: Found) -> None:
 
 
 def optimizer(found: Found, kind: str, key: str) -> None:
-    """The names that the Trainer has for AdamW; those of 8 bits are others."""
+    """The names that the Trainer has for AdamW; those of 8 bits have one byte per number of state here too."""
     if kind.startswith(("adamw_torch", "adamw_hf", "adamw_apex")) and not kind.endswith(("8bit", "4bit", "fp8")):
         found.set(key, "optimizer.name", "AdamW")
+    elif "adamw" in kind and kind.endswith("8bit"):  # of bitsandbytes or torchao, paged or not
+        found.set(key, "optimizer.name", "AdamW8bit")
     elif "adamw" in kind:
         found.set(key, "optimizer.name", "AdamW")
         found.entries = [e for e in found.entries if e.key != key]
-        found.answer(key, "unsupported", 'its state is not quantized; the nearest is written: optimizer.name = "AdamW"')
+        found.answer(key, "unsupported", 'its state has other bits; the nearest is written: optimizer.name = "AdamW"')
     else:
         found.answer(key, "unsupported", "there are AdamW, Adam and Muon, in optimizer.name")
 
@@ -459,7 +461,7 @@ def _source(file: str) -> str:
 def _reports(found: Found) -> None:
     given = found.values.get("report_to")
     names = [str(name) for name in given] if isinstance(given, list) else [str(given)] if given else []
-    known = {"tensorboard": "metrics.enable_tensorboard", "wandb": "metrics.enable_wandb"}
+    known = {name: f"metrics.enable_{name}" for name in ("tensorboard", "wandb", "mlflow", "trackio")}
     chosen = [name for name in names if name in known]
     for number, name in enumerate(chosen):
         if number == 0:

@@ -563,3 +563,21 @@ def test_a_hostile_file_runs_nothing_and_ends_soon(tmp_path, name):
         with pytest.raises(ConfigError):
             migrate([file])
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("system", ["Trainer", "axolotl", "torchtune"])
+def test_optimizers_of_8_bits_stay_of_8_bits(tmp_path, system):
+    if system == "Trainer":
+        arguments = {"output_dir": "out", "per_device_train_batch_size": 2, "optim": "adamw_bnb_8bit"}
+        found = taken(tmp_path, "training_args.json", {**arguments, "report_to": ["mlflow", "trackio"]})
+        assert of(found, "metrics.enable_mlflow", "metrics.enable_trackio") == [True, True]
+    elif system == "axolotl":
+        file = write(tmp_path, "axolotl.yml")
+        assert "optimizer: paged_adamw_8bit" in file.read_text()
+        found = migrate([file])
+    else:
+        file = write(tmp_path, "torchtune.yaml")
+        text = re.sub(r"torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit", file.read_text())
+        assert "PagedAdamW8bit" in text
+        found = taken(tmp_path, "bits.yaml", text)
+    assert of(found, "optimizer.name") == ["AdamW8bit"]
