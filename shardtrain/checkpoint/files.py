@@ -27,6 +27,8 @@ PIECE_BYTES = 2**23
 SEEN_SECONDS = 60.0
 """How long a network filesystem may take until one node sees what another has made."""
 _FEW, _AT_A_TIME = 32, 16
+MOST_VIEWS = 512
+"""Linux fills no more than 1,024 at once."""
 
 
 def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
@@ -196,6 +198,9 @@ class Reader(Protocol):
     def read_into(self, view: memoryview, position: int) -> int:
         """Fill a view with the bytes from ``position`` on; gives how many there were. Raises OSError."""
 
+    def read_into_all(self, views: Sequence[memoryview], position: int) -> int:
+        """The same with views that follow each other in the file, at most ``MOST_VIEWS``, as one question."""
+
     def close(self) -> None:
         """Let the file go."""
 
@@ -215,6 +220,12 @@ class FileReader:
                 break
             done += count
         return done
+
+    def read_into_all(self, views: Sequence[memoryview], position: int) -> int:
+        wanted = sum(map(len, views))
+        if os.preadv(self._descriptor, views, position) == wanted:
+            return wanted
+        return _one_by_one(self, views, position)  # the system gives less than 2 GiB at once
 
     def close(self) -> None:
         os.close(self._descriptor)
@@ -236,8 +247,30 @@ class ObjectReader:
             done += len(data)
         return done
 
+    def read_into_all(self, views: Sequence[memoryview], position: int) -> int:
+        wanted = sum(map(len, views))
+        if len(views) == 1 or wanted > PIECE_BYTES:
+            return _one_by_one(self, views, position)
+        whole = memoryview(self._path.read_range(position, position + wanted))
+        done = 0
+        for view in views:
+            part = whole[done : done + len(view)]
+            view[: len(part)] = part
+            done += len(part)
+        return done
+
     def close(self) -> None:
         pass  # nothing is open between two reads
+
+
+def _one_by_one(reader: Reader, views: Sequence[memoryview], position: int) -> int:
+    done = 0
+    for view in views:
+        count = reader.read_into(view, position + done)
+        done += count
+        if count < len(view):
+            break
+    return done
 
 
 def open_stored(path: Path | ObjectPath) -> Reader:

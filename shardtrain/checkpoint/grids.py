@@ -16,8 +16,7 @@ from typing import NamedTuple
 from shardtrain.checkpoint.resharding import Box, overlap
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor, and where its bytes begin in a file; rows are stored one after the other, little-endian."""
 
     offsets: tuple[int, ...]
@@ -73,25 +72,28 @@ class Grid:
 
     def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
         """The boxes that share something with another, in order, and what they share."""
-        if overlap(self.box, box) is None:
+        wanted = overlap(self.box, box)
+        if wanted is None:
             return
         if not self.axes:
-            chunk = Chunk(self.offsets, self.sizes, self.file, self.begin)
-            shared = overlap((chunk.offsets, chunk.sizes), box)
-            assert shared is not None
-            yield chunk, shared
+            yield Chunk(self.offsets, self.sizes, self.file, self.begin), wanted
             return
         *inner, (repeats, dim, file_step) = self.axes
-        step = self.box[1][dim] // repeats
-        low = box[0][dim] - self.offsets[dim]
-        first, last = max(0, low // step), min(repeats, -(-(low + box[1][dim]) // step))
-        for number in range(first, last):
-            offsets = (*self.offsets[:dim], self.offsets[dim] + number * step, *self.offsets[dim + 1 :])
-            file = self.file + number * file_step
+        step, start = self.box[1][dim] // repeats, self.offsets[dim]
+        low, high = wanted[0][dim], wanted[0][dim] + wanted[1][dim]
+        before, after = slice(dim), slice(dim + 1, None)
+        for number in range((low - start) // step, -((start - high) // step)):
+            at, file = start + number * step, self.file + number * file_step
+            offsets = (*self.offsets[before], at, *self.offsets[after])
             if inner:
                 yield from Grid(offsets, self.sizes, file, self.begin, tuple(inner)).overlapping(box)
-            elif (shared := overlap((offsets, self.sizes), box)) is not None:
-                yield Chunk(offsets, self.sizes, file, self.begin), shared
+                continue
+            begin, end = max(at, low), min(at + step, high)  # along the other dimensions all share the same
+            shared = (
+                (*wanted[0][before], begin, *wanted[0][after]),
+                (*wanted[1][before], end - begin, *wanted[1][after]),
+            )
+            yield Chunk(offsets, self.sizes, file, self.begin), shared
 
     def chunks(self) -> Iterator[Chunk]:
         """All its boxes one by one."""

@@ -18,12 +18,15 @@ def overlap(one: Box, other: Box) -> Box | None:
     >>> overlap(((0, 0), (4, 4)), ((2, 1), (4, 2)))
     ((2, 1), (2, 2))
     """
-    starts = tuple(map(max, one[0], other[0]))
-    ends = tuple(
-        min(a + m, b + n) for a, m, b, n in zip(one[0], one[1], other[0], other[1], strict=True)
-    )  # fmt: skip
-    sizes = tuple(end - start for start, end in zip(starts, ends, strict=True))
-    return (starts, sizes) if all(size > 0 for size in sizes) else None
+    starts, sizes = [], []
+    for a, m, b, n in zip(one[0], one[1], other[0], other[1], strict=True):
+        start = max(a, b)
+        size = min(a + m, b + n) - start
+        if size <= 0:
+            return None
+        starts.append(start)
+        sizes.append(size)
+    return tuple(starts), tuple(sizes)
 
 
 def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:

@@ -7,8 +7,10 @@ the overlap of two boxes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,8 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience import progress
 from shardtrain.utils.errors import CheckpointError
 
-MOST_OPEN = 512
-"""Files that ``read`` keeps open: on another mesh a rank may need pieces of thousands."""
+MOST_PIECES = 2**15
+"""Of which ``read`` knows the places at a time, in some 15 MiB."""
 
 
 def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Place) -> StoredFile | None:
@@ -85,25 +87,91 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
 
 
 def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
-    """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError."""
-    readers: dict[int, files.Reader] = {}  # in the order of their last use
-    try:
-        for name, tensor in tensors.items():
-            stored, own = manifest.tensors[name], box_of(tensor)
-            into = local_tensor(tensor).detach()
-            for chunk, shared in stored.overlapping(own):
-                reader = readers.pop(chunk.file, None)
-                if reader is None:
-                    if len(readers) == MOST_OPEN:
-                        readers.pop(next(iter(readers))).close()
-                    reader = files.open_stored(folder / manifest.files[chunk.file].name)
-                readers[chunk.file] = reader
-                found = read_box(reader, chunk, stored.dtype, shared)
-                part(into, shared, own[0]).copy_(found)
-                progress.tick()
-    finally:
-        for reader in readers.values():
-            reader.close()
+    """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError.
+
+    On another mesh a rank may need small pieces of many tensors from thousands of files. So they are read file by file,
+    those that follow each other at once, and ``MOST_PIECES`` of all are known at a time.
+    """
+    pieces = _pieces(tensors, manifest)
+    while some := [*itertools.islice(pieces, MOST_PIECES)]:
+        some.sort(key=lambda piece: piece[:2])
+        for number, in_file in itertools.groupby(some, lambda piece: piece.file):
+            with contextlib.closing(files.open_stored(folder / manifest.files[number].name)) as reader:
+                for run in _runs(in_file):
+                    _read_run(reader, run)
+                    progress.tick()
+
+
+class _Part:
+    """What this rank holds of a tensor, and how bytes of a file get there."""
+
+    def __init__(self, tensor: Tensor, dtype: str) -> None:
+        self.dtype, self.offsets = getattr(torch, dtype), box_of(tensor)[0]
+        self.local = local_tensor(tensor).detach()
+        self.row_shape = tuple(self.local.shape[1:])
+        self.row_bytes = self.local[:1].numel() * ITEM_BYTES[dtype] if self.local.ndim else ITEM_BYTES[dtype]
+        self._bytes = None
+        if self.local.device.type == "cpu" and self.local.dtype == self.dtype and self.local.is_contiguous():
+            self._bytes = memoryview(self.local.reshape(-1).view(torch.uint8).numpy().data)
+
+    def rows(self, box: Box) -> memoryview | None:
+        """The memory of a box, where it is whole rows that can be read into it as they are stored."""
+        if self._bytes is None or box[1][1:] != self.row_shape:
+            return None
+        begin = (box[0][0] - self.offsets[0]) * self.row_bytes if box[0] else 0
+        return self._bytes[begin : begin + (box[1][0] if box[0] else 1) * self.row_bytes]
+
+
+class _Piece(NamedTuple):
+    """The rows of a stored piece that a rank needs: where they are, and what of them is copied where."""
+
+    file: int
+    position: int
+    num_bytes: int
+    chunk: Chunk
+    shared: Box
+    into: _Part
+
+
+def _pieces(tensors: Mapping[str, Tensor], manifest: Manifest) -> Iterator[_Piece]:
+    for name, tensor in tensors.items():
+        stored, own = manifest.tensors[name], box_of(tensor)
+        into, item = _Part(tensor, stored.dtype), ITEM_BYTES[stored.dtype]
+        for chunk, shared in stored.overlapping(own):
+            first, rows = (shared[0][0] - chunk.offsets[0], shared[1][0]) if shared[0] else (0, 1)
+            row_bytes = item * math.prod(chunk.sizes[1:])
+            yield _Piece(chunk.file, chunk.begin + first * row_bytes, rows * row_bytes, chunk, shared, into)
+
+
+def _runs(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+    """Pieces of one file, those that follow each other together; not too many of them, nor of their bytes."""
+    run: list[_Piece] = []
+    end = size = 0
+    for piece in pieces:
+        size += piece.num_bytes
+        if run and (piece.position != end or size > files.PIECE_BYTES or len(run) == files.MOST_VIEWS):
+            yield run
+            run, size = [], piece.num_bytes
+        run.append(piece)
+        end = piece.position + piece.num_bytes
+    yield run
+
+
+def _read_run(reader: files.Reader, run: Sequence[_Piece]) -> None:
+    views, copies = [], []
+    for piece in run:
+        part_of_tensor, (_, _, num_bytes, chunk, shared, into) = None, piece
+        if chunk.sizes[1:] == shared[1][1:]:
+            part_of_tensor = into.rows(shared)
+        if part_of_tensor is None:
+            data = torch.empty(num_bytes, dtype=torch.uint8)  # filled at once, and not with zeros before
+            part_of_tensor = memoryview(data.numpy().data)
+            copies.append((data, piece))
+        views.append(part_of_tensor)
+    if reader.read_into_all(views, run[0].position) != sum(map(len, views)):
+        raise _shorter()
+    for data, (_, _, _, chunk, shared, into) in copies:
+        part(into.local, shared, into.offsets).copy_(_box_of_rows(data, chunk, into.dtype, shared))
 
 
 def read_whole(manifest: Manifest, folder: Place, name: str) -> Tensor:
@@ -140,17 +208,24 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def read_box(reader: files.Reader, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
     """The wanted box of a stored piece: only the rows that it touches are read."""
-    item = ITEM_BYTES[dtype]
     rows, first, shape = 1, 0, chunk.sizes
     if shape:
         first, rows = wanted[0][0] - chunk.offsets[0], wanted[1][0]
-    row_bytes = item * torch.Size(shape[1:]).numel()
+    row_bytes = ITEM_BYTES[dtype] * math.prod(shape[1:])
     data = torch.empty(rows * row_bytes, dtype=torch.uint8)  # filled at once, and not with zeros before
     if reader.read_into(memoryview(data.numpy().data), chunk.begin + first * row_bytes) != len(data):
-        raise CheckpointError("a file of the checkpoint became shorter while it was read; start again")
-    read_rows = data.view(getattr(torch, dtype)).reshape((rows, *shape[1:]) if shape else ())
-    begin = (wanted[0][0], *chunk.offsets[1:]) if shape else ()
-    return part(read_rows, wanted, begin)
+        raise _shorter()
+    return _box_of_rows(data, chunk, getattr(torch, dtype), wanted)
+
+
+def _box_of_rows(data: Tensor, chunk: Chunk, dtype: torch.dtype, wanted: Box) -> Tensor:
+    """The wanted box of the bytes of the rows of a stored piece that it touches."""
+    shape = (wanted[1][0], *chunk.sizes[1:]) if chunk.sizes else ()
+    return part(data.view(dtype).reshape(shape), wanted, (*wanted[0][:1], *chunk.offsets[1:]))
+
+
+def _shorter() -> CheckpointError:
+    return CheckpointError("a file of the checkpoint became shorter while it was read; start again")
 
 
 def part(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
