@@ -16,8 +16,9 @@
                  ranks: CPU seconds and MiB of the plan of a save on each rank, bytes that one rank of each pipeline
                  stage says before it, bytes of the manifest, seconds to write it and to read it
 ``resuming``     of such a checkpoint on the mesh that saved it and on another one: the manifest read, and all pieces
-                 found that the first, a middle and the last rank need: CPU seconds and MiB of a rank, pieces, files,
-                 and bytes read for each byte that is needed
+                 read that the first, a middle and the last rank need, of tensors whose rows are cut to 8 numbers,
+                 so that little of it is for bytes: CPU seconds and MiB of a rank, pieces, files, and bytes read
+                 for each byte that is needed
 ``real_save``    two real ranks save, check and read a model of N MiB and its optimizer: MiB above what each holds
 ``retained``     seconds and manifests read of the retention of a save beside N older checkpoints, all kept for ever
 """
@@ -45,7 +46,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from shardtrain.checkpoint import async_save, holders, retention, save_plan
+from shardtrain.checkpoint import async_save, holders, retention, save_plan, tensors
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.grids import Axis, Grid
 from shardtrain.checkpoint.holders import Table
@@ -335,53 +336,78 @@ RESUMES = {
 }
 
 
-def stored_by(mesh: str) -> bytes:
-    """The manifest of a save by all ranks of a mesh."""
+def stored_by(mesh: str, columns: int | None = None) -> Manifest:
+    """What a save by all ranks of a mesh stores; of tensors whose rows have so many numbers."""
     model, degrees = MESHES[mesh]
-    held = holders.held_by_all(*tables(model(), degrees))
+    held = holders.held_by_all(*tables(narrowed(model(), columns), degrees))
     ranks = math.prod(degrees[axis] for axis in ("pp", "replicas", "fsdp", "tp") if axis in degrees)
     stored, load = save_plan.share_out(held, ranks)
     digest = hashlib.sha256().hexdigest()
     files = tuple(StoredFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size)
-    return Manifest(1, len(load), "run", "benchmark", files, stored, {"state": {"step": 1}}).to_bytes()
+    return Manifest(1, len(load), "run", "benchmark", files, stored, {"state": {"step": 1}})
+
+
+def narrowed(shapes: dict[str, tuple[int, ...]], columns: int | None) -> dict[str, tuple[int, ...]]:
+    if columns is None:
+        return shapes
+    return {name: (*shape[:-1], columns) if len(shape) > 1 else shape for name, shape in shapes.items()}
 
 
 def resuming(name: str) -> dict[str, Any]:
-    """What a rank computes to know which bytes of which files it reads."""
-    saved, wanted = RESUMES[name]
-    data = stored_by(saved)
-    said, table_of_rank = tables(*(MESHES[wanted][0](), MESHES[wanted][1]))
+    """What a rank computes to know which bytes of which files it reads, and to read them."""
+    (saved, wanted), columns = RESUMES[name], 8
+    data, narrow = stored_by(saved).to_bytes(), stored_by(saved, columns)
+    model, degrees = MESHES[wanted]
+    said, table_of_rank = tables(model(), degrees)
+    narrow_said = tables(narrowed(model(), columns), degrees)[0]
     ranks = len(table_of_rank)
-    memory = alone(lambda _: resuming_memory(data, said, table_of_rank), None)
-    worst = dict.fromkeys(("cpu_seconds", "pieces", "files", "read_for_needed"), 0.0)
-    for rank in (0, ranks // 2, ranks - 1):
-        cpu = time.process_time()
-        found = needed(data, said, table_of_rank, rank)
-        seconds = round(time.process_time() - cpu, 2)
-        told = dict(zip(worst, (seconds, found[0], len(found[1]), round(found[2] / found[3], 2)), strict=True))
-        worst = {key: max(worst[key], told[key]) for key in worst}
-    return {"ranks": ranks, **worst, "mib": memory["mib"]}
+    worst = dict.fromkeys(("cpu_seconds", "mib", "pieces", "files", "read_for_needed"), 0.0)
+    with tempfile.TemporaryDirectory() as folder:
+        for file in narrow.files:
+            with open(Path(folder, file.name), "wb") as handle:
+                handle.truncate(file.bytes)
+        for rank in (0, ranks // 2, ranks - 1):
+            found = needed(parse(data, Path("step-1")), said[table_of_rank[rank]], rank)
+            told = alone(lambda rank: read_by(data, narrow, narrow_said[table_of_rank[rank]], folder, rank), rank)
+            told |= {"pieces": found[0], "files": len(found[1]), "read_for_needed": round(found[2] / found[3], 2)}
+            worst = {key: max(worst[key], told[key]) for key in worst}
+    return {"ranks": ranks, **worst}
 
 
-def needed(data: bytes, said: list[Table], table_of_rank: list[int], rank: int) -> tuple[int, set[int], int, int]:
-    """Pieces, files, bytes read and bytes needed of one rank: as ``checkpoint.tensors.read`` goes through them."""
-    manifest = parse(data, Path("step-1"))
-    pieces, files, read_bytes, needed_bytes = 0, set[int](), 0, 0
-    for key, (dtype, shape, rule) in said[table_of_rank[rank]].items():
+def boxes(table: Table, rank: int) -> dict[str, Any]:
+    found = {}
+    for key, (_, shape, rule) in table.items():
         offsets, sizes = holders.boxes_of(shape, rule, np.array([rank]))
-        own, item = (tuple(offsets[0].tolist()), tuple(sizes[0].tolist())), ITEM_BYTES[dtype]
-        for chunk, shared in manifest.tensors[key].overlapping(own):
+        found[key] = (tuple(offsets[0].tolist()), tuple(sizes[0].tolist()))
+    return found
+
+
+def needed(manifest: Manifest, table: Table, rank: int) -> tuple[int, set[int], int, int]:
+    """Pieces, files, bytes read and bytes needed of one rank: as ``checkpoint.tensors.read`` goes through them."""
+    pieces, files, read_bytes, needed_bytes = 0, set[int](), 0, 0
+    for key, own in boxes(table, rank).items():
+        stored = manifest.tensors[key]
+        for chunk, shared in stored.overlapping(own):
             pieces += 1
             files.add(chunk.file)
-            read_bytes += item * (shared[1][0] if shape else 1) * math.prod(chunk.sizes[1:])  # rows are read whole
-            needed_bytes += item * math.prod(shared[1])
+            rows = shared[1][0] if stored.shape else 1  # which are read whole
+            read_bytes += ITEM_BYTES[stored.dtype] * rows * math.prod(chunk.sizes[1:])
+            needed_bytes += ITEM_BYTES[stored.dtype] * math.prod(shared[1])
     return pieces, files, read_bytes, needed_bytes
 
 
-def resuming_memory(data: bytes, said: list[Table], table_of_rank: list[int]) -> dict[str, Any]:
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    needed(data, said, table_of_rank, 0)
-    return {"mib": round((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024, 1)}
+def read_by(data: bytes, narrow: Manifest, table: Table, folder: str, rank: int) -> dict[str, Any]:
+    own = boxes(table, rank)
+    filled = {key: torch.zeros(sizes) for key, (_, sizes) in own.items()}
+    box_of = {id(tensor): own[key] for key, tensor in filled.items()}
+    tensors.box_of = lambda tensor: box_of[id(tensor)]  # type: ignore[attr-defined]
+    torch.set_num_threads(1)
+    before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    parse(data, Path("step-1"))
+    tensors.read(filled, narrow, Path(folder))
+    seconds = time.process_time() - cpu
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return {"cpu_seconds": round(seconds, 2), "mib": round(grown, 1)}
 
 
 def real_save(mebibytes: int) -> dict[str, Any]:
@@ -408,7 +434,7 @@ def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     mesh, count = init_device_mesh("cpu", (2,)), 96
     rows = mebibytes * 2**20 // 4 // 1024 // count // 3  # weights and two moments of each
-    tensors = {
+    model = {
         f"{section}.layers.{n}.w{end}": DTensor.from_local(torch.randn(rows // 2, 1024), mesh, [Shard(0)])
         for section, end in (("model", ""), ("optimizer", ".exp_avg"), ("optimizer", ".exp_avg_sq"))
         for n in range(count)
@@ -421,12 +447,12 @@ def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
         action()
         return round((peak("VmHWM") - before) / 1024, 1)
 
-    told = {"tensors_mib": sum(t.to_local().nbytes for t in tensors.values()) >> 20}
-    save = lambda: kept.save(1, tensors, {}, {"state": {"step": 1}}, last=False)  # noqa: E731
+    told = {"tensors_mib": sum(t.to_local().nbytes for t in model.values()) >> 20}
+    save = lambda: kept.save(1, model, {}, {"state": {"step": 1}}, last=False)  # noqa: E731
     told |= {"first_save_mib": above(save)}
     kept.close()
     again = Checkpoints(Config(job=Job(dump_folder=f"{folder}/run"), checkpoint=Checkpoint(enable=True)))
-    told |= {"check_and_read_mib": above(lambda: again.load(again.to_continue(), tensors, {}))}  # type: ignore[arg-type]
+    told |= {"check_and_read_mib": above(lambda: again.load(again.to_continue(), model, {}))}  # type: ignore[arg-type]
     again.close()
     sender.send(told)
     dist.destroy_process_group()
@@ -440,9 +466,10 @@ def peak(field: str) -> int:
 def retained(count: int) -> dict[str, Any]:
     """Older checkpoints that are multiples of ``keep_forever``, and the newest two that go."""
     with tempfile.TemporaryDirectory() as name:
-        folder, text = Path(name), stored_by("405B fsdp 8")
-        one = parse(text, Path("step-1"))
-        whole = Manifest(1, 1, "0", "benchmark", (StoredFile("rank-00000.bin", 0, "0" * 64),), {}, one.facts)
+        folder = Path(name)
+        whole = Manifest(
+            1, 1, "0", "benchmark", (StoredFile("rank-00000.bin", 0, "0" * 64),), {}, {"state": {"step": 1}}
+        )
         for step in range(10, 10 * count + 1, 10):
             (folder / f"step-{step}").mkdir()
             (folder / f"step-{step}" / "rank-00000.bin").touch()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain.checkpoint.grids import Axis, Chunk, Grid, file_numbers
 from shardtrain.checkpoint.resharding import Box, check_tiling
+from shardtrain.utils import garbage_collection
 from shardtrain.utils.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ def way_from_dcp(path: Path | ObjectPath) -> str:
 def parse(data: bytes, path: Path | ObjectPath) -> Manifest:
     """Check and read the bytes of a manifest; raises CheckpointError, one line that names ``path``."""
     try:
-        return _parse(data)
+        with garbage_collection.paused():
+            return _parse(data)
     except _Refused as error:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} {error}; use another checkpoint") from None
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from shardtrain.checkpoint.save_plan import Plan
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience import progress
+from shardtrain.utils import garbage_collection
 from shardtrain.utils.errors import CheckpointError
 
 MOST_PIECES = 2**15
@@ -93,11 +95,10 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
     those that follow each other at once, and ``MOST_PIECES`` of all are known at a time.
     """
     pieces = _pieces(tensors, manifest)
-    while some := [*itertools.islice(pieces, MOST_PIECES)]:
-        some.sort(key=lambda piece: piece[:2])
-        for number, in_file in itertools.groupby(some, lambda piece: piece.file):
+    while runs := _some_runs(pieces):
+        for number, in_file in itertools.groupby(runs, lambda run: run[0].file):
             with contextlib.closing(files.open_stored(folder / manifest.files[number].name)) as reader:
-                for run in _runs(in_file):
+                for run in in_file:
                     _read_run(reader, run)
                     progress.tick()
 
@@ -105,8 +106,8 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
 class _Part:
     """What this rank holds of a tensor, and how bytes of a file get there."""
 
-    def __init__(self, tensor: Tensor, dtype: str) -> None:
-        self.dtype, self.offsets = getattr(torch, dtype), box_of(tensor)[0]
+    def __init__(self, tensor: Tensor, box: Box, dtype: str) -> None:
+        self.dtype, self.offsets = getattr(torch, dtype), box[0]
         self.local = local_tensor(tensor).detach()
         self.row_shape = tuple(self.local.shape[1:])
         self.row_bytes = self.local[:1].numel() * ITEM_BYTES[dtype] if self.local.ndim else ITEM_BYTES[dtype]
@@ -122,55 +123,67 @@ class _Part:
         return self._bytes[begin : begin + (box[1][0] if box[0] else 1) * self.row_bytes]
 
 
-class _Piece(NamedTuple):
-    """The rows of a stored piece that a rank needs: where they are, and what of them is copied where."""
+class _Copy(NamedTuple):
+    """Rows of a stored piece of which a part is copied into a tensor, or all are converted."""
 
-    file: int
-    position: int
-    num_bytes: int
     chunk: Chunk
     shared: Box
     into: _Part
 
 
+class _Piece(NamedTuple):
+    """Rows of a stored piece that a rank needs, and where they go."""
+
+    file: int
+    position: int
+    num_bytes: int
+    to: memoryview | _Copy
+
+
 def _pieces(tensors: Mapping[str, Tensor], manifest: Manifest) -> Iterator[_Piece]:
     for name, tensor in tensors.items():
         stored, own = manifest.tensors[name], box_of(tensor)
-        into, item = _Part(tensor, stored.dtype), ITEM_BYTES[stored.dtype]
+        into, item = _Part(tensor, own, stored.dtype), ITEM_BYTES[stored.dtype]
         for chunk, shared in stored.overlapping(own):
             first, rows = (shared[0][0] - chunk.offsets[0], shared[1][0]) if shared[0] else (0, 1)
             row_bytes = item * math.prod(chunk.sizes[1:])
-            yield _Piece(chunk.file, chunk.begin + first * row_bytes, rows * row_bytes, chunk, shared, into)
+            place = into.rows(shared) if chunk.sizes[1:] == shared[1][1:] else None
+            to = _Copy(chunk, shared, into) if place is None else place
+            yield _Piece(chunk.file, chunk.begin + first * row_bytes, rows * row_bytes, to)
 
 
-def _runs(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Pieces of one file, those that follow each other together; not too many of them, nor of their bytes."""
-    run: list[_Piece] = []
-    end = size = 0
-    for piece in pieces:
+@garbage_collection.paused()
+def _some_runs(pieces: Iterator[_Piece]) -> list[list[_Piece]]:
+    """The next ``MOST_PIECES``, by files and places; those that follow each other in a file are one run.
+
+    No run has too many of them, nor too many bytes.
+    """
+    runs: list[list[_Piece]] = []
+    file = end = size = 0
+    for piece in sorted(itertools.islice(pieces, MOST_PIECES), key=operator.itemgetter(0, 1)):
         size += piece.num_bytes
-        if run and (piece.position != end or size > files.PIECE_BYTES or len(run) == files.MOST_VIEWS):
-            yield run
-            run, size = [], piece.num_bytes
-        run.append(piece)
-        end = piece.position + piece.num_bytes
-    yield run
+        follows = runs and piece.position == end and piece.file == file
+        if follows and size <= files.PIECE_BYTES and len(runs[-1]) < files.MOST_VIEWS:
+            runs[-1].append(piece)
+        else:
+            runs.append([piece])
+            size = piece.num_bytes
+        file, end = piece.file, piece.position + piece.num_bytes
+    return runs
 
 
 def _read_run(reader: files.Reader, run: Sequence[_Piece]) -> None:
     views, copies = [], []
     for piece in run:
-        part_of_tensor, (_, _, num_bytes, chunk, shared, into) = None, piece
-        if chunk.sizes[1:] == shared[1][1:]:
-            part_of_tensor = into.rows(shared)
-        if part_of_tensor is None:
-            data = torch.empty(num_bytes, dtype=torch.uint8)  # filled at once, and not with zeros before
-            part_of_tensor = memoryview(data.numpy().data)
-            copies.append((data, piece))
-        views.append(part_of_tensor)
+        if isinstance(piece.to, _Copy):
+            data = torch.empty(piece.num_bytes, dtype=torch.uint8)  # filled at once, and not with zeros before
+            views.append(memoryview(data.numpy().data))
+            copies.append((data, piece.to))
+        else:
+            views.append(piece.to)
     if reader.read_into_all(views, run[0].position) != sum(map(len, views)):
         raise _shorter()
-    for data, (_, _, _, chunk, shared, into) in copies:
+    for data, (chunk, shared, into) in copies:
         part(into.local, shared, into.offsets).copy_(_box_of_rows(data, chunk, into.dtype, shared))
 
 
@@ -230,8 +243,10 @@ def _shorter() -> CheckpointError:
 
 def part(tensor: Tensor, box: Box, origin: tuple[int, ...]) -> Tensor:
     """A view of a box of a tensor whose first element lies at ``origin`` of the whole."""
+    shape = tensor.shape
     for dim, (offset, size, start) in enumerate(zip(box[0], box[1], origin, strict=True)):
-        tensor = tensor.narrow(dim, offset - start, size)
+        if size != shape[dim]:
+            tensor = tensor.narrow(dim, offset - start, size)
     return tensor
 
 

@@ -50,3 +50,18 @@ def test_a_gc_frequency_below_one_is_an_error():
     with pytest.raises(ConfigError, match=r"training\.gc_freq=0"):
         garbage_collection.GarbageCollection(0)
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_pause_leaves_the_collector_as_it_was(enabled):
+    if not enabled:
+        gc.disable()
+    try:
+        with pytest.raises(KeyError), garbage_collection.paused():
+            with garbage_collection.paused():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+            raise KeyError
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
