@@ -250,7 +250,18 @@ class _Plain:
             return tuple(self.of(one) for one in value)
         kind = str(value.name)
         if kind in REBUILD or kind == _PARAMETER:
-            return self._tensor(stored(value))
+            found = stored(value)
+            size = self._sizes.get(found.key)
+            if size is None:
+                raise ValueError(f"the storage {found.key[:40]!r} of a tensor is missing")
+            if found.last_byte > size:
+                raise ValueError("a tensor is longer than its storage")
+            own = math.prod(found.shape) * ITEM_BYTES[found.dtype]
+            if own > size:
+                raise ValueError("a tensor repeats its storage (expanded, and not contiguous)")
+            if size > _VIEWS_OF_A_STORAGE * own + 2**20:
+                raise ValueError(f"a tensor of {own} bytes lies in a storage of {size}")
+            return found
         if kind in ("collections.OrderedDict", "collections.defaultdict"):
             pairs = value.items
             if not pairs and value.arguments and isinstance(value.arguments[0], list):  # as older Pythons wrote it
@@ -262,19 +273,6 @@ class _Plain:
 
     def _key(self, key: Any) -> Any:
         return key if isinstance(key, str | int) else str(Other("a key"))
-
-    def _tensor(self, found: Stored) -> Stored:
-        size = self._sizes.get(found.key)
-        if size is None:
-            raise ValueError(f"the storage {found.key[:40]!r} of a tensor is missing")
-        if found.last_byte > size:
-            raise ValueError("a tensor is longer than its storage")
-        own = math.prod(found.shape) * ITEM_BYTES[found.dtype]
-        if own > size:
-            raise ValueError("a tensor repeats its storage (expanded, and not contiguous)")
-        if size > _VIEWS_OF_A_STORAGE * own + 2**20:
-            raise ValueError(f"a tensor of {own} bytes lies in a storage of {size}")
-        return found
 
 
 def _members(archive: zipfile.ZipFile, length: int, where: str) -> tuple[str, dict[str, zipfile.ZipInfo]]:

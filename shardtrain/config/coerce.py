@@ -29,7 +29,11 @@ def coerce(value: Value, kind: Kind) -> Value:
     """
     origin, args = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return _literal(value, args)
+        if any(value == item and type(value) is type(item) for item in args):
+            return value
+        near = nearest(_SHORT.get(str(value), str(value)), map(str, args))
+        words = ", ".join(f'"{item}"' for item in args)
+        raise Unfit(f"must be one of {words}", f'did you mean "{near}"?' if near else f'use "{args[0]}"')
     if origin in (Union, types.UnionType):
         return _union(value, args)
     if origin is list:
@@ -94,15 +98,6 @@ def _toml_value(text: str, otherwise: Value) -> Value:
 
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Short names of types, as other programs have them."""
-
-
-def _literal(value: Value, allowed: tuple[Any, ...]) -> Value:
-    """Return a value out of a fixed set of words."""
-    if any(value == item and type(value) is type(item) for item in allowed):
-        return value
-    near = nearest(_SHORT.get(str(value), str(value)), map(str, allowed))
-    words = ", ".join(f'"{item}"' for item in allowed)
-    raise Unfit(f"must be one of {words}", f'did you mean "{near}"?' if near else f'use "{allowed[0]}"')
 
 
 def _union(value: Value, kinds: tuple[Any, ...]) -> Value:

@@ -223,7 +223,10 @@ class Conversations:
             if written.exact:
                 self._tell_missing_end(written.text, stop, starts, stops, special, inside)
             else:
-                _leave_out_tail(written.text, stop, starts, stops, special, inside)
+                # leave out the line end that a template writes after the token that ends a turn: nobody asks for it
+                within = np.flatnonzero(inside & special)
+                if len(within) and not written.text[stops[within[-1]] : stop].strip():
+                    inside[within[-1] + 1 :] = False
             learned |= inside
         return learned
 
@@ -246,17 +249,3 @@ class Conversations:
                 f"the chat template's {{% generation %}} marks leave out the {text[starts[token] : stops[token]]} that "
                 "ends a turn, so that the model does not learn to end one; put it within the marks"
             )
-
-
-def _leave_out_tail(
-    text: str,
-    stop: int,
-    starts: npt.NDArray[np.int64],
-    stops: npt.NDArray[np.int64],
-    special: npt.NDArray[np.bool_],
-    inside: npt.NDArray[np.bool_],
-) -> None:
-    """Leave out the line end that a template writes after the token that ends a turn: nobody asks for it."""
-    within = np.flatnonzero(inside & special)
-    if len(within) and not text[stops[within[-1]] : stop].strip():
-        inside[within[-1] + 1 :] = False

@@ -108,7 +108,12 @@ def _message(value: Any, where: str) -> Message:
         raise Unusable(f"{where} has no role" if role is None else f"{where} has a role that is {kind(role)}")
     calls = message.get("tool_calls")
     if calls is not None:
-        _check_calls(calls, where)
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise Unusable(f"{where} has tool_calls that are not a list of objects")
+        for call in calls:
+            function = call.get("function", call)
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise Unusable(f"{where} has a tool call without the name of a function")
         if not calls:
             del message["tool_calls"]
     if "content" in message:
@@ -134,15 +139,6 @@ def _content(value: Any, where: str) -> str:
             raise Unusable(f"{where} has a part of type 'text' without a text")
         texts.append(part["text"])
     return "".join(texts)
-
-
-def _check_calls(calls: Any, where: str) -> None:
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise Unusable(f"{where} has tool_calls that are not a list of objects")
-    for call in calls:
-        function = call.get("function", call)
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise Unusable(f"{where} has a tool call without the name of a function")
 
 
 def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:

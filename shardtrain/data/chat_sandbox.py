@@ -101,7 +101,19 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return "".join(texts)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            _plan_operator(work, operator, left, right)
+            numbers = isinstance(left, int | float) and isinstance(right, int | float)
+            if operator == "%" and not numbers:
+                _check_form(str(left), star=True)
+                work.plan(_size(left) + sum(map(deep_size, right if isinstance(right, tuple) else (right,))))
+            elif operator == "+" and not numbers:
+                work.plan(_size(left) + _size(right))
+            elif operator == "*" and not numbers:
+                times = next((side for side in (left, right) if isinstance(side, int)), 1)
+                work.plan(max(times, 0) * max(_size(left), _size(right)))
+            elif numbers and isinstance(left, int) and isinstance(right, int):
+                bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+                if operator in ("*", "**") and bits > _MAX_INTEGER_BITS:
+                    raise OverflowError("it makes a number too large")
             return super().call_binop(context, operator, left, right)
 
         def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -220,22 +232,6 @@ def _text(work: Work, value: Any) -> str:
     if not isinstance(value, str):
         work.plan(deep_size(value))
     return str(value)
-
-
-def _plan_operator(work: Work, operator: str, left: Any, right: Any) -> None:
-    numbers = isinstance(left, int | float) and isinstance(right, int | float)
-    if operator == "%" and not numbers:
-        _check_form(str(left), star=True)
-        work.plan(_size(left) + sum(map(deep_size, right if isinstance(right, tuple) else (right,))))
-    elif operator == "+" and not numbers:
-        work.plan(_size(left) + _size(right))
-    elif operator == "*" and not numbers:
-        times = next((side for side in (left, right) if isinstance(side, int)), 1)
-        work.plan(max(times, 0) * max(_size(left), _size(right)))
-    elif numbers and isinstance(left, int) and isinstance(right, int):
-        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-        if operator in ("*", "**") and bits > _MAX_INTEGER_BITS:
-            raise OverflowError("it makes a number too large")
 
 
 def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -20,7 +20,7 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from shardtrain.utils.errors import ShardtrainError
 
@@ -85,7 +85,13 @@ def _ask(request: Mapping[str, Any]) -> str:
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(request).encode())
             child.stdin.close()
-        said = _read(child.stdout)
+        # what the child says, up to the most that it may say
+        said = b""
+        while len(said) < _ANSWER_BYTES and not said.endswith(b"\n"):
+            part = os.read(child.stdout.fileno(), _ANSWER_BYTES - len(said))
+            if not part:
+                break
+            said += part
     finally:
         late.cancel()
         child.kill()  # one that has answered has nothing left to do
@@ -94,17 +100,6 @@ def _ask(request: Mapping[str, Any]) -> str:
             with contextlib.suppress(OSError):
                 pipe.close()
     return _verdict(said, status)
-
-
-def _read(pipe: IO[bytes]) -> bytes:
-    """What the child says, up to the most that it may say."""
-    said = b""
-    while len(said) < _ANSWER_BYTES and not said.endswith(b"\n"):
-        part = os.read(pipe.fileno(), _ANSWER_BYTES - len(said))
-        if not part:
-            break
-        said += part
-    return said
 
 
 def _verdict(said: bytes, status: int) -> str:

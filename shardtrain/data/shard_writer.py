@@ -77,7 +77,15 @@ class ShardWriter:
         self._learned: _GrowingFile | None = None
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self._remove_later_shards(bool(position["learned"]))
+            # files of shards that a killed writer began after its last position
+            known = {f.name for s in self._shards for f in (s.tokens, s.learned) if f is not None}
+            current = {
+                tokens_name(len(self._shards)),
+                *([learned_name(len(self._shards))] if position["learned"] else []),
+            }
+            for path in [*self.folder.glob("tokens-*.bin"), *self.folder.glob("learned-*.bin")]:
+                if path.name not in known | current:
+                    path.unlink()
             self._starts = _GrowingFile(folder / STARTS, 8 * self.num_documents)
             self._tokens = self._open(tokens_name, self._in_shard * self.dtype.itemsize)
             if position["learned"]:
@@ -179,14 +187,6 @@ class ShardWriter:
         self._shards.append(StoredShard(self._in_shard, num_documents, self._tokens.close(), learned))
         self._learned, self._before, self._documents_before = None, self.num_tokens, documents_begun
 
-    def _remove_later_shards(self, has_learned: bool) -> None:
-        """Files of shards that a killed writer began after its last position."""
-        known = {f.name for s in self._shards for f in (s.tokens, s.learned) if f is not None}
-        current = {tokens_name(len(self._shards)), *([learned_name(len(self._shards))] if has_learned else [])}
-        for path in [*self.folder.glob("tokens-*.bin"), *self.folder.glob("learned-*.bin")]:
-            if path.name not in known | current:
-                path.unlink()
-
 
 class _GrowingFile:
     """A file that is appended to, with the SHA-256 of all of it."""
@@ -195,22 +195,21 @@ class _GrowingFile:
         self.path, self.bytes = path, keep_bytes
         self._digest = hashlib.sha256()
         if keep_bytes:
-            self._rehash(keep_bytes)
+            left = keep_bytes
+            try:
+                with self.path.open("rb") as file:
+                    while left and (content := file.read(min(left, _BLOCK_BYTES))):
+                        self._digest.update(content)
+                        left -= len(content)
+            except FileNotFoundError:
+                pass
+            if left:
+                raise DataError(
+                    f"{self.path} lost its end, and cannot be continued; remove the folder and prepare again"
+                )
         self._file = path.open("r+b" if keep_bytes else "wb", buffering=2**20)
         self._file.truncate(keep_bytes)
         self._file.seek(keep_bytes)
-
-    def _rehash(self, keep_bytes: int) -> None:
-        left = keep_bytes
-        try:
-            with self.path.open("rb") as file:
-                while left and (content := file.read(min(left, _BLOCK_BYTES))):
-                    self._digest.update(content)
-                    left -= len(content)
-        except FileNotFoundError:
-            pass
-        if left:
-            raise DataError(f"{self.path} lost its end, and cannot be continued; remove the folder and prepare again")
 
     def write(self, values: npt.NDArray[Any]) -> None:
         content = np.ascontiguousarray(values).data.cast("B") if len(values) else b""

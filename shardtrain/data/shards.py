@@ -92,7 +92,10 @@ class ShardTokenBuffer:
 
     def document_starts(self) -> npt.NDArray[np.int64]:
         """A mapped file."""
-        self._check_starts()
+        # reading behind the end of a mapped file that shrank would kill the process
+        stamp = _stamp(self.folder / STARTS)
+        if stamp is None or stamp[0] < self.index.starts.bytes:
+            raise _changed(self.folder / STARTS, self.option)
         if self._mapped is None:
             self._mapped = self._map_starts()
         return self._mapped
@@ -145,12 +148,6 @@ class ShardTokenBuffer:
             last = min(stop, self._ends[number])
             yield number, at - base, last - base, at - start
             at = last
-
-    def _check_starts(self) -> None:
-        # reading behind the end of a mapped file that shrank would kill the process
-        stamp = _stamp(self.folder / STARTS)
-        if stamp is None or stamp[0] < self.index.starts.bytes:
-            raise _changed(self.folder / STARTS, self.option)
 
 
 class _OpenFiles:

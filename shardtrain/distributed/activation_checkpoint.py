@@ -40,7 +40,15 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if options.mode == "none":
         return
     if options.mode == "memory_budget":
-        _set_memory_budget(options, config.job.dump_folder)
+        import torch._functorch.config as compiler  # loads the compiler; needed by this mode alone
+
+        compiler.activation_memory_budget = options.memory_budget
+        # of split layers the graph has process groups, which hold no tensors: PyTorch 2.13 will not guess their size
+        if hasattr(compiler, "unsafe_treat_script_objects_as_zero_size"):
+            compiler.unsafe_treat_script_objects_as_zero_size = True
+        if options.visualize_memory_budget_pareto:
+            compiler.visualize_memory_budget_pareto = True
+            compiler.memory_budget_pareto_dir = f"{config.job.dump_folder}/memory_budget_pareto"
         return
     every = 1 if options.mode == "full" or options.selective_ac_option == "op" else int(options.selective_ac_option)
     per_operation = options.mode == "selective" and options.selective_ac_option == "op"
@@ -162,15 +170,3 @@ class _Repeatable(AbstractContextManager[Any]):
 def _names(path: str, pattern: str) -> bool:
     # torchtitan's patterns name the end of a path: "moe.router.gate" is that module of any layer
     return matches(path, pattern) or path.endswith(f".{pattern}")
-
-
-def _set_memory_budget(options: ActivationCheckpoint, dump_folder: str) -> None:
-    import torch._functorch.config as compiler  # loads the compiler; needed by this mode alone
-
-    compiler.activation_memory_budget = options.memory_budget
-    # of split layers the graph has process groups, which hold no tensors, and whose size PyTorch 2.13 will not guess
-    if hasattr(compiler, "unsafe_treat_script_objects_as_zero_size"):
-        compiler.unsafe_treat_script_objects_as_zero_size = True
-    if options.visualize_memory_budget_pareto:
-        compiler.visualize_memory_budget_pareto = True
-        compiler.memory_budget_pareto_dir = f"{dump_folder}/memory_budget_pareto"

@@ -19,21 +19,15 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if not (config.compile.enable and "model" in config.compile.components):
         return
     if mesh.size("tp") > 1:
-        _forget_cached_gradients()
+        # Backward is traced again in each process instead of being read from the compiler's cache on disk. That cache
+        # does not tell all placements of DTensors apart: with sequence parallelism an entry of another run has given
+        # norm weights the gradient of one rank's tokens alone, without an error (torch 2.13). Kernels stay cached.
+        import torch._functorch.config as autograd
+
+        autograd.enable_autograd_cache = False
     for name, layer in getattr(model, layout.layers).items():
         for part in _parts(layer, f"{layout.layers}.{name}", layout, mesh):
             part.compile(backend=config.compile.backend)
-
-
-def _forget_cached_gradients() -> None:
-    """Trace backward again in each process instead of reading it from the compiler's cache on disk.
-
-    That cache does not tell all placements of DTensors apart: with sequence parallelism an entry of another run has
-    given norm weights the gradient of one rank's tokens alone, without an error (torch 2.13). Kernels are still cached.
-    """
-    import torch._functorch.config as autograd
-
-    autograd.enable_autograd_cache = False
 
 
 def _parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> list[nn.Module]:

@@ -61,18 +61,14 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
     said = store.get("agreed").decode()
     if said:
         if rank == 0:
-            _wait_until_heard(store, world_size)
+            # wait a moment for the others to read the answer: the store may live in this process, and ends with it
+            deadline = time.monotonic() + _HEARD_SECONDS
+            names = [f"heard-{rank}" for rank in range(1, world_size)]
+            while time.monotonic() < deadline and not store.check(names):
+                time.sleep(_POLL_SECONDS)
         else:
             store.set(f"heard-{rank}", "")
         raise ConfigError(said)
-
-
-def _wait_until_heard(store: Any, world_size: int) -> None:
-    """Wait a moment for the others to read the answer: the store may live in this process, and ends with it."""
-    deadline = time.monotonic() + _HEARD_SECONDS
-    names = [f"heard-{rank}" for rank in range(1, world_size)]
-    while time.monotonic() < deadline and not store.check(names):
-        time.sleep(_POLL_SECONDS)
 
 
 def _compare(store: Any, config: Config, own: Mapping[str, str], world_size: int) -> str:

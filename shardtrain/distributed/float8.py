@@ -46,7 +46,11 @@ def convert(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> Non
     if LINEAR in wanted:
         _convert_linear(model, mesh, config)
     if GROUPED in wanted:
-        _convert_experts(model, mesh, config)
+        options, found = config.quantize.grouped_mm.float8, _experts_of(model, config)
+        for _, experts in found:
+            experts.product = partial(float8.grouped_product, multiply=experts.product, emulate=options.emulate)
+        how = ", emulated" if options.emulate else ""
+        logger.info(f"{GROUPED}: the experts of {len(found)} layers compute in float8, rowwise{how}")
     if config.model.print_after_conversion:
         logger.info(str(model))
 
@@ -182,14 +186,6 @@ def _experts_of(model: nn.Module, config: Config) -> list[tuple[str, Any]]:
             rule = f"names {path}, whose sizes {tuple(experts.w1.shape[1:])} are not multiples of {_MULTIPLE}"
             raise ConfigError(Problem(f"{GROUPED}.fqns", options.fqns, rule, "remove it"))
     return found
-
-
-def _convert_experts(model: nn.Module, mesh: Mesh, config: Config) -> None:
-    options, found = config.quantize.grouped_mm.float8, _experts_of(model, config)
-    for _, experts in found:
-        experts.product = partial(float8.grouped_product, multiply=experts.product, emulate=options.emulate)
-    how = ", emulated" if options.emulate else ""
-    logger.info(f"{GROUPED}: the experts of {len(found)} layers compute in float8, rowwise{how}")
 
 
 class GatheredInFloat8:

@@ -67,12 +67,6 @@ def _stages_of(rank: int, mesh: Mesh, config: Config, num_stages: int) -> list[i
     return stages.stages_of_rank(name, rank, mesh.size(AXIS), num_stages)
 
 
-def _rank_of_stages(mesh: Mesh, config: Config, num_stages: int) -> list[int]:
-    """The place on the axis pp of each stage."""
-    ranks = {s: rank for rank in range(mesh.size(AXIS)) for s in _stages_of(rank, mesh, config, num_stages)}
-    return [ranks[index] for index in range(num_stages)]
-
-
 def _check_parts(parts: list[list[str]], layout: Layout, layer_names: list[str]) -> None:
     named = [name for part in parts for name in part]
     wanted = [*layout.first, *(f"{layout.layers}.{name}" for name in layer_names), *layout.last]
@@ -118,7 +112,9 @@ class PipelineRunner(Runner):
         ends = stages.modules_per_stage(
             config.parallelism, layout.first, layout.layers, list(getattr(whole, layout.layers)), layout.last
         )
-        self._ties = TiedStages(tied_names(whole), ends, _rank_of_stages(mesh, config, count), mesh)
+        # the place on the axis pp of each stage
+        ranks = {s: rank for rank in range(mesh.size(AXIS)) for s in _stages_of(rank, mesh, config, count)}
+        self._ties = TiedStages(tied_names(whole), ends, [ranks[index] for index in range(count)], mesh)
         self._weight = torch.ones((), device=mesh.device)
         self._positions_name = _positions_name(whole)
         hidden = _hidden_size(whole, layout)

@@ -63,7 +63,11 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
         return private_store.group_store(place / name)
 
     if environment["RANK"] != "0":
-        yield store(_ask(shared, timeout))
+        # the name that rank 0 of this attempt has made up; answers of earlier attempts are to other words
+        word = secrets.token_hex(8)
+        shared.set(f"{_ASKED}/{shared.add(_ASKED, 1)}", word)
+        shared.wait([f"{_ASKED}/answer/{word}"], timeout)
+        yield store(shared.get(f"{_ASKED}/answer/{word}").decode())
         return
     name = secrets.token_hex(8)
     if place:
@@ -84,14 +88,6 @@ def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | N
         return FolderStore(place)
     address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
     return signed(dist.TCPStore(address, port, is_master=False, timeout=timeout), environment, "")
-
-
-def _ask(store: dist.Store | FolderStore, timeout: timedelta) -> str:
-    """The name that rank 0 of this attempt has made up; answers of earlier attempts are to other words."""
-    word = secrets.token_hex(8)
-    store.set(f"{_ASKED}/{store.add(_ASKED, 1)}", word)
-    store.wait([f"{_ASKED}/answer/{word}"], timeout)
-    return store.get(f"{_ASKED}/answer/{word}").decode()
 
 
 def _answer(store: dist.Store | FolderStore, name: str, done: threading.Event) -> None:

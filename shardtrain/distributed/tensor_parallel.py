@@ -67,7 +67,12 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if problems := misnamed(model, layout):
         raise ConfigError(problems)
     if config.parallelism.enable_async_tensor_parallel:
-        _overlap_with_matmuls(mesh)
+        # let the compiler split matmuls and overlap their pieces with the collectives around them (CUDA alone)
+        import torch._inductor.config as inductor
+        from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+        inductor._micro_pipeline_tp = True
+        enable_symm_mem_for_group(mesh.group(AXIS).group_name)
     ties, factors = tied_names(model), adapters.set_aside(model, partial(word_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), plan)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
@@ -177,15 +182,6 @@ def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
 
     model.register_forward_pre_hook(begin)
     model.register_forward_hook(end, always_call=True)
-
-
-def _overlap_with_matmuls(mesh: Mesh) -> None:
-    """Let the compiler split matmuls and overlap their pieces with the collectives around them (CUDA alone)."""
-    import torch._inductor.config as inductor
-    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-
-    inductor._micro_pipeline_tp = True
-    enable_symm_mem_for_group(mesh.group(AXIS).group_name)
 
 
 class _Length:

@@ -83,7 +83,12 @@ class Writer:
         _check_stored(self.translation, self.stored, wanted.checkpoint)
         self._fields = config_fields(wanted)
         self._shapes = self.translation.their_shapes()
-        self._made_of = _theirs(self.translation)
+        # their tensors in the order in which a forward needs them: which pieces of ours make each
+        found: dict[str, list[tuple[str, Any]]] = {}
+        for ours in self.translation.shapes:
+            for piece in self.translation.pieces_of(ours):
+                found.setdefault(piece.name, []).append((ours, piece))
+        self._made_of = found
         self._types = self._their_types()
         if wanted.source is None:
             self._fields["torch_dtype"] = next(iter(self._types.values()))
@@ -336,15 +341,6 @@ def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) 
             f"checkpoint {checkpoint} is not of the model configured: {len(wrong)} tensors differ, such as {name}: "
             f"{weights.get(name)} in place of {translation.shapes.get(name)}; give the run's own configuration"
         )
-
-
-def _theirs(translation: Translation) -> dict[str, list[tuple[str, Any]]]:
-    """Their tensors in the order in which a forward needs them: which pieces of ours make each."""
-    found: dict[str, list[tuple[str, Any]]] = {}
-    for ours in translation.shapes:
-        for piece in translation.pieces_of(ours):
-            found.setdefault(piece.name, []).append((ours, piece))
-    return found
 
 
 def _compare(folder: Path, writer: Writer) -> None:

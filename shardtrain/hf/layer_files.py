@@ -173,7 +173,19 @@ class LayerWeights(HubWeights):
         self._family, count = family_of(folder)
         files = files_of(self.step)
         self.num_shards = 1 + max((shard for _, shard in files), default=-1)
-        _check(self.step, files, count, self.num_shards)
+        # refuse files that are not those of a model of so many layers
+        wanted = {(number, shard) for number in range(count + 3) for shard in range(self.num_shards)}
+        missing = [f"layer_{n:02d}-model_{s:02d}-model_states.pt" for n, s in sorted(wanted - files.keys())]
+        surplus = [files[place].name for place in sorted(files.keys() - wanted)]
+        problems = [
+            f"{len(names)} {what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
+            for what, names in (("missing", missing), ("of no layer", surplus))
+            if names
+        ]
+        if problems:
+            raise CheckpointError(
+                f"{self.step} is not a model of {count} layers, as its config.json says: {'; '.join(problems)}"
+            )
         self._parts: dict[str, list[tuple[TorchFile, Stored]]] = {}
         for (number, _), path in sorted(files.items()):
             opened = TorchFile(path)
@@ -256,19 +268,3 @@ class LayerWeights(HubWeights):
 
     def __exit__(self, *_: object) -> None:
         self._last = None
-
-
-def _check(step: Path, files: Mapping[tuple[int, int], Path], num_layers: int, num_shards: int) -> None:
-    """Refuse files that are not those of a model of so many layers."""
-    wanted = {(number, shard) for number in range(num_layers + 3) for shard in range(num_shards)}
-    missing = [f"layer_{n:02d}-model_{s:02d}-model_states.pt" for n, s in sorted(wanted - files.keys())]
-    surplus = [files[place].name for place in sorted(files.keys() - wanted)]
-    problems = [
-        f"{len(names)} {what}: {', '.join(names[:8])}{f' and {len(names) - 8} more' if len(names) > 8 else ''}"
-        for what, names in (("missing", missing), ("of no layer", surplus))
-        if names
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{step} is not a model of {num_layers} layers, as its config.json says: {'; '.join(problems)}"
-        )

@@ -77,7 +77,10 @@ class Frozen:
             self._stored = manifest.read(path)
             if FACT in self._stored.facts:
                 raise CheckpointError(f"checkpoint {path} holds adapters, and not the weights beside which they are")
-            _refuse_damage(path, self._stored)
+            rank, size = _place()
+            damages = (files.find_damage(path, file) for file in self._stored.files[rank::size])
+            if damage := collectives.first_word(next((damage for damage in damages if damage), "")):
+                raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
             whole = {WEIGHTS_PREFIX + name: torch.empty(size, device="meta") for name, size in self.shapes.items()}
             tensor_files.check_names(whole, self._stored, path)
             self.dtype = next(
@@ -187,13 +190,6 @@ def fingerprint_of(path: Path) -> str:
     for share in collectives.all_gather_json(fingerprint(path, in_hub, rank, size)):
         hashes |= share
     return joined(hashes)
-
-
-def _refuse_damage(path: Path, stored: manifest.Manifest) -> None:
-    rank, size = _place()
-    damages = (files.find_damage(path, file) for file in stored.files[rank::size])
-    if damage := collectives.first_word(next((damage for damage in damages if damage), "")):
-        raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
 
 
 def _place() -> tuple[int, int]:

@@ -158,7 +158,13 @@ class Metrics:
             means, norm = self._window.read(self._reduce), float(grad_norm)  # which other ranks take part in
             record = self._own.call(lambda: self._record(step, means, norm, lr, extra or {}, order_hash), None)
             if record is not None:
-                self._write(record)
+                self._first = self._first or record
+                self._last = record
+                if math.isfinite(record.loss):
+                    self._losses.append((record.step, record.loss))
+                    if len(self._losses) > _MOST_LOSSES:
+                        del self._losses[1::2]
+                self._to_sinks(lambda sink: sink.write(record))
         if (progress := self._progress) is not None:
             self._line.call(lambda: progress.step(step, record), None)
         return record
@@ -213,16 +219,6 @@ class Metrics:
             extra=extra,
             order_hash=order_hash,
         )
-
-    def _write(self, record: Record) -> None:
-        """Send a record to every sink."""
-        self._first = self._first or record
-        self._last = record
-        if math.isfinite(record.loss):
-            self._losses.append((record.step, record.loss))
-            if len(self._losses) > _MOST_LOSSES:
-                del self._losses[1::2]
-        self._to_sinks(lambda sink: sink.write(record))
 
     def _to_sinks(self, action: Callable[[Sink], None]) -> None:
         """Call every sink; the failure of one is not that of the others."""

@@ -126,21 +126,17 @@ class Model(Decoder):
     """A GPT-NeoX."""
 
     def __init__(self, c: Config) -> None:
-        _check(c)
+        if c.hidden_act not in ("gelu", "gelu_tanh"):
+            rule = "is not an activation of this model"
+            fix = "use gelu, or gelu_tanh for what others call gelu_fast, gelu_new and gelu_pytorch_tanh"
+            raise ConfigError(Problem("model.overrides.hidden_act", c.hidden_act, rule, fix))
+        if not 0 < c.rotary_dim <= c.head_dim or c.rotary_dim % 2:
+            rule = f"turns {c.rotary_dim} of the {c.head_dim} features of a head, which must be an even number above 0"
+            fix = "use a share that gives one, such as 0.25 or 1.0"
+            raise ConfigError(Problem("model.overrides.rotary_pct", c.rotary_pct, rule, fix))
         norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         rope = RotaryAngles(c.rotary_dim, c.rope_theta)
         super().__init__(c.vocab_size, c.dim, rope, [Block(c) for _ in range(c.num_layers)], norm, c.tied_embeddings)
-
-
-def _check(c: Config) -> None:
-    if c.hidden_act not in ("gelu", "gelu_tanh"):
-        rule = "is not an activation of this model"
-        fix = "use gelu, or gelu_tanh for what others call gelu_fast, gelu_new and gelu_pytorch_tanh"
-        raise ConfigError(Problem("model.overrides.hidden_act", c.hidden_act, rule, fix))
-    if not 0 < c.rotary_dim <= c.head_dim or c.rotary_dim % 2:
-        rule = f"turns {c.rotary_dim} of the {c.head_dim} features of a head, which must be an even number above 0"
-        fix = "use a share that gives one, such as 0.25 or 1.0"
-        raise ConfigError(Problem("model.overrides.rotary_pct", c.rotary_pct, rule, fix))
 
 
 def initial(c: Config) -> dict[str, Draw]:

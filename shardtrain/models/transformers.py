@@ -168,7 +168,9 @@ class Model(nn.Module):
     @property
     def tensor_plan(self) -> dict[str, str]:
         """Module path -> word of the network's own plan for tensor parallelism; empty where it has none."""
-        return _tensor_plan(self.hf)
+        # in some versions the instance has the plan of its blocks alone, and the class that of the head
+        plan = {**(getattr(type(self.hf), "_tp_plan", None) or {}), **(getattr(self.hf, "_tp_plan", None) or {})}
+        return {PREFIX + pattern: word for pattern, word in plan.items()}
 
     def _end(self, module: nn.Module | None) -> nn.Module:
         name = next((name for name, found in self.hf.named_modules() if found is module), "")
@@ -217,9 +219,3 @@ def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
                 rule = f"names {c.class_name}, whose buffer {path}.{name} starts at a value of its own"
                 raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
     return taken
-
-
-def _tensor_plan(hf: Any) -> dict[str, str]:
-    # in some versions the instance has the plan of its blocks alone, and the class that of the head
-    plan = {**(getattr(type(hf), "_tp_plan", None) or {}), **(getattr(hf, "_tp_plan", None) or {})}
-    return {PREFIX + pattern: word for pattern, word in plan.items()}

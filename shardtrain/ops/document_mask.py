@@ -222,14 +222,6 @@ def ragged(documents_BT: Tensor) -> tuple[Tensor, int]:
 _ragged_copies = WeakTensorKeyDictionary()
 
 
-def _ragged_on_device(documents_BT: Tensor) -> tuple[Tensor, int]:
-    """``ragged`` with the starts on the documents' device; made once per tensor, without waiting for the device."""
-    if documents_BT not in _ragged_copies:
-        starts, longest = ragged(on_host(documents_BT))
-        _ragged_copies[documents_BT] = to_device(starts, documents_BT.device), longest
-    return _ragged_copies[documents_BT]  # type: ignore[no-any-return]
-
-
 def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterator[tuple[slice, slice, slice, Any]]:
     """What the kernel of a CPU is given at a time: rows, queries, keys, and the mask."""
     tokens, at_once = slice(0, q_BTNH.size(1)), queries_at_once(window, q_BTNH.device)
@@ -250,7 +242,11 @@ def shifted(places: slice, by: int) -> slice:
 
 def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, int]:
     if documents_BT is not None:
-        return _ragged_on_device(documents_BT)
+        # `ragged` with the starts on the documents' device; made once per tensor, without waiting for the device
+        if documents_BT not in _ragged_copies:
+            starts, longest = ragged(on_host(documents_BT))
+            _ragged_copies[documents_BT] = to_device(starts, documents_BT.device), longest
+        return _ragged_copies[documents_BT]  # type: ignore[no-any-return]
     rows, tokens = q_BTNH.shape[:2]
     return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q_BTNH.device), tokens
 

@@ -32,7 +32,12 @@ def attend(
         assert band is not None
         return attention_scores.attend(q_BlNH, k_BsKH, v_BsKH, band, scores)
     if accelerator.is_accelerator(q_BlNH.device):
-        _check_flash(q_BlNH)
+        if q_BlNH.dtype not in (torch.float16, torch.bfloat16):
+            rule = "has no flash attention kernel on CUDA, which splitting a sequence needs"
+            fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
+            raise ConfigError(
+                Problem("training.mixed_precision_param", str(q_BlNH.dtype).removeprefix("torch."), rule, fix)
+            )
         (q, k, v), rows = _end_to_end(q_BlNH, k_BsKH, v_BsKH), _Rows(q_BlNH, k_BsKH, band)
         out_SNH, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *rows.starts, *rows.lengths, 0.0, causal and band is None, False, scale=scores.scale, **rows.window
@@ -198,10 +203,3 @@ def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor
 def _no_randomness(q: Tensor) -> tuple[Tensor, Tensor]:
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return random_state, random_state
-
-
-def _check_flash(q: Tensor) -> None:
-    if q.dtype not in (torch.float16, torch.bfloat16):
-        rule = "has no flash attention kernel on CUDA, which splitting a sequence needs"
-        fix = 'use bfloat16 or float16, or parallelism.context_parallel_method="ulysses"'
-        raise ConfigError(Problem("training.mixed_precision_param", str(q.dtype).removeprefix("torch."), rule, fix))

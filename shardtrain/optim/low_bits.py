@@ -68,7 +68,7 @@ class LowBitsAdam(torch.optim.Optimizer):
         """The state of a parameter before its first update: a count and two means, in 8 bits each with its scales."""
         state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            if self._is_in_8_bits(parameter):
+            if self._config.name == EIGHT_BITS and parameter.ndim >= 2 and parameter.numel() >= SMALLEST:
                 state[name] = torch.full_like(
                     parameter, code(signed).index(0.0), dtype=torch.uint8, requires_grad=False
                 )
@@ -79,9 +79,6 @@ class LowBitsAdam(torch.optim.Optimizer):
                     dtype = torch.float32
                 state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         return state
-
-    def _is_in_8_bits(self, parameter: Tensor) -> bool:
-        return self._config.name == EIGHT_BITS and parameter.ndim >= 2 and parameter.numel() >= SMALLEST
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -139,7 +136,8 @@ class LowBitsAdam(torch.optim.Optimizer):
         if f"{name}_scale" not in held:
             held[name][chunk] = self._rounded(x, held[name].dtype, chance)
             return
-        scale = _in_blocks(x).abs().amax(-1)
+        missing = -x.size(-1) % BLOCK
+        scale = (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, BLOCK)).abs().amax(-1)
         table = self._table(name, x.device)
         part = x / _along(torch.where(scale > 0, scale, 1.0), x.size(-1))
         bits = stochastic_rounding.to_code(part, table, chance)
@@ -151,11 +149,6 @@ class LowBitsAdam(torch.optim.Optimizer):
 def _at_least_1d(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor if tensor.ndim else tensor.view(1)
-
-
-def _in_blocks(x: Tensor) -> Tensor:
-    missing = -x.size(-1) % BLOCK
-    return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, BLOCK))
 
 
 def _along(scale: Tensor, columns: int) -> Tensor:

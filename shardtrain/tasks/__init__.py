@@ -30,7 +30,13 @@ def find(name: str) -> ModuleType:
         ConfigError: when there is no such file, or it has no class Task.
     """
     if name.endswith(".py"):
-        module = _load_path(Path(name))
+        path = Path(name)
+        # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
+        if not path.is_file():
+            raise ConfigError(
+                Problem("task.name", str(path), "is not a file", "give the path of an existing task file")
+            )
+        module = own_file.run(path, "task", "task.name")
     elif name in task_names():
         module = importlib.import_module(f"{__name__}.{name}")
     else:
@@ -47,10 +53,3 @@ def open_task(config: Config) -> LanguageModel | RowTask:
     """The task of a config; raises what ``find`` raises."""
     task: LanguageModel | RowTask = find(config.task.name).Task(config)
     return task
-
-
-def _load_path(path: Path) -> ModuleType:
-    # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
-    if not path.is_file():
-        raise ConfigError(Problem("task.name", str(path), "is not a file", "give the path of an existing task file"))
-    return own_file.run(path, "task", "task.name")

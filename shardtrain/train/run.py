@@ -77,12 +77,10 @@ class Run:
         skipped = {"skipped_updates": self.state.step - self.state.updates}
         found: dict[str, float] = {**self.runner.measures(), **skipped}  # which other ranks take part in
         nothing: dict[str, float] = {}
-        found |= self.counting.call(lambda: _rows_of_sources(self.dataloader), nothing)
+        found |= self.counting.call(
+            lambda: {f"rows_of/{name}": rows for name, rows in self.dataloader.rows_of_sources.items()}, nothing
+        )
         return found | self.counting.call(self.resilience.measures, nothing)
-
-
-def _rows_of_sources(dataloader: data.DataLoader) -> dict[str, float]:
-    return {f"rows_of/{name}": rows for name, rows in dataloader.rows_of_sources.items()}
 
 
 def model_state_dict(runner: Runner) -> dict[str, Tensor]:

@@ -56,7 +56,10 @@ class Samples:
         if self._options.sample_freq and mesh.size("pp", "cp") == 1 and config.task.name in OF_TEXT:
             self.every_steps = self._options.sample_freq
             self._tokenizer = tokenizer_of(config)
-            self._prompt = _prompt_ids(self._tokenizer, config)
+            # the prompt, begun as documents are in training; its end where it is longer than half a sequence
+            prefix = ends_of(self._tokenizer, replace(config.data, add_eos=None, separator=None)).prefix
+            ids = [*prefix, *self._tokenizer.encode(config.metrics.sample_prompt).tolist()]
+            self._prompt = ids[-max(1, config.training.seq_len // 2) :]
             self._file = None if folder is None else JsonlFile(folder / FILE, start_step)
 
     def run(self, step: int) -> str:
@@ -106,10 +109,8 @@ class Samples:
         tokens_1T = torch.zeros(1, T, dtype=torch.int64, device=self._mesh.device)
         tokens_1T[0, : len(ids)] = torch.tensor(ids)
         logits_1TV = self._runner.parts[0](tokens_1T, torch.arange(T, device=self._mesh.device)[None])
-        return self._whole(logits_1TV[:, len(ids) - 1])
-
-    def _whole(self, logits_1v: Tensor) -> Tensor:
-        """Logits over all ids, where the loss of tensor-parallel ranks takes a part of the vocabulary on each."""
+        # logits over all ids, where the loss of tensor-parallel ranks takes a part of the vocabulary on each
+        logits_1v = logits_1TV[:, len(ids) - 1]
         if not self._splits_vocabulary:
             return logits_1v
         num_own = torch.tensor(logits_1v.size(-1), device=self._mesh.device)
@@ -118,10 +119,3 @@ class Samples:
         first = columns * self._mesh.rank("tp")
         logits_1V[:, first : first + logits_1v.size(-1)] = logits_1v
         return self._mesh.sum(logits_1V, over=("tp",))
-
-
-def _prompt_ids(tokenizer: data.Tokenizer, config: Config) -> list[int]:
-    """The prompt, begun as documents are in training; its end where it is longer than half a sequence."""
-    prefix = ends_of(tokenizer, replace(config.data, add_eos=None, separator=None)).prefix
-    ids = [*prefix, *tokenizer.encode(config.metrics.sample_prompt).tolist()]
-    return ids[-max(1, config.training.seq_len // 2) :]

@@ -127,21 +127,8 @@ def enter_user() -> None:
     if descriptors is None or descriptors[0] < 0:
         return
     _call("setns", descriptors[0], _NEW_USER)
-    _keep_one_capability()
-    _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # debuggers of this user still see this process
-
-
-def _capabilities() -> int:
-    """The capabilities of this process that are in effect, a bit each."""
-    with open("/proc/self/status", "rb") as file:
-        return next((int(line.split()[1], 16) for line in file if line.startswith(b"CapEff:")), 0)
-
-
-def _keep_one_capability() -> None:
-    """Of all capabilities that a user namespace gives, keep the one that a network is entered with.
-
-    Another is to pass over the permissions of files: a folder that its owner has made read-only would be written.
-    """
+    # Of all capabilities that a user namespace gives, one is kept, with which a network is entered. Another would pass
+    # over the permissions of files: a folder that its owner has made read-only would be written.
     header = struct.pack("Ii", _CAPABILITIES_VERSION, 0)
     kept = 1 << _SYS_ADMIN
     # effective, permitted, inheritable; the first 32 and the others
@@ -149,6 +136,13 @@ def _keep_one_capability() -> None:
     if library.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
+    _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # debuggers of this user still see this process
+
+
+def _capabilities() -> int:
+    """The capabilities of this process that are in effect, a bit each."""
+    with open("/proc/self/status", "rb") as file:
+        return next((int(line.split()[1], 16) for line in file if line.startswith(b"CapEff:")), 0)
 
 
 def is_there() -> bool:

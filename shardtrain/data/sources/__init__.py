@@ -119,7 +119,14 @@ def find(name: str, option: str = "training.dataset") -> ModuleType:
         ConfigError: when there is no such file (the error names the nearest and lists all), or it has no open_source.
     """
     if name.endswith(".py"):
-        return _own(Path(name), option)
+        path = Path(name)
+        if not path.is_file():
+            raise ConfigError(Problem(option, str(path), "does not exist", "name a file with a function open_source"))
+        module = own_file.run(path, "dataset", option)
+        if not hasattr(module, "open_source"):
+            fix = "define open_source(request), as shardtrain/data/sources/text.py does"
+            raise ConfigError(Problem(option, str(path), "has no open_source", fix))
+        return module
     known = names()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
@@ -127,16 +134,6 @@ def find(name: str, option: str = "training.dataset") -> ModuleType:
         problem = Problem(option, name, "is not a file of shardtrain/data/sources", f"{hint} {', '.join(known)}")
         raise ConfigError(problem)
     return importlib.import_module(f"{__name__}.{name}")
-
-
-def _own(path: Path, option: str) -> ModuleType:
-    if not path.is_file():
-        raise ConfigError(Problem(option, str(path), "does not exist", "name a file with a function open_source"))
-    module = own_file.run(path, "dataset", option)
-    if not hasattr(module, "open_source"):
-        fix = "define open_source(request), as shardtrain/data/sources/text.py does"
-        raise ConfigError(Problem(option, str(path), "has no open_source", fix))
-    return module
 
 
 Key = tuple[int, int]

@@ -106,7 +106,14 @@ class _Zstd:
                     raise EOFError
                 break
             try:
-                piece = self._step()
+                if self._frame is None:
+                    self._frame = self._library.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
+                given = self._compressed[:_ZSTD_BYTES_AT_ONCE]
+                piece = self._frame.decompress(given)
+                unused = len(self._frame.unused_data) if self._frame.eof else 0
+                self._compressed = self._compressed[len(given) - unused :]
+                if self._frame.eof:
+                    self._frame = None
             except self._library.ZstdError as error:
                 self._failed = zlib.error(str(error))
                 break
@@ -115,14 +122,3 @@ class _Zstd:
         if self._failed is not None and not total:
             raise self._failed
         return b"".join(pieces)
-
-    def _step(self) -> bytes:
-        if self._frame is None:
-            self._frame = self._library.ZstdDecompressor(max_window_size=_ZSTD_WINDOW).decompressobj()
-        given = self._compressed[:_ZSTD_BYTES_AT_ONCE]
-        piece = self._frame.decompress(given)
-        unused = len(self._frame.unused_data) if self._frame.eof else 0
-        self._compressed = self._compressed[len(given) - unused :]
-        if self._frame.eof:
-            self._frame = None
-        return piece

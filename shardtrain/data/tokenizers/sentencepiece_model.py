@@ -46,7 +46,10 @@ class SentencePieceTokenizer:
         ids = {name: i for name, i in ends.items() if i is not None}
         self.special_ids = frozenset(special.values()).union(ids.values())
         self.special_tokens: Mapping[str, str] = {
-            **{name: self._text_of(i) for name, i in ids.items()},
+            **{
+                name: (self._texts[i] if i in self._texts else str(self._whole.id_to_piece(i)))
+                for name, i in ids.items()
+            },
             **beside.named(),
         }
         self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
@@ -117,9 +120,6 @@ class SentencePieceTokenizer:
             return added
         i = int(self._whole.piece_to_id(text))  # the unknown id for a text that is not a piece
         return i if self._whole.id_to_piece(i) == text else None
-
-    def _text_of(self, i: int) -> str:
-        return self._texts[i] if i in self._texts else str(self._whole.id_to_piece(i))
 
     def _with_spans(self, text: str, splitter: Splitter) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
         ids: list[int] = []

@@ -11,7 +11,6 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ import numpy.typing as npt
 from shardtrain.data.tokenizers.spans import character_spans
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
-from shardtrain.data.tokenizers.tokenizer_config import TokenizerConfig, ends_facts, read_beside
+from shardtrain.data.tokenizers.tokenizer_config import ends_facts, read_beside
 from shardtrain.utils.errors import ConfigError, Problem
 
 _PATTERN = (
@@ -60,8 +59,24 @@ class TiktokenTokenizer:
         self.spec, self.option = spec, option
         ranks = _read_ranks(file, content, option)
         beside = read_beside(file.parent, option)
-        specials = _special_tokens(beside, len(ranks), file, option)
-        self._encoding = _load(file, ranks, option)
+        # special tokens by their text: Llama 3's 256, some of them under the names that tokenizer_config.json has
+        num_ranks = len(ranks)
+        others = (f"<|reserved_special_token_{i}|>" for i in range(5, _NUM_SPECIAL))
+        names = dict(enumerate([*_FIRST_SPECIAL, *others][:_NUM_SPECIAL], start=num_ranks))
+        for i, token in beside.added.items():
+            if not num_ranks <= i < num_ranks + _NUM_SPECIAL:
+                rule = (
+                    f"has special tokens {num_ranks}..{num_ranks + _NUM_SPECIAL - 1}, tokenizer_config.json names {i}"
+                )
+                raise ConfigError(Problem(option, str(file), rule, "use files that belong together"))
+            names[i] = token.content
+        specials = {text: i for i, text in names.items()}
+        try:
+            import tiktoken
+        except ImportError as error:
+            fix = 'pip install "shardtrain[hf]", or use a tokenizer.json'
+            raise ConfigError(Problem(option, str(file), "needs the tiktoken library", fix)) from error
+        self._encoding = tiktoken.Encoding(file.name, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={})
         self._tokens = sorted(ranks, key=ranks.__getitem__)
         self._lengths = np.array([len(token) for token in self._tokens], dtype=np.int64)
         self._splitter = Splitter(specials)
@@ -168,24 +183,3 @@ def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
         rule = f"lacks a token for {len(missing)} of the 256 bytes, so that some texts could not be written"
         raise ConfigError(Problem(option, str(file), rule, "copy or download the file again"))
     return ranks
-
-
-def _special_tokens(beside: TokenizerConfig, num_ranks: int, file: Path, option: str) -> dict[str, int]:
-    """Special tokens by their text: Llama 3's 256, some of them under the names that tokenizer_config.json has."""
-    others = (f"<|reserved_special_token_{i}|>" for i in range(5, _NUM_SPECIAL))
-    names = dict(enumerate([*_FIRST_SPECIAL, *others][:_NUM_SPECIAL], start=num_ranks))
-    for i, token in beside.added.items():
-        if not num_ranks <= i < num_ranks + _NUM_SPECIAL:
-            rule = f"has special tokens {num_ranks}..{num_ranks + _NUM_SPECIAL - 1}, tokenizer_config.json names {i}"
-            raise ConfigError(Problem(option, str(file), rule, "use files that belong together"))
-        names[i] = token.content
-    return {text: i for i, text in names.items()}
-
-
-def _load(file: Path, ranks: dict[bytes, int], option: str) -> Any:
-    try:
-        import tiktoken
-    except ImportError as error:
-        fix = 'pip install "shardtrain[hf]", or use a tokenizer.json'
-        raise ConfigError(Problem(option, str(file), "needs the tiktoken library", fix)) from error
-    return tiktoken.Encoding(file.name, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={})

@@ -147,7 +147,12 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
             history = _thinned(file, end)
             if all(one["step"] < other["step"] for one, other in itertools.pairwise(history)):
                 if end < size:
-                    _cut(path, end)
+                    descriptor = atomic_io.not_through_a_link(str(path), os.O_WRONLY, 0o644)
+                    try:
+                        os.ftruncate(descriptor, end)
+                        os.fsync(descriptor)
+                    finally:
+                        os.close(descriptor)
                     logger.info(f"{path}: continuing after step {start_step}; {size - end} bytes after it removed")
                 return history
         file.seek(0)
@@ -203,15 +208,6 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
             return end
         window *= 2
     return None
-
-
-def _cut(path: Path, size: int) -> None:
-    descriptor = atomic_io.not_through_a_link(str(path), os.O_WRONLY, 0o644)
-    try:
-        os.ftruncate(descriptor, size)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _thinned(file: BinaryIO, end: int) -> list[dict[str, Any]]:

@@ -64,8 +64,11 @@ class _Run(Client):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
+        # a name with only the characters that MLflow allows
         metrics = [
-            Metric(_legal(name), float(value), now, step)
+            Metric(
+                "".join(char if char.isalnum() or char in "_-. /" else "_" for char in name), float(value), now, step
+            )
             for name, value in values.items()
             if type(value) in (int, float) and math.isfinite(value) and name != "step"
         ]
@@ -73,11 +76,6 @@ class _Run(Client):
 
     def finish(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def _legal(name: str) -> str:
-    """A name with only the characters that MLflow allows."""
-    return "".join(char if char.isalnum() or char in "_-. /" else "_" for char in name)
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

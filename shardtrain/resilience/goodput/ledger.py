@@ -74,7 +74,12 @@ class Ledger:
         )
         earlier = self._earlier(folder)
         if earlier and step == 0 and earlier[-1].start.job != job:
-            self._put_aside(folder)
+            path = folder / events.FILE
+            aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
+            try:
+                path.rename(aside)
+            except OSError as error:
+                logger.warning(f"cannot rename {path}: {error.strerror}; it now holds two runs")
             earlier = []
         self._past = account([*earlier, Attempt(self._start)])
         self._write(self._start)
@@ -185,14 +190,6 @@ class Ledger:
         if bad > 1:
             logger.warning(f"{folder / events.FILE}: {bad} lines are damaged and count for nothing")
         return attempts_of(found)
-
-    def _put_aside(self, folder: Path) -> None:
-        path = folder / events.FILE
-        aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
-        try:
-            path.rename(aside)
-        except OSError as error:
-            logger.warning(f"cannot rename {path}: {error.strerror}; it now holds two runs")
 
 
 def note_death(folder: Path, job: str, time_seconds: float) -> None:

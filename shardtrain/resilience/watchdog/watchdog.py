@@ -200,7 +200,13 @@ class Watchdog:
                 limit, is_cold = self._limit(self._phases.name, place := stack.main_thread(self._device))
                 # much longer than a verdict takes: who can still speak knows more
                 if limit and mute > MUTE_LIMITS * limit and (place.collective or not is_cold):
-                    found = self._mute_store(place, mute)
+                    # the store gives no answer: with its host, the first rank or the launcher, something is wrong
+                    host = os.environ.get("MASTER_ADDR", self._host)
+                    doing = f"waits in {place.collective} ({place.at})" if place.collective else f"is at {place.at}"
+                    own = f"rank {self._rank} {doing}, in phase {self._phases.name} of step {self._moving.step}"
+                    message = "gives no sign of life, or its launcher, which has the store, does not"
+                    message = f"{message}: for {mute:.0f} s; {own}"
+                    found = HangReport(0, host, self._phases.name, message, declared_by=self._rank, silent=(0,))
                     self._others.tell_node(to_json(found).encode())
                     self._die(found)
 
@@ -213,14 +219,6 @@ class Watchdog:
                 now.busy_data += 1
             else:
                 now.busy_step += 1
-
-    def _mute_store(self, place: stack.Place, seconds: float) -> HangReport:
-        """The store gives no answer: with its host, the first rank or the launcher, something is wrong."""
-        host = os.environ.get("MASTER_ADDR", self._host)
-        doing = f"waits in {place.collective} ({place.at})" if place.collective else f"is at {place.at}"
-        own = f"rank {self._rank} {doing}, in phase {self._phases.name} of step {self._moving.step}"
-        message = f"gives no sign of life, or its launcher, which has the store, does not: for {seconds:.0f} s; {own}"
-        return HangReport(0, host, self._phases.name, message, declared_by=self._rank, silent=(0,))
 
     # --- the end
 

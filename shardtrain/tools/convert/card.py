@@ -138,7 +138,9 @@ def of_checkpoint(
     facts += _measured(run / "metrics.jsonl", step, "Training")
     facts += _measured(run / "validation.jsonl", step, "Validation")
     if config is not None:
-        facts.append(("Precision", f"stored {config.training.dtype}, computed in {_computed(config)}"))
+        from shardtrain.config import derived
+
+        facts.append(("Precision", f"stored {config.training.dtype}, computed in {derived.compute_dtype(config)}"))
         facts.append(("Seed", str(config.debug.seed)))
         facts.append(("Mesh", _mesh(config, read_world_size(run / RESOLVED_CONFIG))))
         with (run / RESOLVED_CONFIG).open(encoding="utf-8", errors="replace") as file:
@@ -162,12 +164,6 @@ def _digest(text: str) -> str:
 
 def _cell(value: str) -> str:
     return " ".join(value.replace("|", "\\|").split())
-
-
-def _computed(config: Config) -> str:
-    from shardtrain.config import derived
-
-    return derived.compute_dtype(config)
 
 
 def _measured(path: Path, step: int, what: str) -> list[tuple[str, str]]:

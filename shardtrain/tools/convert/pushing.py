@@ -55,18 +55,15 @@ class Push:
         self._api: HfApi = HfApi(
             self._hub.endpoint, token=self._hub.token, library_name="shardtrain", library_version=__version__
         )
-        self._check_role()
-        self.head, self.theirs, self.card = self._look()
-
-    def _wrong(self, rule: str, fix: str) -> ConfigError:
-        return ConfigError(Problem("--push", self.repo_id, rule, fix))
-
-    def _check_role(self) -> None:
-        """The token's own word on itself; a fine-grained one may be refused later all the same."""
+        # the token's own word on itself; a fine-grained one may be refused later all the same
         said = self._ask(self._api.whoami)
         role = ((said.get("auth") or {}).get("accessToken") or {}).get("role")
         if role == "read":
             raise self._wrong("cannot be written with the token that was found, which may only read", self._write_fix())
+        self.head, self.theirs, self.card = self._look()
+
+    def _wrong(self, rule: str, fix: str) -> ConfigError:
+        return ConfigError(Problem("--push", self.repo_id, rule, fix))
 
     def _write_fix(self) -> str:
         return f"set HF_TOKEN to a token that may write it ({_TOKENS_PAGE})"

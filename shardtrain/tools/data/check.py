@@ -87,7 +87,9 @@ def examine(config: Config, world_size: int) -> Report:
     """Read all datasets of training, and of validation where it is enabled."""
     tokenizer = build_dataset.tokenizer_of(config)
     report = Report({}, [], [], [])
-    vocab_size = _model_vocabulary(config)
+    module = models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    vocab_size = int(shape.vocab_size)
     if tokenizer.vocab_size > vocab_size:
         report.problems.append(
             f"the tokenizer has {tokenizer.vocab_size} ids, and the model's vocabulary {vocab_size}; set "
@@ -260,12 +262,6 @@ def _ranks_here(config: Config) -> int:
     """Ranks that ``train`` would start on this machine."""
     accelerators = environment.count_accelerators(config.training.device)
     return environment.choose_processes(config, None, os.environ, accelerators, environment.usable_cores()).count
-
-
-def _model_vocabulary(config: Config) -> int:
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    return int(shape.vocab_size)
 
 
 def _as_json(report: Report) -> dict[str, Any]:

@@ -65,7 +65,11 @@ def main(words: list[str]) -> int:
     options = _parser().read(words)
     if options is None:
         return 0
-    _check(options)
+    options.assets = list(dict.fromkeys(ASSETS if options.all else options.assets))
+    if options.tokenizer_path and options.assets != ["tokenizer"]:
+        raise ConfigError(
+            Problem("--tokenizer_path", options.tokenizer_path, "is for the tokenizer alone", "leave it out")
+        )
     hub = Hub(options.repo_id, options.revision)
     commit, files = hub.files()
     folder = Path(options.local_dir or ("assets/tokenizer" if options.tokenizer_path is not None else "assets/hf"))
@@ -399,14 +403,6 @@ def _refuse_token(words: Sequence[str], program: str = PROGRAM) -> None:
     if any(re.match(r"hf_[A-Za-z0-9]{16,}", word) for word in words):
         rule = "has a word that looks like a token"
         raise ConfigError(Problem(program, None, rule, "set the environment variable HF_TOKEN in its place"))
-
-
-def _check(options: argparse.Namespace) -> None:
-    options.assets = list(dict.fromkeys(ASSETS if options.all else options.assets))
-    if options.tokenizer_path and options.assets != ["tokenizer"]:
-        raise ConfigError(
-            Problem("--tokenizer_path", options.tokenizer_path, "is for the tokenizer alone", "leave it out")
-        )
 
 
 def _parser() -> Arguments:

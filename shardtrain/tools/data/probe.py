@@ -121,7 +121,10 @@ def probe(
     changes = []
     with torch.no_grad():
         logits_TV = model(*inputs)[0]
-        for index in _chosen(len(stops)):
+        # which of so many documents are changed, spread over the sequence
+        count = len(stops)
+        picked = {round(i * (count - 1) / (MAX_CHANGES - 1)) for i in range(MAX_CHANGES)}
+        for index in sorted(picked):
             place = stops[index] - int(lengths[index])
             changed_BT = inputs[0].clone()
             changed_BT[0, place] = (changed_BT[0, place] + 1) % logits_TV.size(-1)
@@ -129,12 +132,6 @@ def probe(
             moved_T = ~(moved_T <= tolerance * logits_TV.abs().max())  # so that NaN counts as moved
             changes.append(_change(int(numbers[index]), place, stops[index], moved_T, documents_T))
     return ProbeReport(changes, _wrong_targets(batch, learned_BT, ends_are_inputs) + _wrong_positions(batch))
-
-
-def _chosen(count: int) -> list[int]:
-    """Which of so many documents are changed, spread over the sequence."""
-    picked = {round(i * (count - 1) / (MAX_CHANGES - 1)) for i in range(MAX_CHANGES)}
-    return sorted(picked)
 
 
 def _change(document: int, place: int, stop: int, moved_T: Tensor, documents_T: Tensor) -> Change:

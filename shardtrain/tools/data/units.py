@@ -124,7 +124,10 @@ def write_unit(
             hashes = files.finish()
         done = {"unit": unit.number, "files": hashes, "tally": tally_to_json(tally)}
         with storing(folder):
-            _rename_into(folder / unit_name(unit, "json"), json.dumps(done))
+            path = folder / unit_name(unit, "json")
+            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+            temporary.write_text(json.dumps(done), encoding="utf-8")
+            temporary.replace(path)
     finally:
         files.abandon()
     return done
@@ -251,12 +254,6 @@ def tally_to_json(tally: RowStats) -> dict[str, Any]:
 def tally_from_json(table: Mapping[str, Any]) -> RowStats:
     """A tally from its JSON; a missing or unknown key raises."""
     return RowStats(**{**table, "bad": Counter(table["bad"]), "harmless": Counter(table["harmless"])})
-
-
-def _rename_into(path: Path, text: str) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def _sha256(path: Path) -> str:

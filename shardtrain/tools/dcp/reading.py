@@ -77,7 +77,11 @@ def from_dcp(
         same = (one.shape, one.dtype) == (other.shape, other.dtype)
         if not same or not there.tensor(name).equal(there.tensor(embed)):
             raise CheckpointError(f"{folder}: {name} is not the embedding, and this model has both as one tensor")
-    rest = sorted(name for name in there.tensors if name not in used | tied and not _is_read_elsewhere(name))
+    rest = sorted(
+        name
+        for name in there.tensors
+        if name not in used | tied and not name.startswith(("train_state.", "lr_scheduler", "dataloader"))
+    )
     surplus = [name for name in rest if not name.startswith(("optimizer", "optim."))]
     if surplus:
         fix = "name the model, flavor and overrides that it was trained with"
@@ -230,7 +234,3 @@ def _count(there: Folder, name: str) -> int | None:
 def _step_of_name(folder: Path) -> int:
     text = folder.name.removesuffix(".pt").removeprefix("step-")
     return int(text) if text.isdecimal() and len(text) < 12 else 0
-
-
-def _is_read_elsewhere(name: str) -> bool:
-    return name.startswith(("train_state.", "lr_scheduler", "dataloader"))

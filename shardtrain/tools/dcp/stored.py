@@ -92,7 +92,14 @@ class DcpFolder:
         self.objects: dict[str, Place] = {}
         self.unread: dict[str, str] = {}
         """Tensors of a type that is not read, and the type."""
-        steps = _FREE_STEPS + _bytes_on_disk(folder) // _BYTES_PER_STEP
+        # what the files of a folder take, holes left out
+        found = 0
+        with contextlib.suppress(OSError):
+            for path in folder.iterdir():
+                if path.name != METADATA and path.is_file():
+                    facts = path.stat()
+                    found += min(facts.st_size, getattr(facts, "st_blocks", 2**62) * 512)
+        steps = _FREE_STEPS + found // _BYTES_PER_STEP
         with damage(self._where):
             self._read(parse(self._bytes(), _NAMES, self._where, max_steps=steps))
         self._check_files()
@@ -156,7 +163,12 @@ class DcpFolder:
                 self.objects[name] = places[name, None]
                 continue
             facts = _state(one, f"{_DCP}.TensorStorageMetadata", self._where)
-            shape, dtype = _size(facts.get("size"), self._where), self._dtype(facts.get("properties"))
+            properties = facts.get("properties")
+            state = properties.state if isinstance(properties, Made) else None
+            first = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
+            if not isinstance(first, Name) or str(first) not in _TYPES | _UNREAD:
+                raise self._bad("has a tensor without a type")
+            shape, dtype = _size(facts.get("size"), self._where), first.name
             if dtype not in ITEM_BYTES:
                 self.unread[name] = dtype
                 continue
@@ -178,13 +190,6 @@ class DcpFolder:
             if problem:
                 raise self._bad(f"has parts of {name} that {problem}")
             self.tensors[name] = DcpTensor(dtype, shape, tuple(chunks))
-
-    def _dtype(self, properties: Any) -> str:
-        state = properties.state if isinstance(properties, Made) else None
-        first = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
-        if not isinstance(first, Name) or str(first) not in _TYPES | _UNREAD:
-            raise self._bad("has a tensor without a type")
-        return first.name
 
     def _place(self, info: Any) -> Place:
         facts = _state(info, f"{_FILES}._StorageInfo", self._where)
@@ -281,17 +286,6 @@ class _Slice(io.RawIOBase):
     def close(self) -> None:
         self._file.close()
         super().close()
-
-
-def _bytes_on_disk(folder: Path) -> int:
-    """What the files of a folder take, holes left out."""
-    found = 0
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if path.name != METADATA and path.is_file():
-                facts = path.stat()
-                found += min(facts.st_size, getattr(facts, "st_blocks", 2**62) * 512)
-    return found
 
 
 def _state(value: Any, name: str, where: str) -> Mapping[str, Any]:

@@ -78,7 +78,12 @@ def to_dcp(
     missing = [name for name in weights if WEIGHTS_PREFIX + name not in stored.tensors]
     if missing:
         raise CheckpointError(f"checkpoint {checkpoint} has no {missing[0]}; is it of another model, or of adapters?")
-    sources = _weights(names, weights, stored)
+    # their name -> ours, and the name of the parameter that decides the order of rows
+    found = {names.theirs(name): (WEIGHTS_PREFIX + name, name) for name in weights}
+    if names.kind != OWN and getattr(names.config, "tied_embeddings", False):
+        # its state dict holds a tied head under both names, and a load of it asks for both
+        found[names.theirs("head.weight")] = (f"{WEIGHTS_PREFIX}embed.weight", "embed.weight")
+    sources = found
     objects: dict[str, Any] = {}
     whole = optimizer is not None and all(
         f"optimizer.{name}.{moment}" in stored.tensors for name in parameters for moment in MOMENTS
@@ -88,15 +93,6 @@ def to_dcp(
         sources |= more
     _write(checkpoint, stored, sources, objects, names, output)
     return len(sources), whole
-
-
-def _weights(names: Naming, weights: list[str], stored: Manifest) -> dict[str, tuple[str, str]]:
-    """Their name -> ours, and the name of the parameter that decides the order of rows."""
-    found = {names.theirs(name): (WEIGHTS_PREFIX + name, name) for name in weights}
-    if names.kind != OWN and getattr(names.config, "tied_embeddings", False):
-        # its state dict holds a tied head under both names, and a load of it asks for both
-        found[names.theirs("head.weight")] = (f"{WEIGHTS_PREFIX}embed.weight", "embed.weight")
-    return found
 
 
 def _optimizer(

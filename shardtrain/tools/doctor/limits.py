@@ -32,7 +32,11 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["huge_pages"] = _chosen(_text("/sys/kernel/mm/transparent_hugepage/enabled"))
     facts["core_pattern"] = _text("/proc/sys/kernel/core_pattern")
     facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
-    facts["steal"] = _steal()
+    # the share of CPU time since boot that other guests of this machine's host took
+    words = _text("/proc/stat").split("\n")[0].split()[1:]
+    times: list[int] = [int(word) for word in words[:8]]
+    total = sum(times)
+    facts["steal"] = times[7] / total if len(times) == 8 and total else 0.0
 
 
 def ulimits() -> dict[str, int]:
@@ -53,14 +57,6 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
         if len(words) == 2 and words[0] not in ("max", "-1") and int(words[1]):
             return int(words[0]) / int(words[1])
     return 0.0
-
-
-def _steal() -> float:
-    """The share of CPU time since boot that other guests of this machine's host took."""
-    words = _text("/proc/stat").split("\n")[0].split()[1:]
-    times: list[int] = [int(word) for word in words[:8]]
-    total = sum(times)
-    return times[7] / total if len(times) == 8 and total else 0.0
 
 
 def _text(path: str | Path) -> str:

@@ -24,21 +24,17 @@ def exit_code(findings: Sequence[Finding], strict: bool = False) -> int:
 
 def document(reports: Reports, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
     """What ``--json`` prints: all findings, and who is slow, odd or failing."""
+    names = {str(facts["name"]) for facts in reports.of("devices").values()}
     return {
         "format": 1,
         "ranks": reports.size,
         "hosts": {host: len(ranks) for host, ranks in reports.hosts().items()},
-        "device": _device(reports),
+        "device": (", ".join(sorted(names)) or "unknown"),
         "verdict": worst([one.verdict for one in findings]),
         "seconds": round(seconds, 1),
         "findings": [dataclasses.asdict(one) for one in findings],
         "named": _named(reports, findings),
     }
-
-
-def _device(reports: Reports) -> str:
-    names = {str(facts["name"]) for facts in reports.of("devices").values()}
-    return ", ".join(sorted(names)) or "unknown"
 
 
 def _named(reports: Reports, findings: Sequence[Finding]) -> dict[str, list[str]]:

@@ -36,7 +36,12 @@ def collect(context: RankContext, facts: Facts) -> None:
     """Write to each folder of the run, then look for what the other ranks wrote; removes all of it."""
     folders = writable(context)
     facts["folders"] = {}
-    nonce = _nonce(context)
+    if context.rank == 0:
+        context.line.send("nonce", secrets.token_hex(4))
+    found = context.line.receive("nonce", context.line.limit_seconds / 2)
+    if found is None:
+        raise PeerError("rank 0 has not come to the check of storage")
+    nonce = str(found)
     signed: list[Place] = []
     try:
         for option, place in folders.items():
@@ -80,15 +85,6 @@ def readable(context: RankContext) -> dict[str, str]:
 def _existing(path: Path) -> Path:
     path = path.expanduser().absolute()
     return next((one for one in (path, *path.parents) if one.exists()), path)
-
-
-def _nonce(context: RankContext) -> str:
-    if context.rank == 0:
-        context.line.send("nonce", secrets.token_hex(4))
-    found = context.line.receive("nonce", context.line.limit_seconds / 2)
-    if found is None:
-        raise PeerError("rank 0 has not come to the check of storage")
-    return str(found)
 
 
 def _write(place: Place) -> Facts:

@@ -96,12 +96,8 @@ def _verify(path: Path) -> tuple[Manifest | None, str]:
         damage = str(error)
     damage = collectives.first_word(damage)
     if stored is not None and not damage:
-        rank, size = _place()
+        group = torch.distributed.is_initialized()
+        rank, size = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if group else (0, 1)
         found = (files.find_damage(path, file) for file in stored.files[rank::size])
         damage = collectives.first_word(next((f"checkpoint {path}: {text}" for text in found if text), ""))
     return (None, damage) if damage else (stored, "")
-
-
-def _place() -> tuple[int, int]:
-    group = torch.distributed.is_initialized()
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if group else (0, 1)

@@ -94,18 +94,18 @@ def report(found: Migration, loaded: config.Loaded) -> list[str]:
     done = {entry.where for entry in found.entries}
     lines += [f"note: {notice}" for notice in loaded.notices if notice.partition(": ")[0] not in done]
     lines += [f"note: {line}" for line in unnamed(loaded)]
-    lines += [f"before training: {problem}" for problem in config.check(loaded) if not _of_folder(problem)]
+    # whether a check complains of the flavor that the folder will name: the folder is looked into by `train`
+    lines += [
+        f"before training: {problem}"
+        for problem in config.check(loaded)
+        if not (problem.option == "model.flavor" and problem.value == "from_folder")
+    ]
     counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in by_verdict.items() if verdict != "default")
     return [*lines, f"{sum(map(_is_key, found.entries))} keys: {counts}"]
 
 
 def _is_key(entry: Entry) -> bool:
     return entry.verdict != "default"
-
-
-def _of_folder(problem: Problem) -> bool:
-    """Whether a check complains of the flavor that the folder will name: the folder is looked into by ``train``."""
-    return problem.option == "model.flavor" and problem.value == "from_folder"
 
 
 def _write(file: Path, text: str) -> None:

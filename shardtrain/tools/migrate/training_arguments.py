@@ -192,10 +192,17 @@ def modules(found: Found, key: str, option: str) -> None:
 def finish(found: Found) -> None:
     """Join what several keys say, and set what the Trainer does where nothing is said."""
     _length(found)
-    _batch(found)
+    rows = found.get("per_device_train_batch_size", int, 8)
+    found.set("per_device_train_batch_size", "training.local_batch_size", rows)
+    accumulate(found, rows)
     schedule(found, str(found.get("lr_scheduler_type", str, "linear")), "lr_scheduler_type")
     precision(found)
-    _optimizer(found)
+    found.default("optimizer.lr", 5e-5)
+    found.default("optimizer.beta2", 0.999)
+    found.default("optimizer.weight_decay", 0.0)
+    optimizer(found, found.get("optim", str, "adamw_torch"), "optim")
+    if found.get("weight_decay", float, 0.0):
+        found.default("optimizer.no_weight_decay", ["*.bias", "*norm*"], "the Trainer decays neither")
     _saving(found)
     _validation(found)
     _model_and_data(found)
@@ -244,12 +251,6 @@ def _length(found: Found) -> None:
         found.answer("max_steps", "ignored", "it asks for nothing")
     else:
         found.answer("num_train_epochs", "unsupported", "epochs are whole; training.steps ends a run anywhere")
-
-
-def _batch(found: Found) -> None:
-    rows = found.get("per_device_train_batch_size", int, 8)
-    found.set("per_device_train_batch_size", "training.local_batch_size", rows)
-    accumulate(found, rows)
 
 
 def accumulate(found: Found, rows: int) -> None:
@@ -310,15 +311,6 @@ def precision(found: Found) -> None:
         elif kind in ("float16", "fp16", "half"):
             found.answer(name, "unsupported", "parameters are stored in float32 or bfloat16: training.dtype")
         found.answer(name, "ignored", "parameters are stored in float32")
-
-
-def _optimizer(found: Found) -> None:
-    found.default("optimizer.lr", 5e-5)
-    found.default("optimizer.beta2", 0.999)
-    found.default("optimizer.weight_decay", 0.0)
-    optimizer(found, found.get("optim", str, "adamw_torch"), "optim")
-    if found.get("weight_decay", float, 0.0):
-        found.default("optimizer.no_weight_decay", ["*.bias", "*norm*"], "the Trainer decays neither")
 
 
 def optimizer(found: Found, kind: str, key: str) -> None:

@@ -105,7 +105,8 @@ def finish(found: Found) -> None:
         found.set(_key(_T, "pretrained_model_dir"), "model.hf_assets_path", _home(folder))
         found.default("model.flavor", "from_folder", "the folder says which model it holds")
         found.default("checkpoint.initial_load_in_hf", True, "training begins with the folder's weights")
-        if _has_only_bin(folder):
+        base = Path(_home(folder))
+        if (base / "pytorch_model.bin").is_file() and not any(base.glob("model*.safetensors*")):
             found.default("checkpoint.initial_load_legacy_bin", True, "it has pytorch_model.bin, which is read as data")
         architecture = _CLASSIFIERS.get(str(_facts(folder).get("model_type")))
         if architecture:
@@ -423,11 +424,6 @@ def _positions(folder: str | None) -> int:
     """Tokens that the model of a folder can see, 1024 (BART's) where the folder does not say."""
     most = _facts(folder).get("max_position_embeddings")
     return most if isinstance(most, int) and not isinstance(most, bool) and 0 < most <= 8192 else 1024
-
-
-def _has_only_bin(folder: str) -> bool:
-    base = Path(_home(folder))
-    return (base / "pytorch_model.bin").is_file() and not any(base.glob("model*.safetensors*"))
 
 
 def _facts(folder: str | None) -> dict[str, Any]:

@@ -71,7 +71,10 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
         for one in (path / str(name)).glob("iteration_*")
         if one.name.removeprefix("iteration_").isdecimal()
     }
-    found = {number: _ranks(folder) for number, folder in folders.items()}
+    found = {
+        number: {int(match[1]): one for one in folder.iterdir() if (match := _FILE.match(one.name))}
+        for number, folder in folders.items()
+    }
     found = {number: files for number, files in found.items() if files}
     if not found:
         rule = "has no profiler trace"
@@ -81,10 +84,6 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
         rule, fix = "has no trace", f"use one of {', '.join(map(str, sorted(found)[-20:]))}"
         raise ConfigError(Problem("--step", step, rule, fix, "command line"))
     return found[max(found) if step is None else step]
-
-
-def _ranks(folder: Path) -> dict[int, Path]:
-    return {int(match[1]): one for one in folder.iterdir() if (match := _FILE.match(one.name))}
 
 
 def _facts(one: Summary, top: int) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from shardtrain.tools.replay.plan import Plan
 from shardtrain.train import shutdown, trainer
 from shardtrain.train.build import set_numerics
 from shardtrain.train.resume import resume, weights
-from shardtrain.train.run import Outcome, Run
+from shardtrain.train.run import Run
 from shardtrain.utils import log
 from shardtrain.utils.errors import CheckpointError, DataError, NumericalError
 from shardtrain.utils.heartbeat import heartbeat
@@ -63,7 +63,14 @@ def _compare_steps(run: Run, plan: Plan, world: process_group.World) -> None:
         if outcome is None:
             raise DataError(f"the data ended after step {run.state.step}, or the replay was asked to stop")
         step, parts, wrong = run.state.step, [], []
-        mine = _numbers(run, outcome)
+        total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
+        mine = {
+            "loss": total / outcome.global_tokens if outcome.global_tokens else math.nan,
+            "grad_norm": outcome.grad_norm,
+            "lr": outcome.lr,
+            "tokens_seen": run.state.tokens_seen,
+            "order_hash": f"{run.state.order_hash:016x}",
+        }
         if step in records:
             parts.append("record")
             wrong += _differences(
@@ -81,17 +88,6 @@ def _compare_steps(run: Run, plan: Plan, world: process_group.World) -> None:
             raise NumericalError(f"step {step} differs from the run: {found}")
     if not compared:
         raise CheckpointError(f"{plan.run_folder} has neither a record nor a checkpoint of these steps to compare with")
-
-
-def _numbers(run: Run, outcome: Outcome) -> dict[str, Any]:
-    total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
-    return {
-        "loss": total / outcome.global_tokens if outcome.global_tokens else math.nan,
-        "grad_norm": outcome.grad_norm,
-        "lr": outcome.lr,
-        "tokens_seen": run.state.tokens_seen,
-        "order_hash": f"{run.state.order_hash:016x}",
-    }
 
 
 def _differences(mine: Mapping[str, Any], record: Mapping[str, Any], tolerance: float, alone: bool) -> list[str]:

@@ -183,7 +183,10 @@ def _run_steps(
             run.config = replace(config, training=replace(config.training, max_norm=MAX_NORM))
         outcome = trainer.step(run)
         watch.end()
-        recorder.losses.append(_global_loss(outcome, mesh))
+        # mean loss over all target tokens of the step; ranks of one tp group hold the same sum
+        total = outcome.loss_sum.detach().double().to(mesh.device).clone()
+        dist.all_reduce(total)
+        recorder.losses.append(float(total) / mesh.size("tp") / max(1, outcome.global_tokens))
         recorder.norms.append(float(outcome.own_grad_norm))
         recorder.keep(f"weights/{recorder.step}", runner.parameters())
         recorder.keep(f"buffers/{recorder.step}", runner.buffers())
@@ -198,13 +201,6 @@ def _shake(parameters: Mapping[str, Tensor], seed: int) -> None:
         local = local_tensor(parameter)
         up = torch.rand(local.shape, generator=generator) < 0.5
         local.copy_(torch.nextafter(local, torch.where(up, math.inf, -math.inf).to(local)))
-
-
-def _global_loss(outcome: Any, mesh: Mesh) -> float:
-    """Mean loss over all target tokens of the step; ranks of one tp group hold the same sum."""
-    total = outcome.loss_sum.detach().double().to(mesh.device).clone()
-    dist.all_reduce(total)
-    return float(total) / mesh.size("tp") / max(1, outcome.global_tokens)
 
 
 class _Watch:

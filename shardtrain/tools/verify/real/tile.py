@@ -28,7 +28,9 @@ def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> Non
     if local.numel() == 0:
         return
     columns = slices[-1]
-    table = _table(name, tensor.shape[-1])
+    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.empty(_ROWS * _STEP + tensor.shape[-1]).normal_(generator=generator)
     windows = table.as_strided((_ROWS, columns.stop - columns.start), (_STEP, 1), columns.start)
     for rows, first in _row_blocks(local, slices, tensor.shape):
         start = 0
@@ -49,9 +51,3 @@ def _row_blocks(local: Tensor, slices: tuple[slice, ...], shape: torch.Size) -> 
         return
     for number, matrix in enumerate(local):
         yield matrix, (slices[0].start + number) * shape[1] + slices[1].start
-
-
-def _table(name: str, columns: int) -> Tensor:
-    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-    generator = torch.Generator().manual_seed(seed)
-    return torch.empty(_ROWS * _STEP + columns).normal_(generator=generator)
