@@ -27,7 +27,7 @@ from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import join, pick_device_type
 from shardtrain.metrics.memory import read_peak
-from shardtrain.ops import accelerator
+from shardtrain.ops import accelerator, device_kernels
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.train import trainer
 from shardtrain.utils.hardware import peak_flops
@@ -116,7 +116,7 @@ def timed(config: Config, warmup: int, steps: int) -> Row:
     loaded = Loaded(config)
     with join(config.comm, config.training.device) as here:
         trainer.configs.require(loaded, here.size, here.device.type, here.size)
-        with accelerator.prefer_attention(here.device, config.training.flash_attention):
+        with device_kernels.prefer_attention(here.device, config.training.flash_attention):
             run = trainer.build(config, here)
             for _ in range(warmup):
                 outcome = trainer.step(run)
@@ -153,8 +153,8 @@ def capabilities(device: str, tiny: bool) -> Iterator[Row]:
         "runtime": torch.version.cuda or torch.version.hip or "",
         "collectives": accelerator.collectives(device),
         "pins_memory": accelerator.pins_memory(device),
-        "flash_attention": accelerator.has_flash_attention(there),
-        "grouped_matmul_bfloat16": accelerator.has_grouped_matmul(there, torch.bfloat16),
+        "flash_attention": device_kernels.has_flash_attention(there),
+        "grouped_matmul_bfloat16": device_kernels.has_grouped_matmul(there, torch.bfloat16),
         "memory_gib": accelerator.total_memory_bytes(there) / 2**30 if accelerator.is_accelerator(device) else None,
         "peak_bfloat16_tflops": (peak_flops(accelerator.name(there), "bfloat16") or 0) / 1e12 or None,
     }

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from shardtrain.resilience.signals import GRACEFUL, ONE_REQUEST_SECONDS
+from shardtrain.resilience.stop_request import GRACEFUL, ONE_REQUEST_SECONDS
 
 POLL_SECONDS = 0.05
 PEERS_SPEAK_SECONDS = 2.0

@@ -5,31 +5,26 @@ Importing this package imports no torch; the sinks import their libraries when t
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardtrain.config.schema import Config
+from shardtrain.metrics import summary
 from shardtrain.metrics.memory import read_peak
 from shardtrain.metrics.meters import Window, WindowMeans
+from shardtrain.metrics.open_sinks import open_sinks
 from shardtrain.metrics.progress import Progress, progress_allowed
 from shardtrain.metrics.record import Record, Reduce, RunFacts
-from shardtrain.metrics.sinks import Request, Sink, console
-from shardtrain.metrics.sinks.jsonl import JsonlFiles
-from shardtrain.metrics.sinks.own import OwnSink
+from shardtrain.metrics.sinks import Sink
 from shardtrain.metrics.waiting import Waiting
 from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.hardware import peak_flops
 from shardtrain.utils.heartbeat import asked_seconds, repeat
-from shardtrain.utils.log import logger
-from shardtrain.utils.sparkline import bars_for, sparkline
-from shardtrain.utils.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,31 +33,6 @@ __all__ = ["Metrics", "Record", "Reduce", "RunFacts"]
 
 _MOST_LOSSES = 1000
 """That the curve of the summary is drawn from; of more, every second one goes."""
-
-
-def _optional_sinks(config: Config) -> Iterator[Any]:
-    """The modules of the sinks that ``[metrics]`` turns on, in the order in which they are written."""
-    options = config.metrics
-    if options.enable_tensorboard:
-        from shardtrain.metrics.sinks import tensorboard
-
-        yield tensorboard
-    if options.enable_wandb:
-        from shardtrain.metrics.sinks import wandb
-
-        yield wandb
-    if options.enable_mlflow:
-        from shardtrain.metrics.sinks import mlflow
-
-        yield mlflow
-    if options.enable_trackio:
-        from shardtrain.metrics.sinks import trackio
-
-        yield trackio
-    if options.prometheus_port:
-        from shardtrain.metrics.sinks import prometheus
-
-        yield prometheus
 
 
 class Metrics:
@@ -97,7 +67,7 @@ class Metrics:
         self._losses: list[tuple[int, float]] = []
         self._step = facts.start_step
         self._start_tokens = tokens_seen
-        self._sinks = list(self._open_sinks(config))
+        self._sinks = list(open_sinks(config, self._run_folder, facts))
         self._guards = [BestEffort(f"the metric sink {type(sink).__name__}") for sink in self._sinks]
         self._line = BestEffort("the live line")
         self._own = BestEffort("what the log and metrics.jsonl say of a step")
@@ -107,7 +77,7 @@ class Metrics:
                 facts.total_steps, facts.start_step, color=not self._options.disable_color_printing
             )
         self._closed = False
-        self._own.call(self._log_header, None)
+        self._own.call(lambda: summary.log_header(facts, self._peak_flops), None)
         self._waiting = ExitStack()
         self._waits: Waiting | None = None
         if facts.is_writer and asked_seconds():
@@ -173,7 +143,7 @@ class Metrics:
         """Report results on held-out data, equal on all ranks: ``{"loss": 2.9}``; kept in ``validation.jsonl``."""
         self._to_sinks(lambda sink: sink.validation(step, values))
 
-    def close(self, summary: bool = True) -> None:
+    def close(self, summarize: bool = True) -> None:
         """Close all sinks, and log a summary of the run unless told otherwise; a second call does nothing."""
         if self._closed:
             return
@@ -182,7 +152,7 @@ class Metrics:
         if self._progress:
             self._line.call(self._progress.close, None)
         self._to_sinks(lambda sink: sink.close())
-        if summary:
+        if summarize:
             self._own.call(self._log_summary, None)
 
     def __enter__(self) -> Metrics:
@@ -193,7 +163,7 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; the summary appears only where the run did not fail."""
-        self.close(summary=kind is None)
+        self.close(summarize=kind is None)
 
     def _record(
         self, step: int, means: WindowMeans, grad_norm: float, lr: float, extra: Mapping[str, float], order_hash: int
@@ -225,65 +195,7 @@ class Metrics:
         for sink, guard in zip(self._sinks, self._guards, strict=True):
             guard.call(lambda sink=sink: action(sink), None)  # type: ignore[misc]
 
-    def _open_sinks(self, config: Config) -> Iterator[Sink]:
-        """The sinks of this rank, in the order in which they are written."""
-        yield console.Console(self._facts.total_steps)
-        request = Request(config, self._run_folder, self._facts)
-        if self._facts.is_writer:
-            files = JsonlFiles(self._run_folder, self._facts.start_step)
-            yield files
-            request = dataclasses.replace(request, records=files.records.history, validations=files.validations.history)
-        for module in _optional_sinks(config):
-            sink = module.open_sink(request)
-            if sink is not None:
-                yield sink
-        if request.is_wanted:
-            yield from (OwnSink(path, request) for path in config.metrics.sinks)
-        if self._facts.is_writer:
-            files.forget()  # an earlier part of the run is needed while sinks open; it would stay in memory
-
-    def _log_header(self) -> None:
-        """Say what runs, and how the MFU is measured or why it is not."""
-        facts = self._facts
-        steps = f"steps {facts.start_step + 1} to {facts.total_steps}"
-        if facts.start_step >= facts.total_steps:
-            steps = f"finished at step {facts.start_step}"
-        logger.info(
-            f"{facts.description or 'run'}: {facts.model or 'model'} with {format_count(facts.num_params)} parameters "
-            f"on {facts.world_size} x {facts.device_name or facts.device_type}, {steps}"
-        )
-        if self._peak_flops:
-            logger.info(f"MFU against a dense peak of {self._peak_flops / 1e12:,.1f} TFLOP/s in {facts.compute_dtype}")
-        else:
-            logger.info(
-                f"the {facts.compute_dtype} peak of {facts.device_name or facts.device_type} is not known, so MFU is "
-                "left out; set metrics.peak_flops to have it"
-            )
-
     def _log_summary(self) -> None:
-        """Say what the run did, how fast, and where its files are."""
-        steps = self._step - self._facts.start_step
-        if not steps and self._step >= self._facts.total_steps:
-            logger.info(
-                f"the run was finished already, at step {self._step}: to continue, raise training.steps or epochs; "
-                "to start from scratch choose another job.dump_folder"
-            )
-            return
-        if not steps:
-            logger.info("no step was trained")
-            return
-        seconds = self._clock() - self._start_seconds
-        tokens = self.tokens_seen - self._start_tokens
-        loss = f"loss {self._first.loss:.4f} -> {self._last.loss:.4f}, " if self._first and self._last else ""
-        speed = f"{tokens / seconds:,.0f} tokens/s" if seconds > 0 else "-"
-        logger.info(
-            f"done: {steps} steps (to step {self._step}) in {format_seconds(seconds)}, {loss}"
-            f"{format_count(tokens)} tokens, {speed}"
-        )
-        if len(self._losses) > 2:
-            places, losses = [step for step, _ in self._losses], [loss for _, loss in self._losses]
-            curve = sparkline(places, losses, 60, bars_for(sys.stderr))
-            logger.info(f"loss {curve}")
-        for sink in self._sinks:
-            if summary := getattr(sink, "summary", ""):
-                logger.info(summary)
+        steps = summary.Steps(self._step, self.tokens_seen - self._start_tokens, self._clock() - self._start_seconds)
+        notes = [getattr(sink, "summary", "") for sink in self._sinks]
+        summary.log_summary(self._facts, steps, self._first, self._last, self._losses, notes)

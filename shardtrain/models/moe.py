@@ -20,7 +20,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtrain.layout import Depth, Draw
 from shardtrain.models.layers import FeedForward
-from shardtrain.ops.accelerator import has_grouped_matmul, is_accelerator, read
+from shardtrain.ops.accelerator import is_accelerator, read
+from shardtrain.ops.device_kernels import has_grouped_matmul
 from shardtrain.ops.row_order import Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
 

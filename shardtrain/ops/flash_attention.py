@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shardtrain.ops import accelerator, attention_scores
+from shardtrain.ops import accelerator, attention_scores, device_kernels
 from shardtrain.ops.attention_scores import PLAIN, Scores
 from shardtrain.ops.sliding_window import Band, mask
 from shardtrain.utils.errors import ConfigError, Problem
@@ -103,7 +103,7 @@ def attend_backward(
 def has_flash(x_BTNH: Tensor) -> bool:
     """Whether an accelerator has a flash kernel for heads of this type and width."""
     half, width = x_BTNH.dtype in (torch.float16, torch.bfloat16), x_BTNH.size(-1)
-    return half and width % 8 == 0 and width <= 256 and accelerator.has_flash_attention(x_BTNH.device)
+    return half and width % 8 == 0 and width <= 256 and device_kernels.has_flash_attention(x_BTNH.device)
 
 
 def _mask(q_BNlH: Tensor, k_BNsH: Tensor, band: Band | None) -> Tensor | None:

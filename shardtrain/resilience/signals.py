@@ -1,202 +1,26 @@
-"""A request to stop this process: a signal or the end of its Slurm job, noticed in whatever the process is doing.
+"""Signals of this process, which become a ``StopRequest``, and of the processes that it starts.
 
 A handler of Python runs between two lines of the main thread, which may wait in a collective for minutes. So the number
-of a signal is also written to a socket, by the C library, and a thread waits there: it keeps the time that is left, and
-ends the process when that is over. The trainer asks at points where all ranks can agree; see ``ending``.
+of a signal is also written to a socket, by the C library, and a thread waits there: ``StopRequest.watch``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable, Mapping
-from types import FrameType
-from typing import TypeVar
 
 from shardtrain.checkpoint import retention
 from shardtrain.checkpoint.storage import Place
+from shardtrain.resilience.stop_request import GRACEFUL, StopRequest
 
-T = TypeVar("T")
-
-GRACEFUL = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP") if hasattr(signal, name)
-)
-"""Signals that ask for a save and an end; the second SIGINT means at once."""
-ONE_REQUEST_SECONDS = 0.5
-"""SIGINTs closer to each other are one: Ctrl-C goes to all processes of a terminal, and a launcher passes it on."""
-NOT_IN_TIME = float(2**20)
-"""Added by a rank whose time is too short for a save; ranks are fewer than this."""
-AT_ONCE_SECONDS = 3.0
-"""What a process has for its last lines where there is nothing to save."""
-RESERVE_SECONDS, RESERVE_FRACTION = 2.0, 0.1
-"""Of the grace, the smaller of both is kept back: we want to be gone before somebody ends us."""
-END_OF_JOB = "the end of the Slurm job"
-LOOK_SECONDS = 1.0
-"""The longest from the moment at which a rank should stop for the end of its job until all of its node know."""
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
-
-
-class Durations:
-    """The last hundred durations of one kind of work, in seconds."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=100)
-
-    def add(self, seconds: float) -> None:
-        """Note how long one took."""
-        self._seconds.append(seconds)
-
-    def p95(self) -> float | None:
-        """What 95 of 100 did not exceed, the longest where there are few; None before the first."""
-        return self._quantile(0.95)
-
-    def p99(self) -> float | None:
-        """What 99 of 100 did not exceed."""
-        return self._quantile(0.99)
-
-    def _quantile(self, share: float) -> float | None:
-        ordered = sorted(self._seconds)
-        return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
-
-
-class Interrupted(BaseException):
-    """Leaves a wait for data, in the main thread, when a request arrives."""
-
-
-class StopRequest:
-    """Whether this process has been asked to stop, why, and how long it has."""
-
-    def __init__(self, grace_seconds: float = math.inf, can_save: bool = True, end_time: float | None = None) -> None:
-        """``end_time`` is when the job ends, in seconds since the epoch."""
-        self.reason = ""
-        """SIGTERM, SIGUSR1, ... or "the end of the Slurm job"; empty before a request."""
-        self.saves, self.steps = Durations(), Durations()
-        self.assumed_save_seconds = 0.0
-        """Stands for the duration of a save before the first one has been measured."""
-        self.warned_of_grace = False
-        self.can_save, self._grace_seconds, self._deadline = can_save, grace_seconds, math.inf
-        self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
-        self._reading = self._raised = self._closed = False
-        self.receiver: socket.socket | None = None
-        """Kept open when nobody reads any more: Python would print a trace for each signal that it cannot write."""
-
-    @property
-    def margin_seconds(self) -> float:
-        """How long before the end of the job to stop: two saves and a step, as 95 of 100 took, once all know of it."""
-        save = self.saves.p95()
-        work = 2 * (self.assumed_save_seconds if save is None else save) + (self.steps.p95() or 0.0)
-        return LOOK_SECONDS + work
-
-    def asked(self) -> bool:
-        """Whether a request has come; the end of the job is one when ``margin_seconds`` are left."""
-        job_ends = self.can_save and self._end < math.inf
-        if job_ends and not self.reason and time.monotonic() >= self._end - self.margin_seconds:
-            self._note(END_OF_JOB)
-        return bool(self.reason)
-
-    def remaining_seconds(self) -> float:
-        """Seconds until this process must have gone; infinite before a request."""
-        return self._deadline - time.monotonic()
-
-    def flag(self) -> float:
-        """What this rank adds to the reduction that begins a step: 0, 1 for a request, more where a save is too late.
-
-        A save is too late when the slowest of the earlier ones would not fit; before the first nobody knows.
-        """
-        if not self.asked():
-            return 0.0
-        return 1.0 + NOT_IN_TIME * ((self.saves.p95() or 0.0) > self.remaining_seconds())
-
-    def read(self, action: Callable[[], T]) -> T | None:
-        """The result of a wait for data, or None where a request ends it, wherever ``action`` is by then."""
-        try:
-            try:
-                self._reading = True
-                return None if self.asked() else action()
-            finally:
-                self._reading = False
-        except Interrupted:
-            return None
-        except RuntimeError:
-            # a process that prepares batches may get the signal too, and die of it
-            if self.asked():
-                return None
-            raise
-
-    def handle(self, number: int, _frame: FrameType | None = None) -> None:
-        """Python's handler, in the main thread: end a wait for data, or the run where nothing can be saved.
-
-        A run that has ended has nothing to lose: the first request is too late, and the next one ends the process.
-        """
-        if self._closed:
-            signal.signal(number, signal.SIG_DFL)
-            return
-        self._note(signal.Signals(number).name)
-        # who signals every process of a job ends those that prepare data, and PyTorch's handler would raise here
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if not self.can_save and not self._raised:
-            self._raised = True
-            raise KeyboardInterrupt(f"{self.reason} (no checkpoints in this run)")
-        if self._reading:
-            self._reading = False  # once: a second signal must not raise while the first one is on its way out
-            raise Interrupted
-
-    def close(self) -> None:
-        """The run has ended and says so itself: no request is heard any more, and there is no deadline."""
-        self._closed = True
-
-    def _note(self, reason: str) -> None:
-        if self.reason:
-            return
-        grace = self._grace_seconds
-        grace -= min(RESERVE_SECONDS, RESERVE_FRACTION * grace) if grace < math.inf else 0.0
-        now = time.monotonic()
-        if self.can_save and now >= self._end - self.margin_seconds - LOOK_SECONDS:
-            reason = END_OF_JOB  # a rank whose clock was ahead has told us of it by a signal
-        self._deadline = min(self._end, now + (grace if self.can_save else AT_ONCE_SECONDS))
-        self.reason = reason
-
-    def watch(self, numbers: socket.socket, hurry: Callable[[str], None], tell: Callable[[], None]) -> None:
-        """The thread: note signals by the bytes in ``numbers``, wake the main thread, keep the deadline.
-
-        ``hurry`` ends the process, and is given the reason; ``tell`` lets the launcher know of the request.
-        """
-        told, interrupted_at = False, -math.inf
-        while True:
-            ready, _, _ = select.select([numbers], [], [], self._next_look_seconds())
-            if self._closed:
-                return
-            for number in numbers.recv(64) if ready else b"":
-                if number in GRACEFUL:
-                    self._note(signal.Signals(number).name)
-                if number == signal.SIGINT:
-                    # Ctrl-C and the launcher that passes it on are one request; a later one is a person in a hurry
-                    if interrupted_at > -math.inf and time.monotonic() - interrupted_at > ONE_REQUEST_SECONDS:
-                        hurry("a second SIGINT")
-                    if interrupted_at == -math.inf:
-                        interrupted_at = time.monotonic()
-            if self.asked() and not told:
-                told = True
-                tell()
-                # the signal may have gone to another thread, and the end of the job sends none
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            if self.remaining_seconds() <= 0:
-                hurry(f"{self.reason}, and the time was over")
-
-    def _next_look_seconds(self) -> float:
-        if self.reason:
-            return min(max(self.remaining_seconds(), 0.0), 3600.0)
-        return LOOK_SECONDS / 2 if self._end < math.inf else 3600.0
 
 
 _current = StopRequest()

@@ -18,6 +18,7 @@ from shardtrain.data.data_budget import check_enough
 from shardtrain.hf.saving import HubSaves
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience import signals
+from shardtrain.resilience.stop_request import NOT_IN_TIME
 from shardtrain.train.resume import save, weights
 from shardtrain.utils.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem
 from shardtrain.utils.log import logger
@@ -132,7 +133,7 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         checkpoints.cancel_export()
         seconds = 0.9 * stop.remaining_seconds()
         written = checkpoints.finish(None if seconds == math.inf else seconds)
-        in_time = written and run.resilience.stop_flag < signals.NOT_IN_TIME
+        in_time = written and run.resilience.stop_flag < NOT_IN_TIME
         if step > checkpoints.saved_step:
             # waiting for the save in the background has taken some of the time
             late = (stop.saves.p95() or 0.0) > stop.remaining_seconds()

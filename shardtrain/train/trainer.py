@@ -27,7 +27,7 @@ from shardtrain.distributed import BATCH_AXES, config_consistency, grad_clip, pr
 from shardtrain.distributed.process_group import World
 from shardtrain.metrics import Metrics, profiling
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
-from shardtrain.ops import accelerator
+from shardtrain.ops import accelerator, device_kernels
 from shardtrain.ops.seeding import seed_step
 from shardtrain.optim import lr_scheduler
 from shardtrain.resilience.guards.loss_spikes import RollbackRequested
@@ -77,7 +77,7 @@ def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
         if world.device.type == "cpu":
             notices = (*notices, *configs.without_effect_on_a_cpu(config))
         run_folder.open_log(loaded, world, notices, compared)
-        with accelerator.prefer_attention(world.device, config.training.flash_attention):
+        with device_kernels.prefer_attention(world.device, config.training.flash_attention):
             yield world
 
 

@@ -24,7 +24,7 @@ from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner, process_
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.resilience import progress
-from shardtrain.resilience.signals import Interrupted, StopRequest
+from shardtrain.resilience.stop_request import Interrupted, StopRequest
 from shardtrain.train.open_together import together
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 from shardtrain.utils.log import logger

@@ -25,7 +25,7 @@ from shardtrain.checkpoint import save as saves
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config
 from shardtrain.resilience.resilience import Resilience
-from shardtrain.resilience.signals import StopRequest
+from shardtrain.resilience.stop_request import StopRequest
 from shardtrain.train import shutdown
 from shardtrain.utils.errors import ConfigError, NotSaved, Preempted, StorageError
 

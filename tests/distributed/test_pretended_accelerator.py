@@ -31,7 +31,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import expert_parallel, fake_backend
 from shardtrain.distributed.process_group import World
 from shardtrain.models import moe
-from shardtrain.ops import accelerator
+from shardtrain.ops import accelerator, device_kernels
 from shardtrain.train import trainer
 
 AGREEMENT, EXCHANGE, ROWS = "loss and gradient norm", "rows of experts to exchange", "rows of each expert"
@@ -174,7 +174,7 @@ def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
     dist.init_process_group(f"cpu:fake,{NAME}:fake", store=FakeStore(), rank=0, world_size=ranks)
     with pytest.MonkeyPatch.context() as patch:
         experts = Experts(patch)
-        patch.setattr(accelerator, "has_flash_attention", accelerator.is_accelerator)
+        patch.setattr(device_kernels, "has_flash_attention", accelerator.is_accelerator)
         patch.setattr(moe, "has_grouped_matmul", lambda _, dtype: dtype == torch.bfloat16)  # as Hopper has
         patch.setattr(schedules._PipelineSchedule, "_warmup_p2p", stages_know_their_shapes)
         with pretending({EXCHANGE: experts.exchanged, ROWS: experts.of_each}) as device:

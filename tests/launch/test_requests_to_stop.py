@@ -33,7 +33,7 @@ from shardtrain.launch import environment, local
 from shardtrain.resilience import signals
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import account, attempts_of
-from shardtrain.resilience.signals import ONE_REQUEST_SECONDS
+from shardtrain.resilience.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.train import trainer as train
 from shardtrain.train import validation
 from shardtrain.train.preflight import judge, machine

@@ -10,7 +10,7 @@ from pretended_accelerator import NAME, in_a_fork, pretending
 
 from shardtrain.metrics.memory import DeviceMemory, read_peak
 from shardtrain.metrics.profiling import profiling_problems
-from shardtrain.ops import accelerator, document_mask, flash_attention
+from shardtrain.ops import accelerator, device_kernels, document_mask, flash_attention
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -63,11 +63,11 @@ def test_what_pytorch_finds_is_what_is_found(monkeypatch):
 )
 def test_kernels_follow_from_the_compute_capability(cuda, capability, flash, grouped, bfloat16):
     cuda.capability = capability
-    assert accelerator.has_flash_attention(CUDA) == flash
-    assert accelerator.has_grouped_matmul(CUDA, torch.bfloat16) == grouped
-    assert not accelerator.has_grouped_matmul(CUDA, torch.float32)
-    assert accelerator.has_bfloat16_units(CUDA) == bfloat16
-    assert accelerator.has_grouped_matmul(CPU, torch.float32)
+    assert device_kernels.has_flash_attention(CUDA) == flash
+    assert device_kernels.has_grouped_matmul(CUDA, torch.bfloat16) == grouped
+    assert not device_kernels.has_grouped_matmul(CUDA, torch.float32)
+    assert device_kernels.has_bfloat16_units(CUDA) == bfloat16
+    assert device_kernels.has_grouped_matmul(CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +78,11 @@ def test_attention_tries_the_fastest_kernel_first_and_gives_the_order_back(cuda,
     cuda.capability, activated = capability, []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
     before = torch._C._get_sdp_priority_order()
-    with accelerator.prefer_attention(CUDA, asked):
+    with device_kernels.prefer_attention(CUDA, asked):
         assert torch._C._get_sdp_priority_order()[0] == int(getattr(torch.nn.attention.SDPBackend, first))
     assert torch._C._get_sdp_priority_order() == before
     assert activated == ([] if asked == "FA2" else [asked])
-    with accelerator.prefer_attention(CPU):
+    with device_kernels.prefer_attention(CPU):
         assert torch._C._get_sdp_priority_order() == before
 
 

@@ -39,7 +39,7 @@ PLACES = {
     "a result of validation is written": "shardtrain.metrics.sinks.jsonl:JsonlFiles.validation",
     "a point of a curve is written": "shardtrain.metrics.sinks.tensorboard:TensorBoardSink.write",
     "files of metrics are closed": "shardtrain.metrics.sinks.jsonl:JsonlFiles.close",
-    "the header is printed": "shardtrain.metrics:Metrics._log_header",
+    "the header is printed": "shardtrain.metrics.summary:log_header",
     "the summary is printed": "shardtrain.metrics:Metrics._log_summary",
     "the text of a sample is told": "shardtrain.train.samples:Samples._tell",
     "a step is profiled": "shardtrain.metrics.profiling:_Trace.step",

@@ -62,11 +62,11 @@ def _dtype(device: torch.device, name: str) -> torch.dtype:
     """The type that training would use: bf16 where the device has units for it."""
     import torch
 
-    from shardtrain.ops import accelerator
+    from shardtrain.ops import device_kernels
 
     if device.type == "cpu":
         return torch.float32
-    has_units = peak_flops(name, "bfloat16") or accelerator.has_bfloat16_units(device)
+    has_units = peak_flops(name, "bfloat16") or device_kernels.has_bfloat16_units(device)
     return torch.bfloat16 if has_units else torch.float16
 
 
