@@ -9,7 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardtrain.data.batch import IGNORE, Batch, mark_filler
+    from shardtrain.data.batch import IGNORE, Batch
+    from shardtrain.data.filler import mark_filler
     from shardtrain.data.loader import DataLoader, open_dataloader
     from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
     from shardtrain.data.workers import death_of_worker
@@ -28,7 +29,7 @@ __all__ = [
 _HOMES = {
     "IGNORE": "batch",
     "Batch": "batch",
-    "mark_filler": "batch",
+    "mark_filler": "filler",
     "DataLoader": "loader",
     "death_of_worker": "workers",
     "open_dataloader": "loader",

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data import shared_opening
+from shardtrain.data.digest import digest
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.fitted import pack, table_of
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.shards import ShardTokenBuffer
-from shardtrain.data.sources._files import Marks
 from shardtrain.data.token_buffer import TokenBuffer
 from shardtrain.utils.errors import DataError, Problem
 
@@ -173,22 +171,3 @@ class IndexedFeed:
 
     def epoch_after(self, rows: int) -> int:
         return max(0, rows - 1) // self.num_rows
-
-
-def digest(*facts: object) -> str:
-    """SHA-256 in hex of facts that ``repr`` tells apart."""
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
-
-
-def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
-    """As ``digest`` of the sorted items of ``files`` and of facts, at least one; no text of a million names is made."""
-    pairs = files.pairs() if isinstance(files, Marks) else iter(sorted(files.items()))
-    found, comma = hashlib.sha256(b"(["), ""
-    while texts := [repr(pair) for pair in islice(pairs, _PAIRS_AT_ONCE)]:
-        found.update(f"{comma}{', '.join(texts)}".encode())
-        comma = ", "
-    found.update(f"], {repr(facts)[1:] if len(facts) > 1 else f'{facts[0]!r})'}".encode())
-    return found.hexdigest()
-
-
-_PAIRS_AT_ONCE = 4096

@@ -20,11 +20,12 @@ from shardtrain.config.schema import Config, DataLoaderOptions, Training, Valida
 from shardtrain.data.batch import Batch
 from shardtrain.data.build_dataset import DataPipeline, open_data
 from shardtrain.data.checksum import hash_rows
-from shardtrain.data.feed import CursorUpdate, digest
+from shardtrain.data.digest import digest
+from shardtrain.data.feed import CursorUpdate
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.packing import Sequences
 from shardtrain.data.reader_cursors import ReaderCursors
-from shardtrain.data.sources._files import Marks
+from shardtrain.data.sources._files import sampled
 from shardtrain.data.tokenization_work import warn_duplicate_tokenization
 from shardtrain.data.workers import death_of_worker, in_order
 from shardtrain.ops import accelerator
@@ -32,7 +33,6 @@ from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 logger = logging.getLogger(__name__)
 
-_MOST_FILES_NAMED = 4096
 SOURCE_BITS = 48
 """A sample id is its number within its source, and above these bits the number of the source."""
 
@@ -276,14 +276,6 @@ class DataLoader:
             self._epochs[source] = epoch
             if self._opened.feeds[source].passes is None:
                 logger.warning("dataset %s is being re-looped (epoch %d)", self._opened.names[source], epoch + 1)
-
-
-def sampled(files: Mapping[str, str]) -> dict[str, str]:
-    """At most 4,096 files, evenly spread."""
-    every = max(1, -(-len(files) // _MOST_FILES_NAMED))
-    if isinstance(files, Marks):
-        return files.every(every)
-    return {name: mark for number, (name, mark) in enumerate(files.items()) if not number % every}
 
 
 def open_dataloader(

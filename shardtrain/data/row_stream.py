@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardtrain.config.schema import DataLoaderOptions
 from shardtrain.data import checksum
-from shardtrain.data.feed import digest
+from shardtrain.data.digest import digest
 from shardtrain.data.loader import BatchWithCursors, DataLoader, RankSlice
 from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.order import sample_at

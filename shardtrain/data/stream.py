@@ -19,8 +19,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.digest import digest_of_files
 from shardtrain.data.document import Document, Encoder
-from shardtrain.data.feed import Cursor, CursorUpdate, LooksAtSeek, Watch, digest_of_files
+from shardtrain.data.feed import Cursor, CursorUpdate, LooksAtSeek, Watch
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing import Packing, Sequences

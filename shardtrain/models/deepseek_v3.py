@@ -20,12 +20,11 @@ from shardtrain.models.layers import (
     AttentionCore,
     Decoder,
     FeedForward,
-    YarnAngles,
     build_norm,
     rotate_pairs,
-    yarn_scale,
 )
 from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+from shardtrain.models.yarn import YarnAngles, yarn_scale
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 

@@ -17,12 +17,11 @@ from shardtrain.models.layers import (
     Decoder,
     HeadNumbers,
     SinkAttentionCore,
-    YarnAngles,
     build_norm,
     rotate,
-    yarn_scale,
 )
 from shardtrain.models.moe import EXPERT_BIAS, EXPERT_WORDS, MoE, expert_draws, routing_of
+from shardtrain.models.yarn import YarnAngles, yarn_scale
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]
 

@@ -1,24 +1,27 @@
 """Signals of this process, which become a ``StopRequest``, and of the processes that it starts.
 
 A handler of Python runs between two lines of the main thread, which may wait in a collective for minutes. So the number
-of a signal is also written to a socket, by the C library, and a thread waits there: ``StopRequest.watch``.
+of a signal is also written to a socket, by the C library, and a thread waits there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from shardtrain.checkpoint import retention
 from shardtrain.checkpoint.storage import Place
-from shardtrain.resilience.stop_request import GRACEFUL, StopRequest
+from shardtrain.resilience.stop_request import GRACEFUL, ONE_REQUEST_SECONDS, StopRequest
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
@@ -53,10 +56,38 @@ def listen(
         if parent and os.getppid() == parent:
             os.kill(parent, signal.SIGTERM)
 
-    threading.Thread(target=stop.watch, args=(receiver, hurry, tell), name="stopping", daemon=True).start()
+    threading.Thread(target=_watch, args=(stop, receiver, hurry, tell), name="stopping", daemon=True).start()
     _keep_from_children(sender, os.getpid())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GRACEFUL)
     return stop
+
+
+def _watch(stop: StopRequest, numbers: socket.socket, hurry: Callable[[str], None], tell: Callable[[], None]) -> None:
+    """The thread: note signals by the bytes in ``numbers``, wake the main thread, keep the deadline.
+
+    ``hurry`` ends the process, and is given the reason; ``tell`` lets the launcher know of the request.
+    """
+    told, interrupted_at = False, -math.inf
+    while True:
+        ready, _, _ = select.select([numbers], [], [], stop.next_look_seconds())
+        if stop.closed:
+            return
+        for number in numbers.recv(64) if ready else b"":
+            if number in GRACEFUL:
+                stop.note(signal.Signals(number).name)
+            if number == signal.SIGINT:
+                # Ctrl-C and the launcher that passes it on are one request; a later one is a person in a hurry
+                if interrupted_at > -math.inf and time.monotonic() - interrupted_at > ONE_REQUEST_SECONDS:
+                    hurry("a second SIGINT")
+                if interrupted_at == -math.inf:
+                    interrupted_at = time.monotonic()
+        if stop.asked() and not told:
+            told = True
+            tell()
+            # the signal may have gone to another thread, and the end of the job sends none
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        if stop.remaining_seconds() <= 0:
+            hurry(f"{stop.reason}, and the time was over")
 
 
 def _keep_from_children(sender: socket.socket, owner: int) -> None:

@@ -7,10 +7,8 @@ and its thread keeps the time that is left, and ends the process when that is ov
 from __future__ import annotations
 
 import math
-import select
 import signal
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -76,7 +74,9 @@ class StopRequest:
         self.warned_of_grace = False
         self.can_save, self._grace_seconds, self._deadline = can_save, grace_seconds, math.inf
         self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
-        self._reading = self._raised = self._closed = False
+        self._reading = self._raised = False
+        self.closed = False
+        """The run has ended: no request is heard any more."""
         self.receiver: socket.socket | None = None
         """Kept open when nobody reads any more: Python would print a trace for each signal that it cannot write."""
 
@@ -91,7 +91,7 @@ class StopRequest:
         """Whether a request has come; the end of the job is one when ``margin_seconds`` are left."""
         job_ends = self.can_save and self._end < math.inf
         if job_ends and not self.reason and time.monotonic() >= self._end - self.margin_seconds:
-            self._note(END_OF_JOB)
+            self.note(END_OF_JOB)
         return bool(self.reason)
 
     def remaining_seconds(self) -> float:
@@ -128,10 +128,10 @@ class StopRequest:
 
         A run that has ended has nothing to lose: the first request is too late, and the next one ends the process.
         """
-        if self._closed:
+        if self.closed:
             signal.signal(number, signal.SIG_DFL)
             return
-        self._note(signal.Signals(number).name)
+        self.note(signal.Signals(number).name)
         # who signals every process of a job ends those that prepare data, and PyTorch's handler would raise here
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if not self.can_save and not self._raised:
@@ -143,9 +143,10 @@ class StopRequest:
 
     def close(self) -> None:
         """The run has ended and says so itself: no request is heard any more, and there is no deadline."""
-        self._closed = True
+        self.closed = True
 
-    def _note(self, reason: str) -> None:
+    def note(self, reason: str) -> None:
+        """Note a request; only the first counts."""
         if self.reason:
             return
         grace = self._grace_seconds
@@ -156,34 +157,8 @@ class StopRequest:
         self._deadline = min(self._end, now + (grace if self.can_save else AT_ONCE_SECONDS))
         self.reason = reason
 
-    def watch(self, numbers: socket.socket, hurry: Callable[[str], None], tell: Callable[[], None]) -> None:
-        """The thread: note signals by the bytes in ``numbers``, wake the main thread, keep the deadline.
-
-        ``hurry`` ends the process, and is given the reason; ``tell`` lets the launcher know of the request.
-        """
-        told, interrupted_at = False, -math.inf
-        while True:
-            ready, _, _ = select.select([numbers], [], [], self._next_look_seconds())
-            if self._closed:
-                return
-            for number in numbers.recv(64) if ready else b"":
-                if number in GRACEFUL:
-                    self._note(signal.Signals(number).name)
-                if number == signal.SIGINT:
-                    # Ctrl-C and the launcher that passes it on are one request; a later one is a person in a hurry
-                    if interrupted_at > -math.inf and time.monotonic() - interrupted_at > ONE_REQUEST_SECONDS:
-                        hurry("a second SIGINT")
-                    if interrupted_at == -math.inf:
-                        interrupted_at = time.monotonic()
-            if self.asked() and not told:
-                told = True
-                tell()
-                # the signal may have gone to another thread, and the end of the job sends none
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            if self.remaining_seconds() <= 0:
-                hurry(f"{self.reason}, and the time was over")
-
-    def _next_look_seconds(self) -> float:
+    def next_look_seconds(self) -> float:
+        """When the thread should look again."""
         if self.reason:
             return min(max(self.remaining_seconds(), 0.0), 3600.0)
         return LOOK_SECONDS / 2 if self._end < math.inf else 3600.0

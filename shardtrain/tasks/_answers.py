@@ -21,12 +21,12 @@ from torch.nn import functional as F
 
 from shardtrain.config.schema import Config
 from shardtrain.data import preferences
-from shardtrain.data.batch import filler_documents
 from shardtrain.data.columns import Unusable, find
+from shardtrain.data.digest import digest
 from shardtrain.data.document import Document
 from shardtrain.data.encode import PromptEncoder
 from shardtrain.data.ends import described
-from shardtrain.data.feed import digest
+from shardtrain.data.filler import filler_documents
 from shardtrain.data.loader import DataLoader
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from shardtrain import models
 from shardtrain.config.schema import Config
 from shardtrain.data import columns
-from shardtrain.data.batch import filler_documents
 from shardtrain.data.columns import Unusable
+from shardtrain.data.filler import filler_documents
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow, every_row
 from shardtrain.layout import Layout

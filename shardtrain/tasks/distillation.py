@@ -15,7 +15,7 @@ from typing import Any
 from shardtrain import data, models
 from shardtrain.config.schema import Config
 from shardtrain.config.teacher import OPTION, teacher_config
-from shardtrain.data.feed import digest
+from shardtrain.data.digest import digest
 from shardtrain.hf import initial_weights
 from shardtrain.ops.distillation_loss import Mix
 from shardtrain.tasks.language_model import LanguageModel

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from shardtrain.config.schema import Config
 from shardtrain.data import columns
 from shardtrain.data.columns import Unusable
+from shardtrain.data.digest import digest
 from shardtrain.data.ends import described
-from shardtrain.data.feed import digest
 from shardtrain.data.order import sample_at
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
 from shardtrain.data import columns
-from shardtrain.data.batch import filler_documents
 from shardtrain.data.columns import Unusable
-from shardtrain.data.feed import digest
+from shardtrain.data.digest import digest
+from shardtrain.data.filler import filler_documents
 from shardtrain.data.loader import DataLoader
 from shardtrain.data.row_stream import RowBatch, RowFeed, Rows
 from shardtrain.data.sources import BadRow

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.data.batch import filler_documents
+from shardtrain.data.filler import filler_documents
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.models.moe import has_experts
 from shardtrain.tasks._answers import Pair, PairTask

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data.build_dataset import tokenizer_of
+from shardtrain.data.digest import digest
 from shardtrain.data.ends import Ends, described, ends_of
-from shardtrain.data.feed import digest
 from shardtrain.data.sources import BadRow
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files

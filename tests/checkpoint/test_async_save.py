@@ -322,7 +322,7 @@ def test_a_run_that_saves_in_the_background_has_the_same_numbers_and_hears_of_a_
 
 def leaving(root: Path, kept: Checkpoints, grace_seconds: float) -> Any:
     stop = StopRequest(grace_seconds)
-    stop._note("SIGTERM")
+    stop.note("SIGTERM")
     options = Config(checkpoint=Checkpoint(enable=True))
     state = SimpleNamespace(step=2)
     return SimpleNamespace(config=options, state=state, resilience=Resilience(stop=stop, stop_flag=1.0))

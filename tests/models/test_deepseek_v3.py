@@ -10,7 +10,8 @@ import torch
 from hf_models import assert_same_logits
 
 from shardtrain.models import build, find, shape_of
-from shardtrain.models.layers import RotaryAngles, YarnAngles, rotate, rotate_pairs, yarn_scale
+from shardtrain.models.layers import RotaryAngles, rotate, rotate_pairs
+from shardtrain.models.yarn import YarnAngles, yarn_scale
 
 # 671B is that of the published weights without the second head and the biases of the choice (58 layers of 256)
 SIZES = {"debugmodel": 33_014_016, "16B": 15_706_484_224, "236B": 235_741_434_880, "671B": 671_026_404_352}

@@ -481,3 +481,14 @@ def check_text(file: File) -> None:
         plain_bz2 = ending == ".bz2" and head[4:] != b"1AY&SY"  # "BZh" may also begin a text
         if head.startswith(beginnings) and not plain_bz2:
             raise file.unusable(f"is compressed and not named {ending}", f"add {ending} to its name")
+
+
+_MOST_FILES_NAMED = 4096
+
+
+def sampled(files: Mapping[str, str]) -> dict[str, str]:
+    """At most 4,096 files, evenly spread."""
+    every = max(1, -(-len(files) // _MOST_FILES_NAMED))
+    if isinstance(files, Marks):
+        return files.every(every)
+    return {name: mark for number, (name, mark) in enumerate(files.items()) if not number % every}

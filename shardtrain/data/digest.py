@@ -1,0 +1,27 @@
+"""Fingerprints of facts: of all that decides which rows a run reads."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from itertools import islice
+
+from shardtrain.data.sources._files import Marks
+
+_PAIRS_AT_ONCE = 4096
+
+
+def digest(*facts: object) -> str:
+    """SHA-256 in hex of facts that ``repr`` tells apart."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
+    """As ``digest`` of the sorted items of ``files`` and of facts, at least one; no text of a million names is made."""
+    pairs = files.pairs() if isinstance(files, Marks) else iter(sorted(files.items()))
+    found, comma = hashlib.sha256(b"(["), ""
+    while texts := [repr(pair) for pair in islice(pairs, _PAIRS_AT_ONCE)]:
+        found.update(f"{comma}{', '.join(texts)}".encode())
+        comma = ", "
+    found.update(f"], {repr(facts)[1:] if len(facts) > 1 else f'{facts[0]!r})'}".encode())
+    return found.hexdigest()

@@ -1,0 +1,74 @@
+"""Cross-entropy of logits whose columns are split over ranks: loss parallelism."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardtrain.ops.targets import IGNORE
+
+
+class Vocabulary(Protocol):
+    """How the vocabulary is split: this rank's first id, and what ranks that share a token do together.
+
+    ``columns`` is the size of the largest part: equal on all ranks, so that all reduce chunks of the same tokens.
+    """
+
+    offset: int
+    columns: int
+
+    def max(self, values: Tensor) -> Tensor: ...
+    def sum(self, values: Tensor) -> Tensor: ...
+    def gather(self, values: Tensor) -> Tensor:
+        """The values of each rank, one after the other along a new first dimension."""
+        ...
+
+
+class SplitCrossEntropySum(torch.autograd.Function):
+    """As ``cross_entropy_sum``, of logits whose columns are split over ranks; each rank of the split gets one loss.
+
+    Softmax is found as flash attention finds it (Dao et al. 2022): each rank takes the largest logit of its columns,
+    the sum of exponentials below it, and the target's logit, three numbers a token, which ranks exchange once.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_Nv: Tensor, targets_N: Tensor, weight: Tensor, vocabulary: Vocabulary, chunks: list[slice]
+    ) -> Tensor:
+        num_tokens, columns = logits_Nv.shape
+        kept_N = targets_N != IGNORE
+        local_N = targets_N - vocabulary.offset
+        here_N = kept_N & (local_N >= 0) & (local_N < columns)
+        index_N1 = local_N.clamp(0, max(0, columns - 1)).unsqueeze(1)
+        own_3N = torch.zeros(3, num_tokens, dtype=torch.float32, device=logits_Nv.device)
+        # columns that are all minus infinity, and no columns at all, add nothing
+        lowest = torch.finfo(torch.float32).min
+        own_3N[0] = lowest
+        for part in chunks if columns else ():
+            logits_nv = logits_Nv[part].float()
+            largest_n1 = logits_nv.amax(dim=-1, keepdim=True).clamp_min_(lowest)
+            own_3N[0, part] = largest_n1.squeeze(1)
+            own_3N[1, part] = (logits_nv - largest_n1).exp_().sum(dim=-1)
+            own_3N[2, part] = torch.where(here_N[part], logits_nv.gather(1, index_N1[part]).squeeze(1), 0.0)
+        largest_RN, sums_RN, target_RN = vocabulary.gather(own_3N).unbind(1)
+        largest_N = largest_RN.amax(0)
+        total_N = (sums_RN * (largest_RN - largest_N).exp_()).sum(0)
+        # the target is the logit of one rank, and zero on the others
+        losses_N = (total_N.log() - (target_RN.sum(0) - largest_N)) * kept_N
+        loss = losses_N.sum(dtype=torch.float64)
+        if ctx.needs_input_grad[0]:
+            gradient_Nv = torch.empty_like(logits_Nv)
+            scale_N1 = (kept_N / total_N).mul_(weight).unsqueeze(1)
+            for part in chunks if columns else ():
+                gradient_nv = (logits_Nv[part].float() - largest_N[part].unsqueeze(1)).exp_().mul_(scale_N1[part])
+                gradient_nv.scatter_add_(1, index_N1[part], -(here_N[part] * weight).unsqueeze(1))
+                gradient_Nv[part] = gradient_nv
+            ctx.save_for_backward(gradient_Nv)
+        return (loss * weight).float()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (gradient_Nv,) = ctx.saved_tensors
+        return gradient_Nv.mul_(gradient_outputs[0].to(gradient_Nv.dtype)), None, None, None, None
