@@ -1,8 +1,8 @@
 """A save in the background of training: one thread per rank writes, and the first rank's commits for all.
 
 Threads use no collective: theirs and the trainer's would meet in another order on each rank. A rank that has written
-leaves a word beside its file, ``rank-00001.done``; the first rank's thread waits for all of them. What came of it the
-ranks tell each other in the sum that begins every step (``Saving.tell``), so that all know at the same step.
+leaves a marker beside its file, ``rank-00001.done``; the first rank's thread waits for all of them. What came of it the
+ranks tell each other in the sum that begins every step (``Saving.pack_flags``), so that all know at the same step.
 """
 
 from __future__ import annotations

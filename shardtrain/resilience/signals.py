@@ -52,22 +52,24 @@ def listen(
             signal.signal(number, stop.handle)
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
-    def tell() -> None:
+    def notify_launcher() -> None:
         if parent and os.getppid() == parent:
             os.kill(parent, signal.SIGTERM)
 
-    threading.Thread(target=_watch, args=(stop, receiver, hurry, tell), name="stopping", daemon=True).start()
+    threading.Thread(target=_watch, args=(stop, receiver, hurry, notify_launcher), name="stopping", daemon=True).start()
     _keep_from_children(sender, os.getpid())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GRACEFUL)
     return stop
 
 
-def _watch(stop: StopRequest, numbers: socket.socket, hurry: Callable[[str], None], tell: Callable[[], None]) -> None:
+def _watch(
+    stop: StopRequest, numbers: socket.socket, hurry: Callable[[str], None], notify_launcher: Callable[[], None]
+) -> None:
     """The thread: note signals by the bytes in ``numbers``, wake the main thread, keep the deadline.
 
-    ``hurry`` ends the process, and is given the reason; ``tell`` lets the launcher know of the request.
+    ``hurry`` ends the process, and is given the reason; ``notify_launcher`` lets the launcher know of the request.
     """
-    told, interrupted_at = False, -math.inf
+    notified, interrupted_at = False, -math.inf
     while True:
         ready, _, _ = select.select([numbers], [], [], stop.next_look_seconds())
         if stop.closed:
@@ -81,9 +83,9 @@ def _watch(stop: StopRequest, numbers: socket.socket, hurry: Callable[[str], Non
                     hurry("a second SIGINT")
                 if interrupted_at == -math.inf:
                     interrupted_at = time.monotonic()
-        if stop.asked() and not told:
-            told = True
-            tell()
+        if stop.asked() and not notified:
+            notified = True
+            notify_launcher()
             # the signal may have gone to another thread, and the end of the job sends none
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
         if stop.remaining_seconds() <= 0:

@@ -1,4 +1,4 @@
-"""Signs of life travel through one rank of each node: all are heard, and a rank that stops silences nobody else."""
+"""Signs of life travel through one rank of each node: all are received, and a rank that stops silences nobody else."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Nodes:
             self.beats[rank] += 1
             self.ranks[rank].say(Heartbeat(self.beats[rank], f"node{rank // 3}", has_left=has_left))
 
-    def heard(self) -> dict[int, int]:
-        return {rank: sign.beat for rank, sign in self.ranks[0].hear().items()}
+    def received(self) -> dict[int, int]:
+        return {rank: sign.beat for rank, sign in self.ranks[0].receive().items()}
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
 def test_all_are_heard_and_one_rank_of_each_node_speaks(nodes: Nodes) -> None:
     for _ in range(5):
         nodes.beat(2, 1, 5, 4, 0, 3)
-    assert nodes.heard() == dict.fromkeys(range(6), 5)
+    assert nodes.received() == dict.fromkeys(range(6), 5)
     for _ in range(3):
         time.sleep(BEAT)
         nodes.beat(*range(6))
@@ -78,12 +78,12 @@ def test_a_rank_that_stops_is_silent_alone(nodes: Nodes) -> None:
     for _ in range(12):  # the first of the second node has stopped, and the second takes its place
         time.sleep(BEAT)
         nodes.beat(0, 1, 2, 4, 5)
-    heard = nodes.heard()
-    assert heard[3] == 1 and heard[4] >= 12 and heard[5] >= 12
+    received = nodes.received()
+    assert received[3] == 1 and received[4] >= 12 and received[5] >= 12
     nodes.beat(3)  # it continues, and speaks again
     nodes.beat(4, 5)
     nodes.beat(3)
-    assert nodes.heard()[3] == 3
+    assert nodes.received()[3] == 3
 
 
 def test_a_rank_that_leaves_is_heard_to_leave_and_the_last_clears_the_folder(nodes: Nodes) -> None:
@@ -93,10 +93,10 @@ def test_a_rank_that_leaves_is_heard_to_leave_and_the_last_clears_the_folder(nod
     nodes.beat(0, has_left=True)
     time.sleep(3 * BEAT)
     nodes.beat(2, 1)
-    assert nodes.heard()[1] == nodes.heard()[2] == 2
+    assert nodes.received()[1] == nodes.received()[2] == 2
     nodes.beat(2, has_left=True)
     nodes.beat(1, has_left=True)
-    assert {rank for rank, sign in nodes.ranks[3].hear().items() if sign.has_left} == {0, 1, 2}
+    assert {rank for rank, sign in nodes.ranks[3].receive().items() if sign.has_left} == {0, 1, 2}
     assert not folder.exists()
 
 
@@ -106,7 +106,7 @@ def test_ranks_whose_folder_is_cleaned_away_speak_for_themselves(nodes: Nodes) -
     shutil.rmtree(nodes.ranks[0]._folder)
     for _ in range(2):
         nodes.beat(*reversed(range(6)))
-    assert nodes.heard() == dict.fromkeys(range(6), 3)
+    assert nodes.received() == dict.fromkeys(range(6), 3)
 
 
 def test_a_verdict_reaches_every_rank_of_every_node(nodes: Nodes) -> None:
@@ -114,8 +114,8 @@ def test_a_verdict_reaches_every_rank_of_every_node(nodes: Nodes) -> None:
     assert nodes.ranks[4].declare("one") == b"one"
     assert nodes.ranks[0].declare("another") == b"one", "the first one counts"
     assert [nodes.ranks[rank].verdict() for rank in (0, 3, 1, 2, 4, 5)] == [b"one"] * 6
-    nodes.ranks[5].tell_node(b"of a store that is mute")
-    assert nodes.ranks[4].verdict() == b"of a store that is mute", "the node needs no store to hear it"
+    nodes.ranks[5].send_to_node(b"of a store that does not answer")
+    assert nodes.ranks[4].verdict() == b"of a store that does not answer", "the node needs no store to receive it"
 
 
 def test_the_end_waits_for_all_and_asks_little(nodes: Nodes) -> None:
@@ -149,15 +149,15 @@ def test_without_a_folder_of_this_user_alone_a_rank_speaks_for_itself(
     if how in ("open to all", "gone"):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         store.set(f"folder/{socket.gethostname()}/{boot}", str(folder))
-    told = exchange.FolderStore(tmp_path / "one") if how == "one machine" else store
-    one = Exchange(told, 1, 2, BEAT)
+    own = exchange.FolderStore(tmp_path / "one") if how == "one machine" else store
+    one = Exchange(own, 1, 2, BEAT)
     one.meet({**environment, STORE: ""})
     one.say(Heartbeat(1, "here"))
-    assert one.hear()[1].beat == 1 and not folder.joinpath("sign-1").exists()
+    assert one.receive()[1].beat == 1 and not folder.joinpath("sign-1").exists()
 
 
 def test_what_is_not_a_sign_of_life_is_skipped(nodes: Nodes) -> None:
     nodes.beat(0, 1, 2)
     nodes.store.set("place-2", json.dumps({"3": {"beat": "x"}, "a": {}, "4": None}))
     nodes.store.add("places", 1)
-    assert nodes.heard() == {0: 1, 1: 1, 2: 1} or set(nodes.heard()) == {0}
+    assert nodes.received() == {0: 1, 1: 1, 2: 1} or set(nodes.received()) == {0}

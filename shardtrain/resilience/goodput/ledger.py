@@ -163,8 +163,8 @@ class Ledger:
             return action()
         except Exception as error:
             if self._path is not None:
-                told = f"{type(error).__name__}: {error}"
-                logger.warning(f"cannot account for the time: {told}; goodput is not recorded from here on")
+                problem = f"{type(error).__name__}: {error}"
+                logger.warning(f"cannot account for the time: {problem}; goodput is not recorded from here on")
                 self._path = None
             return otherwise
 

@@ -96,7 +96,7 @@ class Exchange:
             found = bytes(self._store.get(VERDICT))
         except ForgedError:
             return None
-        self.tell_node(found)
+        self.send_to_node(found)
         return found
 
     def declare(self, text: str) -> bytes:
@@ -106,16 +106,16 @@ class Exchange:
         except ForgedError:  # a stranger has taken its key, and may keep doing so: this node at least hears it
             found = text.encode()
             self._store.set(VERDICT, found)
-        self.tell_node(found)
+        self.send_to_node(found)
         return found
 
-    def tell_node(self, verdict: bytes) -> None:
+    def send_to_node(self, verdict: bytes) -> None:
         """Let the other ranks of this node know a verdict, from whatever source."""
         if self._node is not None:
             with contextlib.suppress(dist.DistError):
                 self._node.set(VERDICT, verdict)
 
-    def hear(self) -> dict[int, Heartbeat]:
+    def receive(self) -> dict[int, Heartbeat]:
         """The last sign of every rank that has ever given one."""
         count = min(self._store.add(_PLACES, 0), self._most_places)  # adding 0 reads; a stranger may have added more
         places = [f"{_PLACE}-{number}" for number in range(1, count + 1)]
@@ -162,14 +162,14 @@ class Exchange:
                 self._node.set(ALL_DUMPED, "")
 
     def _count_others(self, living: int, deadline: float) -> None:
-        amount, told = 1, 0
+        amount, counted = 1, 0
         with contextlib.suppress(dist.DistError, OSError):
             while time.monotonic() < deadline:
                 if self._node is not None:
                     amount = self._node.add(DUMPED, 0)
-                if self._store.add(DUMPED, amount - told) >= living:
+                if self._store.add(DUMPED, amount - counted) >= living:
                     return
-                told = amount
+                counted = amount
                 time.sleep(0.05 if living < 1000 else 0.5)
 
     def _say_on_node(self, node: FolderStore, text: str, has_left: bool) -> None:

@@ -148,8 +148,8 @@ def _all_wait(signs: Mapping[int, Heartbeat], table: tuple[str, ...]) -> HangRep
     if len(groups) == 1:
         message = f"waits, as all ranks do, in {sign.waits_in} of step {sign.step}: none is behind; look at the network"
     else:
-        told = ", ".join(f"{_name(ranks)} in {place}" for place, ranks in groups.items())
-        message = f"waits in another collective than others in phase {sign.phase} of step {sign.step}: {told}"
+        places = ", ".join(f"{_name(ranks)} in {place}" for place, ranks in groups.items())
+        message = f"waits in another collective than others in phase {sign.phase} of step {sign.step}: {places}"
     return HangReport(odd[0], sign.host, sign.phase, message, table)
 
 

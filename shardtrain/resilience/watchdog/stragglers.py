@@ -41,9 +41,11 @@ def find_odd(marks: Mapping[int, Mark], signs: Mapping[int, Heartbeat]) -> HangR
     if len(groups) == 1:
         return None
     odd = min(groups.values(), key=lambda ranks: (len(ranks), -ranks[0]))
-    told = "; ".join(f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {facts}" for facts, ranks in groups.items())
+    counters = "; ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {spans(ranks)}: {facts}" for facts, ranks in groups.items()
+    )
     sign = signs[odd[0]]
-    message = f"has other counters than the rest after {marks[odd[0]].begun} steps together: {told}"
+    message = f"has other counters than the rest after {marks[odd[0]].begun} steps together: {counters}"
     return HangReport(odd[0], sign.host, sign.phase, message, kind="Divergence")
 
 

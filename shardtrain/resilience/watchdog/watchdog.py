@@ -149,7 +149,7 @@ class Watchdog:
             logger.exception("the heartbeat of this rank has failed; training continues without it")
 
     def _judge_all(self) -> None:
-        signs = self._others.hear()
+        signs = self._others.receive()
         verdict = self._judge.observe(time.monotonic(), signs)
         marks = common(signs, self._size, self._compared)
         if marks:
@@ -194,20 +194,20 @@ class Watchdog:
                 progress, moved_at = position, now
             if samples and self._phases.name in WORK:
                 self._sample(now - last)
-            mute = now - max(self._exchanged_at, moved_at)
+            silent_seconds = now - max(self._exchanged_at, moved_at)
             last = now
-            if mute > self._beat * BEATS_PER_LIMIT:
+            if silent_seconds > self._beat * BEATS_PER_LIMIT:
                 limit, is_cold = self._limit(self._phases.name, place := stack.main_thread(self._device))
                 # much longer than a verdict takes: who can still speak knows more
-                if limit and mute > MUTE_LIMITS * limit and (place.collective or not is_cold):
+                if limit and silent_seconds > MUTE_LIMITS * limit and (place.collective or not is_cold):
                     # the store gives no answer: with its host, the first rank or the launcher, something is wrong
                     host = os.environ.get("MASTER_ADDR", self._host)
                     doing = f"waits in {place.collective} ({place.at})" if place.collective else f"is at {place.at}"
                     own = f"rank {self._rank} {doing}, in phase {self._phases.name} of step {self._moving.step}"
                     message = "gives no sign of life, or its launcher, which has the store, does not"
-                    message = f"{message}: for {mute:.0f} s; {own}"
+                    message = f"{message}: for {silent_seconds:.0f} s; {own}"
                     found = HangReport(0, host, self._phases.name, message, declared_by=self._rank, silent=(0,))
-                    self._others.tell_node(to_json(found).encode())
+                    self._others.send_to_node(to_json(found).encode())
                     self._die(found)
 
     def _sample(self, seconds: float) -> None:
@@ -227,7 +227,7 @@ class Watchdog:
         self._dying.acquire()  # for ever: the first thread that comes here ends the process
         if self._closed.is_set():
             return self._dying.release()
-        told = failure.Failure(
+        reported = failure.Failure(
             rank=verdict.rank,
             host=verdict.host,
             kind=verdict.kind,
@@ -238,7 +238,7 @@ class Watchdog:
             phase=verdict.phase,
         )
         with contextlib.suppress(Exception):
-            exit_report.record(told, self._log, self._folder, self._size, verdict.declared_by == self._rank)
+            exit_report.record(reported, self._log, self._folder, self._size, verdict.declared_by == self._rank)
         with contextlib.suppress(Exception):
             self._write_stacks(verdict)
         with contextlib.suppress(Exception):

@@ -65,12 +65,12 @@ def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
     assert not bad
     attempts = attempts_of(found)
     assert [attempt.start.step for attempt in attempts] == [0, 4]
-    told = account(attempts)
-    assert (told.attempts, told.failures, told.saves) == (2, 1, 3)
+    accounted = account(attempts)
+    assert (accounted.attempts, accounted.failures, accounted.saves) == (2, 1, 3)
     wall = attempts[-1].points[-1].time - attempts[0].start.job_started
-    assert told.running_seconds == pytest.approx(wall, rel=0.01) and told.idle_seconds == 0
+    assert accounted.running_seconds == pytest.approx(wall, rel=0.01) and accounted.idle_seconds == 0
 
-    seconds = told.seconds
+    seconds = accounted.seconds
     assert seconds["checkpoint"] >= 3 * SAVE
     assert seconds["data"] >= STEPS * DATA
     assert seconds["validation"] >= 2 * VALIDATION
