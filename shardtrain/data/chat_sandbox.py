@@ -217,10 +217,6 @@ def deep_size(value: Any, depth: int = 0) -> int:
     return size
 
 
-def _numbers(items: Any) -> bool:
-    return all(isinstance(item, int | float) for item in items)
-
-
 def _written(work: Work, value: Any) -> Any:
     """What is written of a value: it is counted before Jinja makes a text of it."""
     work.plan(deep_size(value))
@@ -308,7 +304,7 @@ def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths
             indents = [len(value) for value in given[1:] if isinstance(value, str)]
             size += (1 + lines) * max([*widths, *indents], default=0)
         items = len(given[0]) if given and isinstance(given[0], Sequence | Mapping) else 0
-        adds = function.__name__ in _QUADRATIC and items and not _numbers(given[0])
+        adds = function.__name__ in _QUADRATIC and items and not all(isinstance(item, int | float) for item in given[0])
         work.plan((weight or 1) * size * (items if adds else 1))
         return function(*args, **kwargs)
 

@@ -177,7 +177,11 @@ def _trace_stages(
             output.backward(torch.empty_like(output))
             del output
         passes[index] = done
-    order = _actions(runner._schedule, mesh.rank(pipeline_parallel.AXIS))
+    # computations of a pipeline rank in the order of a step, as PyTorch's schedules list them
+    rank = mesh.rank(pipeline_parallel.AXIS)
+    schedule: Any = runner._schedule
+    by_rank = getattr(schedule, "pipeline_order", None) or getattr(schedule, "pipeline_order_with_comms", None) or {}
+    order = [part for action in by_rank.get(rank, []) if action for part in (action.sub_actions or (action,))]
     kept, in_flight = _most_kept({index: done.kept for index, done in passes.items()}, order)
     return Traced(
         kept + max(done.most - done.kept for done in passes.values()),
@@ -232,12 +236,6 @@ def _kind(layer: nn.Module) -> Any:
     recomputed = "forward" in vars(layer)
     modules = tuple(type(module).__name__ for module in layer.modules())
     return recomputed, modules, tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-
-
-def _actions(schedule: Any, rank: int) -> list[Any]:
-    """Computations of a pipeline rank in the order of a step, as PyTorch's schedules list them."""
-    order = getattr(schedule, "pipeline_order", None) or getattr(schedule, "pipeline_order_with_comms", None) or {}
-    return [part for action in order.get(rank, []) if action for part in (action.sub_actions or (action,))]
 
 
 def _most_kept(kept_by_stage: dict[int, int], actions: Sequence[Any]) -> tuple[int, int]:

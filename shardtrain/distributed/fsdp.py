@@ -49,7 +49,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     options: dict[str, Any] = {
         "mesh": mesh.data_mesh(),
         "mp_policy": precision_policy(config),
-        "offload_policy": _offload_policy(config, mesh.device),
+        "offload_policy": CPUOffloadPolicy(pin_memory=accelerator.pins_memory(mesh.device))
+        if offloads(config, mesh.device)
+        else OffloadPolicy(),
     }
     reshard = _reshard_after_forward(config, mesh)
     layers = list(getattr(model, layout.layers).values())
@@ -179,12 +181,6 @@ def _reshard_after_forward(config: Config, mesh: Mesh) -> bool:
         # with one shard there is nothing to free but a copy in the compute type, at the price of copying twice
         return mesh.size("dp_shard", "cp") > 1 and mesh.size("pp") == 1
     return policy == "always"
-
-
-def _offload_policy(config: Config, device: torch.device) -> OffloadPolicy:
-    if not offloads(config, device):
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=accelerator.pins_memory(device))
 
 
 def offloads(config: Config, device: torch.device) -> bool:

@@ -48,7 +48,11 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     name = model.config_name
     ties = tied_names(model)
     words = dict(_words(model, plan))
-    _split_tied_embedding(model, words, ties)
+    # older plans name the head alone, and not the embedding that is the same tensor
+    embedding = _path(model, model.hf.get_input_embeddings())
+    tied = next((names for names in ties if f"{embedding}.weight" in names), [])
+    if embedding not in words and any(words.get(name.rpartition(".")[0]) in HEADS for name in tied):
+        words[embedding] = "embedding_rowwise"
     unknown = sorted({word for word in words.values() if word not in WORDS})
     if not words or unknown:
         what = f"has words that are not known ({', '.join(unknown)})" if unknown else "does not exist"
@@ -94,14 +98,6 @@ def _words(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str
         word = next((word for pattern, word in plan.items() for name in names if matches(name, pattern)), None)
         if word is not None and any(True for _ in module.parameters()):
             yield path, word
-
-
-def _split_tied_embedding(model: Any, words: dict[str, str], ties: list[list[str]]) -> None:
-    """Older plans name the head alone, and not the embedding that is the same tensor."""
-    path = _path(model, model.hf.get_input_embeddings())
-    tied = next((names for names in ties if f"{path}.weight" in names), [])
-    if path not in words and any(words.get(name.rpartition(".")[0]) in HEADS for name in tied):
-        words[path] = "embedding_rowwise"
 
 
 def _path(model: nn.Module, wanted: nn.Module | None) -> str:

@@ -77,7 +77,12 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     parallelize_module(model, mesh.submesh(AXIS), plan)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
     adapters.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
-    _deal_slopes(model, layout, mesh)
+    # leave each attention core the slopes of the heads that this rank has
+    size, rank = mesh.size(AXIS), mesh.rank(AXIS)
+    for place, core in model.named_modules():
+        if layout.context and matches(place, layout.context) and (slopes_N := getattr(core, "alibi_slopes", None)):
+            heads = len(slopes_N) // size
+            core.alibi_slopes = tuple(slopes_N[rank * heads : (rank + 1) * heads])  # type: ignore[assignment]
     _watch_dropout(model, layout, mesh, config)
 
 
@@ -243,15 +248,6 @@ def _style(word: str, loss_parallel: bool, path: str = "", length: _Length | Non
     if word == "copy":
         return CopyToHeads()
     raise ValueError(f"unknown layout word {word!r}")  # layout.check has refused it
-
-
-def _deal_slopes(model: nn.Module, layout: Layout, mesh: Mesh) -> None:
-    """Leave each attention core the slopes of the heads that this rank has."""
-    size, rank = mesh.size(AXIS), mesh.rank(AXIS)
-    for path, module in model.named_modules():
-        if layout.context and matches(path, layout.context) and (slopes_N := getattr(module, "alibi_slopes", None)):
-            heads = len(slopes_N) // size
-            module.alibi_slopes = tuple(slopes_N[rank * heads : (rank + 1) * heads])  # type: ignore[assignment]
 
 
 class GatherSequence(ParallelStyle):

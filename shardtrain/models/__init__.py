@@ -34,7 +34,13 @@ def find(name: str) -> ModuleType:
 
     Raises ConfigError when the file does not exist or lacks one of its five parts.
     """
-    module = _load_path(Path(name)) if name.endswith(".py") else _load_in_tree(name)
+    if name.endswith(".py"):
+        # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
+        if not Path(name).is_file():
+            raise ConfigError(Problem("model.name", name, "is not a file", "give the path of an existing model file"))
+        module = own_file.run(Path(name), "model", "model.name")
+    else:
+        module = _load_in_tree(name)
     missing = [part for part in _PARTS if not hasattr(module, part)]
     if missing:
         fix = f"define it in the file, as shardtrain/models/llama3.py does: {', '.join(_PARTS)}"
@@ -170,10 +176,3 @@ def _load_in_tree(name: str) -> ModuleType:
             Problem("model.name", name, "is not a model file", f"use {', '.join(known)} or a path to a .py")
         )
     return importlib.import_module(f"shardtrain.models.{name}")
-
-
-def _load_path(path: Path) -> ModuleType:
-    # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
-    if not path.is_file():
-        raise ConfigError(Problem("model.name", str(path), "is not a file", "give the path of an existing model file"))
-    return own_file.run(path, "model", "model.name")
