@@ -1,4 +1,4 @@
-"""Filler: the tokens of a row that hold no document, and what a model that counts its tokens is told of them."""
+"""Filler: the tokens of a row that hold no document, and what a model that counts its tokens must know of them."""
 
 from __future__ import annotations
 
