@@ -7,6 +7,7 @@ import os
 from shardtrain import config
 from shardtrain.config import Loaded
 from shardtrain.launch import environment
+from shardtrain.utils.heartbeat import heartbeat
 
 
 def run(loaded: Loaded, nproc: int | None) -> int:
@@ -17,8 +18,10 @@ def run(loaded: Loaded, nproc: int | None) -> int:
     rank = environment.simulated_rank(os.environ, size)
     notices = config.require_to_build(loaded, size)  # of this machine's devices and files nothing is asked
     environment.set_process_defaults(os.environ, 1, cores, alone=True)
-    from shardtrain.train import dry_run  # torch, once the configuration has been found to work
+    with heartbeat("importing PyTorch"):  # once the configuration has been found to work
+        from shardtrain.train import dry_run
 
-    for line in dry_run.main(loaded, rank, size, notices):
-        print(line, flush=True)
+    with heartbeat(f"building rank {rank} of {size}"):
+        for line in dry_run.main(loaded, rank, size, notices):
+            print(line, flush=True)
     return 0

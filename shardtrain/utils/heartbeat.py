@@ -29,14 +29,21 @@ class _Silence:
     """When the last of these works ended."""
 
     def begin(self) -> float:
-        """When the silence began in which a work begins now."""
+        """When the silence began in which a work begins at this moment."""
         now = time.monotonic()
         return self.since if now - self.until < _SAME_SILENCE_SECONDS else now
 
 
 _SAME_SILENCE_SECONDS = 1.0
 """Between two works that follow on each other; in a longer time there may have been lines of others."""
-_silence = _Silence(time.monotonic(), time.monotonic())
+_START_SECONDS = 30.0
+"""In which a process may import and read files before its first work, and has said nothing."""
+_silence = _Silence(time.monotonic(), time.monotonic() + _START_SECONDS)
+
+
+def silent_since() -> float:
+    """When the silence began, by ``time.monotonic``, in which a work begins at this moment."""
+    return _silence.begin()
 
 
 def _print(line: str) -> None:
@@ -55,7 +62,7 @@ def heartbeat(what: str, seconds: float | None = None, say: Callable[[str], None
     if not seconds:
         yield
         return
-    line, silence = _line(what), _Silence(_silence.begin(), 0)
+    line, silence = _line(what), _Silence(silent_since(), 0)
 
     def tell() -> float:
         if time.monotonic() >= silence.since + seconds:

@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardtrain import __version__
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
+from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import redact
 from shardtrain.utils.units import format_bytes
 
@@ -71,7 +73,8 @@ def main(words: list[str]) -> int:
             Problem("--tokenizer_path", options.tokenizer_path, "is for the tokenizer alone", "leave it out")
         )
     hub = Hub(options.repo_id, options.revision)
-    commit, files = hub.files()
+    with heartbeat(f"asking {hub.endpoint}"):
+        commit, files = hub.files()
     folder = Path(options.local_dir or ("assets/tokenizer" if options.tokenizer_path is not None else "assets/hf"))
     if options.tokenizer_path is None:
         folder = folder / options.repo_id.rpartition("/")[2]
@@ -81,8 +84,10 @@ def main(words: list[str]) -> int:
         missing = []
         for name in names:
             expected = _expected(files[name])
-            if expected and (folder / name).is_file() and _hash(folder / name, expected[0]) == expected[1]:
-                print(f"{name}: is there already")
+            with heartbeat(f"reading {name}"):
+                is_there = expected and (folder / name).is_file() and _hash(folder / name, expected[0]) == expected[1]
+            if is_there:
+                print(f"{name}: is there already", flush=True)
             else:
                 missing.append(name)
         if missing:
@@ -90,7 +95,10 @@ def main(words: list[str]) -> int:
             _check_space(folder, sum(files[name].size or 0 for name in missing))
             with _staging(folder) as staging:
                 for name in missing:
-                    print(fetch(hub, name, commit, files[name], staging, folder / name), flush=True)
+                    # on a terminal the library draws a bar
+                    with heartbeat(f"fetching {name}", 0 if sys.stderr.isatty() else None):
+                        done = fetch(hub, name, commit, files[name], staging, folder / name)
+                    print(done, flush=True)
     except OSError as error:
         raise _cannot_write(error, folder) from error
     return 0

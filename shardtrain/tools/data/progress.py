@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from shardtrain.utils.heartbeat import silent_since
 from shardtrain.utils.log import redraw_allowed
 from shardtrain.utils.units import format_count, format_seconds
 
@@ -26,7 +27,7 @@ class Progress:
 
     def __init__(self, title: str, total_bytes: int | None, done: float = 0.0) -> None:
         self._title, self._total_bytes, self._done_before = title, total_bytes, done
-        self._started = self._said = time.monotonic()
+        self._started, self._said = time.monotonic(), silent_since()
         self._bar: RichProgress | None = None
         if redraw_allowed(sys.stderr):
             self._bar = _bar(title)

@@ -21,6 +21,7 @@ from shardtrain.config.command_line import Option, split, take
 from shardtrain.resilience import signals
 from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.heartbeat import heartbeat
 
 USAGE = """\
 usage: shardtrain doctor [CONFIG.toml] [--nproc N] [--for_ranks N] [--json] [--strict] [--limit_seconds S]
@@ -141,7 +142,8 @@ def _here(request: Request, words: list[str]) -> int:
     launched = _with_folder(loaded, folder)
     try:
         if accelerators == 0 and sys.platform == "linux":
-            from shardtrain.tools.doctor import rank  # noqa: F401  ranks are forked, and share what is imported here
+            with heartbeat("importing PyTorch"):  # ranks are forked, and share what is imported here
+                from shardtrain.tools.doctor import rank  # noqa: F401
 
             status = local.launch(launched, choice.count, main=lambda _: _run(request))
         else:
@@ -216,12 +218,14 @@ def _run(request: Request) -> dict[str, Any]:
             num_ranks=request.num_ranks,
             has_config=request.has_config,
         )
-        facts = rank.examine(context)
+        with heartbeat("shardtrain doctor", 0 if place else None):
+            facts = rank.examine(context)
         if place:
             code = own.receive("exit_code", 2 * own.patience_seconds)
             own.send(f"left-{place}", True)
             return {"findings": [], "exit_code": 1 if code is None else code}
-        reports = rank.gather(context, facts)
+        with heartbeat("shardtrain doctor, waiting for other ranks"):
+            reports = rank.gather(context, facts)
         findings = rank.judge(reports)
         result = document(reports, findings, time.monotonic() - started)
         result["exit_code"] = exit_code(findings, request.strict)

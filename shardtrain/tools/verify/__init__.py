@@ -49,9 +49,9 @@ def main(words: Sequence[str]) -> int:
         return real.main(request, loaded)
     task = plan(loaded, request)
     if not request.json:
-        print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process")
+        print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process", flush=True)
         for note in task.notes:
-            print(f"  {note}")
+            print(f"  {note}", flush=True)
     with heartbeat("importing PyTorch"):  # once the request is known to be right
         from shardtrain.train import trainer
 

@@ -95,7 +95,7 @@ def main(request: Any, loaded: Loaded) -> int:
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
     if not request.json:
         print(f"verify {model} at real size, beside float64, in up to {format_bytes(budget)} of memory")
-        print(_line(_HEADER))
+        print(_line(_HEADER), flush=True)
     rows = []
     for row in run(loaded, budget):
         rows.append(row)
