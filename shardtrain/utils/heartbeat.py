@@ -31,7 +31,7 @@ class _Silence:
     def begin(self) -> float:
         """When the silence began in which a work begins at this moment."""
         now = time.monotonic()
-        return self.since if now - self.until < _SAME_SILENCE_SECONDS else now
+        return min(self.since, now) if now - self.until < _SAME_SILENCE_SECONDS else now
 
 
 _SAME_SILENCE_SECONDS = 1.0
