@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +19,8 @@ Where the wall time of a run went, over all its attempts, from RUN_FOLDER/goodpu
 
   shardtrain goodput outputs
 """
+_MEANING_COLUMN = 37
+"""Where the words begin that say what a row counts."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -31,9 +36,19 @@ def main(words: Sequence[str]) -> int:
     attempts = attempts_of(found)
     if bad:
         print(f"{bad} lines of {Path(words[0]) / events.FILE} are torn or damaged and count for nothing")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
     for text in table(attempts, account(attempts)):
-        print(text)
+        print(text if len(text) <= width or not width else _wrapped(text, width))
     return 0
+
+
+def _wrapped(text: str, width: int) -> str:
+    """A line of the table on a terminal that is narrower; what a number means stays below itself."""
+    indent = _MEANING_COLUMN if text[:1] != " " and text[_MEANING_COLUMN - 2 : _MEANING_COLUMN] == "  " else 4
+    room = width if width >= indent + 16 else sys.maxsize
+    return "\n".join(
+        textwrap.wrap(text, room, subsequent_indent=" " * indent, drop_whitespace=True, break_on_hyphens=False)
+    )
 
 
 def table(attempts: Sequence[Attempt], found: Account) -> list[str]:
@@ -41,15 +56,18 @@ def table(attempts: Sequence[Attempt], found: Account) -> list[str]:
     if not attempts:
         return ["no attempt has come to its first step"]
     running = found.running_seconds
-    sizes = " ".join(str(attempt.start.world_size) for attempt in attempts[:20])
-    more = " ..." if len(attempts) > 20 else ""
+    sizes = [attempt.start.world_size for attempt in attempts]
+    if len(set(sizes)) == 1:
+        sizes = sizes[:1]
+    ranks = ", ".join(map(str, sizes[:20])) + (", ..." if len(sizes) > 20 else "")
     lines = [
-        f"{found.attempts} attempts on {sizes}{more} ranks, {found.failures} failures, {found.saves} saves",
+        f"{_counted(found.attempts, 'attempt')} on {ranks} rank{'s' if sizes != [1] else ''}, "
+        f"{_counted(found.failures, 'failure')}, {_counted(found.saves, 'save')}",
         "",
     ]
     for name, seconds in found.seconds.items():
         share = 100 * seconds / running if running else 0.0
-        lines.append(f"{name:<11} {seconds:12.1f} s {share:6.1f} %  {MEANINGS[name]}")
+        lines.append(f"{name:<11} {seconds:12.1f} s {share:6.1f} %  {MEANINGS[name]}")  # from _MEANING_COLUMN on
     lines.append(f"{'running':<11} {running:12.1f} s  100.0 %")
     lines.append(f"{'idle':<11} {found.idle_seconds:12.1f} s           {MEANINGS['idle']}")
     lines += ["", f"goodput {100 * found.goodput:.1f} %: productive of running time"]
@@ -57,3 +75,7 @@ def table(attempts: Sequence[Attempt], found: Account) -> list[str]:
     compared = f"; predicted from these numbers: {100 * predicted:.1f} %" if predicted is not None else ""
     lines.append(f"ETTR    {100 * found.ettr:.1f} %: running time without saves, lost steps and recovery{compared}")
     return lines
+
+
+def _counted(count: int, word: str) -> str:
+    return f"{count} {word}{'' if count == 1 else 's'}"

@@ -286,8 +286,21 @@ def test_the_verb_prints_the_bins_and_says_what_is_damaged(tmp_path, capsys):
         file.write(json.dumps({"kind": "start"}) + "\n")
     assert cli.main(["goodput", str(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "1 lines" in text and "2 attempts on 2 2 ranks, 1 failures, 3 saves" in text
+    assert "1 lines" in text and "2 attempts on 2 ranks, 1 failure, 3 saves" in text
     assert all(f"\n{name} " in text for name in (*BINS, "running", "idle", "goodput")) and "predicted" in text
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_no_line_of_the_table_is_wider_than_a_terminal(tmp_path, capsys, monkeypatch, columns):
+    life = Life(tmp_path)
+    life.new_command()
+    life.attempt(10, 5, 4.0, dies=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(command.sys.stdout, "isatty", lambda: True, raising=False)
+    assert cli.main(["goodput", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= columns and lines[0].startswith("1 attempt on 2 ranks, 0 failures, ")
+    assert [line for line in lines if line.startswith(" " * 37)]  # what a number means stays below itself
 
 
 def test_the_verb_refuses_what_is_not_a_run_folder(tmp_path, capsys):
