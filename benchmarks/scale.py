@@ -12,14 +12,17 @@
 ``prepared_documents``  the same of prepared documents, whose fits ``data prepare`` has kept, and seconds of a row
 ``commit``       seconds of the first rank after N ranks have written their files: sizes, manifest, rename; of a look
                  whether all are there; and to read the word of each rank, for a save in the background
-``saving``       of a model of 405B and of a mixture of 10^12 parameters, optimizer included, on meshes of 8 to 16,384
-                 ranks: CPU seconds and MiB of the plan of a save on each rank, bytes that one rank of each pipeline
-                 stage says before it, bytes of the manifest, seconds to write it and to read it
+``saving``       of a model of 405B and of a mixture of 10^12 parameters, optimizer included, on meshes of 8 to 65,536
+                 ranks, some of which divide nothing evenly: CPU seconds and MiB of the plan of a save on each rank,
+                 bytes that one rank of each pipeline stage says before it, bytes of the manifest, seconds to write it
+                 and to read it
 ``resuming``     of such a checkpoint on the mesh that saved it and on another one: the manifest read, and all pieces
                  read that the first, a middle and the last rank need, of tensors whose rows are cut to 8 numbers,
                  so that little of it is for bytes: CPU seconds and MiB of a rank, pieces, files, and bytes read
                  for each byte that is needed
 ``real_save``    two real ranks save, check and read a model of N MiB and its optimizer: MiB above what each holds
+``peer_rows``    N ranks that need the same rows of 8,192 tokens: CPU seconds of a rank for a row where each reads it of
+                 prepared shards, and where the first one reads it and sends it to the others (gloo, one machine)
 ``retained``     seconds and manifests read of the retention of a save beside N older checkpoints, all kept for ever
 """
 
@@ -297,6 +300,13 @@ MESHES: dict[str, tuple[Callable[[], dict[str, tuple[int, ...]]], dict[str, int]
     "1T fsdp 512 ep 64": (experts_1t, {"fsdp": 512, "ep": 64}),
     "1T pp 16 fsdp 1024 ep 64": (experts_1t, {"pp": 16, "fsdp": 1024, "ep": 64}),
     "1T fsdp 16384 ep 64": (experts_1t, {"fsdp": 16384, "ep": 64}),
+    "405B fsdp 8191": (llama3_405b, {"fsdp": 8191}),
+    "405B pp 13 fsdp 157 tp 8": (llama3_405b, {"pp": 13, "fsdp": 157, "tp": 8}),
+    "405B pp 7 hsdp 3 x 97 tp 8": (llama3_405b, {"pp": 7, "replicas": 3, "fsdp": 97, "tp": 8}),
+    "1T fsdp 16128 ep 96": (experts_1t, {"fsdp": 16128, "ep": 96}),
+    "1T hsdp 5 x 384 ep 128": (experts_1t, {"replicas": 5, "fsdp": 384, "ep": 128}),
+    "405B fsdp 8192 tp 8": (llama3_405b, {"fsdp": 8192, "tp": 8}),
+    "405B fsdp 65536": (llama3_405b, {"fsdp": 65536}),
 }
 
 
@@ -463,6 +473,54 @@ def peak(field: str) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith(field))
 
 
+def peer_rows(count: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        writer = ShardWriter(Path(folder, "s"), 300, 2**20)
+        for number in range(8):
+            writer.add_documents(np.full(2**10, 2**10))
+            writer.add_tokens((np.arange(2**20, dtype=np.int32) + number) % 300)
+        writer.finish(tokenizer="0" * 64, tokenizer_name="bytes")
+        pipes, processes = [], []
+        for rank in range(count):
+            receiver, sender = multiprocessing.Pipe(False)
+            arguments = (folder, rank, count, sender)
+            processes.append(multiprocessing.get_context("fork").Process(target=rows_of_peer, args=arguments))
+            processes[-1].start()
+            pipes.append(receiver)
+        told = [pipe.recv() for pipe in pipes]
+        for process in processes:
+            process.join()
+    return {key: round(max(one[key] for one in told), 6) for key in told[0]}
+
+
+def rows_of_peer(folder: str, rank: int, count: int, sender: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", count), rank=rank, world_size=count)
+    packing = Packing(8192, "concat")
+    rows, out = pack(ShardTokenBuffer(Path(folder, "s")), packing, None), Sequences(1, packing)
+    asked = np.random.default_rng(1).integers(0, rows.num_rows, 500).tolist()
+    sent = torch.zeros(8193, dtype=torch.int32)
+
+    def seconds_of_a_row(action: Callable[[int], Any]) -> float:
+        action(asked[0])
+        dist.barrier()
+        begun = time.process_time()
+        for row in asked:
+            action(row)
+        return (time.process_time() - begun) / len(asked)
+
+    def receive(row: int) -> None:
+        if rank == 0:
+            rows.write(row, out, 0)
+        dist.broadcast(sent, 0)
+
+    told = {"each_reads_cpu_seconds": seconds_of_a_row(lambda row: rows.write(row, out, 0))}
+    sender.send(told | {"one_sends_cpu_seconds": seconds_of_a_row(receive)})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 def retained(count: int) -> dict[str, Any]:
     """Older checkpoints that are multiples of ``keep_forever``, and the newest two that go."""
     with tempfile.TemporaryDirectory() as name:
@@ -525,7 +583,7 @@ def main() -> None:
         (slow_ranks, ranks), (metrics, (10**4, 10**6, 10**7)), (shards, (100, 1000, 10_000)),
         (many_files, (10**4, 10**5, 10**6)), (whole_documents, (10**6, 10**7)), (prepared_documents, (10**6, 10**9)),
         (saving, tuple(MESHES)), (resuming, tuple(RESUMES)), (commit, ranks),
-        (real_save, (768, 3072)), (retained, (100, 10_000)),
+        (real_save, (768, 3072)), (peer_rows, (2, 8)), (retained, (100, 10_000)),
     ]  # fmt: skip
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     found: dict[str, Any] = {

@@ -6,6 +6,7 @@ number of kinds of tensors, not of ranks: the pieces of a tensor that are cut ev
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -108,24 +109,32 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
     numbers = _file_numbers(load)
     load = np.zeros(num_ranks, np.int64)
     grids: dict[str, list[Grid]] = {name: [] for name in held}
-    known: dict[Any, list[Grid]] = {}  # many tensors are cut alike, and lie at a distance from each other
+    known: dict[Any, list[Grid]] = {}  # many tensors are cut alike, and lie in their files at other places
     for name, part, writers, begins in place(load):
-        first = int(begins[0])
-        distances = begins - first
-        key = (
-            id(part),
-            writers.tobytes() if part.holders > 1 else None,
-            distances.tobytes() if distances.any() else None,
-        )
+        runs = np.concatenate([[0], 1 + np.flatnonzero(np.diff(begins))])
+        values, number = np.unique(begins[runs], return_inverse=True)  # of places it matters alone which are the same
+        same = hashlib.sha256(runs.tobytes() + number.tobytes()).digest()
+        key = (id(part), hashlib.sha256(writers.tobytes()).digest() if part.holders > 1 else None, same)
         if key not in known:
-            known[key] = compress(part.offsets, part.sizes, numbers[writers], distances)
-        grids[name] += [replace(grid, begin=grid.begin + first) for grid in known[key]]
+            which = np.repeat(number, np.diff([*runs, len(begins)]))
+            known[key] = _fewest(part.offsets, part.sizes, numbers[writers], which)
+        grids[name] += [replace(grid, begin=int(values[grid.begin])) for grid in known[key]]
     stored = {name: StoredTensor(held[name].dtype, held[name].shape, tuple(grids[name])) for name in sorted(held)}
     return stored, load.tolist()
 
 
+def _fewest(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]:
+    """Boxes as few grids, tried with the first dimension outermost and with the last."""
+    found = compress(offsets, sizes, files, begins)
+    if len(found) > 2 and (offsets != offsets[0]).any(0).sum() > 1:
+        order = np.lexsort(offsets.T)
+        other = compress(offsets[order], sizes[order], files[order], begins[order])
+        found = min(found, other, key=len)
+    return found
+
+
 def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]:
-    """Boxes as few grids: (n, dims) offsets and sizes, in the order of their offsets; a file and a place of each.
+    """Boxes as few grids: (n, dims) offsets and sizes, ordered by offsets; a file of each, and its place there.
 
     Neighbours of equal sizes and places, one behind the other along a dimension with a constant step between files,
     become one; then such runs of runs, until nothing more can be joined.

@@ -183,3 +183,21 @@ def test_a_folded_table_does_not_grow_with_layers() -> None:
         return len(json.dumps(holders.fold({name: ["float32", [8, 8], [[2, 1, 0]]] for name in names})))
 
     assert told(900) <= told(2) + 2 * 3  # three lines, whose end has two digits more
+
+
+def uneven(ep: int, shards: int, layers: int) -> int:
+    """Grids of a layer of a mixture whose experts lie on ``ep`` ranks and whose rows are cut unevenly by the others."""
+    rows, ranks = 2 * shards - 5, ep * shards
+    kinds = {"w1": ([ep * 2, rows, 4], [[ep, 1, 0], [shards, ep, 1]])}
+    kinds |= {"w2": ([ep * 2, rows - 3, 4], [[ep, 1, 0], [shards, ep, 1]])}
+    kinds |= {"wo": ([ranks - 7, 4], [[ranks, 1, 0]]), "norm": ([rows], [[ranks, 1, 0]])}
+    layer = range(layers)
+    table = {f"layers.{n}.{name}": ["float32", *kind] for n in layer for name, kind in kinds.items()}
+    stored, load = save_plan.share_out(holders.held_by_all([table], [0] * ranks), ranks)
+    assert sum(load) == 4 * sum(int(np.prod(shape)) for shape, _ in kinds.values()) * layers
+    return sum(len(tensor.grids) for tensor in stored.values()) // layers
+
+
+def test_a_mesh_that_divides_nothing_evenly_has_few_grids_a_tensor() -> None:
+    """Whatever the ranks and layers; an order of one dimension alone gives some for each rank that holds experts."""
+    assert uneven(96, 40, 12) <= uneven(6, 7, 2)
