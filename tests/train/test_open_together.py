@@ -24,7 +24,7 @@ from tiny import text_file
 from shardtrain.config.schema import Config, Data, Training
 from shardtrain.data import open_dataloader, shared_opening
 from shardtrain.data.shard_writer import ShardWriter
-from shardtrain.data.sources import _files
+from shardtrain.data.sources import Request, _files, _hub, every_row
 from shardtrain.data.tokenizer import ByteTokenizer, open_tokenizer
 from shardtrain.train import open_together
 from shardtrain.train.open_together import Together, together
@@ -136,6 +136,42 @@ def test_calls_on_the_storage_of_the_data_do_not_grow_with_ranks_and_all_have_th
     for kind in KINDS:
         assert sum(found[kind][0] for found in ranks) == alone[kind][0] > 0, kind
         assert all(found[kind][1:] == alone[kind][1:] for found in ranks), kind
+
+
+def open_hub_on_ranks(rank: int, folder: Path, streaming: bool, has_cache: bool) -> list[Any]:
+    """Questions of this rank to a hub that is a folder, and the rows of a batch."""
+    datasets = pytest.importorskip("datasets")
+    asked: list[str] = []
+
+    def revision(name: str, streaming: bool) -> str:
+        asked.append("revision")
+        return f"commit-{rank}"
+
+    def load_dataset(path: str, **options: Any) -> Any:
+        asked.append(options["revision"])
+        found = datasets.load_from_disk(str(folder / "cache"))
+        return found.to_iterable_dataset(num_shards=2) if options["streaming"] else found
+
+    _hub._revision, datasets.load_dataset = revision, load_dataset
+    cached = _hub._cached
+    if not has_cache:
+        _hub._cached = lambda library, files, rows: cached(library, [f"{file}.absent" for file in files], rows)
+    request = Request(path="org/set", streaming=streaming)
+    with together(config_of({})):
+        source = _hub.open_hub(request, _hub.HubSet("org/set"))
+    return [asked, [row["text"] for _, row in every_row(source)], dict(source.files())]
+
+
+@pytest.mark.parametrize(("streaming", "has_cache"), [(False, True), (False, False), (True, True)])
+def test_one_rank_asks_the_hub_and_the_others_open_its_cache(streaming: bool, has_cache: bool, tmp_path: Path) -> None:
+    """Of one revision, also where each rank must load it: a stream, and a node without that cache."""
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"text": f"row {number}"} for number in range(70)]).save_to_disk(tmp_path / "cache")
+    first, *others = run_ranks(3, open_hub_on_ranks, tmp_path, streaming, has_cache)
+    assert first[0] == ["revision", "commit-0"] and first[1] == [f"row {number}" for number in range(70)]
+    for asked, texts, files in others:
+        assert asked == ([] if has_cache and not streaming else ["commit-0"])
+        assert (texts, files) == (first[1], first[2])
 
 
 def open_tokenizers(rank: int, folder: Path, paths: list[str]) -> list[Any]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Row, Shards, Table
 from shardtrain.data.sources._files import File, FileSource
 from shardtrain.data.sources._hub_errors import one_line, refusal
@@ -51,15 +52,40 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
     }
     if dataset.data_files is not None:
         options |= {"name": None, "data_files": {"train": dataset.data_files}}
-    try:
-        options["revision"] = _revision(dataset.name, streaming)
-        opened = library.load_dataset(dataset.name, **options)
-    except (Exception, SystemExit) as error:
-        raise refusal(error, request, dataset.name, options) from error
+    own: list[Any] = []
+
+    def look() -> dict[str, Any]:
+        try:
+            options["revision"] = _revision(dataset.name, streaming)
+            own.append(library.load_dataset(dataset.name, **options))
+        except (Exception, SystemExit) as error:
+            raise refusal(error, request, dataset.name, options) from error
+        if streaming or "[" in options["split"]:
+            return {"revision": options["revision"], "files": [], "rows": 0}
+        files = [entry["filename"] for entry in own[0].cache_files]
+        return {"revision": options["revision"], "files": files, "rows": len(own[0])}
+
+    # one rank asks the hub for the version and downloads it; the others open what lies in the cache then
+    found = shared_opening.once(dataset.name, look)
+    options["revision"] = found["revision"]
+    opened = own[0] if own else _cached(library, found["files"], found["rows"])
+    if opened is None:  # a stream, a part of a split, or a node with a cache of its own
+        try:
+            opened = library.load_dataset(dataset.name, **options)
+        except (Exception, SystemExit) as error:
+            raise refusal(error, request, dataset.name, options) from error
     place = f"{dataset.name}/{options['name'] or 'default'}/{options['split']}"
     if not streaming:
         return DatasetTable(opened, place, request)
     return DatasetShards(opened, place, request, {place: f"{options['revision']}:{dataset.data_files or ''}"})
+
+
+def _cached(library: Any, files: Sequence[str], num_rows: int) -> Any:
+    """What another rank has put into the cache of the library; None where not all of it is here, or it is more."""
+    if not files or not all(map(os.path.exists, files)):
+        return None
+    whole = library.concatenate_datasets([library.Dataset.from_file(file) for file in files])
+    return whole if len(whole) == num_rows else None
 
 
 def open_saved(request: Request) -> Table | Shards:
