@@ -57,11 +57,10 @@ from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile, Sto
 from shardtrain.checkpoint.storage import LocalStorage
 from shardtrain.config import load
 from shardtrain.config.schema import Checkpoint, Config, Job
-from shardtrain.data import shard_index
+from shardtrain.data import open_dataloader, shard_index
 from shardtrain.data.file_hashes import Contents
 from shardtrain.data.fit_table import FitTableWriter, open_table, table_name
 from shardtrain.data.fitted import BLOCK_DOCUMENTS, documents_of_block, fit_block, num_blocks, pack
-from shardtrain.data.loader import open_dataloader
 from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.shards import ShardTokenBuffer

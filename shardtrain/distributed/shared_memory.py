@@ -9,12 +9,8 @@ and rounded once, with shared memory and without: which of the two it is changes
 from __future__ import annotations
 
 import mmap
-import os
 import secrets
-import sys
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from shardtrain.distributed import mapped_memory
 from shardtrain.utils.log import logger
 
-_FOLDER = Path("/dev/shm")
 _HALF_BYTES = 1 << 20
 """Of a rank's part that is written at a time: what a core's own cache holds. There are two, written in turn."""
 
@@ -136,22 +132,24 @@ class Exchange:
         memory = None
         if group.rank() == 0:
             token = secrets.token_bytes(16)
-            memory = _create(token, size)
+            memory = mapped_memory.create(token, size)
             if memory is not None:
                 name = torch.tensor(list(token), dtype=torch.uint8)
             else:
-                logger.info(f"FSDP on CPUs: no {size:,} bytes of {_FOLDER} could be set aside; gloo's sockets are used")
+                folder = mapped_memory.FOLDER
+                logger.info(f"FSDP on CPUs: no {size:,} bytes of {folder} could be set aside; gloo's sockets are used")
         first = dist.get_global_rank(group, 0)
         dist.broadcast(name, first, group=group)
         token = bytes(name.tolist())
         try:
             if group.rank() != 0 and any(token):
-                memory = _open(token, size)
+                memory = mapped_memory.open_(token, size)
             have = torch.tensor([memory is not None], dtype=torch.int32)
             dist.all_reduce(have, dist.ReduceOp.MIN, group=group)
         finally:
             if group.rank() == 0 and any(token):
-                _path(token).unlink(missing_ok=True)  # those who have mapped it keep it, and nobody else finds it
+                # those who have mapped it keep it, and nobody else finds it
+                mapped_memory.path(token).unlink(missing_ok=True)
         return cls(group, memory) if have and memory is not None else None
 
     def parts(self, numel: int, dtype: torch.dtype, rows: int = 1) -> Iterator[slice]:
@@ -172,41 +170,3 @@ class Exchange:
             rows[own][own + 1 :].copy_(own_rm[own + 1 :])
         dist.all_reduce(self._meet, group=self._group)
         return rows
-
-
-def _path(token: bytes) -> Path:
-    return _FOLDER / f"shardtrain-{token.hex()}"
-
-
-def _create(token: bytes, size: int) -> mmap.mmap | None:
-    """A new file of the user's alone, with its memory set aside; None where there is none."""
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        file = os.open(_path(token), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError:
-        return None
-    try:
-        os.posix_fallocate(file, 0, size)  # else a rank would be killed where a container allows less
-        return mmap.mmap(file, size)
-    except OSError:
-        with suppress(OSError):
-            _path(token).unlink()
-        return None
-    finally:
-        os.close(file)
-
-
-def _open(token: bytes, size: int) -> mmap.mmap | None:
-    """The file that the first rank has made; None where it is on another machine, or is not the user's."""
-    try:
-        file = os.open(_path(token), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        found = os.fstat(file)
-        return mmap.mmap(file, size) if found.st_uid == os.geteuid() and found.st_size == size else None
-    except OSError:
-        return None
-    finally:
-        os.close(file)

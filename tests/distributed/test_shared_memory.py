@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from shardtrain.distributed import shared_memory
+from shardtrain.distributed import mapped_memory, shared_memory
 from shardtrain.distributed.shared_memory import AllGather, Exchange, ReduceScatter
 
 HALF_BYTES = 64
@@ -37,7 +37,7 @@ def _collectives(gather: AllGather, reduce: ReduceScatter, numel: int, dtype: to
 def _check(rank: int, ranks: int, shared: bool) -> list[tuple[Tensor, Tensor]]:
     shared_memory._HALF_BYTES = HALF_BYTES
     if not shared:
-        shared_memory._FOLDER = Path("/nowhere")  # as where ranks are on several machines
+        mapped_memory.FOLDER = Path("/nowhere")  # as where ranks are on several machines
     gather, reduce = AllGather(), ReduceScatter()
     reduce.exchanges = gather.exchanges
     found = []
@@ -66,7 +66,7 @@ def test_shared_memory_changes_no_bit(ranks: int) -> None:
 
 def _one_cannot_open(rank: int) -> bool:
     if rank == 1:
-        shared_memory._open = lambda token, size: None  # on another machine the name says nothing
+        mapped_memory.open_ = lambda token, size: None  # on another machine the name says nothing
     return Exchange.between(dist.group.WORLD) is not None
 
 
@@ -77,19 +77,19 @@ def test_where_one_rank_cannot_open_the_memory_none_uses_it() -> None:
 
 def _files(rank: int) -> list[str]:
     tokens: list[bytes] = []
-    create = shared_memory._create
+    create = mapped_memory.create
 
     def note(token: bytes, size: int):
         tokens.append(token)
         made = create(token, size)
-        assert shared_memory._path(token).stat().st_mode & 0o777 == 0o600
+        assert mapped_memory.path(token).stat().st_mode & 0o777 == 0o600
         return made
 
-    shared_memory._create = note
+    mapped_memory.create = note
     exchange = Exchange.between(dist.group.WORLD)
     assert exchange is not None
     dist.barrier()
-    return [str(shared_memory._path(token)) for token in tokens]
+    return [str(mapped_memory.path(token)) for token in tokens]
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory of files")
@@ -99,22 +99,22 @@ def test_the_file_is_the_users_alone_and_gone_before_it_is_used() -> None:
 
 
 def test_memory_that_cannot_be_set_aside_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    monkeypatch.setattr(mapped_memory, "FOLDER", tmp_path)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    assert shared_memory._create(bytes(16), 4096) is None
+    assert mapped_memory.create(bytes(16), 4096) is None
     assert not list(tmp_path.iterdir())
 
 
 def test_a_file_of_another_size_or_a_link_is_not_mapped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(shared_memory, "_FOLDER", tmp_path)
+    monkeypatch.setattr(mapped_memory, "FOLDER", tmp_path)
     token = bytes(range(16))
-    assert shared_memory._create(token, 4096) is not None
-    assert shared_memory._open(token, 4096) is not None and shared_memory._open(token, 8192) is None
-    path = shared_memory._path(token)
+    assert mapped_memory.create(token, 4096) is not None
+    assert mapped_memory.open_(token, 4096) is not None and mapped_memory.open_(token, 8192) is None
+    path = mapped_memory.path(token)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert shared_memory._open(token, 4096) is None
+    assert mapped_memory.open_(token, 4096) is None

@@ -1,0 +1,50 @@
+"""Memory that processes of one machine share: a file without a disk, which each maps."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+FOLDER = Path("/dev/shm")
+
+
+def path(token: bytes) -> Path:
+    """The file's name, which a token makes hard to guess."""
+    return FOLDER / f"shardtrain-{token.hex()}"
+
+
+def create(token: bytes, size: int) -> mmap.mmap | None:
+    """A new file of the user's alone, with its memory set aside; None where there is none."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        file = os.open(path(token), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError:
+        return None
+    try:
+        os.posix_fallocate(file, 0, size)  # else a rank would be killed where a container allows less
+        return mmap.mmap(file, size)
+    except OSError:
+        with suppress(OSError):
+            path(token).unlink()
+        return None
+    finally:
+        os.close(file)
+
+
+def open_(token: bytes, size: int) -> mmap.mmap | None:
+    """The file that the first rank has made; None where it is on another machine, or is not the user's."""
+    try:
+        file = os.open(path(token), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        found = os.fstat(file)
+        return mmap.mmap(file, size) if found.st_uid == os.geteuid() and found.st_size == size else None
+    except OSError:
+        return None
+    finally:
+        os.close(file)
