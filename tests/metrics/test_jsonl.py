@@ -159,3 +159,19 @@ def test_the_history_of_a_large_file_is_thinned_and_its_end_is_cut_in_place(tmp_
     assert (history[0], history[-1]) == (1, 15_000) and 2000 < len(history) <= 2502
     JsonlFile(path, 0)
     assert not path.exists() and len(list(tmp_path.iterdir())) == 1, "an earlier run is kept aside"
+
+
+@pytest.mark.parametrize("start", [1, 10, 9_000, 19_990])
+def test_going_back_far_in_a_large_file_reads_little_of_it(tmp_path, monkeypatch, start):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": {step / 7}}}\n' for step in range(1, 20_001)))
+    size, parsed, parse = path.stat().st_size, [], jsonl._parse
+    monkeypatch.setattr(jsonl, "_LARGE_BYTES", 1000)
+    monkeypatch.setattr(jsonl, "_TAIL_BYTES", 2000)
+    monkeypatch.setattr(jsonl, "_THINNED", 100)
+    monkeypatch.setattr(jsonl, "_parse", lambda content: (parsed.append(len(content)), parse(content))[1])
+    assert JsonlFile(path, start).history[-1]["step"] == start
+    looked_at = sum(parsed)
+    assert steps(path) == list(range(1, start + 1))
+    # two ends of 2,000 bytes, of which the second is doubled up to the distance of samples, and twice 100 samples
+    assert looked_at < 2000 + 4 * size / 100 + 2 * 100 * 60 < size / 10

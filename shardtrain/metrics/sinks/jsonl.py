@@ -188,10 +188,12 @@ _LARGE_BYTES, _TAIL_BYTES, _THINNED = 16 * 2**20, 2**20, 2500
 
 def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
     """Where the last record up to ``start_step`` ends; None where what is before it has to be put in order first."""
-    window = _TAIL_BYTES
-    while window < size:
+    window = min(_TAIL_BYTES, size)
+    while True:
         file.seek(size - window)
-        _, newline, content = file.read(window).partition(b"\n")
+        content = file.read(window)
+        if window < size:
+            content = content.partition(b"\n")[2]
         at = size - len(content)
         end, last, num_kept, is_past = 0, -1, 0, False
         for line in content.split(b"\n")[:-1]:  # what follows the last line feed is torn
@@ -204,22 +206,37 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
                 return None
             else:
                 end, last, num_kept = at, step, num_kept + 1
-        if newline and num_kept > 1:  # one alone may be a step written twice
+        if num_kept > 1 or window == size:  # one alone may be a step written twice
             return end
-        window *= 2
-    return None
+        if window == _TAIL_BYTES and (before := _place_before(file, size, start_step)) < size:
+            return _end_of_history(file, before, start_step)
+        window = min(2 * window, size)
+
+
+def _place_before(file: BinaryIO, size: int, start_step: int) -> int:
+    """A place that all records up to ``start_step`` are before, found by looking at few; ``size`` where none is."""
+    samples = _samples(file, size)
+    if any(one["step"] >= other["step"] for (_, one), (_, other) in itertools.pairwise(samples)):
+        return size
+    return next((place for place, record in samples if record["step"] > start_step), size)
 
 
 def _thinned(file: BinaryIO, end: int) -> list[dict[str, Any]]:
     """Records before ``end`` at even distances, the first and the last among them."""
-    lines: list[bytes] = []
-    for place in range(0, end, -(-end // _THINNED)):
+    records = [record for _, record in _samples(file, end)]
+    file.seek(max(0, end - _TAIL_BYTES))
+    records += _parse(file.read(end - file.tell()).rpartition(b"\n")[0].rpartition(b"\n")[2])[0]
+    return [record for number, record in enumerate(records) if not number or record != records[number - 1]]
+
+
+def _samples(file: BinaryIO, end: int) -> list[tuple[int, dict[str, Any]]]:
+    """Records before ``end`` at even distances, the first among them, and where their lines begin."""
+    found: list[tuple[int, dict[str, Any]]] = []
+    for place in range(0, end, max(1, -(-end // _THINNED))):
         file.seek(place)
         if place:
             file.readline()
-        if file.tell() < end:
-            lines.append(file.readline())
-    file.seek(max(0, end - _TAIL_BYTES))
-    lines.append(file.read(end - file.tell()).rpartition(b"\n")[0].rpartition(b"\n")[2])
-    records, _ = _parse(b"\n".join(lines))
-    return [record for number, record in enumerate(records) if not number or record != records[number - 1]]
+        begin = file.tell()
+        if begin < end and not (found and found[-1][0] == begin):
+            found += [(begin, record) for record in _parse(file.readline())[0]]
+    return found
