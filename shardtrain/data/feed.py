@@ -97,24 +97,6 @@ class Watch:
             self._left = self._every
 
 
-class LooksAtSeek:
-    """Looks whether the files of a feed are still what they were when it is sought, but the first time.
-
-    They were just listed then. Of ranks that opened them together one looks: the others find a file changed when they
-    open it, or by their ``Watch``.
-    """
-
-    def __init__(self, check: Callable[[], None], place: str) -> None:
-        self._check, self._is_first = check, True
-        self._is_ours = shared_opening.is_watched_here(place)
-
-    def __call__(self) -> None:
-        """Raise ConfigError where a file was changed or removed."""
-        if self._is_ours and not self._is_first:
-            self._check()
-        self._is_first = False
-
-
 class IndexedFeed:
     """Rows of a line in memory or in prepared shards: row k is a permutation of the slot k % num_rows, at once."""
 
@@ -132,7 +114,9 @@ class IndexedFeed:
         files: Mapping[str, str],
     ) -> None:
         table = table_of(line, packing, option) if isinstance(line, ShardTokenBuffer) else None
-        self._looks = LooksAtSeek(line.check_unchanged, str(line.folder) if isinstance(line, ShardTokenBuffer) else "")
+        self._looks = shared_opening.LooksAtSeek(
+            line.check_unchanged, str(line.folder) if isinstance(line, ShardTokenBuffer) else ""
+        )
         self._line, self._rows, self._seed, self.passes = line, pack(line, packing, table), seed, passes
         self._watch = Watch(line.check_unchanged, len(files))
         self.num_rows: int = self._rows.num_rows

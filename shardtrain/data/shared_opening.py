@@ -144,3 +144,21 @@ def decode(data: memoryview) -> Any:
         return array
 
     return whole(json.loads(bytes(data[8 : 8 + size])))
+
+
+class LooksAtSeek:
+    """Looks whether the files of a feed are still what they were when it is sought, but the first time.
+
+    They were just listed then. Of ranks that opened them together one looks: the others find a file changed when they
+    open it, or by their ``Watch``.
+    """
+
+    def __init__(self, check: Callable[[], None], place: str) -> None:
+        self._check, self._is_first = check, True
+        self._is_ours = is_watched_here(place)
+
+    def __call__(self) -> None:
+        """Raise ConfigError where a file was changed or removed."""
+        if self._is_ours and not self._is_first:
+            self._check()
+        self._is_first = False

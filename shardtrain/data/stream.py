@@ -19,9 +19,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data import shared_opening
 from shardtrain.data.digest import digest_of_files
 from shardtrain.data.document import Document, Encoder
-from shardtrain.data.feed import Cursor, CursorUpdate, LooksAtSeek, Watch
+from shardtrain.data.feed import Cursor, CursorUpdate, Watch
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing import Packing, Sequences
@@ -71,7 +72,7 @@ class StreamFeed:
         self._rows, self._cursors = 0, np.zeros((self.num_readers, 3), dtype=np.int64)
         self._watch = Watch(source.check_unchanged, len(self.files))
         place = source.listed_at if isinstance(source, FileSource) else ""
-        self._looks = LooksAtSeek(source.check_unchanged, place)
+        self._looks = shared_opening.LooksAtSeek(source.check_unchanged, place)
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """Write the next row of reader k mod V into a slot.
