@@ -6,11 +6,14 @@ verbs of ``data`` that need it, after the configuration has been found to work.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import errno
 import importlib
+import io
 import os
+import shutil
 import sys
 import tempfile
 import traceback
@@ -142,7 +145,21 @@ def _dispatch(words: list[str]) -> int:
         if verb.startswith("-") and not near:
             fix = "the verb comes first, as in shardtrain train debug --nproc 2"
         raise ConfigError(Problem("shardtrain", verb, "is not a verb", fix, "command line"))
+    if sys.stdout.isatty() and (verb in ("help", "--help", "-h") or rest[:1] in (["--help"], ["-h"])):
+        return _help_that_fits(lambda: VERBS[verb](rest))
     return VERBS[verb](rest)
+
+
+def _help_that_fits(print_help: Callable[[], int]) -> int:
+    """Print a text of help as wide as the terminal is, and no wider."""
+    from shardtrain.config.help_width import fitted
+
+    text = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(text):
+            return print_help()
+    finally:  # a parser of Python's ends the process once it has printed
+        print(fitted(text.getvalue(), shutil.get_terminal_size().columns), end="")
 
 
 def _complain(code: int, problems: Sequence[str]) -> int:

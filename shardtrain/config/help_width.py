@@ -1,0 +1,82 @@
+"""Help for terminals that are narrower than it was written for."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+
+_DEEP = 20
+"""Spaces from which on a line continues the second column of the line above."""
+_LEAST_COLUMN = 36
+"""Characters in which a second column still reads well; with fewer it goes below the first."""
+
+
+@dataclass
+class _Entry:
+    """One paragraph, one row of two columns, or one line that stands alone."""
+
+    first: str
+    second: str = ""
+    column: int = 0
+    is_prose: bool = False
+
+
+def fitted(text: str, width: int) -> str:
+    """The same text with no line wider than ``width``; a text that fits stays as it is.
+
+    >>> print(fitted("Trains here, or elsewhere.\\n\\n  --nproc N     processes, one for each device\\n", 24))
+    Trains here, or
+    elsewhere.
+    <BLANKLINE>
+      --nproc N
+          processes, one for
+          each device
+    <BLANKLINE>
+    """
+    if all(len(line) <= width for line in text.splitlines()):
+        return text
+    return "\n".join(line for entry in _entries(text) for line in _lines(entry, width)) + "\n"
+
+
+def _entries(text: str) -> list[_Entry]:
+    found: list[_Entry] = []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip())
+        before = found[-1] if found and found[-1].first else None
+        gaps = [gap for gap in re.finditer(r" {2,}(?=\S)", line) if gap.start()] if indent else []
+        gap = max(gaps, key=lambda found: len(found[0]), default=None)
+        if line.strip() and before and indent >= _DEEP and before.first.startswith("usage:"):
+            before.first += f" {line.strip()}"
+        elif line.strip() and before and indent >= _DEEP:
+            before.second, before.column = f"{before.second} {line.strip()}".strip(), before.column or indent
+        elif line.strip() and before and before.is_prose and not indent:
+            before.first += f" {line.strip()}"
+        elif gap:
+            found.append(_Entry(line[: gap.start()], line[gap.end() :], gap.end()))
+        else:
+            found.append(_Entry(line.rstrip(), is_prose=not indent and not line.startswith("usage:")))
+    return found
+
+
+def _lines(entry: _Entry, width: int) -> list[str]:
+    indent = " " * (len(entry.first) - len(entry.first.lstrip()) + (0 if entry.is_prose else 4))
+    first = _wrap(entry.first, width, "", indent) or [""]
+    if not entry.second:
+        return first
+    if width - entry.column < _LEAST_COLUMN or len(first) > 1:
+        below = indent + "    "
+        return first + _wrap(entry.second, width, below, below)
+    column = " " * entry.column
+    second = _wrap(entry.second, width, column, column)
+    if len(entry.first) >= entry.column:
+        return first + second
+    return [entry.first.ljust(entry.column) + second[0].lstrip(), *second[1:]]
+
+
+def _wrap(text: str, width: int, start: str, indent: str) -> list[str]:
+    lead = text[: len(text) - len(text.lstrip())]
+    return textwrap.wrap(
+        text.lstrip(), width, initial_indent=start or lead, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
