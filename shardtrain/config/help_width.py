@@ -30,8 +30,9 @@ def fitted(text: str, width: int) -> str:
     elsewhere.
     <BLANKLINE>
       --nproc N
-          processes, one for
-          each device
+              processes, one
+              for each
+              device
     <BLANKLINE>
     """
     if all(len(line) <= width for line in text.splitlines()):
