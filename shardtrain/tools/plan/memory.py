@@ -322,7 +322,7 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
     if last:
         columns = -(-model.vocab // job.tp) if job.loss_parallel else model.vocab
         logits = tokens * columns * c
-        small = kernels != "cuda" and not job.fused and not (job.tp > 1 and job.loss_parallel)
+        small = kernels != "cuda" and not job.fused
         rows = min(tokens, max(1, (CPU_CHUNK_NUMEL if small else CHUNK_NUMEL) // columns))
         copies = 1 + (c < 4) + (job.tp > 1 and job.loss_parallel) + (rows < tokens)  # the last: of the chunk before
         chunk = rows * columns * 4 * copies

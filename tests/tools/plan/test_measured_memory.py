@@ -148,6 +148,7 @@ def piped(name: str, **degrees: Any) -> dict[str, Any]:
             (2, mesh(data_parallel_replicate_degree=2, data_parallel_shard_degree=1, shard_optimizer_states=True)),
             (4, mesh(data_parallel_replicate_degree=2)),
             (2, mesh(tensor_parallel_degree=2)),
+            (2, {**mesh(tensor_parallel_degree=2), "training": {"local_batch_size": 16}}),  # the loss in chunks
             (2, {**mesh(tensor_parallel_degree=2), **FULL}),
             (2, {**mesh(tensor_parallel_degree=2), **PER_OPERATION}),
             (4, mesh(tensor_parallel_degree=2)),
