@@ -5,7 +5,7 @@
 The store is a process of its own, as with torchrun; one process says for every node what its speaking rank says in a
 beat (``Exchange.say`` and ``verdict``), and what one judging rank does is done once and counted four times. Printed:
 requests a second and share of a core of the store at the beat that so many nodes have, and CPU seconds of a judging
-rank per beat (hear and judge). Connections are shared by nodes, which costs the store less than it would.
+rank per beat (receive and judge). Connections are shared by nodes, which costs the store less than it would.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
             speaker.verdict()
         said, said_requests = cpu_seconds(server.pid or 0) - before, Counted.requests - requests
         before, requests, begun = cpu_seconds(server.pid or 0), Counted.requests, time.process_time()
-        signs = judging.hear()
+        signs = judging.receive()
         judge.observe(time.monotonic(), signs)
         common(signs, ranks, 0)
         if beat:

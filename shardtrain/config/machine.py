@@ -7,6 +7,7 @@ import errno
 import glob
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -30,6 +31,8 @@ from shardtrain.utils.errors import Problem
 
 MAX_RANKS = 65_536
 """Four times what was measured: there the ranks that judge heartbeats would need half a core each (docs/scale.md)."""
+BEATS_PER_HANG_TIMEOUT, NODES_PER_SECOND = 10.0, 700.0
+"""Heartbeats of a node within the time in which a hang is named, and of how many nodes a store hears in a second."""
 BYTE_TOKENIZER_IDS = 258  # 256 bytes, begin and end of a document
 
 
@@ -50,6 +53,17 @@ def machine_notes(
     found += _tokenizer(loaded)
     found += _packages(loaded)
     return found
+
+
+def watching_problem(loaded: Loaded, world_size: int, local_ranks: int) -> Problem | None:
+    """The problem of more nodes than one store hears as often as a hang that is named in time asks for."""
+    option, limit = "comm.hang_timeout_seconds", loaded.config.comm.hang_timeout_seconds
+    nodes = math.ceil(world_size / max(1, local_ranks))
+    least = math.ceil(BEATS_PER_HANG_TIMEOUT * nodes / NODES_PER_SECOND)
+    if not limit or limit >= least:
+        return None
+    rule = f"is too short for {nodes:,} nodes: their heartbeats would be more than the store of a run can answer"
+    return Problem(option, limit, rule, f"set it to {least} or more", loaded.where(option))
 
 
 _FOR_TRAINING = ("model.tokenizer_path", "model.hf_assets_path", "checkpoint.initial_load_path", "model.converters")

@@ -10,8 +10,9 @@ import pytest
 
 from shardtrain.config import ConfigError, Loaded, load, machine_notes, require, unavailable
 from shardtrain.config.availability import UNAVAILABLE
-from shardtrain.config.machine import MAX_RANKS, mesh_notes
+from shardtrain.config.machine import MAX_RANKS, NODES_PER_SECOND, mesh_notes, watching_problem
 from shardtrain.config.options import options
+from shardtrain.resilience.watchdog.watchdog import beat_seconds
 
 
 def read(tmp_path: Path, text: str) -> Loaded:
@@ -178,3 +179,21 @@ def test_more_ranks_than_a_run_can_watch_are_refused_with_the_limit() -> None:
     assert not list(mesh_notes(loaded, MAX_RANKS))
     (problem,) = mesh_notes(loaded, MAX_RANKS + 8)
     assert problem.option == "--nproc" and f"more than {MAX_RANKS:,} ranks" in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("ranks", "local_ranks", "least"),
+    [(16384, 8, None), (16384, 4, 59), (65536, 8, 118), (16384, 1, 235), (65536, 65536, None)],
+)
+def test_more_nodes_than_a_store_hears_within_the_hang_timeout_are_refused_with_the_one_that_would_do(
+    ranks: int, local_ranks: int, least: int | None
+) -> None:
+    problem = watching_problem(load("debug", []), ranks, local_ranks)
+    assert (problem is None) == (least is None)
+    nodes = ranks // local_ranks
+    if problem is not None:
+        assert problem.option == "comm.hang_timeout_seconds" and problem.fix == f"set it to {least} or more"
+        loaded = load("debug", [f"--comm.hang_timeout_seconds={least}"])
+        assert watching_problem(loaded, ranks, local_ranks) is None
+        assert nodes / beat_seconds(least, nodes) <= NODES_PER_SECOND
+    assert watching_problem(load("debug", ["--comm.hang_timeout_seconds=0"]), ranks, local_ranks) is None

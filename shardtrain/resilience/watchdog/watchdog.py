@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardtrain.config.machine import BEATS_PER_HANG_TIMEOUT, NODES_PER_SECOND
 from shardtrain.config.schema import Config
 from shardtrain.launch import exit_report, failure
 from shardtrain.resilience import progress as moving
@@ -35,8 +36,7 @@ from shardtrain.utils.log import logger
 
 STEPS_LONG = 5.0
 """A step, or a save, may take so many times what 99 of 100 took."""
-BEATS_PER_LIMIT, LONGEST_BEAT_SECONDS, SHORTEST_BEAT_SECONDS = 10.0, 2.0, 0.1
-NODES_PER_SECOND = 700.0
+LONGEST_BEAT_SECONDS, SHORTEST_BEAT_SECONDS = 2.0, 0.1
 SAMPLE_SECONDS = 0.02
 MUTE_LIMITS = 1.7
 """A store that has not answered for so many times the limit is declared dead, where this rank does not move either."""
@@ -46,7 +46,7 @@ WORK = ("data", "step")
 
 def beat_seconds(hang_timeout_seconds: float, num_nodes: int = 1) -> float:
     """Seconds between two beats: a tenth of the limit, from 0.1 to 2, or longer so that a store hears 700 a second."""
-    wanted = (hang_timeout_seconds or float("inf")) / BEATS_PER_LIMIT
+    wanted = (hang_timeout_seconds or float("inf")) / BEATS_PER_HANG_TIMEOUT
     return min(max(wanted, SHORTEST_BEAT_SECONDS), max(LONGEST_BEAT_SECONDS, num_nodes / NODES_PER_SECOND))
 
 
@@ -196,7 +196,7 @@ class Watchdog:
                 self._sample(now - last)
             silent_seconds = now - max(self._exchanged_at, moved_at)
             last = now
-            if silent_seconds > self._beat * BEATS_PER_LIMIT:
+            if silent_seconds > self._beat * BEATS_PER_HANG_TIMEOUT:
                 limit, is_cold = self._limit(self._phases.name, place := stack.main_thread(self._device))
                 # much longer than a verdict takes: who can still speak knows more
                 if limit and silent_seconds > MUTE_LIMITS * limit and (place.collective or not is_cold):

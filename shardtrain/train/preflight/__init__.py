@@ -16,7 +16,7 @@ from multiprocessing.connection import wait
 
 from shardtrain import config
 from shardtrain.config import Loaded, secondary
-from shardtrain.config.machine import mesh_notes
+from shardtrain.config.machine import mesh_notes, watching_problem
 from shardtrain.train.preflight.machine import Machine, named, this_machine
 from shardtrain.utils import errors
 from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, ShardtrainError
@@ -166,6 +166,8 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
             others += mesh_notes(loaded, machine.world_size)
         found.problems += secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, others)])
     if machine is not None:
+        if machine.world_size and (problem := watching_problem(loaded, machine.world_size, machine.local_ranks)):
+            found.problems.append(problem)
         _look_at_model(loaded, machine, found)
         found.notes += machine.notes(loaded.config)
     own = [one for one in found.problems if isinstance(one, Problem)]
