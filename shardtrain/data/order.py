@@ -48,7 +48,13 @@ def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArr
     epochs, slots = np.divmod(positions.ravel(), num_samples)
     distinct, which = np.unique(epochs, return_inverse=True)
     keys = np.array([_keys(seed, int(epoch)) for epoch in distinct], dtype=np.uint64).reshape(-1, _ROUNDS).T
-    return _permute(slots, num_samples, keys[:, which]).reshape(positions.shape)
+    keys = keys[:, which]  # [rounds, positions]: those of each position's epoch
+    half_bits = (max(_MIN_BITS, (num_samples - 1).bit_length()) + 1) // 2
+    values = _feistel(slots.astype(np.uint64), half_bits, keys)
+    # the walk ends: a slot is itself below num_samples and lies on the cycle that is followed
+    while (outside := values >= np.uint64(num_samples)).any():
+        values[outside] = _feistel(values[outside], half_bits, keys[:, outside])
+    return values.astype(np.int64).reshape(positions.shape)
 
 
 @lru_cache(maxsize=64)
@@ -58,28 +64,14 @@ def _keys(seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(int.from_bytes(pool[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS))
 
 
-def _permute(slots: npt.NDArray[np.int64], num_samples: int, keys: _UInts) -> npt.NDArray[np.int64]:
-    """Samples of slots [P] with the keys of each slot's epoch, [rounds, P]."""
-    bits = max(_MIN_BITS, (num_samples - 1).bit_length())
-    half_bits = (bits + 1) // 2
-    values = _feistel(slots.astype(np.uint64), half_bits, keys)
-    # the walk ends: a slot is itself below num_samples and lies on the cycle that is followed
-    while (outside := values >= np.uint64(num_samples)).any():
-        values[outside] = _feistel(values[outside], half_bits, keys[:, outside])
-    return values.astype(np.int64)
-
-
 def _feistel(values: _UInts, half_bits: int, keys: _UInts) -> _UInts:
     """One pass of the network over values of 2 * half_bits bits; a bijection whatever the round function is."""
     shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right ^ key) & mask)
+        # splitmix64's finaliser (Steele, Lea and Flood, 2014); arithmetic is modulo 2**64, as arrays of uint64 do
+        mixed = right ^ key
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
     return (left << shift) | right
-
-
-def _mix(values: _UInts) -> _UInts:
-    # splitmix64's finaliser (Steele, Lea and Flood, 2014); arithmetic is modulo 2**64, as arrays of uint64 do
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -206,15 +205,10 @@ class PlainRunner(Runner):
         if self._loss_at_head[num_tokens]:
             with loss_at_head.in_place_of_logits(model, targets_Bt, weight, self._chunk_loss):
                 return model(tokens_Bt, positions_Bt, **documents)  # type: ignore[no-any-return]
-        logits_BtV = model(tokens_Bt, positions_Bt, **documents)
-        _require_logits(logits_BtV, targets_Bt, self._config)
-        return cross_entropy_sum(logits_BtV, targets_Bt, weight, self._vocabulary, self._chunk_loss)
-
-
-def _require_logits(out: Any, targets_BT: Tensor, config: Config) -> None:
-    """Raise ConfigError where a model gives something else than logits (B, T, V) of the tokens that it was given."""
-    if isinstance(out, Tensor) and out.ndim == 3 and out.shape[:2] == targets_BT.shape:
-        return
-    given = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-    rule = f"gives {given} for tokens of shape {tuple(targets_BT.shape)}"
-    raise ConfigError(Problem("model.name", config.model.name, rule, "return one tensor of logits, (B, T, V)"))
+        out = model(tokens_Bt, positions_Bt, **documents)
+        if not (isinstance(out, Tensor) and out.ndim == 3 and out.shape[:2] == targets_Bt.shape):
+            given = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
+            rule = f"gives {given} for tokens of shape {tuple(targets_Bt.shape)}"
+            fix = "return one tensor of logits, (B, T, V)"
+            raise ConfigError(Problem("model.name", self._config.model.name, rule, fix))
+        return cross_entropy_sum(out, targets_Bt, weight, self._vocabulary, self._chunk_loss)

@@ -87,10 +87,6 @@ class Metrics:
         self._start_seconds = clock()
         self._window = Window(clock)
 
-    def restore(self, tokens_seen: int) -> None:
-        """Continue counting from the tokens of a checkpoint."""
-        self.tokens_seen = self._start_tokens = tokens_seen
-
     def is_log_step(self, step: int) -> bool:
         """Whether ``step`` (1 is the first) is written: step 1, every ``log_freq`` steps, and the last."""
         return step == 1 or step % self._options.log_freq == 0 or step == self._facts.total_steps

@@ -74,9 +74,7 @@ class StopRequest:
         self.warned_of_grace = False
         self.can_save, self._grace_seconds, self._deadline = can_save, grace_seconds, math.inf
         self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
-        self._reading = self._raised = False
-        self.closed = False
-        """The run has ended: no request is heard any more."""
+        self._reading = self._raised = self.closed = False
         self.receiver: socket.socket | None = None
         """Kept open when nobody reads any more: Python would print a trace for each signal that it cannot write."""
 

@@ -234,9 +234,8 @@ def test_a_resumed_run_counts_tokens_on(tmp_path, kit):
     assert [(r["step"], r["tokens_seen"]) for r in records(tmp_path)] == [(1, 100), (5, 500), (10, 1000), (12, 1200)]
 
 
-def test_restore_sets_the_tokens_of_a_checkpoint(tmp_path, kit):
-    metrics = Metrics(kit.config(), tmp_path, kit.facts(start_step=4), kit.OneRank())
-    metrics.restore(4000)
+def test_a_resumed_run_counts_from_the_tokens_of_its_checkpoint(tmp_path, kit):
+    metrics = Metrics(kit.config(), tmp_path, kit.facts(start_step=4), kit.OneRank(), 4000)
     assert metrics.update(5, torch.tensor(1.0), 10, 10, 1.0, 1.0, 0.0).tokens_seen == 4010
     metrics.close()
 
