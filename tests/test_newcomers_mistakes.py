@@ -120,6 +120,7 @@ MISTAKES = {
     "goodput empty": "give the folder of a run",
     "runs nowhere": "name one that holds runs",
     "launch": "needs a platform; use one of local",
+    "launch logs": "needs one id; as slurm/1234",
     "completion tcsh": "fish",
 }
 FIRST = list(MISTAKES)[::8]

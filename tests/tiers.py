@@ -32,6 +32,8 @@ from _pytest.doctest import DoctestModule
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks would fight for cores
 # what a command prints is compared whole, also on a machine so busy that it takes seconds
 os.environ.setdefault("SHARDTRAIN_HEARTBEAT_SECONDS", "0")
+# no folder can be made there: what tests launch is not remembered among what the user has launched
+os.environ["XDG_STATE_HOME"] = os.devnull
 # Each collection of a forked rank would look through all that the tests have imported, and so copy its pages: 28 %
 # of what a rank of two steps costs
 os.register_at_fork(after_in_child=gc.freeze)

@@ -15,7 +15,7 @@ from shardtrain.config import presets
 from shardtrain.config.command_line import Option, split, take
 from shardtrain.config.machine import mesh_notes
 from shardtrain.config.schema.launch import Launch
-from shardtrain.launch import hostfile, job_status
+from shardtrain.launch import hostfile, job_status, launched
 from shardtrain.launch.job import Job, to_job, to_mount, without
 from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh
 from shardtrain.utils import own_file
@@ -25,6 +25,7 @@ HELP = """\
 usage: shardtrain launch {local,ssh,slurm,kubernetes,runai,FILE.py} [CONFIG.toml] [--dry-run] [--doctor]
                         [--section.key VALUE ...]
        shardtrain launch {status,logs,stop} [my_platform.py] ID
+       shardtrain launch status                   what you launched from this machine
 
 Start a training where it belongs. --dry-run prints what would be submitted, and submits nothing. --doctor submits
 `shardtrain doctor` in place of the training, on the same nodes in the same way.
@@ -113,6 +114,9 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
     if action in FOLLOW:
         if len(rest) == 2 and rest[0].endswith(".py"):
             return _follow_own(action, *rest)
+        if action == "status" and not rest:
+            print("\n".join(launched.table()))
+            return 0
         if len(rest) != 1:
             fix = "as slurm/1234; of a platform of yours name its file and the id"
             raise ConfigError(Problem(f"launch {action}", " ".join(rest) or None, "needs one id", fix))
@@ -262,6 +266,12 @@ def _follow_own(action: str, path: str, name: str) -> int:
     return 0
 
 
+def _submitted(job_id: str, asked: Asked, shown: str | None = None) -> None:
+    """Print the id of what was submitted, and remember it for ``launch status``."""
+    print(shown or job_id, flush=True)
+    launched.note(job_id, asked.loaded.config.job.dump_folder)
+
+
 def _own(path: str, asked: Asked) -> Plan:
     """The platform of a file of the user's."""
     module = own_file.load(path, "platform", "shardtrain launch", *_FILE)
@@ -275,7 +285,7 @@ def _own(path: str, asked: Asked) -> Plan:
     def submit() -> int:
         answer = module.submit(text, job, launch)
         if answer is not None:
-            print(answer)
+            _submitted(f"{path} {answer}", asked, shown=str(answer))
         return 0
 
     return Plan(text if text.endswith("\n") else f"{text}\n", submit)
@@ -307,7 +317,7 @@ def _ssh(asked: Asked) -> Plan:
 
     def submit() -> int:
         folder = job_status.open_folder(os.getpid())
-        print(f"ssh/{os.getpid()}", flush=True)
+        _submitted(f"ssh/{os.getpid()}", asked)
         from shardtrain.launch.platforms import ssh_connections  # what the other platforms and --help do not need
 
         return job_status.ended(folder, ssh_connections.Run(plans, launch.ssh, folder))
@@ -323,7 +333,7 @@ def _slurm(asked: Asked) -> Plan:
 
     def submit() -> int:
         slurm.note_missing(job, asked.launch)
-        print(f"slurm/{slurm_queue.submit(text)}")
+        _submitted(f"slurm/{slurm_queue.submit(text)}", asked)
         return 0
 
     return Plan(text, submit)
@@ -337,7 +347,7 @@ def _kubernetes(asked: Asked) -> Plan:
 
     def submit() -> int:
         kubectl.create(text)
-        print(job_status.kubernetes_id(job, launch))
+        _submitted(job_status.kubernetes_id(job, launch), asked)
         return 0
 
     return Plan(text, submit)
@@ -350,7 +360,7 @@ def _runai(asked: Asked) -> Plan:
 
     def submit() -> int:
         runai.submit(words)
-        print(job_status.runai_id(job, launch))
+        _submitted(job_status.runai_id(job, launch), asked)
         return 0
 
     return Plan(f"{shlex.join(words)}\n", submit)

@@ -1,0 +1,59 @@
+"""What this user has launched from this machine: ``launch status`` without an id lists it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from shardtrain.utils.redact import redact, visible
+from shardtrain.utils.units import format_seconds
+
+MOST_LISTED = 20
+_MOST_BYTES = 2**20
+
+
+def _file() -> Path:
+    root = os.environ.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
+    return Path(root) / "shardtrain" / "launched.jsonl"
+
+
+def note(job_id: str, run_folder: str) -> None:
+    """Remember a launch; where the file cannot be written, the list lacks it."""
+    line = json.dumps({"id": job_id, "run": run_folder, "time": round(time.time(), 3)}) + "\n"
+    path = _file()
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size > _MOST_BYTES:
+            path.replace(path.with_suffix(".old.jsonl"))
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        with open(descriptor, "a", encoding="utf-8") as file:
+            file.write(line)
+
+
+def table() -> list[str]:
+    """The newest launches first, and what to do next."""
+    found = []
+    with suppress(OSError):
+        for line in _file().read_text(encoding="utf-8", errors="replace").splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                found.append((float(entry["time"]), str(entry["id"]), str(entry["run"])))
+    if not found:
+        return [f"nothing has been launched from here ({_file()}); write it like: shardtrain launch slurm my_run.toml"]
+    rows = [
+        (f"{format_seconds(max(0, round(time.time() - began)))} ago", redact(visible(job_id)), redact(visible(run)))
+        for began, job_id, run in found[::-1][:MOST_LISTED]
+    ]
+    widths = [max(len(row[column]) for row in [("LAUNCHED", "ID", "RUN"), *rows]) for column in range(2)]
+    lines = [
+        f"{age.ljust(widths[0])}  {job_id.ljust(widths[1])}  {run}"
+        for age, job_id, run in [("LAUNCHED", "ID", "RUN"), *rows]
+    ]
+    return [
+        *lines,
+        "",
+        f"shardtrain launch status {rows[0][1]} says how it is; launch logs and launch stop take it too",
+    ]

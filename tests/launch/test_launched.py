@@ -1,0 +1,48 @@
+"""``launch status`` without an id lists what was launched from this machine, the newest first."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from shardtrain import cli
+from shardtrain.launch import launched
+
+PLATFORM = """
+def render(job, launch):
+    return "a script"
+
+def submit(text, job, launch):
+    return "17"
+"""
+
+
+def test_what_was_launched_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["launch", "status"]) == 0
+    assert "nothing has been launched from here" in capsys.readouterr().out
+    launched.note("slurm/1234", "outputs/first")
+    (tmp_path / "cluster.py").write_text(PLATFORM)
+    words = ["launch", "cluster.py", "debug", "--job.dump_folder", "outputs/second"]
+    assert cli.main([*words, "--dry-run"]) == 0 and cli.main(words) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "17"
+    path = tmp_path / "state/shardtrain/launched.jsonl"
+    with path.open("a") as file:
+        file.write('{"id": 3}\nnot JSON\n[]\n{"id": "\\u001b[31m", "run": "x", "time": 1}\n')  # of another program
+    assert cli.main(["launch", "status"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["LAUNCHED", "ID", "RUN"] and "\x1b" not in "".join(lines)
+    assert lines[2].split()[2:] == ["cluster.py", "17", "outputs/second"]
+    assert lines[3].split()[2:] == ["slurm/1234", "outputs/first"]
+    assert os.stat(path).st_mode & 0o077 == 0
+
+
+def test_a_launch_that_cannot_be_remembered_is_still_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", os.devnull)
+    launched.note("slurm/1", "outputs")
+    assert "nothing has been launched" in launched.table()[0]
