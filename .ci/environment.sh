@@ -67,6 +67,7 @@ install() {
     fi
     run_pip --constraint "$constraints" --editable "$target" ||
         fail "pip could not install the package; its message is above"
+    echo "installed" >&2
 }
 
 # Without an NVIDIA device nothing of CUDA is downloaded. macOS has one kind of wheel.
