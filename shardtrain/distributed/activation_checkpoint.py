@@ -5,7 +5,6 @@ A layer's ``forward`` is replaced, not wrapped, so parameter names never change.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shardtrain.config import stages
 from shardtrain.config.schema import ActivationCheckpoint, Config
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
@@ -52,11 +50,10 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         return
     every = 1 if options.mode == "full" or options.selective_ac_option == "op" else int(options.selective_ac_option)
     per_operation = options.mode == "selective" and options.selective_ac_option == "op"
-    repeats = stages.splits_backward(config.parallelism)
     for index, (name, layer) in enumerate(getattr(model, layout.layers).items()):
         if index % every == 0:
             path = f"{layout.layers}.{name}"
-            contexts = _selective_contexts(layer, path, options, repeats) if per_operation else None
+            contexts = _selective_contexts(layer, path, options) if per_operation else None
             _recompute(layer, options, contexts, pin_memory=accelerator.pins_memory(mesh.device))
 
 
@@ -112,11 +109,8 @@ def _expensive_operations() -> frozenset[Any]:
     return frozenset(found)
 
 
-def _selective_contexts(layer: nn.Module, path: str, options: ActivationCheckpoint, repeats: bool) -> Callable[[], Any]:
-    """A context_fn that keeps expensive operations; matmuls alternate, so that half of them is recomputed.
-
-    ``repeats``: backward may recompute a layer more than once.
-    """
+def _selective_contexts(layer: nn.Module, path: str, options: ActivationCheckpoint) -> Callable[[], Any]:
+    """A context_fn that keeps expensive operations; matmuls alternate, so that half of them is recomputed."""
     forced_shapes = {
         tuple(module.weight.shape)
         for name, module in layer.named_modules()
@@ -137,34 +131,9 @@ def _selective_contexts(layer: nn.Module, path: str, options: ActivationCheckpoi
                 keep = operation in _expensive_operations()
             return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-        forward, recomputation = create_selective_checkpoint_contexts(policy)
-        if not repeats:
-            return forward, recomputation
-        return forward, _Repeatable(recomputation, lambda: matmuls.pop(True, None))
+        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return, no-untyped-call]
 
     return contexts
-
-
-class _Repeatable(AbstractContextManager[Any]):
-    """The context of a recomputation that may run several times, each with all results that were kept.
-
-    PyTorch's own hands each result out once, so that it can be freed. A backward that computes the gradients of inputs
-    and of weights apart recomputes a layer for each; the results then live as long as the layer's graph.
-    """
-
-    def __init__(self, mode: Any, begin: Callable[[], Any]) -> None:
-        self._mode, self._begin = mode, begin
-        self._kept: dict[Any, Any] | None = None
-
-    def __enter__(self) -> Any:
-        if self._kept is None:
-            self._kept = {operation: copy.copy(results) for operation, results in self._mode.storage.items()}
-        self._mode.storage.update({operation: copy.copy(results) for operation, results in self._kept.items()})
-        self._begin()
-        return self._mode.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        return self._mode.__exit__(*error)
 
 
 def _names(path: str, pattern: str) -> bool:

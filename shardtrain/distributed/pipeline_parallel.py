@@ -83,6 +83,9 @@ class _Stage(PipelineStage):
     Evaluation: a V-shaped schedule hands gradients on even where there are none. Gradients of inputs and of weights
     apart: PyTorch looks for the weights that the module names, and those must be the gathered ones that the forward
     pass used. FSDP units that reshard after forward name their shards, whose gradients would be left out in silence.
+
+    Where layers recompute, gradients of weights are computed with those of inputs: apart, PyTorch asks for those of
+    each group of weights by themselves, and each asking would recompute the layer and hold all of it once more.
     """
 
     def backward_maybe_with_nosync(
@@ -98,6 +101,10 @@ class _Stage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+
+def _nothing() -> None:
+    """What is left to do for weights whose gradients are there already."""
 
 
 class PipelineRunner(Runner):
@@ -128,6 +135,7 @@ class PipelineRunner(Runner):
                 input_args=_input(index, hidden, mesh, config),
                 output_args=_output(index == self._last, hidden, vocab_size, mesh, config),
                 group=mesh.group(AXIS),
+                dw_builder=(lambda: _nothing) if config.activation_checkpoint.mode in ("full", "selective") else None,
             )
             for part, index in zip(self.parts, self._indices, strict=True)
         ]

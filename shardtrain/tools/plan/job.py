@@ -107,6 +107,11 @@ class Job:
         return self.rows * self.seq_len // self.cp
 
     @property
+    def recomputes_layers(self) -> bool:
+        """Whether layers are computed again in backward, so that no schedule computes gradients of weights apart."""
+        return self.recompute not in ("none", "core")
+
+    @property
     def frees_gathered(self) -> bool:
         """Whether FSDP frees gathered weights after forward."""
         if self.reshard == "default":

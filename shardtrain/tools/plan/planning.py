@@ -160,7 +160,9 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
 
 def of_job(model: ModelShape, found: Job, device: Device, kernels: memory.Kernels) -> Plan:
     """The same of a job, without fixes."""
-    orders = schedule.orders(found.schedule, found.pp, len(found.stages), found.num_microbatches)
+    orders = schedule.orders(
+        found.schedule, found.pp, len(found.stages), found.num_microbatches, found.recomputes_layers
+    )
     ranks = tuple(memory.of_ranks(model, found, orders, kernels))
     sizes = {
         "pp": found.pp,
@@ -186,7 +188,7 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
     kernels = kernels_of(device, config, world_size)
 
     def fits(one: Job, shape: ModelShape = model) -> bool:
-        orders = schedule.orders(one.schedule, one.pp, len(one.stages), one.num_microbatches)
+        orders = schedule.orders(one.schedule, one.pp, len(one.stages), one.num_microbatches, one.recomputes_layers)
         used = max(rank.peak for rank in memory.of_ranks(shape, one, orders, kernels))
         return used + overhead(used, device) <= device.memory_bytes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +34,13 @@ class Timeline:
 
 
 @lru_cache(maxsize=256)
-def orders(schedule: str, degree: int, num_stages: int, num_microbatches: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each pipeline rank in a step, as PyTorch's schedule of that name lists them; empty without one."""
+def orders(
+    schedule: str, degree: int, num_stages: int, num_microbatches: int, recomputes: bool = False
+) -> tuple[tuple[Action, ...], ...]:
+    """The actions of each pipeline rank in a step, as PyTorch's schedule of that name lists them; empty without one.
+
+    A model that ``recomputes`` computes gradients of weights with those of inputs, whatever the schedule says.
+    """
     if degree == 1:
         return ()
     if schedule == "GPipe":
@@ -60,7 +65,10 @@ def orders(schedule: str, degree: int, num_stages: int, num_microbatches: int) -
     answer = []
     for rank in range(degree):
         parts = [part for action in found[rank] if action for part in (action.sub_actions or (action,))]
-        answer.append(tuple(Action(one.computation_type.value, one.stage_index, one.microbatch_index) for one in parts))
+        actions = [Action(one.computation_type.value, one.stage_index, one.microbatch_index) for one in parts]
+        if recomputes:
+            actions = [replace(one, kind="B") if one.kind == "I" else one for one in actions if one.kind != "W"]
+        answer.append(tuple(actions))
     return tuple(answer)
 
 

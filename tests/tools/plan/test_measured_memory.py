@@ -100,7 +100,9 @@ def planned_bytes(config: Any, size: int, kernels: memory.Kernels = "cpu") -> li
     """The peak of each place of the pipeline."""
     model = shapes.read(config)
     found = job.of_config(config, size, len(model.layers))
-    orders = schedule.orders(found.schedule, found.pp, len(found.stages), found.num_microbatches)
+    orders = schedule.orders(
+        found.schedule, found.pp, len(found.stages), found.num_microbatches, found.recomputes_layers
+    )
     return [one.peak for one in memory.of_ranks(model, found, orders, kernels)]
 
 
@@ -161,8 +163,11 @@ def piped(name: str, **degrees: Any) -> dict[str, Any]:
             (2, {**piped("Interleaved1F1B"), **FULL}),
             (2, piped("LoopedBFS")),
             (2, piped("ZBVZeroBubble")),
+            (2, {**piped("ZBVZeroBubble"), **FULL}),
             (2, piped("InterleavedZeroBubble")),
+            (2, {**piped("InterleavedZeroBubble"), **FULL}),
             (2, piped("DualPipeV")),
+            (2, {**piped("DualPipeV"), **PER_OPERATION}),
             (4, piped("1F1B", data_parallel_shard_degree=2)),
             (4, {**piped("1F1B", tensor_parallel_degree=2), **FULL}),
             (2, {"optimizer": {"name": "Muon"}}),

@@ -23,7 +23,9 @@ LORA = {"enable": True, "random_base": True}
 def planned(config, rank, size):
     model = shapes.read(config)
     found = job.of_config(config, size, len(model.layers))
-    orders = schedule.orders(found.schedule, found.pp, len(found.stages), found.num_microbatches)
+    orders = schedule.orders(
+        found.schedule, found.pp, len(found.stages), found.num_microbatches, found.recomputes_layers
+    )
     return memory.of_rank(model, found, rank, orders[rank] if orders else (), "cpu")
 
 
