@@ -103,15 +103,21 @@ class _Moment:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Bytes of a micro-batch on a stage: kept from forward to backward, and ``extra`` that PyTorch's stage adds to it;
-    at most; ``waiting`` for the backward of weights alone; and at each moment.
+    """Bytes of a micro-batch on a stage: kept from forward to backward, and ``extra`` that PyTorch's stage adds to it,
+    ``output`` of that because it holds the logits; at most; ``waiting`` for the backward of weights alone; and at each
+    moment.
     """
 
     kept: int
     extra: int
+    output: int
     most: int
     waiting: int
     moments: tuple[_Moment, ...]
+
+
+_BEFORE_BACKWARD = ("the end of forward", "gathering the logits", "the loss")
+"""Moments at which no backward of a micro-batch has begun."""
 
 
 def of_ranks(model: ModelShape, job: Job, orders: Sequence[Sequence[Action]], kernels: Kernels) -> list[RankMemory]:
@@ -227,6 +233,8 @@ def _in_pipeline(
     for one in found.values():
         for moment in one.moments:
             more = moment.activations - one.kept + received + sent
+            if moment.name in _BEFORE_BACKWARD:  # the output that is held until then is the one of this moment
+                more -= one.output
             gathered = moment.gathered if frees else buffers
             moments.append(_Moment(moment.name, held + more, gathered, 0))
             moments.append(_Moment(moment.name, later + more, gathered, accumulated))
@@ -318,7 +326,7 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
             "the end of forward", kept + max((one.whole - one.kept for one in layers), default=0), held.end_of_forward
         )
     ]
-    ends = extra = 0
+    ends = extra = output = 0
     if last:
         columns = -(-model.vocab // job.tp) if job.loss_parallel else model.vocab
         logits = tokens * columns * c
@@ -337,13 +345,16 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
             logits, chunk = rows * columns * c, rows * columns * 4 * 2
             of_weight = columns * model.dim * 4 if any(one.trained for one in model.last) else 0
             products = of_weight + tokens * model.dim * c
+        if job.tp > 1 and not job.loss_parallel:  # this rank's columns, those of all, and those in their order
+            whole = logits // job.tp + 2 * logits
+            moments.append(_Moment("gathering the logits", kept + ends + whole, held.loss))
         moments.append(_Moment("the loss", kept + ends + 2 * logits + chunk + products, held.loss))
         logits = 0 if products else logits
         head = unsharded(tuple(p for p in model.last if p.trained), job.tp, job.ep) * c
         with_head = kept + ends + logits + head + tokens * model.dim * c
         moments.append(_Moment("backward of the head", with_head, held.backward_of_head))
         ends += logits
-        extra = logits if job.pp > 1 else 0  # PyTorch's stage holds its output until its backward is over
+        extra = output = logits if job.pp > 1 else 0  # PyTorch's stage holds its output until its backward is over
     if layers:
         behind = kept + layers[-1].working - layers[-1].kept
         moments.append(_Moment("backward of a layer", behind, held.backward_of_last, held.head_shard))
@@ -362,7 +373,7 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
     if index > 0 and job.stages[index]:
         is_saved = kernels == "cuda" or recomputes(job, 0) != "none"
         extra -= stream if is_saved else 0  # what the first layer saves is the buffer that it was received in
-    return _Stage(kept + ends, extra, max(one.activations for one in moments), waiting, tuple(moments))
+    return _Stage(kept + ends, extra, output, max(one.activations for one in moments), waiting, tuple(moments))
 
 
 def _outputs(layer: Layer, job: Job) -> int:

@@ -154,6 +154,7 @@ def piped(name: str, **degrees: Any) -> dict[str, Any]:
             (2, {**mesh(tensor_parallel_degree=2), **FULL}),
             (2, {**mesh(tensor_parallel_degree=2), **PER_OPERATION}),
             (4, mesh(tensor_parallel_degree=2)),
+            (2, mesh(tensor_parallel_degree=2, disable_loss_parallel=True)),
             (2, mesh(context_parallel_degree=2)),
             (2, {**mesh(context_parallel_degree=2), **FULL}),
             (2, mesh(context_parallel_degree=2, context_parallel_rotate_method="alltoall")),
@@ -180,6 +181,26 @@ def piped(name: str, **degrees: Any) -> dict[str, Any]:
 )
 def test_a_real_step_holds_the_planned_bytes_on_every_rank(size, sections):
     check(size, sections, LLAMA, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("size", "sections"),
+    cases(
+        [(2, piped("1F1B"))],
+        nightly=[
+            (2, {**mesh(tensor_parallel_degree=2, disable_loss_parallel=True), **EIGHT_ROWS}),
+            (2, {**piped("1F1B"), **FULL}),
+            (2, {**piped("GPipe"), **FULL}),
+            (2, {**piped("ZBVZeroBubble"), **FULL}),
+        ],
+    ),
+    ids=str,
+)
+def test_a_real_step_with_a_large_vocabulary_holds_the_planned_bytes(size, sections):
+    """Logits are then most of what is held: each moment that has one of them more or less is seen."""
+    overrides = {**LLAMA["overrides"], "vocab_size": 6000}
+    sections = {**sections, "training": {**sections["training"], "seq_len": 256}}
+    check(size, sections, {**LLAMA, "overrides": overrides}, 0.05)
 
 
 @pytest.mark.parametrize(
