@@ -46,6 +46,8 @@ def collect(context: RankContext, facts: Facts) -> None:
         facts["uuid"] = health.uuid_of(device)
         facts["health"] = _under_load(facts["uuid"], a, b)
     facts["rate"] = rate(a, b)
+    if context.device == "cpu":
+        facts["threads"] = num_threads()
     facts["peak"] = peak_flops(facts["name"], facts["dtype"]) if context.device != "cpu" else None
 
 
@@ -117,6 +119,13 @@ def rate(a: torch.Tensor, b: torch.Tensor) -> float:
         accelerator.finish(a.device)
         seconds.append((time.perf_counter() - started) / inner)
     return float(2 * a.shape[0] ** 3 / min(seconds[1:]))
+
+
+def num_threads() -> int:
+    """Threads that a product on a CPU has here."""
+    import torch
+
+    return torch.get_num_threads()
 
 
 def _under_load(uuid: str, a: torch.Tensor, b: torch.Tensor) -> Facts:

@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from shardtrain.tools.doctor import rates
 from shardtrain.tools.doctor.result import Finding, Reports, worst
 
 EXIT_CODES = {"config": 2, "versions": 2, "environment": 2, "ranks": 6, "network": 6, "memory": 7, "storage": 8}
@@ -34,6 +35,7 @@ def document(reports: Reports, findings: Sequence[Finding], seconds: float) -> d
         "seconds": round(seconds, 1),
         "findings": [dataclasses.asdict(one) for one in findings],
         "named": _named(reports, findings),
+        "rates": rates.of(reports),
     }
 
 

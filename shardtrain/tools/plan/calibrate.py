@@ -1,20 +1,25 @@
-"""``plan --calibrate RUN_FOLDER``: scale a device's rates so that the plan of a finished run takes as long."""
+"""``plan --calibrate``: a device's rates as a finished run had them, or as the doctor measured them on the machines."""
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardtrain import config as configs
-from shardtrain.tools.plan import planning
-from shardtrain.tools.plan.hardware import Device
+from shardtrain.tools.plan import hardware, planning, timing
+from shardtrain.tools.plan.hardware import Device, Link
 from shardtrain.tools.report import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 _FEWEST_STEPS = 5
 _FARTHEST = 50
 """A device whose rates are off by more than this is another one."""
+_MOST_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -59,3 +64,80 @@ def learn(folder: Path, device: Device) -> Calibrated:
         rule = f"took {ratio:.3g} times as long as planned on {device.name}"
         raise ConfigError(Problem("--calibrate", str(folder), rule, "name the device of that run with --device"))
     return Calibrated(device.slower(ratio), ratio, world_size, len(steps))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A device with the rates that ``doctor --json`` measured; ``ratios`` are those of the device's own row to them."""
+
+    device: Device
+    ratios: Mapping[str, float]
+
+    def line(self, report: str) -> str:
+        """What was learned, for people."""
+        parts = ", ".join(f"{name} {1 / ratio:.0%}" for name, ratio in self.ratios.items())
+        return f"calibrated by {report}: of the rates of {self.device.name} in its row, these machines reach: {parts}"
+
+
+def learn_report(path: Path, device: Device) -> Measured:
+    """Read what ``doctor --json`` printed, and give the device the rates of products and links that it measured.
+
+    Of a CPU the products alone: ranks of one machine meet in shared memory, which the doctor does not measure. Raises
+    ConfigError where the file is no such report, or is about another device.
+    """
+
+    def wrong(rule: str, fix: str = "write one with shardtrain doctor --json > report.json") -> ConfigError:
+        return ConfigError(Problem("--calibrate", str(path), rule, fix, "command line"))
+
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise wrong(f"has more than {_MOST_BYTES} bytes, and is no report")
+        report = json.loads(path.read_text(encoding="utf-8"))
+        rates, name = report["rates"], str(report["device"])
+        flops = {str(dtype): float(rate) for dtype, rate in rates["flops"].items()}
+        threads = int(rates["threads"])
+        collectives = [
+            (int(one["ranks"]), int(one["ranks_per_host"]), float(one["bytes_per_second"]))
+            for one in rates["collectives"]
+        ]
+    except OSError as error:
+        raise wrong(f"cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise wrong("is not a report of the doctor") from error
+    if not flops or not all(map(_is_rate, (*flops.values(), *(rate for _, _, rate in collectives)))):
+        raise wrong("has rates that no device has")
+    found = "cpu" if rates.get("type") == "cpu" else hardware.of_name(name)
+    if found is not None and found != device.name and device.name in hardware.names():
+        raise wrong(f"is about {name[:80]}, and not {device.name}", f"plan for it with --device {found}")
+    return _with_rates(device, flops, threads, collectives, wrong)
+
+
+def _is_rate(value: float) -> bool:
+    return math.isfinite(value) and 0 < value < 1e18
+
+
+def _with_rates(
+    device: Device, flops: Mapping[str, float], threads: int, collectives: list[tuple[int, int, float]], wrong: Any
+) -> Measured:
+    dtype = next((dtype for dtype in flops if dtype in device.flops), None)
+    if dtype is None:
+        raise wrong(f"measured products in {', '.join(flops)}, of which the row of {device.name} says nothing")
+    rate = flops[dtype] / (max(1, threads) ** timing.THREADS_EXPONENT if device.is_cpu else 1)
+    ratios = {f"{dtype} products": device.flops[dtype] * device.matmul_efficiency / rate}
+    changes: dict[str, Any] = {}
+    if not device.is_cpu:
+        within = [rate for ranks, per_host, rate in collectives if per_host == ranks > 1]
+        between = [rate / per_host for ranks, per_host, rate in collectives if per_host < ranks]
+        for name, field, found in (("links", "link", within), ("network", "network", between)):
+            if found:
+                link: Link = getattr(device, field)
+                ratios[name] = link.bytes_per_second * link.efficiency / max(found)
+                changes[field] = replace(link, bytes_per_second=max(found) / link.efficiency)
+    for name, ratio in ratios.items():
+        if not 1 / _FARTHEST < ratio < _FARTHEST:
+            raise wrong(
+                f"has {name} at {1 / ratio:.3g} of {device.name}", "name the device of the report with --device"
+            )
+    slower = ratios[f"{dtype} products"]
+    changes["flops"] = {name: peak / slower for name, peak in device.flops.items()}
+    return Measured(replace(device, **changes), ratios)

@@ -29,7 +29,8 @@ tokens per second, MFU, what limits it. Nothing is trained; no GPU and no proces
   --nodes N           nodes of the device's size, in place of --gpus
   --device NAME       default: h100; or a TOML file with a table [devices.NAME] (docs/plan.md), or one of
 {devices}
-  --calibrate RUN     scale the device's rates by how long the steps of a finished run took
+  --calibrate RUN     scale the device's rates by how long the steps of a finished run took; or the file of
+                      shardtrain doctor --json, for the rates of products and links that it measured
   --tokens N          also days, device hours and energy for so many tokens, like 15T
   --price DOLLARS     per device and hour, for --tokens
   --largest           also how long a sequence, how many rows and how many layers fit on this layout, each alone
@@ -146,7 +147,8 @@ def main(words: Sequence[str]) -> int:
     if asked.calibrate is not None:
         from shardtrain.tools.plan import calibrate
 
-        learned = calibrate.learn(Path(asked.calibrate), device)
+        source = Path(asked.calibrate)
+        learned = calibrate.learn_report(source, device) if source.is_file() else calibrate.learn(source, device)
         device = learned.device
         print(learned.line(asked.calibrate), file=sys.stderr)
     if asked.nodes is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 
+import patients
 import pytest
 
 from shardtrain import config, presets
+from shardtrain.tools.doctor import report as doctor_report
 from shardtrain.tools.plan import calibrate, hardware, planning
 from shardtrain.utils.errors import ConfigError
 
@@ -44,3 +46,78 @@ def test_too_few_steps_another_device_or_no_run_are_refused(folder, tmp_path):
         calibrate.learn(folder(seconds=10_000), device)
     with pytest.raises(ConfigError, match=r"metrics\.jsonl"):
         calibrate.learn(tmp_path / "none", device)
+
+
+@pytest.fixture
+def report(tmp_path):
+    """What ``doctor --json`` prints of two hosts with two devices each, whose names and rates a test changes."""
+
+    def write(name="NVIDIA H100 80GB HBM3", rate=400e12, links=200e9, network=40e9):
+        reports = patients.healthy()
+        for number, facts in reports.facts.items():
+            facts["devices"] = {**facts["devices"], "name": name, "dtype": "bfloat16", "rate": rate * (1 + number)}
+            near = {
+                "axis": "tp",
+                "name": "all_gather",
+                "group": number // 2,
+                "ranks": [number // 2 * 2, number // 2 * 2 + 1],
+            }
+            far = {"axis": "dp_shard", "name": "all_gather", "group": 0, "ranks": [0, 1, 2, 3]}
+            facts["network"]["collectives"] = [
+                {**near, "right": True, "rate": links},
+                {**far, "right": True, "rate": network},
+            ]
+        path = tmp_path / "report.json"
+        path.write_text(doctor_report.to_json(doctor_report.document(reports, [], 1.0)))
+        return path
+
+    return write
+
+
+def test_rates_are_those_that_the_doctor_measured(report):
+    row = hardware.find("h100")
+    learned = calibrate.learn_report(report(), row)
+    device = learned.device
+    # the slowest device's, as the share of the peak that large products reach
+    assert device.flops["bfloat16"] * device.matmul_efficiency == pytest.approx(400e12)
+    assert device.flops["float8"] / row.flops["float8"] == pytest.approx(
+        device.flops["bfloat16"] / row.flops["bfloat16"]
+    )
+    assert device.link.bytes_per_second * device.link.efficiency == pytest.approx(200e9)
+    # two devices of a host sent through its network together
+    assert device.network.bytes_per_second * device.network.efficiency == pytest.approx(20e9)
+    assert device.memory_bytes_per_second == row.memory_bytes_per_second
+    assert "bfloat16 products 65%" in learned.line("report.json")
+
+
+def test_a_slower_device_of_the_report_makes_a_slower_plan(report):
+    loaded = config.load("llama3_8b", [])
+    steps = [
+        planning.make(
+            loaded.config, 8, calibrate.learn_report(report(rate=rate), hardware.find("h100")).device
+        ).time.seconds
+        for rate in (400e12, 300e12, 200e12)
+    ]
+    assert steps == sorted(steps) and steps[2] > 1.5 * steps[0]
+
+
+def test_a_report_of_another_device_or_no_report_is_refused(report, tmp_path):
+    with pytest.raises(ConfigError, match="--device h100"):
+        calibrate.learn_report(report(), hardware.find("a100"))
+    for text in ("", "[]", "{}", '{"rates": 3}', '{"rates": {"flops": {}}, "device": "x"}', "[" * 100_000):
+        (tmp_path / "wrong.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"is not a report|rates that no device has"):
+            calibrate.learn_report(tmp_path / "wrong.json", hardware.find("h100"))
+    for wrong in ({"rate": 1.0}, {"rate": float("nan")}, {"links": -1.0}, {"links": 1.0}):
+        with pytest.raises(ConfigError, match="of h100|no device has"):
+            calibrate.learn_report(report(**wrong), hardware.find("h100"))
+
+
+def test_the_doctor_of_this_machine_calibrates_a_plan_of_it(tmp_path):
+    path = tmp_path / "report.json"
+    reports = patients.examined(2, tmp_path, ("devices", "network"))
+    path.write_text(doctor_report.to_json(doctor_report.document(reports, [], 1.0)))
+    device = calibrate.learn_report(path, hardware.find("cpu")).device
+    measured = min(facts["rate"] for facts in reports.of("devices").values())  # of one thread, as tests have
+    assert device.flops["float32"] * device.matmul_efficiency == pytest.approx(measured)
+    assert device.link == hardware.find("cpu").link
