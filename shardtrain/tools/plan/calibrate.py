@@ -83,7 +83,7 @@ def learn_report(path: Path, device: Device) -> Measured:
     """Read what ``doctor --json`` printed, and give the device the rates of products and links that it measured.
 
     Of a CPU the products alone: ranks of one machine meet in shared memory, which the doctor does not measure. Raises
-    ConfigError where the file is no such report, or is about another device.
+    ConfigError where the file is not such a report, or is about another device.
     """
 
     def wrong(rule: str, fix: str = "write one with shardtrain doctor --json > report.json") -> ConfigError:
@@ -91,7 +91,7 @@ def learn_report(path: Path, device: Device) -> Measured:
 
     try:
         if path.stat().st_size > _MOST_BYTES:
-            raise wrong(f"has more than {_MOST_BYTES} bytes, and is no report")
+            raise wrong(f"has more than {_MOST_BYTES} bytes, and is not a report")
         report = json.loads(path.read_text(encoding="utf-8"))
         rates, name = report["rates"], str(report["device"])
         flops = {str(dtype): float(rate) for dtype, rate in rates["flops"].items()}
