@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from shardtrain.utils import atomic_io
 from shardtrain.utils.redact import redact, visible
 from shardtrain.utils.units import format_seconds
 
@@ -28,8 +29,8 @@ def note(job_id: str, run_folder: str) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > _MOST_BYTES:
             path.replace(path.with_suffix(".old.jsonl"))
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-        with open(descriptor, "a", encoding="utf-8") as file:
+        descriptor = atomic_io.not_through_a_link(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with open(descriptor, "w", encoding="utf-8") as file:
             file.write(line)
 
 

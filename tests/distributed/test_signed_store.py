@@ -196,14 +196,14 @@ def test_forged_and_old_signs_change_nobodys_life(server: dist.TCPStore) -> None
         one.say(Heartbeat(1, f"node{rank}"))
     old = stranger.get("place-2")
     ranks[1].say(Heartbeat(2, "node1"))
-    assert {rank: sign.beat for rank, sign in ranks[0].hear().items()} == {0: 1, 1: 2}
+    assert {rank: sign.beat for rank, sign in ranks[0].receive().items()} == {0: 1, 1: 2}
     stranger.set("place-2", '{"1": {"beat": 9, "host": "mine", "has_left": true}}')
     stranger.set("place-3", '{"0": {"beat": 9, "host": "mine", "has_left": true}}')
     stranger.add("places", 10**9)
-    heard = ranks[0].hear()
+    heard = ranks[0].receive()
     assert {rank: (sign.beat, sign.has_left) for rank, sign in heard.items()} == {0: (1, False), 1: (2, False)}
     stranger.set("place-2", old)
-    assert ranks[0].hear()[1].beat == 2, "an old sign is not believed"
+    assert ranks[0].receive()[1].beat == 2, "an old sign is not believed"
     assert len(ranks[0]._known) <= 2 + SPARE_PLACES
 
 
