@@ -49,9 +49,9 @@ STORE_KINDS: dict[str, Callable[[], Exception] | None] = {
     "stall": None,
 }
 """What an object store's library raises of its own."""
-STALL_SECONDS = 0.5
-"""Of a stall, where ``lease.PATIENCE_SECONDS`` is 1 and not 20: as 10 s there."""
-PATIENCE_SECONDS = 1.0
+STALL_SECONDS = float(os.environ.get("SHARDTRAIN_TEST_STALL_SECONDS", "0.5"))
+"""Of a stall. Below a second ``lease.PATIENCE_SECONDS`` is 1 and not 20, so that half a second is as 10 s there."""
+PATIENCE_SECONDS = 1.0 if STALL_SECONDS < 1 else 20.0
 
 
 @dataclass(frozen=True)
@@ -235,7 +235,7 @@ def run(
         target=_launch, args=(config, ranks, fault, counts, terminal, main, of_data)
     )
     process.start()
-    process.join(patience.seconds(120))
+    process.join(patience.seconds(120 + 10 * STALL_SECONDS))
     if process.is_alive():
         process.terminate()
         process.join(patience.seconds(10))

@@ -33,6 +33,8 @@ KILLS = int(os.environ.get("SHARDTRAIN_RUN_KILLS", "2"))
 """Kills of each case; 50 are 300 in all."""
 FAULTS = int(os.environ.get("SHARDTRAIN_STORAGE_FAULTS", "2"))
 """Faults of each case; 50 are 200 in all."""
+ONLY = os.environ.get("SHARDTRAIN_STORAGE_KINDS", "").split()
+"""Kinds of faults to choose from, where not all of them."""
 SEED = os.environ.get("SHARDTRAIN_CAMPAIGN_SEED", "")
 """Another one disturbs other calls."""
 STEPS = 6
@@ -121,7 +123,7 @@ def test_a_fault_of_the_storage_ends_in_the_right_losses_or_in_a_retry_that_lose
     for number in range(FAULTS):
         process = chosen.choice(sorted(calls))
         place = chosen.randrange(1, calls[process] + 1)
-        fault = Fault(process, place, chosen.choice(list(KINDS)), chosen.choice([1, 1, 3]))
+        fault = Fault(process, place, chosen.choice(ONLY or list(KINDS)), chosen.choice([1, 1, 3]))
         if told := wrong(config_of(tmp_path / str(number), mode), ranks, fault, expected):
             failures.append(f"{fault}: {told}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
@@ -167,7 +169,7 @@ def test_a_fault_or_kill_at_any_call_of_an_object_store_loses_nothing(
     chosen, failures = random.Random(f"store {SEED}{kills} {ranks} {mode}"), []
     for number in range(KILLS if kills else FAULTS):
         process = chosen.choice(sorted(calls))
-        place, kind = chosen.randrange(1, calls[process] + 1), chosen.choice(list(STORE_KINDS))
+        place, kind = chosen.randrange(1, calls[process] + 1), chosen.choice(ONLY or list(STORE_KINDS))
         fault = Fault(process, place, kind, chosen.choice([1, 1, 3]), late=chosen.random() < 0.3)
         if kills:
             fault = Fault(process, place, "kill", late=fault.late)
@@ -260,7 +262,7 @@ def test_a_fault_of_the_storage_of_the_data_is_worth_a_retry_or_told_as_a_file_t
     for number in range(FAULTS):
         process = chosen.choice(sorted(calls))
         place = chosen.randrange(1, calls[process] + 1)
-        fault = Fault(process, place, chosen.choice(list(KINDS)), chosen.choice([1, 1, 3]))
+        fault = Fault(process, place, chosen.choice(ONLY or list(KINDS)), chosen.choice([1, 1, 3]))
         config = config_of(tmp_path / str(number), "async", **sections)
         code, told = storage_faults.run(config, ranks, fault, of_data=True)
         gone = fault.kind == "ENOENT" and code in (2, 3) and sections["training"]["dataset_path"] in told
