@@ -209,6 +209,15 @@ def test_the_file_may_follow_nproc_and_values_are_left_to_the_overrides():
     assert command_line.split(["--a.b", "x.toml"]).path is None
 
 
+def test_no_verb_imports_torch_to_explain_itself():
+    verbs = [verb for verb in cli.VERBS if not verb.startswith("-") and verb != "help"]
+    program = "import sys\nfrom shardtrain import cli\n"
+    program += f"for verb in {verbs!r}:\n    assert cli.main([verb, '--help']) == 0\n"
+    program += "    assert not {'torch', 'transformers', 'pandas'} & set(sys.modules), verb\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patience.seconds(60))
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "words", [["--help"], ["--version"], ["config", "show"], ["config", "check"], ["train", "--training.steps", "0"]]
 )

@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from shardtrain.tools.doctor import rates
 from shardtrain.tools.doctor.result import Finding, Reports, worst
 
 EXIT_CODES = {"config": 2, "versions": 2, "environment": 2, "ranks": 6, "network": 6, "memory": 7, "storage": 8}
@@ -25,6 +24,8 @@ def exit_code(findings: Sequence[Finding], strict: bool = False) -> int:
 
 def document(reports: Reports, findings: Sequence[Finding], seconds: float) -> dict[str, Any]:
     """What ``--json`` prints: all findings, and who is slow, odd or failing."""
+    from shardtrain.tools.doctor import rates  # which knows torch, and --help need not
+
     names = {str(facts["name"]) for facts in reports.of("devices").values()}
     return {
         "format": 1,
