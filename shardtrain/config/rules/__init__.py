@@ -154,7 +154,7 @@ def notes(loaded: Loaded) -> list[str]:
             if name.startswith(start) and loaded.is_set(name) and loaded.value(name) != option.default
         ]
         if waiting:
-            found.append(f"{', '.join(waiting)}: without effect, which needs {switch}")
+            found.append(f"{', '.join(waiting)}: without effect unless {switch}")
     schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
     if loaded.config.training.epochs is None and schedule.name != "linear_by_proportion":  # it reads no warmup_steps
         if schedule.warmup_steps > steps >= 1:
