@@ -451,7 +451,7 @@ def save_and_read(folder: str, rank: int, mebibytes: int, sender: Any) -> None:
     kept = Checkpoints(Config(job=Job(dump_folder=f"{folder}/run"), checkpoint=Checkpoint(enable=True)))
 
     def above(action: Callable[[], Any]) -> float:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak of resident memory
         before = peak("VmRSS")
         action()
         return round((peak("VmHWM") - before) / 1024, 1)

@@ -44,7 +44,11 @@ def peers() -> str:
     rows = sorted(((name, statistics.median(rates)) for name, rates in found.items()), key=lambda pair: -pair[1])
     canvas = Canvas(720, 64 + 26 * len(rows), "Tokens per CPU-second, bfloat16: the median of five rounds")
     canvas.text(16, 26, canvas.title, "head")
-    bars(canvas, 46, [(name, rate, f"{rate:,.0f}", "a" if name.startswith("shardtrain") else "box") for name, rate in rows])
+    bars(
+        canvas,
+        46,
+        [(name, rate, f"{rate:,.0f}", "a" if name.startswith("shardtrain") else "box") for name, rate in rows],
+    )
     return canvas.svg()
 
 

@@ -82,6 +82,14 @@ def is_whole(path: Path | ObjectPath) -> bool:
         return False
 
 
+def forget(path: Path | ObjectPath) -> None:
+    """Drop what ``is_whole`` remembers of a checkpoint that was just written: a store of objects tells no time by which
+    a new manifest of the same size could be told from the old one.
+    """
+    for key in [key for key in _sizes if key[0] == str(path)]:
+        del _sizes[key]
+
+
 def to_delete(own: Sequence[int], keep: int, whole: Collection[int]) -> list[int]:
     """Of a run's steps, oldest first, those to delete: all that are older than the ``keep`` newest whole ones.
 

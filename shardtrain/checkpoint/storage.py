@@ -151,6 +151,7 @@ class ObjectStorage:
         replaces = target.is_file()  # a run that went back to an older step writes its own history
         check()
         target.put(text, new=not replaces)
+        retention.forget(final)
         if target.read_bytes() != text:
             raise StorageError(f"cannot write checkpoint {target}: what is there is not what was written; start again")
         if replaces:
