@@ -46,6 +46,11 @@ def silent_since() -> float:
     return _silence.begin()
 
 
+def not_silent() -> None:
+    """Say that a line was printed, from which the next silence counts."""
+    _silence.since = _silence.until = time.monotonic()
+
+
 def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -97,16 +102,30 @@ def repeat(action: Callable[[], float]) -> Iterator[None]:
 
 
 class WaitingHeartbeat:
-    """The same lines from a loop that waits for other processes, without a thread."""
+    """The same lines from a loop that waits for other processes, without a thread; a context around that loop."""
 
     def __init__(self, what: str) -> None:
         self.seconds: float | None = asked_seconds() or None
+        """Of silence before a line; None where nothing is printed."""
+        self._line, self._since = _line(what), silent_since()
+
+    @property
+    def timeout(self) -> float | None:
         """How long to wait before ``tell`` is called; None where nothing is printed."""
-        self._line = _line(what)
+        return None if self.seconds is None else max(0.0, self._since + self.seconds - time.monotonic())
 
     def tell(self) -> None:
         """Print a line."""
+        self._since = time.monotonic()
         _print(self._line())
+
+    def __enter__(self) -> WaitingHeartbeat:
+        """Return itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Remember the silence, which the next work continues."""
+        _silence.since, _silence.until = self._since, time.monotonic()
 
 
 def _line(what: str) -> Callable[[], str]:

@@ -9,7 +9,7 @@ import time
 import patience
 import pytest
 
-from shardtrain.utils.heartbeat import WaitingHeartbeat, heartbeat
+from shardtrain.utils.heartbeat import WaitingHeartbeat, heartbeat, not_silent
 
 
 def test_what_takes_long_is_reported_and_what_does_not_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,6 +67,24 @@ def test_a_process_that_may_fork_prints_without_a_thread(
     assert capsys.readouterr().err.startswith("checking data: ")
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0")
     assert WaitingHeartbeat("checking data").seconds is None
+
+
+def test_waits_that_follow_on_each_other_make_one_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.5")
+    not_silent()
+    said = 0
+    deadline = time.monotonic() + patience.seconds(20)
+    while not said and time.monotonic() < deadline:  # none of them is long enough for a line of its own
+        with WaitingHeartbeat("comparing") as waiting:
+            time.sleep(0.05)
+            if waiting.timeout == 0:
+                waiting.tell()
+                said += 1
+    assert capsys.readouterr().err.startswith("comparing: ")
+    with WaitingHeartbeat("comparing") as waiting:
+        assert waiting.timeout > 0
 
 
 def test_short_works_that_follow_on_each_other_make_one_silence() -> None:

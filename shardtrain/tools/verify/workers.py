@@ -85,32 +85,34 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
     failures: list[tuple[bool, int, dict[str, Any]]] = []
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
     where = f"{len(receivers)} ranks" if len(receivers) > 1 else "one process"
-    end, heartbeat = time.monotonic() + limit_seconds, WaitingHeartbeat(f"comparing on {where}")
-    while waiting:
-        left = max(0.0, end - time.monotonic())
-        # the end of a process as well as that of its pipe, which processes that were forked later hold open
-        ended = {processes[rank].sentinel: receiver for receiver, rank in waiting.items()}
-        ready: Any = wait([*waiting, *ended], timeout=min(left, heartbeat.seconds or left))
-        ready = {ended.get(one, one) for one in ready}
-        if not ready and time.monotonic() < end:
-            heartbeat.tell()
-            continue
-        if not ready:
-            break
-        for receiver in ready:
-            rank = waiting.pop(receiver)
-            try:
-                if not receiver.poll():  # it has ended and said nothing
-                    raise EOFError
-                answer = json.loads(receiver.recv_bytes())
-            except EOFError:
-                answer = {"sentence": _death(processes[rank]), "refused": False}
-            if not answer["sentence"]:
-                answers[rank] = answer["value"]
+    end = time.monotonic() + limit_seconds
+    with WaitingHeartbeat(f"comparing on {where}") as heartbeat:
+        while waiting:
+            left = max(0.0, end - time.monotonic())
+            # the end of a process as well as that of its pipe, which processes that were forked later hold open
+            ended = {processes[rank].sentinel: receiver for receiver, rank in waiting.items()}
+            line_due = heartbeat.timeout
+            ready: Any = wait([*waiting, *ended], timeout=left if line_due is None else min(left, line_due))
+            ready = {ended.get(one, one) for one in ready}
+            if not ready and time.monotonic() < end:
+                heartbeat.tell()
                 continue
-            # a rank that lost its peer tells of the connection; the peer itself knows why, and answers soon
-            failures.append(("gloo" in answer["sentence"], rank, answer))
-            end = min(end, time.monotonic() + GRACE_SECONDS)
+            if not ready:
+                break
+            for receiver in ready:
+                rank = waiting.pop(receiver)
+                try:
+                    if not receiver.poll():  # it has ended and said nothing
+                        raise EOFError
+                    answer = json.loads(receiver.recv_bytes())
+                except EOFError:
+                    answer = {"sentence": _death(processes[rank]), "refused": False}
+                if not answer["sentence"]:
+                    answers[rank] = answer["value"]
+                    continue
+                # a rank that lost its peer tells of the connection; the peer itself knows why, and answers soon
+                failures.append(("gloo" in answer["sentence"], rank, answer))
+                end = min(end, time.monotonic() + GRACE_SECONDS)
     if failures:
         _, rank, answer = min(failures, key=lambda failure: failure[:2])
         named = answer["sentence"] if answer["refused"] else f"rank {rank}: {answer['sentence']}"

@@ -129,9 +129,9 @@ def require_in_child(loaded: Loaded, machine: Machine) -> None:
             sys.stderr.flush()
             os._exit(code)
     os.close(sender)
-    heartbeat = WaitingHeartbeat("checking configuration, data, tokenizer and model")
-    with os.fdopen(receiver) as pipe:
-        while not wait([receiver], heartbeat.seconds):
+    what = "checking configuration, data, tokenizer and model"
+    with os.fdopen(receiver) as pipe, WaitingHeartbeat(what) as heartbeat:
+        while not wait([receiver], heartbeat.timeout):
             heartbeat.tell()
         said = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -158,7 +158,7 @@ BROKEN = {
     ),
     "unnamed parameter": (
         [('        "blocks.*.mix.up": "colwise",\n', "")],
-        ["blocks.0.mix.up.weight is named by 0 rules"],
+        ["blocks.*.mix.up.weight is named by 0 rules", '"blocks.*.mix.up": "colwise"'],
     ),
     "takes documents and takes no notice": (
         [("def forward(self, tokens, positions):", "def forward(self, tokens, positions, documents_BT=None):")],

@@ -23,6 +23,7 @@ from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.tools.verify import workers
 from shardtrain.train.preflight.machine import cgroup_memory, host_memory
+from shardtrain.utils.heartbeat import not_silent
 from shardtrain.utils.units import format_bytes
 
 SUM_LIMIT = 1e-6
@@ -101,6 +102,7 @@ def main(request: Any, loaded: Loaded) -> int:
         rows.append(row)
         if not request.json:
             print(_line(_cells(row)) + (f"  {row.note}" if row.note else ""), flush=True)
+            not_silent()
     if request.json:
         finite = [
             asdict(replace(row, error=row.error if row.error is None or math.isfinite(row.error) else None))
