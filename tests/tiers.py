@@ -239,6 +239,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.workeroutput["laws"] = {key: asdict(law) for key, law in laws.items()}
 
 
+def pytest_collection_finish() -> None:
+    """What was collected stays: a run in this process, which collects garbage, would look at all of it each time."""
+    gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Fork the workers of xdist from one process that has imported the tests."""
