@@ -20,6 +20,8 @@
                  read that the first, a middle and the last rank need, of tensors whose rows are cut to 8 numbers,
                  so that little of it is for bytes: CPU seconds and MiB of a rank, pieces, files, and bytes read
                  for each byte that is needed
+``own_parts``    CPU seconds of a rank to find its parts of the N DTensors of such a model and its optimizer, as a save
+                 says them and as a load asks for them: neither is in the two above
 ``real_save``    two real ranks save, check and read a model of N MiB and its optimizer: MiB above what each holds
 ``peer_rows``    N ranks that need the same rows of 8,192 tokens: CPU seconds of a rank for a row where each reads it of
                  prepared shards, and where the first one reads it and sends it to the others (gloo, one machine)
@@ -48,8 +50,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from shardtrain.checkpoint import async_save, holders, retention, save_plan, tensors
+from shardtrain.checkpoint import async_save, holders, retention, save_plan, tensor_reader
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.grids import Axis, Grid
 from shardtrain.checkpoint.holders import Table
@@ -342,6 +345,9 @@ RESUMES = {
     "405B pp 16 fsdp 128 tp 8 on fsdp 2048 tp 8": ("405B pp 16 fsdp 128 tp 8", "405B fsdp 2048 tp 8"),
     "1T fsdp 16384 ep 64, the same": ("1T fsdp 16384 ep 64", "1T fsdp 16384 ep 64"),
     "1T fsdp 16384 ep 64 on fsdp 512 ep 64": ("1T fsdp 16384 ep 64", "1T fsdp 512 ep 64"),
+    "405B fsdp 8191 on fsdp 64 tp 8": ("405B fsdp 8191", "405B fsdp 64 tp 8"),
+    "405B pp 13 fsdp 157 tp 8 on fsdp 8191": ("405B pp 13 fsdp 157 tp 8", "405B fsdp 8191"),
+    "1T fsdp 16128 ep 96 on fsdp 512 ep 64": ("1T fsdp 16128 ep 96", "1T fsdp 512 ep 64"),
 }
 
 
@@ -392,7 +398,7 @@ def boxes(table: Table, rank: int) -> dict[str, Any]:
 
 
 def needed(manifest: Manifest, table: Table, rank: int) -> tuple[int, set[int], int, int]:
-    """Pieces, files, bytes read and bytes needed of one rank: as ``checkpoint.tensors.read`` goes through them."""
+    """Pieces, files, bytes read and bytes needed of one rank: as ``tensor_reader.read`` goes through them."""
     pieces, files, read_bytes, needed_bytes = 0, set[int](), 0, 0
     for key, own in boxes(table, rank).items():
         stored = manifest.tensors[key]
@@ -409,14 +415,30 @@ def read_by(data: bytes, narrow: Manifest, table: Table, folder: str, rank: int)
     own = boxes(table, rank)
     filled = {key: torch.zeros(sizes) for key, (_, sizes) in own.items()}
     box_of = {id(tensor): own[key] for key, tensor in filled.items()}
-    tensors.box_of = lambda tensor: box_of[id(tensor)]  # type: ignore[attr-defined]
+    tensor_reader.box_of = lambda tensor: box_of[id(tensor)]  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     parse(data, Path("step-1"))
-    tensors.read(filled, narrow, Path(folder))
+    tensor_reader.read(filled, narrow, Path(folder))
     seconds = time.process_time() - cpu
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     return {"cpu_seconds": round(seconds, 2), "mib": round(grown, 1)}
+
+
+def own_parts(count: int) -> dict[str, Any]:
+    """Of a rank that holds a part of each: FSDP 64 over tensor parallelism of 8, on a process group that is pretended."""
+    dist.init_process_group("fake", rank=0, world_size=512, store=FakeStore())
+    mesh = init_device_mesh("cpu", (64, 8))
+    held = {f"layers.{n}.w": DTensor.from_local(torch.zeros(32, 8), mesh, [Shard(0), Shard(0)]) for n in range(count)}
+    found = {}
+    for name, action in (
+        ("save", lambda: holders.table_of(held)),
+        ("load", lambda: [*map(holders.box_of, held.values())]),
+    ):
+        cpu = time.process_time()
+        action()
+        found[f"{name}_cpu_seconds"] = round(time.process_time() - cpu, 2)
+    return found
 
 
 def real_save(mebibytes: int) -> dict[str, Any]:
@@ -581,7 +603,7 @@ def main() -> None:
     asked: list[tuple[Callable[[Any], dict[str, Any]], tuple[Any, ...]]] = [
         (slow_ranks, ranks), (metrics, (10**4, 10**6, 10**7)), (shards, (100, 1000, 10_000)),
         (many_files, (10**4, 10**5, 10**6)), (whole_documents, (10**6, 10**7)), (prepared_documents, (10**6, 10**9)),
-        (saving, tuple(MESHES)), (resuming, tuple(RESUMES)), (commit, ranks),
+        (saving, tuple(MESHES)), (resuming, tuple(RESUMES)), (own_parts, (4548,)), (commit, ranks),
         (real_save, (768, 3072)), (peer_rows, (2, 8)), (retained, (100, 10_000)),
     ]  # fmt: skip
     cpu = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]

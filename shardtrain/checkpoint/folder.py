@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardtrain.checkpoint import manifest, rank0_storage, retention
+from shardtrain.checkpoint import manifest, rank0_storage, retention, tensor_reader
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank, first_word
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
@@ -94,7 +94,7 @@ class Checkpoints(Saver):
 
         def read() -> None:
             try:
-                (rank0_storage if self._relays else tensor_files).read(tensors, stored, path)
+                (rank0_storage if self._relays else tensor_reader).read(tensors, stored, path)
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 

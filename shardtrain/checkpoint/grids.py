@@ -7,13 +7,17 @@ Axes are nested, the innermost first, and each repeats what the ones before it c
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from shardtrain.checkpoint.resharding import Box, overlap
+
+if TYPE_CHECKING:
+    from shardtrain.checkpoint.holders import Ints
 
 
 class Chunk(NamedTuple):
@@ -36,6 +40,19 @@ class Axis(NamedTuple):
     repeats: int
     dim: int
     file_step: int
+
+
+class Overlaps(NamedTuple):
+    """Boxes of a grid that share something with another box, as one row each of arrays."""
+
+    files: Ints
+    """(n,)"""
+    offsets: Ints
+    """(n, dims): where each begins"""
+    shared_offsets: Ints
+    """(n, dims): where what it shares begins"""
+    shared_sizes: Ints
+    """(n, dims)"""
 
 
 @dataclass(frozen=True)
@@ -70,34 +87,61 @@ class Grid:
         """Whether one of its boxes is in a file."""
         return file - self.file in _file_offsets(self.axes)
 
-    def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
-        """The boxes that share something with another, in order, and what they share."""
+    def overlaps(self, box: Box) -> Overlaps | None:
+        """The boxes that share something with another, in order, and what they share; None where none does."""
+        import numpy as np  # here, since whoever looks at a folder needs no NumPy
+
         wanted = overlap(self.box, box)
         if wanted is None:
-            return
-        if not self.axes:
-            yield Chunk(self.offsets, self.sizes, self.file, self.begin), wanted
-            return
-        *inner, (repeats, dim, file_step) = self.axes
-        step, start = self.box[1][dim] // repeats, self.offsets[dim]
-        low, high = wanted[0][dim], wanted[0][dim] + wanted[1][dim]
-        before, after = slice(dim), slice(dim + 1, None)
-        for number in range((low - start) // step, -((start - high) // step)):
-            at, file = start + number * step, self.file + number * file_step
-            offsets = (*self.offsets[before], at, *self.offsets[after])
-            if inner:
-                yield from Grid(offsets, self.sizes, file, self.begin, tuple(inner)).overlapping(box)
-                continue
-            begin, end = max(at, low), min(at + step, high)  # along the other dimensions all share the same
-            shared = (
-                (*wanted[0][before], begin, *wanted[0][after]),
-                (*wanted[1][before], end - begin, *wanted[1][after]),
-            )
-            yield Chunk(offsets, self.sizes, file, self.begin), shared
+            return None
+        low = np.array(wanted[0], np.int64)
+        high = low + wanted[1]
+        files, offsets = np.array([self.file]), np.array([self.offsets], np.int64)
+        extent = list(self.box[1])
+        for repeats, dim, file_step in reversed(self.axes):
+            step, start = extent[dim] // repeats, offsets[:, dim]
+            first = (np.maximum(low[dim], start) - start) // step
+            number, which = ranges(first, -((start - np.minimum(high[dim], start + extent[dim])) // step))
+            offsets, files = offsets[which], files[which] + number * file_step
+            offsets[:, dim] += number * step
+            extent[dim] = step
+        shared = np.maximum(offsets, low)
+        return Overlaps(files, offsets, shared, np.minimum(offsets + self.sizes, high) - shared)
+
+    def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
+        """The same one by one."""
+        found = self.overlaps(box)
+        for file, *rows in zip(*(field.tolist() for field in found), strict=True) if found else ():
+            offsets, starts, sizes = map(tuple, rows)
+            yield Chunk(offsets, self.sizes, file, self.begin), (starts, sizes)
 
     def chunks(self) -> Iterator[Chunk]:
         """All its boxes one by one."""
-        return (chunk for chunk, _ in self.overlapping(self.box))
+        steps, extent = [], list(self.sizes)
+        for repeats, dim, _ in self.axes:
+            steps.append(extent[dim])
+            extent[dim] *= repeats
+        outermost_first = [*zip(self.axes, steps, strict=True)][::-1]
+        for numbers in itertools.product(*(range(axis.repeats) for axis, _ in outermost_first)):
+            offsets, file = list(self.offsets), self.file
+            for number, (axis, step) in zip(numbers, outermost_first, strict=True):
+                offsets[axis.dim] += number * step
+                file += number * axis.file_step
+            yield Chunk(tuple(offsets), self.sizes, file, self.begin)
+
+
+def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
+    """The numbers of many ranges, one after the other, and which range each is of.
+
+    >>> import numpy as np
+    >>> [found.tolist() for found in ranges(np.array([5, 0]), np.array([7, 1]))]
+    [[5, 6, 0], [0, 0, 1]]
+    """
+    import numpy as np
+
+    counts = stops - starts
+    which = np.repeat(np.arange(len(counts)), counts)
+    return np.arange(len(which)) + (starts + counts - np.cumsum(counts))[which], which
 
 
 def file_numbers(first: int, axes: tuple[Axis, ...]) -> list[int]:

@@ -76,10 +76,14 @@ def table_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
         CheckpointError: for a tensor that is split in a way that is not known here.
     """
     digits: dict[int, list[tuple[int, int] | None]] = {}
-    return {
-        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), _rule(tensor, digits)]
-        for name, tensor in tensors.items()
-    }
+    known: dict[Any, Any] = {}  # layers are alike
+    found = {}
+    for name, tensor in tensors.items():
+        key = _kind(tensor)
+        if key not in known:
+            known[key] = _rule(tensor, digits)
+        found[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), known[key]]
+    return found
 
 
 def find_holders(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
@@ -177,6 +181,13 @@ def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
         starts[:, dim] = np.minimum(starts[:, dim] + chunk * at, stops[:, dim])
         stops[:, dim] = np.minimum(starts[:, dim] + chunk, stops[:, dim])
     return starts, stops - starts
+
+
+def _kind(tensor: Tensor) -> Any:
+    """Tensors of which this is the same have the same part of a rank."""
+    if not is_distributed(tensor):
+        return (tensor.shape,)
+    return tensor.shape, local_tensor(tensor).shape, id(tensor.device_mesh), tensor.placements
 
 
 def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> Any:

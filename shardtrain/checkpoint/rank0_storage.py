@@ -19,6 +19,7 @@ from shardtrain.checkpoint import files
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import all_gather_json, broadcast_json, gather_distinct_json
 from shardtrain.checkpoint.grids import Chunk
+from shardtrain.checkpoint.holders import box_of
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile
 from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.save_plan import Plan
@@ -160,7 +161,7 @@ def _take(tensor: Tensor | None, piece: Tensor, box: Box) -> None:
     """Copy what this rank holds of a box."""
     if tensor is None:
         return
-    own = tensor_files.box_of(tensor)
+    own = box_of(tensor)
     shared = overlap(own, box)
     if shared is not None:
         into = tensor_files.local_tensor(tensor).detach()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import models
-from shardtrain.checkpoint import collectives, files, manifest
+from shardtrain.checkpoint import collectives, files, manifest, tensor_reader
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.config import derived
@@ -122,7 +122,7 @@ class Frozen:
     def _fill(self, tensors: Mapping[str, Tensor]) -> None:
         if self._stored is not None:
             held = {WEIGHTS_PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
-            tensor_files.read(held, self._stored, self.path)  # type: ignore[arg-type]
+            tensor_reader.read(held, self._stored, self.path)  # type: ignore[arg-type]
         elif self._weights is not None:
             known = self._translation.sources
             there = {name: tensors[name] for name in tensors if name in known}

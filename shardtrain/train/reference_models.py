@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardtrain.checkpoint import manifest, tensors
+from shardtrain.checkpoint import manifest, tensor_reader, tensors
 from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
@@ -83,4 +83,4 @@ def _fill(built: Built, config: Config, start: Place) -> None:
     all_ranks(verify)
     stored = manifest.read(start)
     tensors.check_names(weights, stored, start)
-    all_ranks(lambda: tensors.read(weights, stored, start))
+    all_ranks(lambda: tensor_reader.read(weights, stored, start))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain.checkpoint import tensors
+from shardtrain.checkpoint import tensor_reader, tensors
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
 from shardtrain.config import Config
 from shardtrain.hf import importing
@@ -74,7 +74,7 @@ class Held:
         weights = _prefixed(named)
         tensors.check_names(weights, self._stored, self.where)
         try:
-            tensors.read(weights, self._stored, self.where)
+            tensor_reader.read(weights, self._stored, self.where)
         except OSError as error:
             raise CheckpointError(f"checkpoint {self.where} cannot be loaded: {error}") from error
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtrain.checkpoint import manifest, retention
+from shardtrain.checkpoint import manifest, retention, tensor_reader
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import all_gather_json, any_rank, first_word
 from shardtrain.checkpoint.folder import Checkpoints
@@ -118,7 +118,7 @@ def _compare_checkpoint(run: Run, path: Path) -> list[str]:
         # a save of weights alone has no optimizer, and may hold another type
         if name in stored.tensors and stored.tensors[name].dtype == str(tensor.dtype).removeprefix("torch."):
             theirs = tensor.detach().clone()
-            tensor_files.read({name: theirs}, stored, path)
+            tensor_reader.read({name: theirs}, stored, path)
             if not torch.equal(_bits(tensor), _bits(theirs)):
                 wrong.append(name)
     everyone = {name for names in all_gather_json(wrong) for name in names}

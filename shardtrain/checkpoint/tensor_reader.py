@@ -1,0 +1,221 @@
+"""A rank's part of the tensors, read of the files of a checkpoint that any mesh has saved.
+
+On another mesh a rank may need small pieces of many tensors from thousands of files. Where they lie is computed for all
+pieces of a grid at once, and once for all tensors that are cut alike. They are read file by file, those that follow
+each other at once, and ``MOST_PIECES`` of all are known at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardtrain.checkpoint import files
+from shardtrain.checkpoint.grids import Grid, ranges
+from shardtrain.checkpoint.holders import Ints, box_of
+from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest
+from shardtrain.checkpoint.resharding import Box
+from shardtrain.checkpoint.storage import Place
+from shardtrain.ops.dtensor import local_tensor
+from shardtrain.resilience import progress
+from shardtrain.utils.errors import CheckpointError
+
+MOST_PIECES = 2**17
+"""Of which the places are known at a time, some 100 bytes of each."""
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Types that NumPy knows too, by their bytes: to copy numbers it does not matter what they mean."""
+
+
+def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
+    """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError."""
+    found, copied = _find(tensors, manifest), _Copied()
+    while pieces := _next_pieces(found):
+        for number, in_file in itertools.groupby(_runs(pieces), lambda run: int(pieces.files[run.start])):
+            with contextlib.closing(files.open_stored(folder / manifest.files[number].name)) as reader:
+                for run in in_file:
+                    _read_run(reader, pieces, run, copied)
+                    progress.tick()
+
+
+def shorter() -> CheckpointError:
+    """What is said of a file that ends before it should."""
+    return CheckpointError("a file of the checkpoint became shorter while it was read; start again")
+
+
+class _Target:
+    """What this rank holds of a tensor, and how bytes of a file get there."""
+
+    def __init__(self, tensor: Tensor, dtype: str) -> None:
+        self.local, self.item = local_tensor(tensor).detach(), ITEM_BYTES[dtype]
+        self.dtype: torch.dtype = getattr(torch, dtype)
+        self.is_as_stored = self.local.dtype == self.dtype and self.local.device.type == "cpu"
+        self.is_direct = self.is_as_stored and self.local.is_contiguous()
+
+    @cached_property
+    def bytes(self) -> memoryview:
+        """Its memory, where that is read into."""
+        return memoryview(self.local.reshape(-1).view(torch.uint8).numpy().data)
+
+    @cached_property
+    def integers(self) -> np.ndarray:
+        """Its memory, where bytes are copied as they are."""
+        array: np.ndarray = self.local.view(_INTEGERS[self.item]).numpy()
+        return array
+
+
+class _Copied:
+    """Memory for what is read and then copied, of one run at a time."""
+
+    def __init__(self) -> None:
+        # each piece begins at a multiple of 8; the system gives memory when it is written to
+        self._bytes = np.empty(files.PIECE_BYTES + 8 * files.MOST_VIEWS, np.uint8)
+        self._view, self._tensor = memoryview(self._bytes.data), torch.from_numpy(self._bytes)
+
+    def view(self, begin: int, num_bytes: int) -> memoryview:
+        """Where a piece is read into."""
+        return self._view[begin : begin + num_bytes]
+
+    def put(self, begin: int, num_bytes: int, target: _Target, cut: _Cut, row: int) -> None:
+        """Copy what is needed of a piece to its place, converted where types differ."""
+        of_rows, of_local, sizes = cut.copies[row].tolist()
+        shape = (*sizes[: len(sizes) - len(cut.tail)], *cut.tail)
+        needed = tuple([slice(at, at + size) for at, size in zip(of_rows, sizes, strict=True)])
+        to = tuple([slice(at, at + size) for at, size in zip(of_local, sizes, strict=True)])
+        if target.is_as_stored:
+            data = self._bytes[begin : begin + num_bytes].view(target.integers.dtype)
+            target.integers[to] = data.reshape(shape)[needed]
+        else:
+            rows = self._tensor[begin : begin + num_bytes].view(target.dtype).reshape(shape)
+            target.local[to].copy_(rows[needed])
+
+
+class _Cut(NamedTuple):
+    """The pieces of a grid that a rank needs, counted from the grid's first file and byte: alike in all layers."""
+
+    files: Ints
+    begins: Ints
+    num_bytes: Ints
+    to: Ints | None
+    """The byte of the rank's memory where a piece is read into; None where they are copied"""
+    tail: tuple[int, ...]
+    """What a copied piece is made of: the sizes behind the dimension in which its rows follow each other"""
+    copies: Ints
+    """(n, 3, dims): where what is needed begins in what is read of a copied piece, and in the rank's; its sizes"""
+
+
+class _Pieces(NamedTuple):
+    """Pieces by files and places, one row each."""
+
+    files: Ints
+    begins: Ints
+    num_bytes: Ints
+    cut: Ints
+    """Which of ``cuts`` it is of"""
+    row: Ints
+    """Which row of that"""
+    cuts: list[tuple[_Target, _Cut]]
+
+
+def _find(tensors: Mapping[str, Tensor], manifest: Manifest) -> Iterator[tuple[_Target, Grid, _Cut]]:
+    known: dict[tuple[object, ...], _Cut | None] = {}
+    rows_known = 0
+    for name, tensor in tensors.items():
+        stored, own = manifest.tensors[name], box_of(tensor)
+        target = _Target(tensor, stored.dtype)
+        for grid in stored.grids:
+            key = (grid.offsets, grid.sizes, grid.axes, own, target.item, target.is_direct)
+            if key not in known:
+                if rows_known > MOST_PIECES:  # of tensors that are all cut in other ways
+                    known, rows_known = {}, 0
+                cut = known[key] = _cut(grid, own, target.item, target.is_direct)
+                rows_known += len(cut.files) if cut else 1
+            if cut := known[key]:
+                yield target, grid, cut
+
+
+def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
+    found = grid.overlaps(own)
+    if found is None:
+        return None
+    of_box, sizes = found.shared_offsets - found.offsets, found.shared_sizes
+    of_local, file, dims = found.shared_offsets - np.array(own[0], np.int64), found.files - grid.file, len(own[0])
+    row_bytes = [item * math.prod(grid.sizes[dim + 1 :]) for dim in range(dims)]
+    # rows that follow each other are read as one, but not too many bytes; where a row is too large, those of a later
+    # dimension
+    along = next((dim for dim in range(dims) if row_bytes[dim] <= files.PIECE_BYTES), 0)
+    for dim in range(min(along + 1, dims)):
+        most = files.PIECE_BYTES // row_bytes[dim] if dim == along else 1
+        number, which = ranges(np.zeros(len(sizes), np.int64), -(-sizes[:, dim] // most))
+        file, of_box, of_local, sizes = file[which], of_box[which], of_local[which], sizes[which]
+        of_box[:, dim] += number * most
+        of_local[:, dim] += number * most
+        sizes[:, dim] = np.minimum(sizes[:, dim] - number * most, most)
+    bytes_along = np.array(row_bytes[: along + 1], np.int64)
+    begins = of_box[:, : along + 1] @ bytes_along
+    num_bytes = sizes[:, along] * row_bytes[along] if dims else np.full(1, item)
+    if is_direct and grid.sizes[1:] == own[1][1:] and (found.shared_sizes[:, 1:] == own[1][1:]).all():
+        return _Cut(file, begins, num_bytes, of_local[:, : along + 1] @ bytes_along, (), sizes[:0, None])
+    of_box[:, : along + 1] = 0  # what lies before in a stored piece is not read
+    return _Cut(file, begins, num_bytes, None, grid.sizes[along + 1 :], np.stack([of_box, of_local, sizes], 1))
+
+
+def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
+    """The next ``MOST_PIECES``, and those of the grid with the last of them."""
+    cuts, columns, count = [], [], 0
+    for target, grid, cut in found:
+        number, count = len(cut.files), count + len(cut.files)
+        cuts.append((target, cut))
+        columns.append((cut.files + grid.file, cut.begins + grid.begin, cut.num_bytes, number))
+        if count >= MOST_PIECES:
+            break
+    if not cuts:
+        return None
+    in_files, begins, num_bytes, numbers = zip(*columns, strict=True)
+    row, which = ranges(np.zeros(len(cuts), np.int64), np.array(numbers))
+    file, begin, size = (np.concatenate(column) for column in (in_files, begins, num_bytes))
+    order = np.lexsort((begin, file))
+    return _Pieces(file[order], begin[order], size[order], which[order], row[order], cuts)
+
+
+def _runs(pieces: _Pieces) -> Iterator[slice]:
+    """Pieces that follow each other in a file; not too many of them, nor too many bytes."""
+    ends = pieces.begins + pieces.num_bytes
+    follows = (pieces.files[1:] == pieces.files[:-1]) & (pieces.begins[1:] == ends[:-1])
+    firsts = np.concatenate([[0], 1 + np.flatnonzero(~follows), [len(ends)]])
+    sizes = ends[firsts[1:] - 1] - pieces.begins[firsts[:-1]]
+    is_short = (sizes <= files.PIECE_BYTES) & (np.diff(firsts) <= files.MOST_VIEWS)
+    for begin, end, is_one in zip(firsts[:-1].tolist(), firsts[1:].tolist(), is_short.tolist(), strict=True):
+        at = begin
+        while at < end:
+            stop = end
+            if not is_one:
+                most = ends[at : min(end, at + files.MOST_VIEWS)]
+                stop = at + max(1, int(np.searchsorted(most, pieces.begins[at] + files.PIECE_BYTES, "right")))
+            yield slice(at, stop)
+            at = stop
+
+
+def _read_run(reader: files.Reader, pieces: _Pieces, run: slice, copied: _Copied) -> None:
+    views, copies, used = [], [], 0
+    which, rows, sizes = pieces.cut[run].tolist(), pieces.row[run].tolist(), pieces.num_bytes[run].tolist()
+    for number, row, num_bytes in zip(which, rows, sizes, strict=True):
+        target, cut = pieces.cuts[number]
+        if cut.to is not None:
+            to = int(cut.to[row])
+            views.append(target.bytes[to : to + num_bytes])
+        else:
+            views.append(copied.view(used, num_bytes))
+            copies.append((used, num_bytes, target, cut, row))
+            used += -(-num_bytes // 8) * 8
+    if reader.read_into_all(views, int(pieces.begins[run.start])) != sum(sizes):
+        raise shorter()
+    for copy in copies:
+        copied.put(*copy)
