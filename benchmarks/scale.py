@@ -426,7 +426,7 @@ def read_by(data: bytes, narrow: Manifest, table: Table, folder: str, rank: int)
 
 
 def own_parts(count: int) -> dict[str, Any]:
-    """Of a rank that holds a part of each: FSDP 64 over tensor parallelism of 8, on a process group that is pretended."""
+    """Of a rank that holds a part of each: FSDP 64 over tensor parallelism of 8, on a pretended process group."""
     dist.init_process_group("fake", rank=0, world_size=512, store=FakeStore())
     mesh = init_device_mesh("cpu", (64, 8))
     held = {f"layers.{n}.w": DTensor.from_local(torch.zeros(32, 8), mesh, [Shard(0), Shard(0)]) for n in range(count)}
