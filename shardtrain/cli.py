@@ -64,7 +64,7 @@ usage: shardtrain VERB ...
   launch PLATFORM [CONFIG.toml] [--dry-run] ...               the same run on hosts or a cluster (--help: all options)
   replay STEP [RUN_FOLDER | CONFIG.toml] ...                  make a step again and compare it with the record
   completion bash|zsh|fish                                    a script with which a shell completes all of this
-  help, --help                                                this text
+  help [VERB], --help                                         this text, or that of a verb
   --version                                                   print the version
 
 CONFIG.toml may be the name of a preset: debug, llama3_8b, ... Without it, train, test and config take the file
@@ -138,10 +138,12 @@ def _discard_output() -> None:
 
 def _dispatch(words: list[str]) -> int:
     verb, rest = (words[0], words[1:]) if words else ("help", [])
+    if verb == "help" and rest:
+        verb, rest = rest[0], [*rest[1:], "--help"]
     if verb not in VERBS:
         names = [name for name in VERBS if not name.startswith("-")]
         near = [_OTHER_NAMES[verb]] if verb in _OTHER_NAMES else difflib.get_close_matches(verb, names, 1)
-        fix = (f"did you mean {near[0]}? " if near else "") + f"use one of {', '.join(names)}"
+        fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
         if verb.startswith("-") and not near:
             fix = "the verb comes first, as in shardtrain train debug --nproc 2"
         raise ConfigError(Problem("shardtrain", verb, "is not a verb", fix, "command line"))
@@ -450,7 +452,7 @@ def _version(_words: list[str]) -> int:
 
 
 _OTHER_NAMES = {
-    **dict.fromkeys(("resume", "continue", "pretrain", "finetune", "fine-tune", "sft", "fit", "run"), "train"),
+    **dict.fromkeys(("resume", "continue", "pretrain", "finetune", "fine-tune", "sft", "fit", "run", "start"), "train"),
     **dict.fromkeys(("chat", "sample", "infer", "inference", "predict", "complete"), "generate"),
     **dict.fromkeys(("eval", "benchmark", "score"), "evaluate"),
     **dict.fromkeys(("convert", "save"), "export"),
@@ -458,6 +460,7 @@ _OTHER_NAMES = {
     **dict.fromkeys(("submit", "sbatch", "srun"), "launch"),
     **dict.fromkeys(("download", "tokenize", "prepare"), "data"),
     **dict.fromkeys(("version", "-v", "-V"), "--version"),
+    "status": "launch status", "logs": "launch logs", "cancel": "launch stop", "tokenizer": "data tokenizer",
     "check": "config check", "new": "init", "estimate": "plan", "tail": "watch", "trace": "profile",
 }  # fmt: skip
 """What other programs call the verbs."""

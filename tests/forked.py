@@ -35,6 +35,7 @@ import torch.utils.tensorboard
 
 import shardtrain.train.trainer  # noqa: F401
 from shardtrain.config.options import options
+from shardtrain.utils import heartbeat
 
 options()  # it remembers them
 SEED = torch.initial_seed()
@@ -110,6 +111,7 @@ def _as_fresh(environment: dict[str, str]) -> None:
         ignored = number in (signal.SIGPIPE, signal.SIGXFSZ)
         if callable(signal.getsignal(number)) or ignored:
             signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    heartbeat.not_silent()  # what this process imported before is no silence of the command
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     faulthandler.disable()

@@ -88,8 +88,8 @@ MISTAKES = {
     "train debug --compile": "write --compile.enable, or --compile.KEY VALUE",
     "train debug --training.mixed_precision_param fp16": 'did you mean "float16"?',
     "train debug --checkpoint.interval 5min": "must be an integer; write a whole number",
-    "plan llama3_8b --gpu 8": "for plan the number of devices --gpus N",
-    "generate unsaved --promt hello": "write it like: shardtrain generate outputs --prompt",
+    "plan llama3_8b --gpu 8": "did you mean --gpus?",
+    "generate unsaved --promt hello": "did you mean --prompt?",
     "generate unsaved --prompt hello --top_k 5": "has no effect at --temperature 0",
     "report": "write it like shardtrain report outputs -o report.html",
     "replay three unsaved": "write it like 120 or 100:120",
@@ -122,6 +122,56 @@ MISTAKES = {
     "launch": "needs a platform; use one of local",
     "launch logs": "needs one id; as slurm/1234",
     "completion tcsh": "fish",
+    "Train debug": "did you mean train?",
+    "start debug": "did you mean train?",
+    "status": "did you mean launch status?",
+    "help trian": "did you mean train?",
+    "launch cancel": "did you mean stop?",
+    "train my.jsonl": "data as --training.dataset jsonl --training.dataset_path my.jsonl",
+    "train text.txt": "data as --training.dataset text --training.dataset_path text.txt",
+    "data check my.jsonl": "data as --training.dataset jsonl --training.dataset_path my.jsonl",
+    "train model.safetensors": "weights to begin with are checkpoint.initial_load_path",
+    "plan script.py": "a model of your own is --model.name script.py",
+    "train utf16.toml": "save it as UTF-8",
+    "train strings.toml": "write it without quotes: 3",
+    "train debug --Training.Steps 3": "did you mean training.steps?",
+    "train debug --training.seq_len 128 --training.seq_len 256": "give it once",
+    "train debug --training.dataset text --training.dataset_path a.txt b.txt c.txt": 'training.dataset_path "*.txt"',
+    "train debug --optimizer.lr inf": "must be a finite number",
+    "train debug --optimizer.beta1 1.5": "use for example 0.9",
+    "train debug --lr_scheduler.decay_type cosin": 'did you mean "cosine"?',
+    "train debug --parallelism.tensor_parallel_degree 3": "use 1, 2, 4 or 8",
+    "train debug --parallelism.pipeline_parallel_degree 100": "use at most 4",
+    "train debug --parallelism.expert_parallel_degree 2": "or use a model such as qwen3_moe",
+    "train debug --float8.enable": "add quantize.linear.float8 to model.converters",
+    "train debug --max_seq_length 1024": "did you mean training.seq_len?",
+    "train debug --train_file my.jsonl": "did you mean training.dataset_path?",
+    "train debug --max_grad_norm 1": "did you mean training.max_norm?",
+    "train debug --num_train_epochs 3": "did you mean training.epochs?",
+    "train debug --logging_steps 10": "did you mean metrics.log_freq?",
+    "train debug --eval_steps 10": "did you mean validation.freq?",
+    "train debug --gradient_checkpointing": "did you mean activation_checkpoint.mode?",
+    "train debug --validation.interval 5": "did you mean validation.freq?",
+    "train debug --num_layers 2": "did you mean model.overrides.num_layers?",
+    "train debug --master_addr node1": "--rdzv_endpoint HOST:PORT",
+    "train debug --checkpoint.load_step 100": "leave the option out to begin at step 0",
+    "train debug --checkpoint.keep_latest_k 1": "keep 2 or more, or 0 for all",
+    "train debug --training.dataset csv --training.dataset_path text.txt": "did you mean tsv?",
+    "train debug --training.dataset tokens --training.dataset_path text.txt": 'made by "shardtrain data prepare"',
+    "train debug --training.dataset text --training.dataset_path zero.txt": "name data that have some",
+    "plan llama3_8b --serach": "did you mean --search?",
+    "plan llama3_8b --tokens 1X": "write it like --tokens 15T",
+    "plan llama3_8b --calibrate my.jsonl": "write one with shardtrain doctor --json > report.json",
+    "plan llama3_8b --device gpu.toml": "devices_per_node is missing; add it, as in docs/plan.md",
+    "plan llama3_8b --nodes 2 --gpus 9": "give one of them",
+    'verify debug --mesh "tp=2 pp=2"': "write tp=2,pp=2",
+    "config help lr": "did you mean optimizer.lr?",
+    "init new.json": "write new.toml",
+    "watch unsaved --interval 5": "did you mean --interval_seconds?",
+    "export nowhere --to hf": "does not exist; name one that does",
+    "import gpt2 --to x": "`shardtrain data download --repo_id gpt2 --all`",
+    "checkpoint ls": "write it like: shardtrain checkpoint ls outputs",
+    "doctor --jsn": "did you mean --json?",
 }
 FIRST = list(MISTAKES)[::8]
 
@@ -136,12 +186,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "flat.toml": "steps = 3\n",
         "run.yaml": "training:\n  steps: 3\n",
         "there.toml": "",
+        "strings.toml": '[training]\nsteps = "3"\n',
+        "gpu.toml": "[devices.mine]\nmemory_gib = 80\n",
+        "my.jsonl": '{"txt": "hello"}\n' * 9,
+        "model.safetensors": "weights",
+        "script.py": "print(1)\n",
+        "zero.txt": "",
         "text.txt": "hello world\n" * 20_000,
         "unsaved/config.resolved.toml": "[training]\nsteps = 3\n",
         "unsaved/metrics.jsonl": '{"step": 1, "loss": 2.0}\n',
     }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
+    (tmp_path / "utf16.toml").write_text("[training]\nsteps = 3\n", encoding="utf-16")
     (tmp_path / "empty").mkdir()
     return tmp_path
 
@@ -157,4 +214,4 @@ def test_a_mistake_is_answered_by_one_line_that_says_what_to_do(typed: str, fold
 
 
 def test_there_are_mistakes_enough() -> None:
-    assert len(MISTAKES) >= 100
+    assert len(MISTAKES) >= 150

@@ -61,7 +61,8 @@ def main(words: Sequence[str], dcp: Callable[..., int] | None = None) -> int:
         return _interval(rest)
     if len(rest) != number or any(word.startswith("-") for word in rest):
         rule = f"needs {number} path{'s' if number > 1 else ''} and no more"
-        fix = f"write it like: shardtrain checkpoint {verb} outputs/checkpoint/step-100"
+        example = "outputs" if verb in ("ls", "verify") else "outputs/checkpoint/step-100"
+        fix = f"write it like: shardtrain checkpoint {verb} {example}"
         fix += {"diff": " outputs/checkpoint/step-200", "weights": " weights.safetensors"}.get(verb, "")
         raise ConfigError(Problem(f"shardtrain checkpoint {verb}", " ".join(rest) or None, rule, fix, "command line"))
     return function(*map(place, rest))

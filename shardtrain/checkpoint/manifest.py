@@ -147,6 +147,9 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
         reason = error.strerror or str(error)
         if way := way_from_dcp(path):
             raise CheckpointError(f"checkpoint {path}: {way}") from error
+        if isinstance(path, Path) and not path.exists():
+            fix = "name one that does, such as outputs/checkpoint/step-100"
+            raise CheckpointError(f"checkpoint {path} does not exist; {fix}") from error
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} cannot be read: {reason}; use another one") from error
 
 

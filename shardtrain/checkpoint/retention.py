@@ -53,11 +53,11 @@ def steps(folder: Path | ObjectPath) -> list[int]:
 
 def no_such_step(folder: Path | ObjectPath, wanted: int, found: Sequence[int]) -> CheckpointError:
     """The error of a checkpoint.load_step that is not there; ``found`` are the steps that are."""
-    known = ", ".join(map(str, found)) or "none"
-    return CheckpointError(
-        f"checkpoint.load_step={wanted}: {folder} has no such step; it has {known}; use one of those, "
-        "or -1 for the newest"
-    )
+    rule = f"checkpoint.load_step={wanted}: {folder} has no such step"
+    if not found:
+        return CheckpointError(f"{rule}, nor any other; leave the option out to begin at step 0, or correct the folder")
+    known = ", ".join(map(str, found))
+    return CheckpointError(f"{rule}; it has {known}; use one of those, or -1 for the newest")
 
 
 def unusable(path: Path | ObjectPath, damage: str) -> CheckpointError:

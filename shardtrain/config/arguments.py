@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
 from shardtrain.config import nested, presets
@@ -37,6 +39,10 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
         if not word.startswith("--") or word == "--":
             read.problems.append(_stray(word, arguments[at - 1] if at else "", kinds))
             at += 1
+            files = _expanded(arguments, at - 1)
+            if len(files) > 1:
+                read.problems[-1] = _pattern(arguments[at - 3], files)
+                at += len(files) - 2
             if word.startswith("-") and len(word) > 2 and "=" not in word:  # and what was meant to be its value
                 at += at < len(arguments) and not arguments[at].startswith("-")
             continue
@@ -57,6 +63,23 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
                 at += 1
         _add(read, seen, name, option, kind, values, negated)
     return read
+
+
+def _expanded(arguments: Sequence[str], at: int) -> list[str]:
+    """The words of a pattern that the shell has replaced by files, where ``arguments[at]`` is the second of them."""
+    if at < 2 or not arguments[at - 2].startswith("--") or "=" in arguments[at - 2]:
+        return []
+    suffix = Path(arguments[at - 1]).suffix
+    if not suffix or suffix == ".toml":
+        return []
+    return list(itertools.takewhile(lambda word: Path(word).suffix == suffix, arguments[at - 1 :]))
+
+
+def _pattern(option: str, files: Sequence[str]) -> Problem:
+    """The problem of an option of one path to which the shell gave several."""
+    folder, suffix = Path(files[0]).parent, Path(files[0]).suffix
+    rule = f"is followed by {len(files) - 1} more files, as the shell writes a pattern without quotes"
+    return Problem(option, files[0], rule, f'write {option} "{folder / f"*{suffix}"}"', COMMAND_LINE)
 
 
 def _stray(word: str, before: str, kinds: Mapping[str, Any]) -> Problem:

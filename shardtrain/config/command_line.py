@@ -6,11 +6,13 @@ has options of its own alone reads them with ``utils.arguments.Arguments``.
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from shardtrain.config.options import sections
 from shardtrain.config.settings import COMMAND_LINE
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -79,6 +81,7 @@ def take(words: Sequence[str], options: Mapping[str, Option], flags: Sequence[st
         option = options.get(name)
         if option is None:
             rest.append(word)
+            _refuse_misspelt(name, [*options, *flags])
             continue
         if option.once and name in own:
             raise _wrong(name, None, "is given twice", "give it once")
@@ -95,6 +98,15 @@ def take(words: Sequence[str], options: Mapping[str, Option], flags: Sequence[st
             raise _wrong(name, texts[0], str(error), f"write it like {name} {option.example}") from None
         own[name] = [*own.get(name, []), *values] if option.is_list else values[0]
     return Taken(own, tuple(rest))
+
+
+def _refuse_misspelt(word: str, own: Sequence[str]) -> None:
+    """Raise ConfigError for a word that is spelt like one of a verb's own options; the configuration's have a dot."""
+    if not word.startswith("--") or "." in word or word in OWN:  # the configuration's and those of ``split``
+        return
+    near = difflib.get_close_matches(word, own, 1, 0.8)
+    if near and word[2:] not in sections():
+        raise _wrong(word, None, "is not an option", f"did you mean {near[0]}?")
 
 
 def number_of(what: str = "", least: int = 1) -> Callable[[str], int]:

@@ -61,7 +61,11 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
         raise ConfigError(Problem("shardtrain init", None, rule, fix, "command line"))
     path, rest = Path(arguments[0]), list(arguments[1:])
     if path.suffix != ".toml":
-        raise ConfigError(Problem("NEW.toml", str(path), "does not end in .toml", f"write {path}.toml", "command line"))
+        raise ConfigError(
+            Problem(
+                "NEW.toml", str(path), "does not end in .toml", f"write {path.with_suffix('.toml')}", "command line"
+            )
+        )
     if path.exists():
         raise ConfigError(Problem("NEW.toml", str(path), "exists", "name a new file", "command line"))
     if not rest and sys.stdin.isatty() and sys.stdout.isatty():

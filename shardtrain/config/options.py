@@ -131,38 +131,88 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> str | None:
     return by_lower_case[matches[0]] if matches else None
 
 
+_OTHER_WORDS = {
+    "activation_checkpoint.mode": ("gradient_checkpointing", "activation_checkpointing", "recompute"),
+    "checkpoint.folder": ("checkpoint_dir", "ckpt_dir", "checkpoint.dir", "checkpoint.path"),
+    "checkpoint.interval": (
+        "save_steps", "save_every", "save_interval", "checkpoint.freq", "checkpoint.steps", "checkpoint.save_freq",
+    ),
+    "checkpoint.keep_latest_k": ("save_total_limit", "keep_last", "max_checkpoints"),
+    "comm.train_timeout_seconds": ("comm.timeout", "ddp_timeout", "nccl_timeout"),
+    "compile.enable": ("torch_compile", "training.compile"),
+    "job.dump_folder": ("output", "output_dir", "out_dir", "save_dir", "log_dir", "logdir", "default_root_dir"),
+    "lora.alpha": ("lora_alpha",),
+    "lora.dropout": ("lora_dropout",),
+    "lora.rank": ("lora_r", "lora_rank", "lora.r"),
+    "lr_scheduler.decay_type": ("lr_scheduler_type", "lr_schedule", "lr_decay_style"),
+    "lr_scheduler.warmup_steps": ("warmup_ratio", "warmup_iters", "lr_warmup_steps", "warmup"),
+    "metrics.enable_tensorboard": ("tensorboard", "tensorboard_dir"),
+    "metrics.enable_wandb": ("wandb", "use_wandb", "report_to"),
+    "metrics.log_freq": ("logging_steps", "log_interval", "log_every", "log_every_n_steps"),
+    "model.hf_assets_path": ("tokenizer", "tokenizer_name", "tokenizer_name_or_path"),
+    "model.overrides.num_layers": ("n_layer", "n_layers", "num_layers", "num_hidden_layers"),
+    "optimizer.beta1": ("adam_beta1",),
+    "optimizer.beta2": ("adam_beta2",),
+    "optimizer.eps": ("adam_epsilon", "adam_eps"),
+    "optimizer.lr": ("learning_rate", "max_lr", "peak_lr"),
+    "optimizer.name": ("optim", "optimizer_name"),
+    "parallelism.context_parallel_degree": ("cp", "context_parallel_size"),
+    "parallelism.data_parallel_replicate_degree": ("ddp", "hsdp"),
+    "parallelism.data_parallel_shard_degree": ("fsdp", "zero", "zero_stage", "dp"),
+    "parallelism.expert_parallel_degree": ("ep", "expert_model_parallel_size"),
+    "parallelism.pipeline_parallel_degree": ("pp", "pipeline_model_parallel_size"),
+    "parallelism.shard_optimizer_states": ("zero1", "use_distributed_optimizer"),
+    "parallelism.tensor_parallel_degree": ("tp", "tensor_model_parallel_size"),
+    "profiling.enable_profiling": ("profile", "profiling.enable"),
+    "training.dataloader.num_workers": ("dataloader_num_workers", "data_workers"),
+    "training.dataset": ("dataset_name",),
+    "training.dataset_path": ("train_file", "train_data", "data_path", "data_files", "data_dir", "dataset_dir"),
+    "training.epochs": ("num_train_epochs", "num_epochs", "max_epochs"),
+    "training.max_norm": (
+        "grad_clip", "clip_grad", "max_grad_norm", "clip_grad_norm", "gradient_clipping", "gradient_clip_val",
+    ),
+    "training.mixed_precision_param": ("bf16", "fp16", "precision", "amp", "mixed_precision"),
+    "training.seq_len": (
+        "max_length", "max_seq_length", "model_max_length", "block_size", "context_length", "seq_length",
+        "sequence_length", "sequence_len",
+    ),
+    "training.steps": ("max_steps", "num_steps", "train_iters", "max_iters", "total_steps"),
+    "validation.dataset_path": ("eval_file", "val_file", "val_data", "eval_data", "eval_dataset", "validation_file"),
+    "validation.freq": (
+        "eval_steps", "eval_interval", "eval_every", "val_check_interval", "validation.interval",
+    ),
+}  # fmt: skip
 _ENVIRONMENT = "set WANDB_PROJECT, WANDB_TEAM, WANDB_RUN_NAME and WANDB_RUN_GROUP in the environment"
 _WAYS = {
-    "gradient_accumulation_steps": "set training.global_batch_size, the sequences of a step over all ranks",
+    **{word: f"did you mean {option}?" for option, words in _OTHER_WORDS.items() for word in words},
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"),
+        "set training.global_batch_size, the sequences of a step over all ranks",
+    ),
     "vocab_size": "set model.overrides.vocab_size",
-    "dataset_name": "did you mean training.dataset?",
     **dict.fromkeys(
         ("batch_size", "micro_batch_size", "train_batch_size", "per_device_train_batch_size"),
         "did you mean training.local_batch_size, or training.global_batch_size over all ranks?",
     ),
-    **dict.fromkeys(("output", "output_dir", "out_dir", "save_dir", "log_dir"), "did you mean job.dump_folder?"),
-    **dict.fromkeys(("learning_rate", "max_lr"), "did you mean optimizer.lr?"),
-    **dict.fromkeys(("max_steps", "num_steps", "train_iters", "max_iters"), "did you mean training.steps?"),
-    **dict.fromkeys(("save_steps", "save_every", "save_interval"), "did you mean checkpoint.interval?"),
-    **dict.fromkeys(("wandb", "use_wandb", "report_to"), "did you mean metrics.enable_wandb?"),
-    "tensorboard": "did you mean metrics.enable_tensorboard?",
-    **dict.fromkeys(("fsdp", "zero", "zero_stage"), "did you mean parallelism.data_parallel_shard_degree?"),
-    "ddp": "did you mean parallelism.data_parallel_replicate_degree?",
-    "tp": "did you mean parallelism.tensor_parallel_degree?",
-    "pp": "did you mean parallelism.pipeline_parallel_degree?",
-    "cp": "did you mean parallelism.context_parallel_degree?",
-    **dict.fromkeys(("bf16", "fp16", "precision", "amp"), "did you mean training.mixed_precision_param?"),
     **dict.fromkeys(
-        ("gpu", "gpus", "nprocs", "num_gpus", "nproc_per_node", "num_processes"),
+        ("gpu", "gpus", "nprocs", "num_gpus", "nproc_per_node", "num_processes", "devices", "world_size"),
         "the number of processes is --nproc N, and for plan the number of devices --gpus N",
+    ),
+    **dict.fromkeys(
+        ("master_addr", "master_port", "rdzv_backend"),
+        "nodes meet at --rdzv_endpoint HOST:PORT, beside --nnodes N and --node_rank K",
     ),
     **dict.fromkeys(
         ("model_name_or_path", "pretrained", "base_model"),
         "set checkpoint.initial_load_path to its folder, with --checkpoint.initial_load_in_hf",
     ),
-    **dict.fromkeys(("wandb_project", "wandb_group", "wandb_name", "wandb_run_name", "wandb_entity"), _ENVIRONMENT),
+    **dict.fromkeys(("deepspeed", "ds_config"), "sharding is parallelism.data_parallel_shard_degree, on by default"),
+    **dict.fromkeys(("fp8", "float8", "float8.enable"), "add quantize.linear.float8 to model.converters"),
+    **dict.fromkeys(
+        ("wandb_project", "wandb_group", "wandb_name", "wandb_run_name", "wandb_entity", "run_name"), _ENVIRONMENT
+    ),
 }
-"""What users of other programs write, by its last word, where the nearest name is another thing or none comes close."""
+"""What users of other programs write, whole or by its last word, where no name is near, or another thing's."""
 _FEW_SECTIONS = 3
 """Up to so many that have a key, such as ``steps``, the first is offered; ``enable`` is of too many to tell."""
 
@@ -174,8 +224,10 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
     """
     known = [*options(), *extra]
     section, _, key = name.rpartition(".")
-    if key in _WAYS and section.count(".") == 0:
-        return _WAYS[key]
+    if name.lower() in options():
+        return f"did you mean {name.lower()}?"
+    if name in _WAYS or (key in _WAYS and section.count(".") == 0):
+        return _WAYS.get(name) or _WAYS[key]
     for tables in (option.name for option in options().values() if option.entry):
         beginning, rest = name.split(".")[:2], name.split(".")[2:]
         if rest and nearest(".".join(beginning), [tables], 0.85):
@@ -217,6 +269,8 @@ def help_text(name: str = "") -> str:
         return help_text(holder)
     if name not in sections():
         section = "." not in name and nearest(name, [one for one in sections() if one])
+        if any(other.rpartition(".")[2] == name for other in options()):
+            section = ""  # a key whose section was left out
         fix = f"did you mean {section}?" if section else suggestion(name)
         raise ConfigError(Problem(name, None, "is neither a section nor an option", fix))
     if not name:

@@ -35,7 +35,8 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
             return {}, ""
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
-        problems.append(Problem(CONFIG_FILE, str(file), "is not UTF-8 text", "save it as UTF-8"))
+        fix = _meant(file) or "save it as UTF-8"
+        problems.append(Problem(CONFIG_FILE, str(file), "is not UTF-8 text", fix))
         return {}, ""
     except OSError as error:
         problems.append(_unreadable(file, error))
@@ -51,8 +52,7 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
         match = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         line = match[1] if match else len(text.rstrip().splitlines())  # without a line it is "at end of document"
         rule = "is not valid TOML: " + re.sub(r" \(at .*\)$", "", str(error))
-        foreign = file.suffix.lower() in (".json", ".yml", ".yaml")
-        fix = f"write it as TOML: shardtrain config migrate {file} -o new.toml" if foreign else "correct this line"
+        fix = _meant(file) or "correct this line"
         problems.append(Problem("the file", None, rule, fix, f"{file.name}:{line}"))
         return {}, ""
     except ValueError as error:  # a number of more than 4300 digits
@@ -63,6 +63,28 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
         problems.append(Problem(CONFIG_FILE, str(file), rule, "name a configuration file"))
         return {}, ""
     return table, text
+
+
+_DATASETS = {
+    ".jsonl": "jsonl", ".txt": "text", ".md": "text", ".csv": "tsv", ".tsv": "tsv", ".parquet": "parquet",
+    ".gz": "jsonl", ".zst": "jsonl",
+}  # fmt: skip
+"""Which dataset reads the files of data that people name in place of a configuration."""
+
+
+def _meant(file: Path) -> str:
+    """What to do with a file that is another thing than TOML, by its name; empty where that tells nothing."""
+    suffix = file.suffix.lower()
+    if suffix in (".json", ".yml", ".yaml"):
+        return f"write it as TOML: shardtrain config migrate {file} -o new.toml"
+    if suffix in _DATASETS:
+        options = f"--training.dataset {_DATASETS[suffix]} --training.dataset_path {file}"
+        return f"the configuration comes first, and data as {options}"
+    if suffix in (".safetensors", ".bin", ".pt", ".pth"):
+        return "name a configuration; weights to begin with are checkpoint.initial_load_path"
+    if suffix == ".py":
+        return f"name a configuration; a model of your own is --model.name {file}"
+    return ""
 
 
 def num_values(value: Any) -> int:

@@ -102,7 +102,8 @@ class BadRows:
             DataError: with counts, reasons and places.
         """
         if tally.documents == 0:
-            raise DataError(f"{dataset} has 0 usable of {tally.rows} rows: {tally.main_reasons() or 'there are none'}")
+            why = tally.main_reasons() or "there are none"
+            raise DataError(f"{dataset} has 0 usable of {tally.rows} rows: {why}; name data that have some")
         if tally.num_bad > self.max_fraction * tally.rows:
             raise DataError(
                 f"{dataset} has {tally.num_bad} bad of {tally.rows} rows, more than data.bad_rows_max_fraction="

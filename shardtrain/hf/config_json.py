@@ -78,11 +78,17 @@ def read_json(path: Path) -> Mapping[str, Any]:
             raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
         found = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} is missing; give a folder with config.json and safetensors") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} is not JSON ({error})") from None
+        fix = "give a folder with config.json and safetensors"
+        name = path.parent.as_posix()
+        if path.name == CONFIG and not path.parent.exists() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+            fix += f"; one of the hub comes with `shardtrain data download --repo_id {name} --all`"
+        raise CheckpointError(f"{path} is missing; {fix}") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON ({error}); copy or download it again") from None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
+        raise CheckpointError(f"{path} holds no JSON object; copy or download it again")
     if path.name == CONFIG:
         _check_counts(found, path)
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ def line(folder: Path) -> str:
         if found is None:
             wrong.append(name)
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(types.items()))
-    whole = f"{folder.resolve().name}  {format_bytes(sizes)}  {architecture}  {types.total()} tensors"
+    whole = (
+        f"{os.path.basename(os.path.realpath(folder))}  {format_bytes(sizes)}  {architecture}  {types.total()} tensors"
+    )
     whole += f"  {kinds}" if kinds else "  no safetensors"
     whole += f"  missing or cut: {', '.join(wrong)}" if wrong else ""
     return "".join(c if c.isprintable() else "?" for c in whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -52,7 +53,7 @@ def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> So
         return source.of_folder(path) if (path / "config.json").is_file() else None
     if found := source.of_checkpoint(path, manifest.read(path)):
         return found
-    above = list(path.resolve().parents)[:_LEVELS]
+    above = list(Path(os.path.realpath(path)).parents)[:_LEVELS]
     resolved = next((level / RESOLVED_CONFIG for level in above if (level / RESOLVED_CONFIG).is_file()), None)
     if resolved is None or not runs:
         return None

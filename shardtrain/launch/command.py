@@ -123,6 +123,7 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
         return FOLLOW[action](rest[0])
     if action not in PLATFORMS and not action.endswith(".py"):
         near = config.nearest(action, [*PLATFORMS, *FOLLOW]) if action else None
+        near = {"cancel": "stop", "kill": "stop", "k8s": "kubernetes", "log": "logs", "ls": "status"}.get(action, near)
         fix = (
             f"did you mean {near}? " if near else ""
         ) + f"use one of {', '.join([*PLATFORMS, *FOLLOW])}, or a file of yours"

@@ -81,7 +81,9 @@ def read_hostfile(path: Path) -> list[Host]:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            Problem("launch.ssh.hostfile", str(path), f"cannot be read: {error}", "give a file")
+            Problem(
+                "launch.ssh.hostfile", str(path), f"cannot be read: {getattr(error, 'strerror', error)}", "give a file"
+            )
         ) from None
     hosts = []
     for number, line in enumerate(lines, 1):

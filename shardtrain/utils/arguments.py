@@ -6,6 +6,7 @@ Verbs that have a configuration too read theirs with ``config.command_line``.
 from __future__ import annotations
 
 import argparse
+import difflib
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -38,6 +39,12 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line."""
+        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        near = [name for name in known if unknown.startswith("--") and name.startswith(unknown)]
+        near = near or difflib.get_close_matches(unknown, known, 1, 0.8)
+        if near:
+            raise ConfigError(f"{self.prog}: {unknown} is not an option; did you mean {near[0]}?")
         fix = f"write it like: {self._example}" if self._example else f"{self.prog} --help lists the options"
         raise ConfigError(f"{self.prog}: {message}; {fix}")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from shardtrain.config import ConfigError, Loaded, check, load
+from shardtrain.config import ConfigError, Loaded, check, load, options
+from shardtrain.config.rules.model import model_shape
 
 # (name, lines of the file, arguments, fragments of the one expected problem)
 READING = [
@@ -134,7 +136,7 @@ CHECKING = [
     ("replicate -1", "[parallelism]\ndata_parallel_replicate_degree = -1", [], ["replicate_degree=-1", "at least 1"]),
     ("no interval", "[checkpoint]\nenable = true\ninterval = 0", [], ["checkpoint.interval=0", "at least 1"]),
     ("negative rate", "[optimizer]\nlr = -1e-3", [], ["optimizer.lr=-0.001", "not be negative"]),
-    ("infinite rate", "[optimizer]\nlr = inf", [], ["optimizer.lr=inf", "not be negative"]),
+    ("infinite rate", "[optimizer]\nlr = inf", [], ["optimizer.lr=inf", "must be a finite number"]),
     ("beta of 1", "[optimizer]\nbeta1 = 1", [], ["optimizer.beta1=1.0", "below 1"]),
     ("no epsilon", "[optimizer]\neps = 0", [], ["optimizer.eps=0.0", "above 0"]),
     ("percent", "[lr_scheduler]\ndecay_ratio = 80", [], ["decay_ratio=80.0", "between 0 and 1", "10 % is 0.1"]),
@@ -379,3 +381,12 @@ def test_a_file_that_is_not_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="is not UTF-8 text"):
         load(tmp_path / "run.toml")
+
+
+def test_a_word_of_another_program_leads_to_an_option_that_there_is() -> None:
+    known = {*options.options(), *(f"model.overrides.{size}" for size in model_shape(load("debug")) or ())}
+    for word, fix in options._WAYS.items():
+        assert word not in options.options(), "it is an option, and needs no way"
+        named = re.findall(r"(?:[a-z_]+\.)+[a-z_]\w*", fix)
+        assert named or "--" in fix or "environment" in fix, fix
+        assert {name for name in named if name not in {"quantize.linear.float8"}} <= known, (word, fix)

@@ -201,6 +201,8 @@ def check_sequence(loaded: Loaded) -> Iterator[Problem]:
     tp, cp = p.tensor_parallel_degree, p.context_parallel_degree
     if min(tp, cp) < 1:
         return
+    if any(check_tensor_parallel(loaded)):
+        tp = 1  # that is refused already: a length that fits it would be of no use
     chunks = 2 if cp > 1 and derived.is_context_balanced(p) else 1
     cuts = cp * math.lcm(chunks, tp)
     parts = [f"context_parallel_degree {cp}" if cp > 1 else "", f"tensor_parallel_degree {tp}" if tp > 1 else ""]

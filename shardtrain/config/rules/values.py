@@ -135,7 +135,7 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
             value = loaded.value(option)
             if value is None or (fits(value) and (math.isfinite(value) or option in MAY_BE_INFINITE)):
                 continue
-            yield problem(loaded, option, rule, fix)
+            yield problem(loaded, option, rule if math.isfinite(value) else "must be a finite number", fix)
 
 
 _RANGES: tuple[tuple[tuple[str, ...], Any, str, str], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ def step_of(path: Path, config: Path | None) -> Path:
 
 def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     """The model of a checkpoint: by the configuration given, by what an import noted, or by the run beside it."""
-    run = checkpoint.resolve().parent.parent / RESOLVED_CONFIG
+    run = Path(os.path.realpath(checkpoint)).parent.parent / RESOLVED_CONFIG
     if config is None and not run.is_file():
         from shardtrain.hf import source
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -172,7 +173,7 @@ def _write_card(found: Any, checkpoint: Path, source: Any) -> None:
 
     if not (found.card or found.push) or (found.to / card.CARD).exists():
         return
-    name = found.push.rpartition("/")[2] or found.to.resolve().name
+    name = found.push.rpartition("/")[2] or os.path.basename(os.path.realpath(found.to))
     made = card.of_checkpoint(checkpoint, name, source, found.base_model, found.adapter)
     files.write_whole(found.to / card.CARD, made.text(_identity(found, checkpoint)).encode())
     print(f"{found.to / card.CARD}: a model card of what is known; add what it is for")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
         return configs.load(config_file)
     if not path.exists():
         raise ConfigError(Problem("--from", str(path), "does not exist", "name a run's folder or a checkpoint"))
-    levels = [path.resolve(), *path.resolve().parents][:_LEVELS]
+    levels = [(whole := Path(os.path.realpath(path))), *whole.parents][:_LEVELS]
     found = next((level / RESOLVED_CONFIG for level in levels if (level / RESOLVED_CONFIG).is_file()), None)
     if found is None:
         rule = f"has no {RESOLVED_CONFIG} in it or above it, nor the config.json of a Hugging Face folder"

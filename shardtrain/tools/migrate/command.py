@@ -74,7 +74,7 @@ def main(words: Sequence[str]) -> int:
         print(text, end="")
         print("\n".join(lines), file=sys.stderr)
         return 0
-    if any(output.resolve() == file.resolve() for file in files):
+    if any(os.path.realpath(output) == os.path.realpath(file) for file in files):
         raise ConfigError(Problem("-o", str(output), "is the file that is read", "name another one", "command line"))
     _write(output, text)
     _write(output.with_name(json_schema.FILE), json_schema.json_schema_text())

@@ -71,14 +71,14 @@ def _amount(read: Callable[[str], float]) -> Callable[[str], float]:
 
 OPTIONS = {
     "--gpus": Option(_count, "64"),
-    "--nodes": Option(_count, "64"),
-    "--top": Option(_count, "64"),
-    "--tokens": Option(_amount(parse_count), "2"),
+    "--nodes": Option(_count, "8"),
+    "--top": Option(_count, "10"),
+    "--tokens": Option(_amount(parse_count), "15T"),
     "--price": Option(_amount(float), "2"),
-    "--device": Option(example="NAME"),
-    "--calibrate": Option(example="NAME"),
-    "--output": Option(example="NAME"),
-    "-o": Option(example="NAME"),
+    "--device": Option(example="h100"),
+    "--calibrate": Option(example="outputs, the folder of a run"),
+    "--output": Option(example="best.toml"),
+    "-o": Option(example="best.toml"),
 }
 FLAGS = ("--search", "--json", "--largest", "--float8")
 

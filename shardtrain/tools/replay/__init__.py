@@ -65,7 +65,7 @@ def main(words: Sequence[str]) -> int:
     with heartbeat("looking for a checkpoint before the step"):  # its thread has ended when ranks are forked
         found = plan(loaded.config, request.first, request.last)
     output = Path(request.output or tempfile.mkdtemp(prefix="shardtrain-replay-"))
-    if output.resolve() == found.run_folder.resolve():
+    if os.path.realpath(output) == os.path.realpath(found.run_folder):
         rule = "is the run's own folder, into which nothing is written"
         raise ConfigError(Problem("--output", str(output), rule, "name another folder", "command line"))
     replayed = dataclasses.replace(loaded, config=config_of(loaded.config, found, output))

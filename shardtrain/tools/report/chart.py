@@ -113,9 +113,11 @@ def ticks(low: float, high: float, logarithmic: bool = False) -> list[float]:
 def format_number(value: float) -> str:
     """A number of an axis in few characters.
 
-    >>> [format_number(value) for value in (0.0, 2.5, 1234567.0, 0.0003142, 150000.0, 100.0)]
-    ['0', '2.5', '1.23M', '3.14e-4', '150k', '100']
+    >>> [format_number(value) for value in (0.0, 2.5, 1234567.0, 0.0003142, 150000.0, 100.0, 2e18, math.inf)]
+    ['0', '2.5', '1.23M', '3.14e-4', '150k', '100', '2e18', 'inf']
     """
+    if not math.isfinite(value) or abs(value) >= 1e15:
+        return f"{value:.3g}".replace("e+", "e")
     for size, suffix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= size:
             return f"{value / (1e3 if suffix == 'k' else size):.3g}{suffix}"

@@ -93,6 +93,9 @@ def read(text: str) -> dict[str, int]:
     ({'tp': 2, 'pp': 2}, {'ep': 2, 'dp_shard': 2})
     """
     degrees: dict[str, int] = {}
+    if (words := text.split()) and len(words) > 1 and "," not in text:
+        fix = f"write {','.join(words)}"
+        raise ConfigError(Problem("--mesh", text, "has no commas between its axes", fix, "command line"))
     for part in text.split(","):
         axis, _, degree = (piece.strip() for piece in part.partition("="))
         where = "command line"

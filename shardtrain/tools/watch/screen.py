@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,7 +120,7 @@ def _curve(one: Followed, name: str) -> Curve:
 
 
 def _name(one: Followed) -> str:
-    return redact(visible(one.folder.resolve().name, lines=False))
+    return redact(visible(os.path.basename(os.path.realpath(one.folder)), lines=False))
 
 
 def _step(one: Followed) -> str:
