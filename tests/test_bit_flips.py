@@ -21,13 +21,13 @@ from shardtrain.metrics.sinks.jsonl import JsonlFile, read_records
 from shardtrain.utils.errors import CheckpointError
 
 FLIPS = int(os.environ.get("SHARDTRAIN_RUN_FLIPS", "20"))
-"""Flipped bits of each case; 167 are 1,000 in all."""
+"""Flipped bits of each case; 167 are 1,503 in all."""
 SEED = os.environ.get("SHARDTRAIN_CAMPAIGN_SEED", "")
 """Another one flips other bits."""
 STEPS = 4
 
 
-def config_of(folder: Path, ranks: int, mode: str) -> Config:
+def config_of(folder: Path, mode: str, store: str) -> Config:
     data = folder.with_name("rows.txt")
     data.write_text("a word and another " * 2000)
     return tiny_config(
@@ -42,7 +42,13 @@ def config_of(folder: Path, ranks: int, mode: str) -> Config:
         },
         data={"mode": "stream"},
         validation={"enable": True, "dataset": "text", "dataset_path": str(data), "freq": 2, "steps": 1},
-        checkpoint={"enable": True, "interval": 2, "async_mode": mode, "keep_best": "validation.loss"},
+        checkpoint={
+            "enable": True,
+            "interval": 2,
+            "async_mode": mode,
+            "keep_best": "validation.loss",
+            **({"folder": store} if store else {}),
+        },
     )
 
 
@@ -70,14 +76,17 @@ def judge(config: Config, path: Path, whole: dict[str, Any]) -> str:
     folder = Path(config.job.dump_folder)
     found = newest(config)
     if path.parent.name.startswith("step-"):
-        return f"continues from {found}" if found == str(path.parent) else ""
+        return f"continues from {found}" if found.endswith(str(path.parent)) else ""
     if found != whole["newest"]:
         return f"continues from {found!r}"
-    if path.name == "metrics.jsonl":
+    if path.name.endswith(".jsonl"):
         JsonlFile(path, STEPS).close()
-        steps = [record["step"] for record in read_records(path)]
-        kept = len(set(steps) & set(whole["steps"]))
-        return "" if steps == sorted(set(steps)) and kept >= len(whole["steps"]) - 2 else f"rows {steps}"
+        records = read_records(path)
+        steps = [record["step"] for record in records]
+        written = {record["step"]: record for record in whole[path.name]}
+        if any(not written.get(record["step"], {"": 0}).items() <= record.items() for record in records):
+            return f"records {records}"
+        return "" if steps == sorted(set(steps)) and len(steps) >= len(written) - 2 else f"rows {steps}"
     if path.name == POINTER:
         read_pointer(path.parent)
         return "" if (path.parent / f"step-{whole['best']['step']}").is_dir() else "the best one is gone"
@@ -86,28 +95,39 @@ def judge(config: Config, path: Path, whole: dict[str, Any]) -> str:
     return "" if contents.record() == whole["contents"] else f"the data are {contents.record()}"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mode"),
-    cases([(2, "async")], nightly=[(1, "disabled"), (1, "async"), (2, "disabled"), (4, "disabled"), (4, "async")]),
-)
-def test_no_flipped_bit_is_used(ranks: int, mode: str, tmp_path: Path) -> None:
-    config = config_of(tmp_path / "run", ranks, mode)
+ON_DISK = [
+    (1, "disabled", False),
+    (1, "async", False),
+    (2, "disabled", False),
+    (4, "disabled", False),
+    (4, "async", False),
+]
+IN_A_STORE = [(1, "disabled", True), (2, "async", True), (4, "disabled", True)]
+
+
+@pytest.mark.parametrize(("ranks", "mode", "in_store"), cases([(2, "async", False)], nightly=[*ON_DISK, *IN_A_STORE]))
+def test_no_flipped_bit_is_used(ranks: int, mode: str, in_store: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    checkpoint = tmp_path / "bucket" if in_store else folder / "checkpoint"
+    store = f"bucket://{checkpoint}" if in_store else ""
+    config = config_of(folder, mode, store)
     code, told = storage_faults.run(config, ranks, None)
     assert code == 0, told
-    folder, chosen, wrong = tmp_path / "run", random.Random(f"flips {SEED}{ranks} {mode}"), []
-    checkpoint = folder / "checkpoint"
+    chosen, wrong = random.Random(f"flips {SEED}{ranks} {mode}{store and ' store'}"), []
     contents = Contents([WholeFile("rows.txt", config.training.dataset_path or "", "o")], folder)
     contents.look()
     with world_of_one():
         whole = {
             "newest": newest(config),
-            "steps": [record["step"] for record in read_records(folder / "metrics.jsonl")],
+            "metrics.jsonl": read_records(folder / "metrics.jsonl"),
+            "validation.jsonl": read_records(folder / "validation.jsonl"),
             "best": read_pointer(checkpoint),
             "contents": contents.record(),
         }
-        assert whole["newest"] == str(checkpoint / f"step-{STEPS}") and whole["best"] and whole["contents"]
+        assert whole["newest"] == f"{store or checkpoint}/step-{STEPS}" and whole["best"] and whole["contents"]
+        assert len(whole["metrics.jsonl"]) == STEPS and whole["validation.jsonl"]
         files = sorted(path for path in checkpoint.glob("step-*/*") if path.is_file() and path.stat().st_size)
-        files += [folder / "metrics.jsonl", checkpoint / POINTER, folder / NOTES]
+        files += [folder / "metrics.jsonl", folder / "validation.jsonl", checkpoint / POINTER, folder / NOTES]
         assert len(files) > 4 + ranks
         for _ in range(FLIPS):
             path = chosen.choice(files)

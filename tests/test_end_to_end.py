@@ -23,6 +23,7 @@ from shardtrain.distributed import process_group
 from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.resilience.goodput.account import BINS
 from shardtrain.utils import garbage_collection
+from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError
 
 BINS_OF_GOODPUT = ["goodput", *(f"goodput_{name}_seconds" for name in BINS)]
@@ -109,7 +110,7 @@ def test_the_resolved_configuration_loads_to_the_same(folder: Path, runs: list[A
 
 
 def test_metrics_are_written_at_step_1_every_log_freq_and_the_last(folder: Path, runs: list[Any]) -> None:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [record_of(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     assert [record["step"] for record in records] == [1, 4, 8, 10]
     assert all(list(record) == KEYS for record in records)
     losses, start = runs[0][0].losses, 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import multiprocessing
 import random
 import shutil
@@ -27,6 +26,7 @@ from tiny import Ended, assert_bitwise, shallow_config, train_whole
 from shardtrain.config.schema import Config
 from shardtrain.ops.dtensor import to_full
 from shardtrain.train import resume, trainer
+from shardtrain.utils.checked_json import record_of
 
 STEPS, SAVED = 20, 10
 LOSS_RELATIVE = 1e-6
@@ -210,10 +210,10 @@ def test_nothing_random_outlives_a_step(straight: Any, resumed: Any, kind: str) 
 def test_the_written_history_is_that_of_one_run(root: Path, resumed: Any, kind: str) -> None:
     def history(name: str) -> list[dict[str, Any]]:
         timed = {"tps", "tokens_per_second", "tflops", "memory_gib", "step_seconds", "data_seconds"}
-        lines = (root / name / "metrics.jsonl").read_text().splitlines()
+        records = [record_of(line) for line in (root / name / "metrics.jsonl").read_bytes().splitlines()]
         return [
-            {key: v for key, v in json.loads(line).items() if key not in timed and not key.startswith("goodput")}
-            for line in lines
+            {key: v for key, v in record.items() if key not in timed and not key.startswith("goodput")}
+            for record in records
         ]
 
     assert history(f"{kind} resumed") == history(kind)

@@ -21,7 +21,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    import pytest
 
 BOOTSTRAP = "import sys; sys.path.insert(0, sys.argv[1]); import workers; workers.serve(int(sys.argv[2]), sys.argv[3:])"
 """The main module of the forks has no file, as that of a worker: a process that is spawned would run it again."""
@@ -110,7 +113,7 @@ def _collect(arguments: list[str]) -> None:
     helper = _rewrite_from_the_end()
     gc.disable()  # all of it stays: a collection would look at a million objects again and again
     try:  # what cannot be collected is told by the workers
-        pytest.main([*arguments, "--collect-only", "-n", "0", "-p", "no:cacheprovider"])
+        pytest.main([*arguments, "--collect-only", "-n", "0", "-p", "no:cacheprovider"], plugins=[_Forgetful()])
     finally:
         for number, original in enumerate(kept, 1):
             os.dup2(original, number)
@@ -119,8 +122,18 @@ def _collect(arguments: list[str]) -> None:
     if helper:
         os.waitpid(helper, 0)
     gc.enable()
+    gc.unfreeze()
     gc.collect()
     gc.freeze()  # a collection of a fork would copy the pages of all that it looks at
+
+
+class _Forgetful:
+    """Drop what was collected, which imported modules hold through their loader: each worker collects once more."""
+
+    @staticmethod
+    def pytest_sessionfinish(session: pytest.Session) -> None:
+        session.items.clear()
+        session.config.pluginmanager.getplugin("terminalreporter").stats.clear()  # those that were left out
 
 
 def _rewrite_from_the_end() -> int:

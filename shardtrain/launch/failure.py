@@ -20,6 +20,7 @@ from typing import Any
 
 from shardtrain.checkpoint.storage import Place
 from shardtrain.utils import atomic_io
+from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, FolderTaken, ShardtrainError
 from shardtrain.utils.redact import redact, visible
 
@@ -264,10 +265,9 @@ def last_step(metrics: Path) -> int | None:
     except OSError:
         return None
     for line in reversed(tail):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            continue
+        record = record_of(line)
+        if record is not None and type(record.get("step")) is int:
+            return int(record["step"])
     return None
 
 

@@ -71,9 +71,13 @@ def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[sl
 
 def to_full(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank (a collective when it is distributed); for tests, export and verification."""
+    if not is_distributed(tensor):
+        return tensor
     # two gathers where FSDP cuts what tensor parallelism left are right here; the hint about their speed is noise
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    return tensor.full_tensor() if is_distributed(tensor) else tensor
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    if logger.level != logging.ERROR:  # to set it empties the caches of all loggers
+        logger.setLevel(logging.ERROR)
+    return tensor.full_tensor()
 
 
 NORM_CHUNK_NUMEL = 1 << 16

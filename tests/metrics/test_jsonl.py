@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from shardtrain.metrics.sinks import jsonl
 from shardtrain.metrics.sinks.jsonl import JsonlFile, read_records
+from shardtrain.utils.checked_json import line_of
 
 
 def steps(path):
@@ -24,7 +25,7 @@ def write(path, numbers, start_step=0):
 def test_records_are_on_disk_as_soon_as_they_are_written(tmp_path):
     file = JsonlFile(tmp_path / "metrics.jsonl", 0)
     file.write({"step": 1})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (tmp_path / "metrics.jsonl").read_bytes() == line_of({"step": 1})
 
 
 def test_records_after_the_checkpoint_are_removed_on_resume(tmp_path):
@@ -80,7 +81,7 @@ def test_a_fresh_run_keeps_an_earlier_history_aside(tmp_path, caplog):
 def test_no_record_holds_a_number_that_json_has_no_word_for(tmp_path, value):
     path = tmp_path / "metrics.jsonl"
     JsonlFile(path, 0).write({"step": 1, "loss": value})
-    assert path.read_text() == '{"step": 1, "loss": null}\n'
+    assert path.read_bytes() == line_of({"step": 1, "loss": None})
 
 
 def test_a_disk_that_fails_costs_records_and_one_warning_but_no_training(tmp_path, monkeypatch, caplog):

@@ -10,6 +10,7 @@ import torch
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.flops import flops_per_token
 from shardtrain.metrics.meters import Window
+from shardtrain.utils.checked_json import record_of
 
 KEYS = [
     "step",
@@ -30,7 +31,7 @@ KEYS = [
 
 
 def records(folder, name="metrics.jsonl"):
-    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    return [record_of(line) for line in (folder / name).read_bytes().splitlines()]
 
 
 def test_the_first_step_every_log_freq_steps_and_the_last_are_logged(tmp_path, kit):

@@ -21,6 +21,7 @@ from shardtrain import cli
 from shardtrain.config.schema import Config
 from shardtrain.resilience.guards.loss_spikes import Guard
 from shardtrain.tools.replay.plan import plan
+from shardtrain.utils.checked_json import line_of, record_of
 from shardtrain.utils.errors import CheckpointError
 
 
@@ -130,10 +131,10 @@ def test_a_rewound_run_is_made_again_without_the_rows_that_it_left_out(root: Pat
 def test_the_first_difference_is_named(root: Path) -> None:
     folder = root / "doctored"
     shutil.copytree(root / "run", folder)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [record_of(line) for line in (folder / "metrics.jsonl").read_bytes().splitlines()]
     was = lines[4]["grad_norm"]
     lines[4]["grad_norm"] = was * (1 + 2**-50)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "metrics.jsonl").write_bytes(b"".join(map(line_of, lines)))
     status, output = replay(root, "6", str(folder))
     assert status == 4, output
     assert f"step 5 differs from the run: grad_norm {was} was {lines[4]['grad_norm']}" in output

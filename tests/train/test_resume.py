@@ -7,7 +7,6 @@ restart has), and one process that does both. They make the runs that the chosen
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tiers import cases, chosen
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
 
 from shardtrain.config.schema import Config
+from shardtrain.utils.checked_json import record_of
 
 STEPS, SAVED, KILLED = 6, 3, 5
 """Steps of the run, of the checkpoint, and done when the first start ends: two steps are lost and made again."""
@@ -152,7 +152,7 @@ def test_the_history_on_disk_is_one_straight_line(root: Path, runs: list[dict[st
     def history(name: str) -> list[dict[str, Any]]:
         timed = {"tps", "tokens_per_second", "tflops", "memory_gib", "step_seconds", "data_seconds"}
         lines = (root / name / "metrics.jsonl").read_text().splitlines()
-        records = [json.loads(line) for line in lines]
+        records = [record_of(line.encode()) for line in lines]
         return [
             {key: value for key, value in record.items() if key not in timed and not key.startswith("goodput")}
             for record in records

@@ -6,7 +6,6 @@ After a resume the file continues as one straight history: what was written afte
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -15,15 +14,16 @@ from typing import Any, BinaryIO
 
 from shardtrain.metrics.record import Record, finite_or_none
 from shardtrain.utils import atomic_io
+from shardtrain.utils.checked_json import line_of, record_of
 from shardtrain.utils.log import logger
 
 
 class JsonlFile:
     """A history with strictly rising ``step``; each record is one write of one whole line.
 
-    Opening the file drops records after ``start_step`` and lines that a crash has torn. A run that starts at step 0
-    keeps an earlier history aside under a name with the time. Neither a full disk nor a lost mount stops training:
-    the first failure is a warning, ``num_lost`` counts the records.
+    Opening the file drops records after ``start_step``, and lines that a crash has torn or a disk has changed. A run
+    that starts at step 0 keeps an earlier history aside under a name with the time. Neither a full disk nor a lost
+    mount stops training: the first failure is a warning, ``num_lost`` counts the records.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -40,9 +40,9 @@ class JsonlFile:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one record; a number that is not finite is written as null, since JSON has no word for it."""
         fields = {key: finite_or_none(v) if isinstance(v, float) else v for key, v in record.items()}
-        line = json.dumps(fields, allow_nan=False) + "\n"
+        line = line_of(fields)
         try:
-            self._append(line.encode())
+            self._append(line)
         except OSError as error:
             self.num_lost += 1
             self._warn(error)
@@ -102,7 +102,7 @@ class JsonlFiles:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Records of a file in order; lines that are not JSON objects with an integer ``step`` are left out."""
+    """Records of a file in order; lines that are not records, or have changed since, are left out."""
     return _parse(path.read_bytes())[0]
 
 
@@ -113,20 +113,17 @@ def _parse(content: bytes) -> tuple[list[dict[str, Any]], int]:
     for line in content.split(b"\n"):
         if not line.strip():
             continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if _is_record(record):
+        record = record_of(line)
+        if record is not None and _is_record(record):
             records.append(record)
         else:
             bad += 1
     return records, bad
 
 
-def _is_record(record: Any) -> bool:
+def _is_record(record: dict[str, Any]) -> bool:
     """Whether a line is one that this class writes: a step, and numbers, null or short texts beside it."""
-    if not isinstance(record, dict) or type(record.get("step")) is not int or not 0 <= record["step"] < 2**63:
+    if type(record.get("step")) is not int or not 0 <= record["step"] < 2**63:
         return False
     return all(_is_value(value) for value in record.values())
 
@@ -175,9 +172,10 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
         kept.append(record)
     removed = len(records) - len(kept)
     if removed or bad or not content.endswith(b"\n"):
-        content = b"".join(json.dumps(record).encode() + b"\n" for record in kept)
+        content = b"".join(map(line_of, kept))
         atomic_io.write(path, content, durable=True)
-        logger.info(f"{path}: continuing after step {start_step}; {removed} later records and {bad} torn lines removed")
+        damaged = f"{bad} torn or damaged lines"
+        logger.info(f"{path}: continuing after step {start_step}; {removed} later records and {damaged} removed")
     return kept
 
 

@@ -21,6 +21,7 @@ from shardtrain.config.schema import Config
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.source import Source
 from shardtrain.train.run_folder import read_world_size, versions
+from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.redact import redact
 from shardtrain.utils.units import format_count
@@ -170,13 +171,10 @@ def _measured(path: Path, step: int, what: str) -> list[tuple[str, str]]:
     """The last line of a file of metrics up to a step."""
     last: dict[str, Any] = {}
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
+        with path.open("rb") as file:
             for line in file:
-                try:
-                    found = json.loads(line)
-                except ValueError:  # a line that was being written as the run died
-                    continue
-                if isinstance(found, dict) and isinstance(found.get("step"), int) and found["step"] <= step:
+                found = record_of(line)  # None of a line that was being written as the run died
+                if found is not None and isinstance(found.get("step"), int) and found["step"] <= step:
                     last = found
     except OSError:
         return []

@@ -18,6 +18,7 @@ from typing import Any
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import Account, account, attempts_of
 from shardtrain.utils import atomic_io
+from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 POINTS = 600
@@ -106,12 +107,9 @@ def _read_series(path: Path, found: dict[str, Series]) -> int:
     """Add the numbers of a file of records to ``found``; gives the number of lines that are not records."""
     bad = 0
     for line in _lines(path):
-        try:
-            record = json.loads(line) if line is not None else None
-        except (ValueError, RecursionError):
-            record = None
-        step = record.get("step") if isinstance(record, dict) else None
-        if type(step) is not int or not 0 <= step < 2**63 or not isinstance(record, dict):
+        record = record_of(line) if line is not None else None
+        step = record.get("step") if record is not None else None
+        if record is None or type(step) is not int or not 0 <= step < 2**63:
             bad += 1
             continue
         for name, value in record.items():

@@ -13,6 +13,7 @@ from typing import Any
 from shardtrain.tools.report.chart import format_number
 from shardtrain.utils import atomic_io
 from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import visible
 from shardtrain.utils.units import format_seconds
@@ -102,11 +103,8 @@ def look(folder: Path) -> Found:
             end = {}
     last: dict[str, Any] = {}
     for line in reversed(_tail(metrics).split(b"\n")):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(record, dict) and type(record.get("step")) is int:
+        record = record_of(line)
+        if record is not None and type(record.get("step")) is int:
             last = record
             break
     return Found(folder, last, end if isinstance(end, dict) else {}, max(0.0, time.time() - max(times.values())))

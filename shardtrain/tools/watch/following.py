@@ -6,7 +6,6 @@ from its start. Of a long file some hundred records are read, spread over it: en
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 
 from shardtrain.tools.report import reading, runs
 from shardtrain.utils import atomic_io
+from shardtrain.utils.checked_json import record_of
 
 CURVES = ("loss", "grad_norm", "tps", "memory_gib")
 POINTS = 2048
@@ -144,8 +144,5 @@ def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[flo
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if isinstance(record, dict) and type(record.get("step")) is int else None
+    record = record_of(line)
+    return record if record is not None and type(record.get("step")) is int else None

@@ -1,0 +1,40 @@
+"""A line of JSON that has changed by a bit is not taken for what was written."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from shardtrain.utils.checked_json import FIELD, line_of, record_of
+
+RECORD = {"step": 70, "loss": 2.5e-05, "mfu": None, "phase": 'träge \\ "', "tokens": 123456789}
+
+
+def test_no_flip_of_a_bit_changes_what_is_read():
+    line = line_of(RECORD)
+    assert record_of(line) == RECORD
+    found = 0
+    for bit in range(8 * len(line)):
+        changed = bytearray(line)
+        changed[bit // 8] ^= 1 << bit % 8
+        record = record_of(bytes(changed))
+        # a flip in the name of the checksum leaves a field that nobody knows, and all that was written
+        assert record is None or RECORD.items() <= record.items(), bytes(changed)
+        found += record is None
+    assert found > 7 * len(line)
+
+
+@pytest.mark.parametrize("written", [json.dumps(RECORD), json.dumps({**RECORD, FIELD: "0"}, separators=(",", ":"))])
+def test_a_line_of_another_program_is_taken_as_it_is(written):
+    assert record_of(written.encode()) == RECORD
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[1]", b"7", b"[" * 100_000, b'\xff{"step": 1}', line_of(RECORD)[:-9]])
+def test_a_line_without_a_record_is_none(line):
+    assert record_of(line) is None
+
+
+def test_a_number_that_json_has_no_word_for_is_refused():
+    with pytest.raises(ValueError, match="JSON"):
+        line_of({"step": float("nan")})
