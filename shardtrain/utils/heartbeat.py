@@ -51,34 +51,56 @@ def not_silent() -> None:
     _silence.since = _silence.until = time.monotonic()
 
 
+def last_said() -> float:
+    """When the last line was printed that this module knows of, by ``time.monotonic``."""
+    return _silence.since
+
+
+_running: list[_Silence] = []
+"""Of the works that run, the outermost first. The innermost speaks: it knows best what is being done."""
+_PATIENCE_SECONDS = 0.5
+"""So much longer does a work wait, for each that it contains."""
+
+
 def _print(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
 @contextmanager
-def heartbeat(what: str, seconds: float | None = None, say: Callable[[str], None] = _print) -> Iterator[None]:
+def heartbeat(
+    what: str,
+    seconds: float | None = None,
+    say: Callable[[str], None] = _print,
+    far: Callable[[], str] = str,
+) -> Iterator[None]:
     """Print to standard error how long ``what`` has taken, and on Linux what it has read from and written to disks.
 
     ``seconds`` of silence come before a line, without them what ``SHARDTRAIN_HEARTBEAT_SECONDS`` says, where 0 prints
-    none. ``say`` takes the lines elsewhere. A thread of its own prints: where this process may fork meanwhile and must
-    have one thread alone, see ``WaitingHeartbeat``.
+    none. ``say`` takes the lines elsewhere, ``far`` says how far the work is. A thread of its own prints: where this
+    process may fork meanwhile and must have one thread alone, see ``WaitingHeartbeat``.
     """
     seconds = asked_seconds() if seconds is None else seconds
     if not seconds:
         yield
         return
-    line, silence = _line(what), _Silence(silent_since(), 0)
+    line, silence = _line(what, far), _Silence(silent_since(), 0)
 
     def tell() -> float:
-        if time.monotonic() >= silence.since + seconds:
-            silence.since = time.monotonic()
+        silence.since = max(silence.since, last_said())  # others may have spoken meanwhile
+        inner = len(_running) - 1 - next((at for at, one in enumerate(_running) if one is silence), len(_running) - 1)
+        limit = seconds + _PATIENCE_SECONDS * inner
+        if time.monotonic() >= silence.since + limit:
+            not_silent()
+            silence.since = last_said()
             say(line())
-        return silence.since + seconds - time.monotonic()
+        return silence.since + limit - time.monotonic()
 
+    _running.append(silence)
     try:
         with repeat(tell):
             yield
     finally:
+        _running[:] = [one for one in _running if one is not silence]
         _silence.since, _silence.until = silence.since, time.monotonic()
 
 
@@ -128,13 +150,14 @@ class WaitingHeartbeat:
         _silence.since, _silence.until = self._since, time.monotonic()
 
 
-def _line(what: str) -> Callable[[], str]:
+def _line(what: str, far: Callable[[], str] = str) -> Callable[[], str]:
     """A function that gives the line of this moment; time and bytes count from now."""
     started, (read, written) = time.monotonic(), _disk_bytes()
 
     def line() -> str:
         now_read, now_written = _disk_bytes()
-        parts = [f"{what}: {format_seconds(round(time.monotonic() - started))}"]
+        seconds = format_seconds(round(time.monotonic() - started))
+        parts = [f"{what}: {', '.join(part for part in (far(), seconds) if part)}"]
         if now_read > read:
             parts.append(f"{format_bytes(now_read - read)} read")
         if now_written > written:

@@ -94,3 +94,21 @@ def test_short_works_that_follow_on_each_other_make_one_silence() -> None:
         with heartbeat("importing", seconds=0.5, say=said.append):
             time.sleep(0.05)
     assert said and said[0].startswith("importing: ")
+
+
+def test_of_works_within_each_other_the_inner_one_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardtrain.utils.heartbeat._PATIENCE_SECONDS", patience.seconds(10))
+    said: list[str] = []
+    with heartbeat("outer", seconds=0.1, say=lambda _: said.append("outer")):
+        with heartbeat("inner", seconds=0.1, say=lambda _: said.append("inner")):
+            patience.wait_for(lambda: len(said) >= 3, 10)
+            first = said[:3]
+        patience.wait_for(lambda: said[-1] == "outer", 30)
+    assert first == ["inner"] * 3
+
+
+def test_a_line_says_how_far_the_work_is() -> None:
+    said: list[str] = []
+    with heartbeat("measuring", seconds=0.01, say=said.append, far=lambda: "3 of 9 sequences"):
+        patience.wait_for(lambda: bool(said), 10)
+    assert re.match(r"measuring: 3 of 9 sequences, \d", said[0])

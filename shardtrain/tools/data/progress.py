@@ -7,15 +7,15 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from shardtrain.utils.heartbeat import silent_since
+from shardtrain.utils.heartbeat import last_said, not_silent, silent_since
 from shardtrain.utils.log import redraw_allowed
 from shardtrain.utils.units import format_count, format_seconds
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-LINE_SECONDS = 5.0
-"""Time between two lines where there is no terminal."""
+LINE_SECONDS = 4.0
+"""Time between two lines where there is no terminal; less than a heartbeat's, which speaks where this says nothing."""
 
 
 class Progress:
@@ -39,8 +39,9 @@ class Progress:
         """Say that a share ``done`` of all is done, 0..1, and ``tokens`` came out of it since the start of this run."""
         if self._bar is not None:
             self._bar.update(self._task, completed=done, words=self.words(done, tokens))
-        elif time.monotonic() - self._said >= LINE_SECONDS:
+        elif time.monotonic() - max(self._said, last_said()) >= LINE_SECONDS:
             self._said = time.monotonic()
+            not_silent()
             print(f"{self._title}: {100 * done:.1f} %, {self.words(done, tokens)}", file=sys.stderr, flush=True)
 
     def words(self, done: float, tokens: int) -> str:
@@ -48,7 +49,8 @@ class Progress:
         seconds = max(self.seconds, 1e-9)
         share = done - self._done_before
         parts = [f"{self.megabytes(done) / seconds:.2f} MB/s"] if self._total_bytes else []
-        parts.append(f"{format_count(round(tokens / seconds))} tokens/s")
+        if tokens:
+            parts.append(f"{format_count(round(tokens / seconds))} tokens/s")
         if share > 0:
             parts.append(f"{format_seconds((1 - done) / share * seconds)} left")
         return ", ".join(parts)

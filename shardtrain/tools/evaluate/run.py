@@ -41,8 +41,9 @@ def run(asked: Request) -> None:
         if wanted:
             found["sets"] = {}
         for name, section in wanted.items():
-            with heartbeat(f"measuring {name}", often):
-                found["sets"][name] = sets.measure(opened, section, asked.text_field)
+            read = sets.Read()
+            with heartbeat(f"measuring {name}", often, far=read.far):
+                found["sets"][name] = sets.measure(opened, section, asked.text_field, read)
         if asked.tasks:
             from shardtrain.tools.evaluate import tasks
 

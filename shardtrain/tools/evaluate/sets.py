@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
@@ -21,11 +22,31 @@ from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Prob
 _TOKENS_AT_ONCE = 2**22
 
 
-def measure(opened: OpenedModel, section: Validation, text_field: str | None = None) -> dict[str, float | int | None]:
+@dataclass
+class Read:
+    """How far a set has been read."""
+
+    rows: int = 0
+    total: int | None = None
+    """None where only reading tells."""
+
+    def far(self) -> str:
+        """Empty before the first batch.
+
+        >>> Read(1200, 14594).far(), Read(1200).far(), Read().far()
+        ('1,200 of 14,594 sequences', '1,200 sequences', '')
+        """
+        of = f" of {self.total:,}" if self.total else ""
+        return f"{self.rows:,}{of} sequences" if self.rows else ""
+
+
+def measure(
+    opened: OpenedModel, section: Validation, text_field: str | None = None, read: Read | None = None
+) -> dict[str, float | int | None]:
     """Mean loss per target token in nats, perplexity, and bits per byte of the text that the targets spell.
 
-    Every rank reads all rows, since each layer is split over all of them (a collective). A perplexity that no float
-    holds is None.
+    Every rank reads all rows, since each layer is split over all of them (a collective); ``read`` counts them. A
+    perplexity that no float holds is None.
 
     Raises:
         ConfigError: when sequences cannot be split over the ranks, or the set cannot be opened.
@@ -47,6 +68,8 @@ def measure(opened: OpenedModel, section: Validation, text_field: str | None = N
     device = next(opened.model.parameters()).device
     loss = torch.zeros((), dtype=torch.float64, device=device)
     text, tokens, rows = _Bytes(opened.tokenizer), 0, 0
+    read = read or Read()
+    read.total = stream.num_samples
     with torch.inference_mode():
         for batch in stream:
             there = batch.to(device)
@@ -54,6 +77,7 @@ def measure(opened: OpenedModel, section: Validation, text_field: str | None = N
             loss += cross_entropy_sum(logits_BTV, there.targets_BT)
             tokens += batch.num_targets
             rows += batch.num_rows
+            read.rows = rows
             text.add(batch.targets_BT[batch.targets_BT != IGNORE].tolist())
     if not tokens:
         raise DataError(f"{section.dataset_path}: none of the {rows} sequences has a token to predict; use other data")
