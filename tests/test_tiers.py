@@ -12,7 +12,7 @@ from pathlib import Path
 
 import patience
 import pytest
-from tiers import SHARES, share_of
+from tiers import LONGEST_FIRST, SHARES, dealt, share_of
 
 TESTS = Path(__file__).parent
 SAMPLE = """
@@ -30,6 +30,31 @@ def test_pairs(a, b):
 def test_alone():
     pass
 """
+
+
+class Item:
+    """What ``dealt`` asks of a test."""
+
+    def __init__(self, file: str, number: int) -> None:
+        self.path, self.name = Path(file), f"{file}::{number}"
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 6, 16])
+def test_each_worker_begins_with_one_of_the_longest_files_and_runs_it_whole(num_workers):
+    rest = [Item(f"test_rest_{number}.py", case) for number in range(90) for case in range(1 + number % 9)]
+    longest = [Item(name, case) for name in LONGEST_FIRST for case in range(3)]
+    order = dealt([*rest, *longest], num_workers)
+    assert sorted(map(id, order)) == sorted(map(id, [*rest, *longest]))
+    left, begun = list(order), []
+    for number in range(num_workers):  # as xdist cuts it
+        size = len(left) // (num_workers - number)
+        slice_, left = left[:size], left[size:]
+        names = [item.path.name for item in slice_]
+        assert names[0] in LONGEST_FIRST
+        own = [name for name in LONGEST_FIRST if name in names]
+        assert names[: 3 * len(own)] == [name for name in dict.fromkeys(names) if name in own for _ in range(3)]
+        begun += own
+    assert sorted(begun) == sorted(LONGEST_FIRST)
 
 
 @pytest.fixture

@@ -49,9 +49,16 @@ LONGEST_FIRST = (
     "test_slurm_in_job.py",
     "test_ssh_machines.py",
     "test_grid.py",
+    "test_pretended_accelerator.py",
+    "test_requests_to_stop.py",
     "test_docs.py",
+    "test_search.py",
     "test_same_numbers.py",
+    "test_fake_backend.py",
+    "test_slurm.py",
     "test_expert_parallel.py",
+    "test_hangs.py",
+    "test_ssh.py",
     # what all tests of a file share would be made again by each worker that takes some of them at the end
     "test_resume.py",
     "test_hostile_artefacts.py",
@@ -230,8 +237,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         runs = is_chosen(item, config)
         law.chosen += runs
         (chosen if runs else others).append(item)
-    ranks = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items[:] = sorted(chosen, key=lambda item: ranks.get(item.path.name, len(LONGEST_FIRST)))
+    workers_input = getattr(config, "workerinput", {"workercount": 1})
+    items[:] = dealt(chosen, workers_input["workercount"])
     config.stash[LAWS] = laws
     if others and not config.option.laws:
         config.hook.pytest_deselected(items=others)
@@ -246,6 +253,30 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+def dealt(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+    """The order in which ``--dist worksteal`` gives each worker some of the longest files, and these first.
+
+    It cuts the list into a slice for each worker, of as many tests as the others', and a worker that has none left
+    takes from the end of another's.
+    """
+    ranks = {name: place for place, name in enumerate(LONGEST_FIRST)}
+    files: dict[Path, list[pytest.Item]] = {}
+    rest: list[pytest.Item] = []
+    for item in items:
+        (files.setdefault(item.path, []) if item.path.name in ranks else rest).append(item)
+    slices: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
+    for file in sorted(files, key=lambda file: ranks[file.name]):
+        # to the worker with the fewest files, of these to the one with the fewest tests
+        min(slices, key=lambda slice_: (len({item.path for item in slice_}), len(slice_))).extend(files[file])
+    found: list[pytest.Item] = []
+    for number, slice_ in enumerate(slices):
+        size = (len(items) - len(found)) // (num_workers - number)
+        num_more = max(0, size - len(slice_))
+        found += slice_ + rest[:num_more]
+        del rest[:num_more]
+    return found + rest
 
 
 @pytest.hookimpl(optionalhook=True)
