@@ -7,7 +7,7 @@
 ``shards``       seconds and files opened to open a prepared folder of N shards
 ``many_files``   seconds and MiB to open a folder of N JSONL files that are read while training runs, on two real ranks,
                  of which the first lists them for both; what it takes to know which of them are hashed whole already;
-                 and bytes of what a checkpoint holds of the data
+                 and bytes of what a checkpoint holds of the data. The files lie in /dev/shm, 10^6 of them in 5 GiB
 ``whole_documents``  seconds and MiB to open N documents that are kept whole (packing "first_fit" and "padded")
 ``prepared_documents``  the same of prepared documents, whose fits ``data prepare`` has kept, and seconds of a row
 ``commit``       seconds of the first rank after N ranks have written their files: sizes, manifest, rename; of a look
@@ -24,7 +24,8 @@
                  says them and as a load asks for them: neither is in the two above
 ``real_save``    two real ranks save, check and read a model of N MiB and its optimizer: MiB above what each holds
 ``peer_rows``    N ranks that need the same rows of 8,192 tokens: CPU seconds of a rank for a row where each reads it of
-                 prepared shards, and where the first one reads it and sends it to the others (gloo, one machine)
+                 prepared shards, and where the first one reads it and sends it to the others (gloo, one machine); of
+                 text, where each tokenizes it (byte-level BPE of 32,768 tokens, trained on such text)
 ``retained``     seconds and manifests read of the retention of a save beside N older checkpoints, all kept for ever
 """
 
@@ -48,6 +49,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from prepare import make_text, train_tokenizer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -67,12 +69,15 @@ from shardtrain.data.fitted import BLOCK_DOCUMENTS, documents_of_block, fit_bloc
 from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.shards import ShardTokenBuffer
+from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.metrics.sinks.jsonl import JsonlFile
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink, thinned
 from shardtrain.resilience.progress import Mark
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers
 from shardtrain.train.open_together import together
+
+IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
@@ -125,7 +130,7 @@ def shards(count: int) -> dict[str, Any]:
 
 def many_files(count: int) -> dict[str, Any]:
     """Opening so many files on two real ranks, of which the first lists them; and what a checkpoint holds of them."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
         for number in range(count):
             path = Path(folder, "data", f"{number // 1000:06d}", f"{number:08d}.jsonl")
             if number % 1000 == 0:
@@ -511,7 +516,21 @@ def peer_rows(count: int) -> dict[str, Any]:
         told = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join()
-    return {key: round(max(one[key] for one in told), 6) for key in told[0]}
+        each_tokenizes = seconds_to_tokenize(Path(folder, "text.jsonl"), Path(folder, "tokenizer"), 8192)
+    found = {key: round(max(one[key] for one in told), 6) for key in told[0]}
+    return found | {"each_tokenizes_cpu_seconds": round(each_tokenizes, 6)}
+
+
+def seconds_to_tokenize(text: Path, tokenizer: Path, tokens: int) -> float:
+    """CPU seconds for so many tokens, of the documents of a file of JSON lines."""
+    make_text(text, 4)
+    train_tokenizer(text, tokenizer)
+    documents = [json.loads(line)["text"] for line in text.read_text().splitlines()[:500]]
+    encoder = open_tokenizer(str(tokenizer))
+    encoder.encode_batch(documents[:10])
+    begun = time.process_time()
+    made = sum(map(len, encoder.encode_batch(documents)))
+    return (time.process_time() - begun) / made * tokens
 
 
 def rows_of_peer(folder: str, rank: int, count: int, sender: Any) -> None:

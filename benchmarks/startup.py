@@ -1,12 +1,13 @@
 """What it costs until N ranks are ready to build their model: rendezvous, agreement, process groups; by their number.
 
-    python benchmarks/startup.py [--ranks 32 64 128 192] [--per-node 8] [--out FILE]
+    python benchmarks/startup.py [--ranks 64 256 512] [--per-node 8] [--out FILE]
 
 Forks real ranks that do what ``shardtrain train`` does before it builds a model, as torchrun starts them on nodes of
 ``--per-node`` ranks: they meet in the agents' TCPStore (a process of its own here), compare their configurations, join
 the process group of gloo, open their logs, make the mesh (N / 8) x 8 with its groups, and run the collectives that
-agree on what the first rank has read. Starting interpreters and loading weights is not in it, nor is the watchdog,
-whose cost is one of time: see heartbeats.py. Pairs connect when they are needed, as above 128 ranks, at every N.
+agree on what the first rank has read. Starting interpreters, loading the configuration and weights is not in it, nor
+is the watchdog, whose cost is one of time: see heartbeats.py. Ranks share the memory of what was loaded before they
+were forked, so that 512 of them take some 7 GiB. Pairs connect when they are needed, as above 128 ranks, at every N.
 
 Each rank counts what it asks of the store. Printed for each N: requests of the median rank, of all ranks but the first,
 and of the first, which answers all others and asks at most some 700 a second while it waits for them; CPU seconds of
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import multiprocessing
@@ -82,7 +84,19 @@ for _name in ("set", "get", "multi_get", "compare_set", "add", "check", "wait", 
     setattr(Counted, _name, _counting(_name))
 
 
-def rank_main(rank: int, size: int, per_node: int, port: int, folder: str, sender: Any, release: Any) -> None:
+def loaded_for(size: int, folder: str) -> Any:
+    """The configuration of all ranks, loaded and checked once: a rank does that by itself, whatever their number."""
+    words = [
+        f"--job.dump_folder={folder}", "--training.device=cpu", "--model.hf_assets_path=bytes",
+        f"--parallelism.tensor_parallel_degree={min(8, size)}", "--metrics.enable_tensorboard=false",
+        "--comm.init_timeout_seconds=900", "--training.local_batch_size=8",
+    ]  # fmt: skip
+    loaded = configs.load("debug", words)
+    configs.require(loaded, size, "cpu", None)
+    return loaded
+
+
+def rank_main(rank: int, size: int, per_node: int, port: int, loaded: Any, sender: Any, release: Any) -> None:
     """One rank, up to the moment at which it would build its model."""
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank % per_node),
@@ -97,19 +111,12 @@ def rank_main(rank: int, size: int, per_node: int, port: int, folder: str, sende
     for stream in (1, 2):  # gloo complains of a queue that is full on one machine, and tries again
         os.dup2(null, stream)
     began = time.process_time()
-    words = [
-        f"--job.dump_folder={folder}", "--training.device=cpu", "--model.hf_assets_path=bytes",
-        f"--parallelism.tensor_parallel_degree={min(8, size)}", "--metrics.enable_tensorboard=false",
-        "--comm.init_timeout_seconds=900", "--training.local_batch_size=8",
-    ]  # fmt: skip
-    loaded = configs.load("debug", words)
 
     def check_ranks(store: dist.Store, rank: int, size: int) -> None:
         config_consistency.check(loaded.config, store, rank, size)
         model_check.check(loaded.config, store, rank, size)
 
     with process_group.join(loaded.config.comm, "cpu", check_ranks) as world:
-        configs.require(loaded, world.size, "cpu", None)
         run_folder.open_log(loaded, world, (), ())
         mesh = distributed.build(loaded.config, world)
         told = first_rank(lambda: {"kernels": "measured by the first rank"})
@@ -133,9 +140,12 @@ def measure(size: int, per_node: int) -> dict[str, Any]:
     server.start()
     port, release, pipes, begun = ours.recv(), context.Event(), [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
+        loaded = loaded_for(size, folder)
+        gc.collect()
+        gc.freeze()  # so that ranks share what is loaded, as they share the code
         for rank in range(size):
             receiver, sender = context.Pipe(False)
-            arguments = (rank, size, per_node, port, folder, sender, release)
+            arguments = (rank, size, per_node, port, loaded, sender, release)
             context.Process(target=rank_main, args=arguments, daemon=True).start()
             sender.close()
             pipes.append(receiver)
@@ -152,7 +162,7 @@ def measure(size: int, per_node: int) -> dict[str, Any]:
         "requests_of_a_rank_median": statistics.median(asked),
         "requests_of_the_first_rank": asked[0],
         "requests_of_all_others": sum(asked[1:]),
-        "store_cpu_microseconds_a_request": round(1e6 * store / sum(asked), 1),
+        "store_cpu_microseconds_a_request": round(1e6 * store / max(1, sum(asked)), 1),
         "rank_cpu_seconds_median": round(statistics.median(seconds), 3),
         "rank_cpu_seconds_first": round(seconds[0], 3),
         "sockets_of_a_rank_most": max(counts),
@@ -178,7 +188,7 @@ def fitted(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[32, 64, 128, 192])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 512])
     parser.add_argument("--per-node", type=int, default=8)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
