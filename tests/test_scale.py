@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from ranks import run_ranks
 from tiers import cases
+from tiny import tiny_config, train_whole
 
 from shardtrain.resilience.watchdog.watchdog import beat_seconds, monitors
 
@@ -36,3 +39,23 @@ def test_the_store_of_a_run_hears_a_bounded_number_of_heartbeats(nodes):
     requests_per_beat = 2 * nodes + len(monitors(8 * nodes))
     assert requests_per_beat / beat_seconds(100.0, nodes) <= 2_000
     assert beat_seconds(100.0, nodes) <= 3.0, "a hang is still named within its time"
+
+
+def noting(asked: list[str], name: str, forward):
+    return lambda *arguments: (asked.append(name), forward(*arguments))[1]
+
+
+def asked_of_stores(rank: int, folder: Path) -> list[str]:
+    """What a rank asks of any store in a run of four steps, once its process group exists."""
+    asked: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("set", "get", "add", "wait", "check", "compare_set", "multi_get", "multi_set", "delete_key"):
+            patch.setattr(dist.Store, name, noting(asked, name, getattr(dist.Store, name)))
+        dist.PrefixStore("seen", dist.HashStore()).set("key", "value")
+        ended = train_whole(rank, tiny_config(job={"dump_folder": str(folder)}, training={"steps": 4}))
+    assert len(ended.losses) == 4
+    return asked
+
+
+def test_a_step_asks_nothing_of_a_store(tmp_path):
+    assert run_ranks(2, asked_of_stores, tmp_path) == [["set"]] * 2, "the one that shows that they are counted"

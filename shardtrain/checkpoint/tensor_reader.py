@@ -30,19 +30,22 @@ from shardtrain.utils.errors import CheckpointError
 
 MOST_PIECES = 2**17
 """Of which the places are known at a time, some 100 bytes of each."""
+_MOST_PLACES = 2**13
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Types that NumPy knows too, by their bytes: to copy numbers it does not matter what they mean."""
+
+_Place = tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]
 
 
 def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
     """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError."""
     found, copied = _find(tensors, manifest), _Copied()
     while pieces := _next_pieces(found):
-        for number, in_file in itertools.groupby(_runs(pieces), lambda run: int(pieces.files[run.start])):
-            with contextlib.closing(files.open_stored(folder / manifest.files[number].name)) as reader:
-                for run in in_file:
-                    _read_run(reader, pieces, run, copied)
-                    progress.tick()
+        copied.forget()
+        changes = np.flatnonzero(pieces.files[1:] != pieces.files[:-1]) + 1
+        for first, last in itertools.pairwise([0, *changes.tolist(), len(pieces.files)]):
+            with contextlib.closing(files.open_stored(folder / manifest.files[pieces.files[first]].name)) as reader:
+                _read_of_file(reader, pieces, slice(first, last), copied)
 
 
 def shorter() -> CheckpointError:
@@ -78,6 +81,7 @@ class _Copied:
         # each piece begins at a multiple of 8; the system gives memory when it is written to
         self._bytes = np.empty(files.PIECE_BYTES + 8 * files.MOST_VIEWS, np.uint8)
         self._view, self._tensor = memoryview(self._bytes.data), torch.from_numpy(self._bytes)
+        self._places: dict[tuple[int, int], _Place] = {}  # the same of alike layers
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
         """Where a piece is read into."""
@@ -85,16 +89,22 @@ class _Copied:
 
     def put(self, begin: int, num_bytes: int, target: _Target, cut: _Cut, row: int) -> None:
         """Copy what is needed of a piece to its place, converted where types differ."""
-        of_rows, of_local, sizes = cut.copies[row].tolist()
-        shape = (*sizes[: len(sizes) - len(cut.tail)], *cut.tail)
-        needed = tuple([slice(at, at + size) for at, size in zip(of_rows, sizes, strict=True)])
-        to = tuple([slice(at, at + size) for at, size in zip(of_local, sizes, strict=True)])
+        place = self._places.get((id(cut), row))
+        if place is None:
+            if len(self._places) > _MOST_PLACES:
+                self._places.clear()
+            place = self._places[id(cut), row] = cut.place(row)
+        shape, needed, to = place
         if target.is_as_stored:
             data = self._bytes[begin : begin + num_bytes].view(target.integers.dtype)
             target.integers[to] = data.reshape(shape)[needed]
         else:
             rows = self._tensor[begin : begin + num_bytes].view(target.dtype).reshape(shape)
             target.local[to].copy_(rows[needed])
+
+    def forget(self) -> None:
+        """The places of cuts that may be gone."""
+        self._places.clear()
 
 
 class _Cut(NamedTuple):
@@ -109,6 +119,14 @@ class _Cut(NamedTuple):
     """What a copied piece is made of: the sizes behind the dimension in which its rows follow each other"""
     copies: Ints
     """(n, 3, dims): where what is needed begins in what is read of a copied piece, and in the rank's; its sizes"""
+
+    def place(self, row: int) -> _Place:
+        """The shape of what is read of a copied piece, what of it is needed, and where that goes."""
+        of_rows, of_local, sizes = self.copies[row].tolist()
+        needed, to = (
+            tuple(slice(at, at + size) for at, size in zip(begin, sizes, strict=True)) for begin in (of_rows, of_local)
+        )
+        return (*sizes[: len(sizes) - len(self.tail)], *self.tail), needed, to
 
 
 class _Pieces(NamedTuple):
@@ -185,37 +203,39 @@ def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
     return _Pieces(file[order], begin[order], size[order], which[order], row[order], cuts)
 
 
-def _runs(pieces: _Pieces) -> Iterator[slice]:
-    """Pieces that follow each other in a file; not too many of them, nor too many bytes."""
-    ends = pieces.begins + pieces.num_bytes
-    follows = (pieces.files[1:] == pieces.files[:-1]) & (pieces.begins[1:] == ends[:-1])
-    firsts = np.concatenate([[0], 1 + np.flatnonzero(~follows), [len(ends)]])
-    sizes = ends[firsts[1:] - 1] - pieces.begins[firsts[:-1]]
-    is_short = (sizes <= files.PIECE_BYTES) & (np.diff(firsts) <= files.MOST_VIEWS)
-    for begin, end, is_one in zip(firsts[:-1].tolist(), firsts[1:].tolist(), is_short.tolist(), strict=True):
-        at = begin
+def _read_of_file(reader: files.Reader, pieces: _Pieces, own: slice, copied: _Copied) -> None:
+    which, rows, sizes = pieces.cut[own].tolist(), pieces.row[own].tolist(), pieces.num_bytes[own].tolist()
+    for start, stop, position in _runs(pieces.begins[own], pieces.num_bytes[own]):
+        views, copies, used = [], [], 0
+        for number, row, num_bytes in zip(which[start:stop], rows[start:stop], sizes[start:stop], strict=True):
+            target, cut = pieces.cuts[number]
+            if cut.to is not None:
+                to = int(cut.to[row])
+                views.append(target.bytes[to : to + num_bytes])
+            else:
+                views.append(copied.view(used, num_bytes))
+                copies.append((used, num_bytes, target, cut, row))
+                used += -(-num_bytes // 8) * 8
+        if reader.read_into_all(views, position) != sum(sizes[start:stop]):
+            raise shorter()
+        for copy in copies:
+            copied.put(*copy)
+        progress.tick()
+
+
+def _runs(begins: Ints, num_bytes: Ints) -> Iterator[tuple[int, int, int]]:
+    """First and last, and the place, of pieces that follow each other; not too many of them, nor too many bytes."""
+    ends = begins + num_bytes
+    firsts = np.concatenate([[0], 1 + np.flatnonzero(begins[1:] != ends[:-1]), [len(ends)]])
+    positions = begins[firsts[:-1]]
+    is_short = (ends[firsts[1:] - 1] - positions <= files.PIECE_BYTES) & (np.diff(firsts) <= files.MOST_VIEWS)
+    edges = itertools.pairwise(firsts.tolist())
+    for (at, end), position, is_one in zip(edges, positions.tolist(), is_short.tolist(), strict=True):
+        if is_one:
+            yield at, end, position
+            continue
         while at < end:
-            stop = end
-            if not is_one:
-                most = ends[at : min(end, at + files.MOST_VIEWS)]
-                stop = at + max(1, int(np.searchsorted(most, pieces.begins[at] + files.PIECE_BYTES, "right")))
-            yield slice(at, stop)
+            most = ends[at : min(end, at + files.MOST_VIEWS)]
+            stop = at + max(1, int(np.searchsorted(most, begins[at] + files.PIECE_BYTES, "right")))
+            yield at, stop, int(begins[at])
             at = stop
-
-
-def _read_run(reader: files.Reader, pieces: _Pieces, run: slice, copied: _Copied) -> None:
-    views, copies, used = [], [], 0
-    which, rows, sizes = pieces.cut[run].tolist(), pieces.row[run].tolist(), pieces.num_bytes[run].tolist()
-    for number, row, num_bytes in zip(which, rows, sizes, strict=True):
-        target, cut = pieces.cuts[number]
-        if cut.to is not None:
-            to = int(cut.to[row])
-            views.append(target.bytes[to : to + num_bytes])
-        else:
-            views.append(copied.view(used, num_bytes))
-            copies.append((used, num_bytes, target, cut, row))
-            used += -(-num_bytes // 8) * 8
-    if reader.read_into_all(views, int(pieces.begins[run.start])) != sum(sizes):
-        raise shorter()
-    for copy in copies:
-        copied.put(*copy)
