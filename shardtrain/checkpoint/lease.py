@@ -198,6 +198,7 @@ def own_fields(nonce: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "process_start": _process_start(os.getpid()),
         "pid_namespace": _pid_namespace(),
+        "boot": _boot(),
         "nonce": nonce,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -217,9 +218,12 @@ def why_free(holder: dict[str, Any], age: float) -> str:
 
 
 def is_seen_from_here(holder: dict[str, Any]) -> bool:
-    """Whether a holder's process can be seen: of this host, and not of a container with process numbers of its own."""
-    own_namespace = _pid_namespace()
-    return holder.get("host") == socket.gethostname() and holder.get("pid_namespace", own_namespace) == own_namespace
+    """Whether a holder's process can be seen: of this host, and not of a container with process numbers of its own.
+
+    Machines made of one image may share their name, and the first namespace has the same number on each.
+    """
+    own = {"pid_namespace": _pid_namespace(), "boot": _boot()}
+    return holder.get("host") == socket.gethostname() and all(holder.get(key, own[key]) == own[key] for key in own)
 
 
 def read(path: Path | ObjectPath) -> dict[str, Any]:
@@ -281,6 +285,14 @@ def _pid_namespace() -> str:
     """What numbers processes here; empty where the system does not say."""
     try:
         return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _boot() -> str:
+    """What this start of this machine is known by; empty where the system does not say."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 

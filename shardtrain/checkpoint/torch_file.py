@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint.manifest import ITEM_BYTES
 from shardtrain.checkpoint.pickled import Made, Name, parse
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError
 
 _TYPES = {f"torch.{name}" for name in ITEM_BYTES}
@@ -108,7 +109,7 @@ class TorchFile:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[tuple[zipfile.ZipFile, int]]:
         try:
-            with open(self.path, "rb") as file:
+            with open(self.path, "rb", opener=atomic_io.without_waiting) as file:
                 if file.read(2) == b"\x80\x02":
                     raise CheckpointError(
                         f"{self.path} has the format that torch.save had before PyTorch 1.6; save it again with the "

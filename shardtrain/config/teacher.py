@@ -21,6 +21,7 @@ from shardtrain.config.rules.transformers import check_transformers
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config, Lora, Model
 from shardtrain.config.schema.task import Task
+from shardtrain.utils import reading
 from shardtrain.utils.errors import Problem
 
 OPTION = "task.teacher_path"
@@ -107,9 +108,8 @@ def _rows(loaded: Loaded) -> int | None:
     found = (model_shape(loaded) or {}).get("vocab_size")
     if found is None and loaded.config.model.name == NAME:  # those of its folder, unless they are set
         try:
-            found = json.loads((Path(str(loaded.config.model.overrides["path"])) / "config.json").read_bytes()).get(
-                "vocab_size"
-            )
+            file = Path(str(loaded.config.model.overrides["path"])) / "config.json"
+            found = json.loads(reading.whole(file, _MAX_BYTES)).get("vocab_size")
         except (OSError, ValueError, KeyError, AttributeError):
             found = None
     return found if isinstance(found, int) else None
@@ -150,7 +150,7 @@ def _file(path: str, name: str) -> Path | None:
 def _words(file: Path) -> dict[int, str] | None:
     """The tokens of a tokenizer.json by their ids, in the order of ids; None where it cannot be read."""
     try:
-        found: Mapping[str, Any] = json.loads(file.read_bytes())
+        found: Mapping[str, Any] = json.loads(reading.whole(file, _MAX_BYTES))
         vocab = found["model"]["vocab"]
         words = {id_: word for word, id_ in vocab.items()} if isinstance(vocab, dict) else None
         if words is None:  # unigram: pairs of a token and its score

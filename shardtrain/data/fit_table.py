@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from shardtrain.data import shared_opening
 from shardtrain.data.packing import Packing
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, Problem
 
 VERSION = 1
@@ -119,7 +120,7 @@ def open_table(
 
     def look() -> dict[str, Any] | None:
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=atomic_io.without_waiting) as file:
                 facts = _facts(file, path, option)
                 if facts["fingerprint"] != fingerprint or facts["block_documents"] != block_documents:
                     return None  # of other tokens, or of another version: those that are there now are fitted again

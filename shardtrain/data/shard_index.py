@@ -193,7 +193,7 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
         status = path.stat()
         if status.st_size > MAX_INDEX_BYTES:
             raise _broken(path, option, f"has more than {MAX_INDEX_BYTES} bytes")
-        return path.read_bytes(), (status.st_size, status.st_mtime_ns, status.st_ino)
+        return reading.whole(path, MAX_INDEX_BYTES), (status.st_size, status.st_mtime_ns, status.st_ino)
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
         unreadable = ConfigError(Problem(option, str(path), rule, "make the file readable"))

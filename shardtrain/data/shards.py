@@ -24,7 +24,7 @@ from shardtrain.data.shard_index import DTYPES, INDEX, STARTS, Index, StoredFile
 from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.token_buffer import Mask, Tokens
 from shardtrain.data.tokenizer import Tokenizer
-from shardtrain.utils import reading
+from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 Stamp = tuple[int, int, int]
@@ -237,7 +237,7 @@ def verify(line: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
         dtype = DTYPES[index.dtype] if stored.name in tokens else np.dtype("<i8" if stored.name == STARTS else "u1")
         digest, previous, wrong = hashlib.sha256(), -1, set[str]()
         try:
-            with path.open("rb") as file:
+            with open(path, "rb", opener=atomic_io.without_waiting) as file:
                 while content := file.read(_BLOCK_BYTES):
                     digest.update(content)
                     values = np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype=dtype)

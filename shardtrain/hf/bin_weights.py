@@ -15,6 +15,7 @@ from torch import Tensor
 from shardtrain.checkpoint.torch_file import Stored, TorchFile
 from shardtrain.hf.config_json import MAX_JSON_BYTES
 from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
+from shardtrain.utils import reading
 from shardtrain.utils.errors import CheckpointError
 
 BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -59,9 +60,7 @@ class BinWeights(HubWeights):
                 raise CheckpointError(f"{self.folder} has neither {SINGLE} nor {BIN}; name the folder of a model")
             return [BIN]
         try:
-            if index.stat().st_size > MAX_JSON_BYTES:
-                raise CheckpointError(f"{index} is larger than {MAX_JSON_BYTES} bytes, which no index is")
-            found = json.loads(index.read_bytes())["weight_map"].values()
+            found = json.loads(reading.whole(index, MAX_JSON_BYTES))["weight_map"].values()
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index} is not an index of weights ({type(error).__name__}: {error})") from None
         for file in found:

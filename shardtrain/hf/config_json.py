@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from shardtrain.utils import reading
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 CONFIG = "config.json"
@@ -74,9 +75,7 @@ def in_transformers(model_type: Any) -> bool:
 def read_json(path: Path) -> Mapping[str, Any]:
     """A JSON object of a few keys, such as config.json; raises CheckpointError where it is none."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
-            raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes")
-        found = json.loads(path.read_bytes())
+        found = json.loads(reading.whole(path, MAX_JSON_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         fix = "give a folder with config.json and safetensors"
         name = path.parent.as_posix()

@@ -11,6 +11,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.hf import layer_files
 from shardtrain.hf.opening import is_hub_folder
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError
 
 _SAMPLE_BYTES = 2**20
@@ -47,7 +48,7 @@ def of_folder(folder: Path) -> str:
     digest = hashlib.sha256()
     for path in sorted([*folder.glob("*.json"), *layer_files.weight_files(folder)]):
         size = path.stat().st_size
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
             digest.update(f"{path.name}:{size}:".encode() + file.read(_SAMPLE_BYTES))
             file.seek(max(0, size - _SAMPLE_BYTES))
             digest.update(file.read(_SAMPLE_BYTES))

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardtrain.checkpoint.safetensors_header import TYPES
 from shardtrain.hf.config_json import CONFIG, read_json
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.units import format_bytes
 
@@ -51,7 +52,7 @@ def _types_of(path: Path) -> list[str] | None:
     """The type of each tensor of a file; None where it is not a safetensors file, or shorter than it says."""
     names = {word: name for name, word in TYPES.items()}
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_HEADER_BYTES:
                 return None

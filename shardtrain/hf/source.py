@@ -24,6 +24,7 @@ from shardtrain.hf.block_fp8 import open_weights
 from shardtrain.hf.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.weights import INDEX, SINGLE
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 
 FACT, FILE, NAMES = "hub_files", "hub-files.bin", "hub_names"
@@ -52,7 +53,7 @@ class Source:
     def read(self, name: str) -> bytes:
         """One of its files. Raises OSError."""
         path, begin, size = self.files[name]
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
             file.seek(begin)
             return file.read(size)
 

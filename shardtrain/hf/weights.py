@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint.safetensors_header import TYPES
 from shardtrain.hf.config_json import MAX_JSON_BYTES
+from shardtrain.utils import reading
 from shardtrain.utils.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -66,9 +67,7 @@ class HubWeights:
                 )
             return None
         try:
-            if path.stat().st_size > MAX_JSON_BYTES:
-                raise CheckpointError(f"{path} is larger than {MAX_JSON_BYTES} bytes, which no index is")
-            found = json.loads(path.read_bytes())["weight_map"]
+            found = json.loads(reading.whole(path, MAX_JSON_BYTES))["weight_map"]
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not an index of weights ({type(error).__name__}: {error})") from None
         if not isinstance(found, dict) or not found:
@@ -85,6 +84,7 @@ class HubWeights:
 
         path = self.folder / file
         try:
+            reading.check_regular(path)
             opened = safe_open(str(path), framework="pt")
             names = list(opened.keys())
         except FileNotFoundError:

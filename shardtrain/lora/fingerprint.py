@@ -15,6 +15,7 @@ from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
 from shardtrain.hf import layer_files
 from shardtrain.hf.config_json import CONFIG
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError
 
 
@@ -43,5 +44,5 @@ def joined(hashes: Mapping[str, str]) -> str:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

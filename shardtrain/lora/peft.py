@@ -28,6 +28,7 @@ from shardtrain.lora.spec import CLASSIFIES, Spec
 from shardtrain.lora.targets import SCORE, linears_of, stack_name, their_names
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.tied import tied_names
+from shardtrain.utils import reading
 from shardtrain.utils.errors import CheckpointError, ConfigError
 from shardtrain.utils.log import logger
 
@@ -323,6 +324,7 @@ def _open(folder: Path) -> Any:
         what = "only adapter_model.bin, a pickle, which is never opened here" if legacy else "no weights"
         raise CheckpointError(f"{folder} has {what}; it needs {WEIGHTS}: save it with safe_serialization=True")
     try:
+        reading.check_regular(path)
         return safe_open(str(path), framework="pt")
     except (OSError, SafetensorError, ValueError) as error:
         raise CheckpointError(f"{path} is cut short or no safetensors file ({error}); fetch it again") from None

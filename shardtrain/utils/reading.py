@@ -1,10 +1,11 @@
-"""Storage that fails to answer is told apart from a file that is wrong: the first is worth a retry."""
+"""Files of others: read whole within a bound, and storage that fails to answer told apart from a file that is wrong."""
 
 from __future__ import annotations
 
 import errno
 import os
 
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import StorageError
 
 _PASSING = frozenset(
@@ -34,3 +35,23 @@ def trouble(path: str | os.PathLike[str], error: OSError) -> StorageError | None
     if error.errno in (errno.EMFILE, errno.ENFILE):
         fix = "raise the limit of open files (ulimit -n), then start again"
     return StorageError(f"cannot read {os.fspath(path)}: {error.strerror} (errno {error.errno}); {fix}")
+
+
+def whole(path: str | os.PathLike[str], most: int) -> bytes:
+    """The bytes of a regular file that has at most ``most``.
+
+    A pipe in its place would be waited for, and a device has no end: its size is said to be 0.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is larger.
+    """
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise OSError(errno.EFBIG, f"is larger than {most} bytes", os.fspath(path))
+        return file.read(size)
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raise OSError where a library would wait for a pipe, or read a device, which has no end."""
+    os.close(atomic_io.without_waiting(os.fspath(path), os.O_RDONLY))

@@ -140,10 +140,11 @@ def test_a_silent_process_that_lives_on_this_host_keeps_its_lease(tmp_path: Path
         Lease(tmp_path).acquire()
 
 
-def test_a_process_of_another_container_with_this_host_name_is_not_taken_for_dead(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("elsewhere", [{"pid_namespace": "pid:[1]"}, {"boot": "of another machine"}])
+def test_a_process_of_another_container_or_machine_with_this_host_name_is_not_taken_for_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: dict[str, str]
 ) -> None:
-    write(tmp_path, host=socket.gethostname(), pid=2**22 - 1, pid_namespace="pid:[1]")
+    write(tmp_path, **{**lease.own_fields("aa"), "pid": 2**22 - 1, **elsewhere})
     monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
     beats = iter(range(100, 200))
     monkeypatch.setattr(lease, "_modified", lambda path: next(beats))

@@ -15,6 +15,7 @@ import pytest
 from shardtrain.data.shard_index import INDEX, UNFINISHED
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.shards import ShardTokenBuffer, verify
+from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, StorageError
 
 
@@ -192,7 +193,7 @@ def test_storage_that_does_not_answer_is_not_damage(folder: Path, monkeypatch: p
             with pytest.raises(StorageError, match=rf"cannot read {folder}/.*{os.strerror(number)}"):
                 look()
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", fails)
+        patch.setattr(reading, "whole", fails)
         with pytest.raises(StorageError, match=rf"cannot read {folder}/{INDEX}"):
             ShardTokenBuffer(folder)
     line.check_unchanged()

@@ -25,12 +25,32 @@ def test_no_flip_of_a_bit_changes_what_is_read():
     assert found > 7 * len(line)
 
 
-@pytest.mark.parametrize("written", [json.dumps(RECORD), json.dumps({**RECORD, FIELD: "0"}, separators=(",", ":"))])
+@pytest.mark.parametrize(
+    "written",
+    [
+        json.dumps(RECORD),
+        json.dumps({**RECORD, FIELD: "0"}, separators=(",", ":")),
+        json.dumps({FIELD: "0", **RECORD}),
+        line_of(RECORD).decode().replace("\n", "\r\n"),
+    ],
+)
 def test_a_line_of_another_program_is_taken_as_it_is(written):
     assert record_of(written.encode()) == RECORD
 
 
-@pytest.mark.parametrize("line", [b"", b"{", b"[1]", b"7", b"[" * 100_000, b'\xff{"step": 1}', line_of(RECORD)[:-9]])
+def test_a_field_that_a_script_added_is_no_damage():
+    """Else a resume would take all such lines out of the file."""
+    again = json.dumps({**json.loads(line_of(RECORD)), "name": "of a script"})
+    assert record_of(again.encode()) == {**RECORD, "name": "of a script"}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"", b"{", b"[1]", b"7", b"[" * 100_000, b'\xff{"step": 1}', line_of(RECORD)[:-9],
+        b'{"step": 1, "x": [%s0]}' % (b"[]," * 2**19),
+    ],
+)  # fmt: skip
 def test_a_line_without_a_record_is_none(line):
     assert record_of(line) is None
 

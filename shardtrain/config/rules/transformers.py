@@ -18,6 +18,7 @@ from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.schema import Config
 from shardtrain.hf.config_json import in_transformers
 from shardtrain.hf.format import CODE
+from shardtrain.utils import reading
 from shardtrain.utils.errors import Problem
 
 ATTENTION = ("auto", "sdpa", "eager")
@@ -64,12 +65,12 @@ def _read(folder: str) -> Mapping[str, Any] | str:
     """The folder's config.json, or what is wrong with it."""
     path = Path(folder) / "config.json"
     try:
-        if path.stat().st_size > _MAX_BYTES:
-            return "has a config.json larger than 16 MiB"
-        found = json.loads(path.read_bytes())
+        found = json.loads(reading.whole(path, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return "has no config.json"
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        return f"has a config.json that cannot be read ({error.strerror or error})"
+    except (ValueError, RecursionError) as error:
         return f"has a config.json that cannot be read ({type(error).__name__})"
     return found if isinstance(found, dict) else "has a config.json that is not a JSON object"
 

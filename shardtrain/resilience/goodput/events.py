@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.errors import DataError
 
 FILE = "goodput.jsonl"
+MAX_BYTES = 2**28
+"""Of a file: a million events."""
 PHASES = ("start", "compile", "data", "step", "validation", "checkpoint", "end")
 
 
@@ -101,7 +103,7 @@ def read(folder: Path) -> tuple[list[Event], int]:
     """
     path = folder / FILE
     try:
-        content = path.read_bytes()
+        content = reading.whole(path, MAX_BYTES)
     except OSError as error:
         rule = f"{path} cannot be read ({error.strerror})"
         raise DataError(f"{rule}; give the folder of a run (job.dump_folder) that has trained a step") from error

@@ -21,12 +21,14 @@ from shardtrain.config.schema import Config
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.source import Source
 from shardtrain.train.run_folder import read_world_size, versions
-from shardtrain.utils.checked_json import record_of
+from shardtrain.utils import atomic_io, reading
+from shardtrain.utils.checked_json import MAX_LINE_BYTES, record_of
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.redact import redact
 from shardtrain.utils.units import format_count
 
 CARD = "README.md"
+_MAX_BYTES = 2**24
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MARK = re.compile(r"<!-- shardtrain export ([0-9a-f]{64}) ([0-9a-f]{64}) -->\n?\Z")
 _FRONT = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
@@ -90,7 +92,7 @@ def is_own(text: str) -> bool:
 def exported(folder: Path) -> str:
     """What the weights of an exported folder are known by, as its card says; "" where that is not shardtrain's."""
     try:
-        mark = _MARK.search((folder / CARD).read_text(encoding="utf-8", errors="replace"))
+        mark = _MARK.search(reading.whole(folder / CARD, _MAX_BYTES).decode("utf-8", "replace"))
     except OSError:
         return ""
     return mark[1] if mark else ""
@@ -171,8 +173,8 @@ def _measured(path: Path, step: int, what: str) -> list[tuple[str, str]]:
     """The last line of a file of metrics up to a step."""
     last: dict[str, Any] = {}
     try:
-        with path.open("rb") as file:
-            for line in file:
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
                 found = record_of(line)  # None of a line that was being written as the run died
                 if found is not None and isinstance(found.get("step"), int) and found["step"] <= step:
                     last = found
@@ -228,7 +230,7 @@ def _base_model(source: Source | None) -> str:
 def _license(source: Source | None) -> str:
     """What the card of the folder that the weights came from says."""
     try:
-        text = (source.where / CARD).read_text(encoding="utf-8", errors="replace") if source is not None else ""
+        text = reading.whole(source.where / CARD, _MAX_BYTES).decode("utf-8", "replace") if source is not None else ""
     except (OSError, TypeError):
         return ""
     front = _FRONT.match(text.replace("\r\n", "\n"))

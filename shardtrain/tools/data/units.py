@@ -24,6 +24,7 @@ from shardtrain.data.shard_index import DTYPES, dtype_for
 from shardtrain.data.shard_writer import ShardWriter, beyond_vocabulary, storing
 from shardtrain.data.sources import Key, Row, Shards, Table, rows_of
 from shardtrain.data.token_buffer import Mask
+from shardtrain.utils import atomic_io
 
 UNIT_BYTES = 4 * 2**20
 """Input of a unit of a table, about; a second or two of work."""
@@ -266,6 +267,6 @@ def _sha256(path: Path) -> str:
 def _blocks(path: Path, item_bytes: int, dtype: np.dtype[Any] | None = None) -> Iterator[bytes]:
     """A file in blocks of as many values as ``dtype`` has in 4 MiB, or whole values of ``item_bytes``."""
     num_values = _BLOCK_BYTES // (dtype.itemsize if dtype is not None else item_bytes)
-    with path.open("rb") as file:
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
         while content := file.read(num_values * item_bytes):
             yield content

@@ -20,6 +20,7 @@ from shardtrain.checkpoint.manifest import ITEM_BYTES
 from shardtrain.checkpoint.pickled import Made, Name, parse
 from shardtrain.checkpoint.resharding import check_tiling
 from shardtrain.checkpoint.torch_file import damage
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError
 
 METADATA = ".metadata"
@@ -261,7 +262,8 @@ class _Slice(io.RawIOBase):
 
     def __init__(self, path: Path, place: Place) -> None:
         super().__init__()
-        self._file, self._begin, self._length, self._at = open(path, "rb"), place.begin, place.length, 0  # noqa: SIM115
+        self._file = open(path, "rb", opener=atomic_io.without_waiting)  # noqa: SIM115
+        self._begin, self._length, self._at = place.begin, place.length, 0
 
     def readable(self) -> bool:
         return True

@@ -1,0 +1,85 @@
+"""A pipe, a device or a giant in the place of a small file is refused, and neither waited for nor read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardtrain.config.rules import transformers
+from shardtrain.hf import config_json, initial_weights, listing
+from shardtrain.hf.bin_weights import BinWeights
+from shardtrain.hf.weights import HubWeights
+from shardtrain.lora import peft
+from shardtrain.resilience.goodput import events
+from shardtrain.tools.convert import card
+from shardtrain.utils import reading
+from shardtrain.utils.errors import ShardtrainError
+
+
+def device(path: Path) -> None:
+    path.symlink_to("/dev/null")  # as /dev/zero, and harmless where a reader would read it
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def giant(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+def listing_of(folder: Path) -> object:
+    return listing._types_of(folder / "model.safetensors")
+
+
+READERS: list[tuple[str, Callable[[Path], object]]] = [
+    ("config.json", lambda folder: config_json.read_json(folder / "config.json")),
+    ("config.json", transformers._read),
+    ("config.json", initial_weights.of_folder),
+    ("model.safetensors", HubWeights),
+    ("model.safetensors.index.json", HubWeights),
+    ("pytorch_model.bin.index.json", BinWeights),
+    ("pytorch_model.bin", BinWeights),
+    ("adapter_model.safetensors", peft._open),
+    ("goodput.jsonl", events.read),
+    ("model.safetensors", listing_of),
+]
+SAMPLED = {initial_weights.of_folder, listing_of}
+"""They read the ends of a file."""
+
+
+@pytest.mark.parametrize("kind", [device, pipe, giant])
+@pytest.mark.parametrize(("name", "reader"), READERS)
+def test_what_is_no_small_file_is_refused(
+    name: str, reader: Callable[[Path], object], kind: Callable[[Path], None], tmp_path: Path
+) -> None:
+    kind(tmp_path / name)
+    if kind is giant and reader in SAMPLED:
+        reader(tmp_path)
+        return
+    try:
+        said = str(reader(tmp_path))
+    except (ShardtrainError, OSError) as error:
+        said = str(error)
+    words = ("regular file", "larger than", "more than", "not a file", "neither", "cut short", "damaged", "no file")
+    assert any(word in said for word in words), said
+
+
+@pytest.mark.parametrize("kind", [device, pipe, giant])
+def test_a_card_passes_them_by(kind: Callable[[Path], None], tmp_path: Path) -> None:
+    for name in (card.CARD, "metrics.jsonl"):
+        kind(tmp_path / name)
+    assert card.exported(tmp_path) == ""
+    if kind is not giant:  # which is read, in pieces
+        assert card._measured(tmp_path / "metrics.jsonl", 1, "training") == []
+
+
+def test_a_file_is_read_whole_up_to_the_bound(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345678")
+    assert reading.whole(tmp_path / "file", 8) == b"12345678"
+    with pytest.raises(OSError, match="larger than 7 bytes"):
+        reading.whole(tmp_path / "file", 7)
