@@ -54,7 +54,7 @@ SAMPLED = {initial_weights.of_folder, listing_of}
 
 @pytest.mark.parametrize("kind", [device, pipe, giant])
 @pytest.mark.parametrize(("name", "reader"), READERS)
-def test_what_is_no_small_file_is_refused(
+def test_what_is_not_a_small_file_is_refused(
     name: str, reader: Callable[[Path], object], kind: Callable[[Path], None], tmp_path: Path
 ) -> None:
     kind(tmp_path / name)

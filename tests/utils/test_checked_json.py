@@ -38,7 +38,7 @@ def test_a_line_of_another_program_is_taken_as_it_is(written):
     assert record_of(written.encode()) == RECORD
 
 
-def test_a_field_that_a_script_added_is_no_damage():
+def test_a_field_that_a_script_added_keeps_the_record():
     """Else a resume would take all such lines out of the file."""
     again = json.dumps({**json.loads(line_of(RECORD)), "name": "of a script"})
     assert record_of(again.encode()) == {**RECORD, "name": "of a script"}

@@ -7,18 +7,27 @@ in microseconds, on a thread ``tid`` of a process ``pid``. Events of one thread 
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import re
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import DataError
 
 MOST_BYTES = 1 << 29
-"""Of a trace, unpacked: one step of a large model is some 100 MB, and takes ten times that in memory."""
+"""Of a trace, unpacked: one step of a large model is some 100 MB."""
+MOST_EVENTS = 2_000_000
+"""A step of a large model has some 300,000; each takes a third of a kilobyte of memory."""
+_PART = 1 << 20
+_BEGIN = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
+_BETWEEN = re.compile(r"[\s,]*")
+_KEYS = ("name", "ph", "cat", "ts", "dur", "pid", "tid", "args")
 _COMMUNICATION = re.compile(
     r"^(nccl|rccl|gloo:|xccl|hccl|mpi:|c10d::|_c10d_functional::)|nccl(Dev)?Kernel|record_param_comms|"
     r"FSDP::all_gather|FSDP::.*reduce_scatter"
@@ -113,21 +122,66 @@ def read(path: Path) -> Summary:
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, each with what is summed up here and no more of it: an event after the other is parsed."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
-            data = file.read(MOST_BYTES + 1)
-    except (OSError, EOFError) as error:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb", opener=atomic_io.without_waiting) as file:
+            found = []
+            for number, event in enumerate(_parsed(io.TextIOWrapper(io.BufferedReader(_Bounded(file, path))), path)):
+                if number == MOST_EVENTS:
+                    raise DataError(f"the trace {path} has more than {MOST_EVENTS} events; open it in ui.perfetto.dev")
+                if isinstance(event, dict):
+                    found.append({key: event[key] for key in _KEYS if key in event})
+                    if event.get("name") != "[memory]":
+                        found[-1].pop("args", None)
+            return found
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read the trace {path}: {error}") from error
-    if len(data) > MOST_BYTES:
-        raise DataError(f"the trace {path} is larger than {MOST_BYTES >> 20} MiB; open it in ui.perfetto.dev")
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError) as error:
+    except UnicodeDecodeError as error:
         raise DataError(f"{path} is not a trace: {str(error)[:100]}; name one that the profiler wrote") from error
-    events = found.get("traceEvents") if isinstance(found, dict) else found
-    if not isinstance(events, list):
+
+
+class _Bounded(io.RawIOBase):
+    """A file that may have so many bytes."""
+
+    def __init__(self, file: Any, path: Path) -> None:
+        super().__init__()
+        self._file, self._path, self._left = file, path, MOST_BYTES
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(len(buffer))
+        self._left -= len(data)
+        if self._left < 0:
+            raise DataError(f"the trace {self._path} is larger than {MOST_BYTES >> 20} MiB; open it in ui.perfetto.dev")
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _parsed(file: TextIO, path: Path) -> Iterator[Any]:
+    """The values of the list ``traceEvents``, or of a file that is a list."""
+    decoder = json.JSONDecoder()
+    text, at = file.read(_PART), 0
+    begin = _BEGIN.search(text)
+    while begin is None and (more := file.read(_PART)):
+        text = text[-100:] + more
+        begin = _BEGIN.search(text)
+    if begin is None:
         raise DataError(f"{path} has no traceEvents; name a trace that the profiler wrote")
-    return [one for one in events if isinstance(one, dict)]
+    at = begin.end()
+    while True:
+        if len(text) - at < _PART:  # an event is shorter
+            text, at = text[at:] + file.read(_PART), 0
+        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
+        if text[at : at + 1] == "]":
+            return
+        try:
+            value, at = decoder.raw_decode(text, at)
+        except (ValueError, RecursionError) as error:
+            why = str(error)[:100]
+            raise DataError(f"{path} is not a trace: {why}; name one that the profiler wrote") from error
+        yield value
 
 
 def _memory(events: Iterable[dict[str, Any]], device: bool) -> list[tuple[float, float]]:

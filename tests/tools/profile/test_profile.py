@@ -113,6 +113,16 @@ def test_a_trace_that_is_too_large_is_sent_elsewhere(tmp_path: Path, monkeypatch
         read(write(tmp_path / "x.json.gz", ON_CPU))
 
 
+def test_a_trace_of_too_many_events_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Objects of two bytes each would take a hundred times the size of the file."""
+    monkeypatch.setattr(trace, "MOST_EVENTS", 1000)
+    (tmp_path / "x.json").write_text('{"traceEvents":[' + "{}," * 100_000)
+    with pytest.raises(DataError, match="more than 1000 events"):
+        read(tmp_path / "x.json")
+
+
 def test_the_newest_step_of_a_run_is_reported_and_the_slowest_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
