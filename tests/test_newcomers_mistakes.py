@@ -171,6 +171,9 @@ MISTAKES = {
     "export nowhere --to hf": "does not exist; name one that does",
     "import gpt2 --to x": "`shardtrain data download --repo_id gpt2 --all`",
     "checkpoint ls": "write it like: shardtrain checkpoint ls outputs",
+    "report loop": "name the folder of a run, which is its job.dump_folder",
+    "generate loop --prompt hello": "name a run's folder or a checkpoint",
+    "merge loop --to merged": "does not exist; name one that does",
     "doctor --jsn": "did you mean --json?",
 }
 FIRST = list(MISTAKES)[::8]
@@ -200,6 +203,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).write_text(text)
     (tmp_path / "utf16.toml").write_text("[training]\nsteps = 3\n", encoding="utf-16")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     return tmp_path
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -108,14 +109,16 @@ def identity(checkpoint: Path, *options: object) -> str:
 def of_folder(folder: Path, base_model: str = "") -> Card:
     """The card of a Hugging Face folder of which no run is known."""
     adapter = (folder / "adapter_config.json").is_file()
-    return Card(folder.resolve().name, "peft" if adapter else "transformers", base_model=base_model)
+    return Card(
+        os.path.basename(os.path.realpath(folder)), "peft" if adapter else "transformers", base_model=base_model
+    )
 
 
 def of_checkpoint(
     checkpoint: Path, name: str, source: Source | None, base_model: str = "", adapter: bool = False
 ) -> Card:
     """The card of an exported checkpoint, by its manifest and, where they are there, the files of its run."""
-    run = checkpoint.resolve().parent.parent
+    run = Path(os.path.realpath(checkpoint)).parent.parent
     state: Mapping[str, Any] = manifest.read(checkpoint).facts.get("state", {})
     config, facts = None, []
     if (run / RESOLVED_CONFIG).is_file():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 from array import array
 from collections.abc import Iterator
@@ -79,7 +80,7 @@ def read(folder: Path) -> RunRecord:
     Raises:
         ConfigError: it is not one.
     """
-    record = RunRecord(folder.resolve().name, folder)
+    record = RunRecord(Path(os.path.realpath(folder)).name, folder)
     path = folder / "metrics.jsonl"
     if not path.is_file():
         fix = "name the folder of a run, which is its job.dump_folder"
