@@ -38,6 +38,7 @@ class Progress:
     def show(self, done: float, tokens: int) -> None:
         """Say that a share ``done`` of all is done, 0..1, and ``tokens`` came out of it since the start of this run."""
         if self._bar is not None:
+            not_silent()
             self._bar.update(self._task, completed=done, words=self.words(done, tokens))
         elif time.monotonic() - max(self._said, last_said()) >= LINE_SECONDS:
             self._said = time.monotonic()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
@@ -153,6 +154,7 @@ def main(words: Sequence[str]) -> int:
         print(learned.line(asked.calibrate), file=sys.stderr)
     if asked.nodes is not None:
         asked.gpus = asked.nodes * device.devices_per_node
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     world_size = asked.gpus or planning.smallest_world(loaded.config, device)
     if asked.search:
         from shardtrain.tools.plan import search
@@ -161,7 +163,7 @@ def main(words: Sequence[str]) -> int:
         if asked.json:
             print(json.dumps(found.as_dict(asked.top)))
         else:
-            print("\n".join(search.lines(found, asked.top)))
+            print("\n".join(search.lines(found, asked.top, columns)))
         if asked.output and found.ranked:
             text = search.as_toml(loaded, found.ranked[0])
             _write(Path(asked.output), text)
@@ -185,7 +187,7 @@ def main(words: Sequence[str]) -> int:
             }
         print(json.dumps(plan.as_dict() | more))
     else:
-        print("\n".join(picture.lines(plan, asked.tokens, asked.price, save_seconds)))
+        print("\n".join(picture.lines(plan, asked.tokens, asked.price, save_seconds, columns)))
         if largest:
             print("the largest that fit on this layout, each alone:")
             print("\n".join(f"  {option}={number}" for option, number in largest.items()))

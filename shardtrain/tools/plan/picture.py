@@ -1,4 +1,4 @@
-"""A plan as text of at most 80 columns: memory of each pipeline rank as bars, time as shares."""
+"""A plan as text of at most 80 columns, or of a terminal's: memory of each pipeline rank as bars, time as shares."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from shardtrain.tools.plan.planning import CUTS, RESTART_SECONDS, SECONDS_PER_FA
 from shardtrain.utils.units import format_bytes, format_count, format_seconds
 
 WIDTH = 80
+_LEAST_WIDTH = 60
 BAR = 36
 _MARKS = "PGOAB+"
 """Parameters, gradients, optimizer state, activations, buffers, overhead."""
@@ -18,21 +19,36 @@ _MOST_RANKS = 16
 
 
 def lines(
-    plan: Plan, tokens: float | None = None, dollars_per_hour: float | None = None, save_seconds: float = 0.0
+    plan: Plan,
+    tokens: float | None = None,
+    dollars_per_hour: float | None = None,
+    save_seconds: float = 0.0,
+    columns: int | None = None,
 ) -> list[str]:
     """The whole answer; ``tokens`` is a budget to say days, energy and (with a price per device) cost of.
 
-    ``save_seconds`` is the interval of checkpoints, 0 where there are none.
+    ``save_seconds`` is the interval of checkpoints, 0 where there are none. With ``columns``, those of a terminal,
+    no line is longer.
     """
-    return [
+    width = min(WIDTH, max(_LEAST_WIDTH, columns or WIDTH))
+    found = [
         *_head(plan),
         "",
-        *_memory(plan),
+        *_memory(plan, width),
         "",
-        *_time(plan),
-        *_budget(plan, tokens, dollars_per_hour, save_seconds),
+        *_time(plan, width),
+        *_budget(plan, tokens, dollars_per_hour, save_seconds, width),
         *_verdict(plan),
     ]
+    return found if columns is None else [piece for line in found for piece in _wrapped(line, max(columns, width))]
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """Prose in pieces; tables are no wider."""
+    if len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()))
+    return textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=indent + "  ")
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -42,15 +58,16 @@ def _head(plan: Plan) -> Iterator[str]:
     piped = f", {job.schedule} of {len(job.stages)} stages" if job.pp > 1 else ""
     yield f"mesh: {mesh}{piped}; recompute {job.recompute}"
     yield (
-        f"batch: {job.rows} x {job.seq_len} tokens, {job.num_microbatches} micro-batches, "
+        f"batch: {job.rows} x {job.seq_len} tokens, "
+        f"{job.num_microbatches} micro-batch{'es' if job.num_microbatches > 1 else ''}, "
         f"{format_count(job.tokens_per_step)} tokens per step"
     )
     for note in job.notes:
         yield f"note: {note}"
 
 
-def _memory(plan: Plan) -> Iterator[str]:
-    capacity = plan.device.memory_bytes
+def _memory(plan: Plan, width: int) -> Iterator[str]:
+    capacity, label = plan.device.memory_bytes, width - 32
     scale = max(plan.peak_bytes, capacity)
     rank = plan.fullest
     gradients, activations, gathered = rank.at_peak
@@ -69,11 +86,11 @@ def _memory(plan: Plan) -> Iterator[str]:
     )
     yield f"peak memory{place}, reached in {rank.when}"
     for name, size in rows:
-        yield f"  {name:<48}{format_bytes(size):>12}"
+        yield f"  {name:<{label}}{format_bytes(size):>12}"
     if rank.on_host:
-        yield f"  {'of these in host memory':<48}{format_bytes(rank.on_host):>12}"
+        yield f"  {'of these in host memory':<{label}}{format_bytes(rank.on_host):>12}"
     share = plan.peak_bytes / capacity
-    yield f"  {'sum':<48}{format_bytes(plan.peak_bytes):>12}  {share:.0%} of {format_bytes(capacity)}"
+    yield f"  {'sum':<{label}}{format_bytes(plan.peak_bytes):>12}  {share:.0%} of {format_bytes(capacity)}"
     shown = plan.ranks
     if len(shown) > _MOST_RANKS:
         half = _MOST_RANKS // 2
@@ -99,7 +116,7 @@ def _bar(rank: RankMemory, plan: Plan, scale: int) -> str:
     return bar if limit >= BAR - 1 else bar[:limit] + "^" + bar[limit + 1 :]
 
 
-def _time(plan: Plan) -> Iterator[str]:
+def _time(plan: Plan, width: int) -> Iterator[str]:
     yield (
         f"step: {format_seconds(plan.time.seconds)}, {plan.tokens_per_second:,.0f} tokens/s, "
         f"{plan.tps:,.0f} per device, MFU {plan.mfu:.1%}"
@@ -107,13 +124,15 @@ def _time(plan: Plan) -> Iterator[str]:
     for name, seconds in plan.time.largest(len(plan.time.costs)):
         share = seconds / plan.time.seconds
         if share >= 0.005:
-            yield f"  {name:<28}{format_seconds(seconds):>10}{share:>7.1%} {'#' * round(30 * share)}"
+            yield f"  {name:<28}{format_seconds(seconds):>10}{share:>7.1%} {'#' * round((width - 50) * share)}"
     yield "what would cut the largest:"
     for name, _ in plan.time.largest(3):
-        yield from textwrap.wrap(f"{name}: {CUTS[name]}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+        yield from textwrap.wrap(f"{name}: {CUTS[name]}", width, initial_indent="  ", subsequent_indent="    ")
 
 
-def _budget(plan: Plan, tokens: float | None, dollars_per_hour: float | None, save_seconds: float) -> Iterator[str]:
+def _budget(
+    plan: Plan, tokens: float | None, dollars_per_hour: float | None, save_seconds: float, width: int
+) -> Iterator[str]:
     if tokens is None:
         return
     days = plan.days(tokens)
@@ -133,7 +152,7 @@ def _budget(plan: Plan, tokens: float | None, dollars_per_hour: float | None, sa
             f"{took} (one failure in {SECONDS_PER_FAILURE / 3600:,.0f} device hours, as in the run of Llama 3 405B; "
             f"saved every {format_seconds(save_seconds)}, back in {format_seconds(RESTART_SECONDS)})"
         )
-        yield from textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+        yield from textwrap.wrap(text, width, initial_indent="  ", subsequent_indent="    ")
     else:
         yield "  no checkpoint is saved (checkpoint.enable): a failure would cost all of it"
 

@@ -240,8 +240,9 @@ def as_toml(loaded: Loaded, best: Ranked) -> str:
     return f"# {best.name()} on {best.plan.world_size} x {best.plan.device.name}, by shardtrain plan --search\n\n{text}"
 
 
-def lines(found: Found, top: int) -> list[str]:
-    """The ranking as text of at most 80 columns."""
+def lines(found: Found, top: int, columns: int | None = None) -> list[str]:
+    """The ranking as text of at most 80 columns, or those of a terminal, down to 60."""
+    width = min(80, max(60, columns or 80))
     answer = [f"{found.counted} candidates, {found.fitting} fit"]
     if not found.ranked:
         if found.closest is None:
@@ -249,7 +250,8 @@ def lines(found: Found, top: int) -> list[str]:
         plan = found.closest.plan
         over = format_bytes(max(0, plan.peak_bytes - plan.device.memory_bytes))
         answer.append(f"none fits; the closest needs {format_bytes(plan.peak_bytes)}, {over} too much:")
-        return [*answer, f"  {found.closest.name()}"]
+        answer.append(f"  {found.closest.name()}")
+        return [*answer, "more devices (--gpus) or larger ones (--device) would help"]
     best = found.ranked[0].plan
     answer.append(f"{'':4}{'tokens/s/device':>15}{'MFU':>7}{'step':>9}{'memory':>11}")
     for place, one in enumerate(found.ranked[:top], 1):
@@ -258,15 +260,15 @@ def lines(found: Found, top: int) -> list[str]:
             f"{place:>3} {plan.tps:>15,.0f}{plan.mfu:>7.1%}{format_seconds(plan.time.seconds):>9}"
             f"{format_bytes(plan.peak_bytes):>11}"
         )
-        answer += textwrap.wrap(one.name(), 80, initial_indent="      ", subsequent_indent="      ")
+        answer += textwrap.wrap(one.name(), width, initial_indent="      ", subsequent_indent="      ")
     if len(found.ranked) > 1:
-        answer.append(why(best, found.ranked[1].plan))
+        answer += textwrap.wrap(why(best, found.ranked[1].plan), width)
     front = pareto(found.ranked)
     if len(front) > 1:
         answer.append("most tokens/s for their memory:")
         widest = max(one.plan.tps for one in front)
         for one in front[:8]:
-            bar = "#" * round(40 * one.plan.tps / widest)
+            bar = "#" * round(36 * one.plan.tps / widest)
             answer.append(f"  {format_bytes(one.plan.peak_bytes):>10} {one.plan.tps:>9,.0f} {bar}")
     return answer
 

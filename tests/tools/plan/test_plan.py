@@ -11,7 +11,7 @@ import pytest
 
 import shardtrain
 from shardtrain import cli, config
-from shardtrain.tools.plan import hardware, planning, search
+from shardtrain.tools.plan import hardware, picture, planning, search
 from shardtrain.utils.errors import ConfigError
 
 
@@ -27,6 +27,17 @@ def test_the_answer_is_one_screen_wide_and_says_memory_time_and_what_limits(caps
     assert max(map(len, out.splitlines())) <= 80
     for part in ("8.03B parameters on 8 x h100", "activations", "MFU", "what would cut", "device hours", "fits: "):
         assert part in out
+
+
+def test_on_a_narrow_terminal_no_line_is_wider() -> None:
+    loaded = config.load("llama3_405b", ["--parallelism.pipeline_parallel_degree=8", "--training.local_batch_size=8"])
+    device = hardware.find("h100")
+    plan = planning.make(loaded.config, 512, device)
+    for columns in (60, 70, 80):
+        text = picture.lines(plan, 15e12, 2.5, 7000.0, columns)
+        assert max(map(len, text)) <= columns and any(line.startswith("  pp 7") for line in text), columns
+    found = search.run(config.load("debug"), 2, hardware.find("cpu"))
+    assert max(map(len, search.lines(found, 3, 60))) <= 60
 
 
 def test_json_is_one_object_with_bytes_and_seconds(capsys):
