@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import patience
 import pytest
@@ -27,6 +30,17 @@ def test_the_answer_is_one_screen_wide_and_says_memory_time_and_what_limits(caps
     assert max(map(len, out.splitlines())) <= 80
     for part in ("8.03B parameters on 8 x h100", "activations", "MFU", "what would cut", "device hours", "fits: "):
         assert part in out
+
+
+@pytest.mark.nightly(
+    "it plans 405B",
+    by="tests/tools/plan/test_plan.py::test_the_answer_is_one_screen_wide_and_says_memory_time_and_what_limits",
+)
+def test_the_page_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "plan.md").read_text()
+    command, shown = re.findall(r"`shardtrain (plan [^`]+)`:\n\n```text\n(.*?)```", page, re.DOTALL)[0]
+    assert cli.main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == shown
 
 
 def test_on_a_narrow_terminal_no_line_is_wider() -> None:
