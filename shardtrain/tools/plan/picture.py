@@ -44,7 +44,7 @@ def lines(
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    """Prose in pieces; tables are no wider."""
+    """A sentence as lines that are short enough, which tables are already."""
     if len(line) <= width:
         return [line]
     indent = " " * (len(line) - len(line.lstrip()))
