@@ -30,6 +30,7 @@ NODE_RANK = (
 )
 RUN_ID = ("SHARDTRAIN_RDZV_ID", "PET_RDZV_ID", "RUNAI_JOB_UUID", "SLURM_JOB_ID", "RUNAI_JOB_NAME")
 RESTARTS = ("MAX_RESTARTS", "PET_MAX_RESTARTS")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "PMI_SIZE")
 _RUNAI = ("RUNAI_JOB_NAME", "RUNAI_JOB_UUID", "RUNAI_PROJECT", "RUNAI_NUM_OF_GPUS")
 
 
@@ -135,6 +136,11 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
         return "SLURM_STEP_NUM_NODES", names["SLURM_STEP_NUM_NODES"]
     if names.get("SKYPILOT_NUM_NODES"):
         return "SKYPILOT_NUM_NODES", names["SKYPILOT_NUM_NODES"]
+    mpi = next((name for name in _MPI_SIZES if names.get(name, "1") != "1"), "")
+    if mpi and not environment.is_rank(names):
+        rule = "is of mpirun, whose processes would each train alone: they are not taken for ranks"
+        fix = "start shardtrain once a node, with --nnodes, or the ranks with torchrun or srun"
+        raise ConfigError(Problem(mpi, names[mpi], rule, fix, "environment"))
     return "", ""
 
 

@@ -46,6 +46,7 @@ def found(names, *flags):
 @pytest.mark.parametrize(
     ("names", "flags", "expected"),
     [
+        ({"OMPI_COMM_WORLD_SIZE": "1", "PMI_SIZE": "1"}, [], None),
         ({}, [], None),  # `runai submit`: one pod, with none of these variables
         ({"RUNAI_JOB_NAME": "job", "RUNAI_NUM_OF_GPUS": "8"}, [], None),
         ({"PET_NNODES": "1", "MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "1"}, [], None),
@@ -97,6 +98,8 @@ def test_a_node_is_not_a_rank_and_a_rank_that_its_agent_starts_is_one(names):
         ({"MASTER_ADDR": "a", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "without RANK:"),
         ({"WORLD_SIZE": "two", "RANK": "0"}, "without LOCAL_RANK:"),
         ({"WORLD_SIZE": " 2 "}, "without RANK and LOCAL_RANK:"),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, "would each train alone"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "would each train alone"),
         ({"PET_NNODES": " 2"}, "not a number of nodes"),
         ({"PET_NNODES": "-2"}, "not a number of nodes"),
         ({"PET_NNODES": "auto"}, "not a number of nodes"),

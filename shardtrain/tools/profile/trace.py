@@ -22,8 +22,8 @@ from shardtrain.utils.errors import DataError
 
 MOST_BYTES = 1 << 29
 """Of a trace, unpacked: one step of a large model is some 100 MB."""
-MOST_EVENTS = 2_000_000
-"""A step of a large model has some 300,000; each takes a third of a kilobyte of memory."""
+MOST_EVENTS = 1_200_000
+"""A step of a large model has some 300,000; each takes three quarters of a kilobyte of memory."""
 _PART = 1 << 20
 _BEGIN = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
