@@ -5,9 +5,10 @@
 ``slow_ranks``   CPU seconds to judge one window of steps of N ranks (Stragglers.add)
 ``metrics``      CPU seconds and MiB to continue a metrics.jsonl of N records, and to give TensorBoard its history
 ``shards``       CPU seconds and files opened to open a prepared folder of N shards
-``many_files``   seconds, CPU seconds and MiB to open a folder of N JSONL files that are read while training runs, on two
-                 real ranks, of which the first lists them for both; what it takes to know which of them are hashed whole already;
-                 and bytes of what a checkpoint holds of the data. The files lie in /dev/shm, 10^6 of them in 5 GiB
+``many_files``   seconds, CPU seconds and MiB to open a folder of N JSONL files that are read while training runs, on
+                 two real ranks, of which the first lists them for both; what it takes to know which of them are hashed
+                 whole already; and bytes of what a checkpoint holds of the data. The files lie in /dev/shm, 10^6 of
+                 them in 5 GiB
 ``whole_documents``  CPU seconds and MiB to open N documents that are kept whole (packing "first_fit" and "padded")
 ``prepared_documents``  the same of prepared documents, whose fits ``data prepare`` has kept, and CPU seconds of a row
 ``commit``       seconds of the first rank after N ranks have written their files: sizes, manifest, rename; of a look
