@@ -26,6 +26,7 @@ from shardtrain.checkpoint.resharding import Box
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience import progress
+from shardtrain.utils import garbage_collection
 from shardtrain.utils.errors import CheckpointError
 
 MOST_PIECES = 2**17
@@ -37,6 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Place = tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]
 
 
+@garbage_collection.paused()
 def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
     """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError."""
     found, copied = _find(tensors, manifest), _Copied()
