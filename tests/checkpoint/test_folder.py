@@ -126,7 +126,7 @@ def test_a_step_can_be_chosen_and_a_missing_one_is_refused(tmp_path: Path) -> No
     assert checkpoints(tmp_path, load_step=0).to_continue() == tmp_path / "checkpoint/step-0"
     with pytest.raises(CheckpointError, match=r"checkpoint\.load_step=7: .* has no such step; it has 0, 5, 10; use"):
         checkpoints(tmp_path, load_step=7).to_continue()
-    with pytest.raises(CheckpointError, match="it has none"):
+    with pytest.raises(CheckpointError, match="has no such step, nor any other"):
         checkpoints(tmp_path / "empty", load_step=7).to_continue()
 
 
@@ -237,13 +237,13 @@ def test_weights_alone_cannot_be_continued(tmp_path: Path) -> None:
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    assert "manifest.json cannot be read" in refusal(tmp_path)
+    assert "does not exist; name one that does" in refusal(tmp_path)
 
 
 def test_a_missing_manifest_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 3)
     (tmp_path / "checkpoint/step-3/manifest.json").unlink()
-    assert "manifest.json cannot be read" in refusal(tmp_path)
+    assert "does not exist; name one that does" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"state": 3}', "\xff"])

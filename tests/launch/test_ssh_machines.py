@@ -192,7 +192,7 @@ def test_a_host_that_does_not_answer_is_reported_within_the_limit(network, tmp_p
 
 def test_a_port_that_takes_connections_and_says_nothing_is_reported_within_the_limit(network, tmp_path):
     listen = f"import socket, time; s = socket.create_server(('{machines.LAUNCHER}', 2222))"
-    code = f"{listen}; print(1, flush=True); time.sleep(99)"
+    code = f"{listen}; print(1, flush=True); time.sleep(9999)"
     mute = subprocess.Popen(network.switch.words(sys.executable, "-c", code), stdout=subprocess.PIPE)
     try:
         assert mute.stdout.readline()
