@@ -243,7 +243,7 @@ def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
 def test_a_missing_manifest_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 3)
     (tmp_path / "checkpoint/step-3/manifest.json").unlink()
-    assert "does not exist; name one that does" in refusal(tmp_path)
+    assert "manifest.json cannot be read" in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "{}", '{"state": 3}', "\xff"])
