@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -81,7 +82,7 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}; name another file") from error
     print(f"wrote {path}, and {FILE} for editors; next:")
-    print("\n".join(f"  shardtrain {verb} {path}" for verb in ("config check", "plan", "train")))
+    print("\n".join(f"  shardtrain {verb} {shlex.quote(str(path))}" for verb in ("config check", "plan", "train")))
     return 0
 
 
@@ -101,7 +102,7 @@ def _asked(ask: Callable[[str], str]) -> list[str]:
 
 def _head(path: Path, name: str) -> Iterator[str]:
     yield DIRECTIVE
-    yield f"# Written by `shardtrain init` from {name}. Train it with `shardtrain train {path.name}`."
+    yield f"# Written by `shardtrain init` from {name}. Train it with `shardtrain train {shlex.quote(path.name)}`."
     yield "# Override options there, for example --training.steps 100. All options: `shardtrain config help`."
     yield ""
 

@@ -193,10 +193,9 @@ def _paths(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, option, rule, fix)
     options = ["checkpoint.initial_load_path", "lora.initial_load_path"]
     options += ["parallelism.pipeline_parallel_schedule_csv", "data.chat_template"]
-    for option in [*options, "model.name"]:
+    for option in options:
         value = loaded.value(option)
-        named = value and (option != "model.name" or value.endswith(".py"))
-        if named and "://" not in value and not _exists(value):
+        if value and "://" not in value and not _exists(value):
             yield problem(loaded, option, *_ABSENT)
 
 

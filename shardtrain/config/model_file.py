@@ -84,6 +84,9 @@ def _no_file(name: str) -> Problem:
         return Problem("model.name", name, "is not a file", "give the path of a model file")
     if name in _ELSEWHERE:
         return Problem("model.name", name, "is a model of torchtitan's that is not among these", _ELSEWHERE[name])
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+        fix = f"get one of the hub with `shardtrain data download --repo_id {name} --all`, and name its folder"
+        return Problem("model.name", name, "is neither a model nor a folder", fix)
     names = model_names()
     near = nearest(name, names)
     known = f"models are {', '.join(names)}" if names else "the models folder is empty"

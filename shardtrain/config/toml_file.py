@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -74,16 +75,16 @@ _DATASETS = {
 
 def _meant(file: Path) -> str:
     """What to do with a file that is another thing than TOML, by its name; empty where that tells nothing."""
-    suffix = file.suffix.lower()
+    suffix, name = file.suffix.lower(), shlex.quote(str(file))
     if suffix in (".json", ".yml", ".yaml"):
-        return f"write it as TOML: shardtrain config migrate {file} -o new.toml"
+        return f"write it as TOML: shardtrain config migrate {name} -o new.toml"
     if suffix in _DATASETS:
-        options = f"--training.dataset {_DATASETS[suffix]} --training.dataset_path {file}"
+        options = f"--training.dataset {_DATASETS[suffix]} --training.dataset_path {name}"
         return f"the configuration comes first, and data as {options}"
     if suffix in (".safetensors", ".bin", ".pt", ".pth"):
         return "name a configuration; weights to begin with are checkpoint.initial_load_path"
     if suffix == ".py":
-        return f"name a configuration; a model of your own is --model.name {file}"
+        return f"name a configuration; a model of your own is --model.name {name}"
     return ""
 
 

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import tempfile
@@ -129,7 +130,7 @@ def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> F
     kept = f"the last checkpoint is {newest}" if newest else "there is no checkpoint"
     message = f"{why} ({kept}), and each ended with the error above ({code})"
     if step := re.search(r"in step (\d+)", why):
-        message += f"; its data: shardtrain data show {run_folder} --step {step.group(1)}"
+        message += f"; its data: shardtrain data show {shlex.quote(str(run_folder))} --step {step.group(1)}"
     return Failure(0, socket.gethostname(), "CrashLoop", message, "", time.time(), 93)
 
 

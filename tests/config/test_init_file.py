@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from pathlib import Path
 
@@ -67,3 +68,12 @@ def test_a_person_is_asked(tmp_path: Path, capsys, monkeypatch) -> None:
         500,
     )
     assert found.model.flavor == "8B" and not list(answers)
+
+
+def test_the_next_commands_can_be_pasted_whatever_the_file_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["init", "my run's.toml", "debug"]) == 0
+    commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("  shardtrain ")]
+    assert len(commands) == 3 and all(words[-1] == "my run's.toml" for words in commands)

@@ -84,6 +84,8 @@ def check_dataset(loaded: Loaded) -> Iterator[Problem]:
         elif name not in names:
             near = nearest(name, names)
             fix = (f"did you mean {near}? " if near else "") + f"datasets are {', '.join(names)}"
+            if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+                fix = f'one of the hub is {option}.dataset="huggingface" with {option}.dataset_path="{name}"'
             if Path(name).exists():
                 fix = (
                     f'set {option}.dataset_path to it, and {option}.dataset to what reads it, such as "text" or "jsonl"'

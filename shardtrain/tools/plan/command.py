@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import shutil
 import sys
 import textwrap
@@ -168,7 +169,7 @@ def main(words: Sequence[str]) -> int:
             text = search.as_toml(loaded, found.ranked[0])
             _write(Path(asked.output), text)
             if not asked.json:
-                print(f"wrote {asked.output}: shardtrain train {asked.output}")
+                print(f"wrote {asked.output}: shardtrain train {shlex.quote(asked.output)}")
         return 0 if found.ranked else DOES_NOT_FIT
     configs.require_to_build(loaded, world_size)
     plan = planning.make(loaded.config, world_size, device)

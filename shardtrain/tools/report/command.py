@@ -30,6 +30,9 @@ def main(words: Sequence[str]) -> int:
         given = len(asked.runs) or None
         fix = "write it like shardtrain report outputs -o report.html"
         raise ConfigError(Problem("shardtrain report", given, f"takes 1 to {_MOST_RUNS} folders", fix, "command line"))
+    if Path(asked.output).suffix.lower() in (".pdf", ".png", ".svg", ".md", ".json", ".csv", ".txt"):
+        fix = f"write -o {Path(asked.output).with_suffix('.html').name}, and print it from a browser"
+        raise ConfigError(Problem("-o", asked.output, "is a page of HTML by another name", fix, "command line"))
     problems: list[Problem | str] = []
     records = []
     for folder in asked.runs:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardtrain import config as configs
-from shardtrain.config import Loaded
+from shardtrain.config import Loaded, presets
 from shardtrain.config.rules.model import model_shape
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -102,6 +102,8 @@ def read(text: str) -> dict[str, int]:
         if axis not in OPTIONS:
             close = re.fullmatch(rf"({'|'.join(OPTIONS)})[:_ ]?(\d+)", axis)
             fix = f"write {close[1]}={close[2]}" if close else f"axes are {', '.join(OPTIONS)}"
+            if "=" not in part and (text.endswith((".toml", ".py")) or text in presets.names()):
+                fix = f"write {text} before all options"
             raise ConfigError(Problem("--mesh", text, f'names the axis "{axis}"', fix, where))
         if axis in degrees:
             raise ConfigError(Problem("--mesh", text, f"names {axis} twice", "name it once", where))
