@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
 FOLDER = Path("/dev/shm")
+_NAME = re.compile(r"shardtrain-[0-9a-f]{32}")
+LEFTOVER_SECONDS = 3600.0
+"""Ranks remove the name as soon as all have mapped the file: one that is older is of ranks that were killed meanwhile."""
 
 
 def path(token: bytes) -> Path:
@@ -20,6 +25,7 @@ def create(token: bytes, size: int) -> mmap.mmap | None:
     """A new file of the user's alone, with its memory set aside; None where there is none."""
     if not sys.platform.startswith("linux"):
         return None
+    _sweep()
     try:
         file = os.open(path(token), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -33,6 +39,17 @@ def create(token: bytes, size: int) -> mmap.mmap | None:
         return None
     finally:
         os.close(file)
+
+
+def _sweep() -> None:
+    """Remove this user's files that killed ranks have left: each is memory of the machine until it starts again."""
+    with suppress(OSError):
+        for entry in os.scandir(FOLDER):
+            with suppress(OSError):
+                found = entry.stat(follow_symlinks=False)
+                old = time.time() - found.st_mtime > LEFTOVER_SECONDS
+                if _NAME.fullmatch(entry.name) and found.st_uid == os.geteuid() and old:
+                    os.unlink(entry.path)
 
 
 def open_(token: bytes, size: int) -> mmap.mmap | None:

@@ -118,3 +118,23 @@ def test_a_file_of_another_size_or_a_link_is_not_mapped(monkeypatch: pytest.Monk
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     assert mapped_memory.open_(token, 4096) is None
+
+
+def test_what_killed_ranks_left_is_removed_and_what_is_young_or_of_others_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapped_memory, "FOLDER", tmp_path)
+    left, young, other = (f"shardtrain-{number:032x}" for number in (1, 2, 3))
+    for name in (left, young, other, "shardtrain-of-a-user"):
+        (tmp_path / name).write_bytes(b"x")
+        if name != young:
+            os.utime(tmp_path / name, (0, 0))
+    if os.geteuid() == 0:
+        os.chown(tmp_path / other, 65534, 65534)
+    else:
+        (tmp_path / other).unlink()
+    memory = mapped_memory.create(bytes(16), 8)
+    assert memory is not None and not (tmp_path / left).exists()
+    memory.close()
+    kept = {path.name for path in tmp_path.iterdir()}
+    assert kept == {young, f"shardtrain-{0:032x}", "shardtrain-of-a-user"} | ({other} if os.geteuid() == 0 else set())
