@@ -306,7 +306,10 @@ def plan(
             raise ConfigError(Problem("options", dict(options or {}), rule, fix))
         loaded = load_config(config, options)
     row = hardware.find(device)
-    world_size = gpus or planning.smallest_world(loaded.config, row)
+    if gpus is not None and not 1 <= gpus <= planning.MOST_DEVICES:
+        rule = f"must be a whole number from 1 to {planning.MOST_DEVICES}"
+        raise ConfigError(Problem("gpus", gpus, rule, "write it like gpus=64"))
+    world_size = planning.smallest_world(loaded.config, row) if gpus is None else gpus
     configs.require_to_build(loaded, world_size)
     return planning.make(loaded.config, world_size, row)
 

@@ -53,7 +53,7 @@ ASSUMED_STALL_SECONDS = 5.0
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or not 0 < int(text) <= 1_000_000:
+    if not text.isdecimal() or not 0 < int(text) <= 1_000_000:  # planning.MOST_DEVICES, which would import torch
         raise ValueError("must be a whole number from 1 to 1000000")
     return int(text)
 

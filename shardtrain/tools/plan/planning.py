@@ -26,6 +26,8 @@ CONTEXT_BYTES, FRAGMENTS = GIB, 0.03
 """On a GPU: the driver's context with NCCL's buffers, and the share that PyTorch's allocator cannot hand out."""
 SECONDS_PER_FAILURE = 54 * 86400 * 16384 / 419
 """Of one device: 419 unexpected interruptions in 54 days on 16,384 H100 (The Llama 3 Herd of Models, 2024, 3.3.4)."""
+MOST_DEVICES = 1_000_000
+"""That can be asked for."""
 RESTART_SECONDS = 600.0
 """From a failure to the first step after it, of a large job: assumed."""
 CUTS = {

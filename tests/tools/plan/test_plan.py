@@ -76,6 +76,9 @@ def test_the_python_face_gives_the_numbers_of_the_command(capsys):
     assert plan.as_dict() == json.loads(out)
     assert plan.tokens_per_second == pytest.approx(8 * plan.tps)
     assert 0 < plan.mfu < 1
+    for gpus in (0, -8, 10**9):
+        with pytest.raises(ConfigError, match=r"gpus=-?\d+ must be a whole number from 1 to 1000000"):
+            shardtrain.plan("llama3_8b", gpus=gpus)
 
 
 @pytest.mark.parametrize(
