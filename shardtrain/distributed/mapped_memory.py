@@ -13,7 +13,7 @@ from pathlib import Path
 FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"shardtrain-[0-9a-f]{32}")
 LEFTOVER_SECONDS = 3600.0
-"""Ranks remove the name as soon as all have mapped the file: one that is older is of ranks that were killed meanwhile."""
+"""Ranks remove the name as soon as all have mapped the file: an older one is of ranks that were killed meanwhile."""
 
 
 def path(token: bytes) -> Path:
