@@ -144,6 +144,8 @@ def main(words: Sequence[str]) -> int:
             raise ConfigError(Problem(f"--{name}", getattr(arguments, name), rule, fix, "command line"))
     device = hardware.find(asked.device)
     loaded = configs.load(arguments.path, arguments.overrides)
+    if asked.output:
+        _require_writable(Path(asked.output), loaded.path)
     from shardtrain.tools.plan import picture, planning  # torch, once the words have been found to make sense
 
     if asked.calibrate is not None:
@@ -202,6 +204,15 @@ def _seconds_between_saves(saves: Checkpoint, step_seconds: float) -> float:
     if saves.interval_type == "automatic":  # Young's interval, as the run finds it from the wait that it measures
         return math.sqrt(2 * ASSUMED_STALL_SECONDS * saves.mean_time_to_failure_hours * 3600)
     return saves.interval * (step_seconds if saves.interval_type == "steps" else 1.0)
+
+
+def _require_writable(path: Path, configuration: Path | None) -> None:
+    """Refuse, before the search, a file that cannot be written or would replace what it was made from."""
+    fix = "name another file, such as -o best.toml"
+    if path.is_dir():
+        raise ConfigError(Problem("-o", str(path), "is a folder", fix, "command line"))
+    if configuration is not None and path.exists() and path.samefile(configuration):
+        raise ConfigError(Problem("-o", str(path), "is the configuration that is planned", fix, "command line"))
 
 
 def _write(path: Path, text: str) -> None:

@@ -103,6 +103,18 @@ def test_wrong_words_are_refused_in_one_line_each(capsys, words, said):
     assert said in err and all(line.startswith("error[2]") for line in err.splitlines())
 
 
+@pytest.mark.parametrize(
+    ("output", "said"), [("mine.toml", "is the configuration that is planned"), (".", "is a folder")]
+)
+def test_a_file_that_must_not_be_written_is_refused_before_the_search(tmp_path, monkeypatch, capsys, output, said):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n')
+    monkeypatch.setattr(search, "run", None)
+    code, out, err = answer(capsys, "./mine.toml", "--gpus", "8", "--search", "-o", output)
+    assert (code, out) == (2, "") and said in err and err.count("\n") == 1
+    assert "8B" in Path("mine.toml").read_text()
+
+
 def test_recomputing_costs_time_and_saves_memory():
     none, op, full = (
         shardtrain.plan("llama3_8b", {"activation_checkpoint.mode": mode}, gpus=8)
