@@ -25,7 +25,7 @@ for line in (folder / "refused").read_text().splitlines():
     if found == f"{{' '.join(words)}} {{kind}}".strip():
         print("E1122 02:15:04.5 1 memcache.go:265] noise", told, sep="\\n", file=sys.stderr)
         sys.exit(1)
-print("pod/run-0" if "pods" in words else "")
+print((folder / "pods").read_text() if "pods" in words else "")
 """
 CREATE, DELETE = "create --filename -", "delete --ignore-not-found --wait=false --filename -"
 
@@ -34,6 +34,7 @@ CREATE, DELETE = "create --filename -", "delete --ignore-not-found --wait=false 
 def asked(tmp_path, monkeypatch):
     """Gives what has been asked so far; what the file ``refused`` names is refused."""
     (tmp_path / "refused").touch()
+    (tmp_path / "pods").write_text("pod/run-0\n")
     (tmp_path / "kubectl").write_text(PROGRAM)
     (tmp_path / "kubectl").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -89,9 +90,24 @@ def test_a_stop_takes_away_all_that_was_made(tmp_path, asked):
 def test_logs_follow_the_pods_of_the_job_and_wait_for_none(tmp_path, asked):
     assert kubectl.logs("team", "trainjob", "run") == 0
     assert "logs --selector jobset.sigs.k8s.io/jobset-name=run --follow" in asked()[-1]
-    (tmp_path / "kubectl").write_text(PROGRAM.replace("pod/run-0", ""))
+    (tmp_path / "pods").write_text("")
     with pytest.raises(ConfigError, match="no pods in team"):
         kubectl.logs("team", "trainjob", "run")
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "first"),
+    [
+        ("pytorchjob", ["pod/run-master-0", *(f"pod/run-worker-{node}" for node in range(1023))], "pod/run-master-0"),
+        ("jobset", [f"pod/run-node-0-{node}-x{node:04}" for node in range(2048)], "pod/run-node-0-0-x0000"),
+        ("trainjob", [f"pod/run-node-0-{node}-b{9999 - node}" for node in range(65)], "pod/run-node-0-0-b9999"),
+    ],
+)
+def test_of_a_large_job_the_log_of_the_first_rank_is_followed(kind, names, first, tmp_path, asked, capfd):
+    (tmp_path / "pods").write_text("\n".join(reversed(names)))
+    assert kubectl.logs("team", kind, "run") == 0
+    assert asked()[-1] == f"--namespace team logs {first} --follow"
+    assert f"{len(names):,} pods: the log is that of {first}" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["kubernetes/team/deployment/run", "kubernetes/team/pytorchjob"])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from other_styles import NOT_POSSIBLE
+from tiers import cases
 from torch import nn
 
 from shardtrain import models
@@ -72,9 +73,12 @@ def test_a_second_core_that_has_no_name_is_found() -> None:
     assert broken is not None and broken.rule.startswith("has layers.0.attn.second, of the class AttentionCore")
 
 
+FAMILIES = ["llama3", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"]
+
+
 @pytest.mark.parametrize(
     "path",
-    [*OTHERS, "llama3", "qwen3_moe", "mixtral", "deepseek_v3", "neox", "llama4", "gpt_oss"],
+    cases([*FAMILIES, *OTHERS[::3]], nightly=[path for path in OTHERS if path not in OTHERS[::3]]),
     ids=lambda path: Path(path).stem,
 )
 def test_models_that_can_be_split_are_not_accused(path: Path | str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Sequence
 
 import yaml
@@ -112,16 +113,34 @@ def stop(namespace: str, kind: str, name: str) -> int:
     return 0
 
 
+MOST_FOLLOWED = 64
+"""Pods of which logs are followed at once; each is a stream from the server."""
+
+
 def logs(namespace: str, kind: str, name: str) -> int:
-    """Follow the logs of all pods of a job, some of which may not run yet. Raises as ``status``, and without pods."""
+    """Follow the logs of all pods of a job, some of which may not run yet; of a large one that of the first rank alone.
+
+    Raises as ``status``, and without pods.
+    """
     _require_answer()
     within, selector = ["--namespace", namespace], ["--selector", f"{_PODS_OF[kind]}={name}"]
     _ask([*within, "get", RESOURCES[kind], name])
-    if not _ask([*within, "get", "pods", *selector, "--output", "name"]).strip():
+    pods = _ask([*within, "get", "pods", *selector, "--output", "name"]).split()
+    if not pods:
         rule = f"has no pods in {namespace}, and so no log"
         raise ConfigError(Problem(f"{kind} {name}", None, rule, "wait for them, and ask for its status"))
-    follow = ["--follow", "--prefix", "--tail=-1", "--max-log-requests=64", "--ignore-errors"]
+    if len(pods) > MOST_FOLLOWED:  # kubectl would refuse them all
+        first = min(pods, key=_in_order)  # of masters and workers, and of numbers, the first has rank 0
+        print(f"{len(pods):,} pods: the log is that of {first}, which prints the steps", file=sys.stderr, flush=True)
+        print(f"for another one: kubectl --namespace {namespace} logs POD", file=sys.stderr, flush=True)
+        return subprocess.run(["kubectl", *within, "logs", first, "--follow"], check=False).returncode
+    follow = ["--follow", "--prefix", "--tail=-1", f"--max-log-requests={MOST_FOLLOWED}", "--ignore-errors"]
     return subprocess.run(["kubectl", *within, "logs", *selector, *follow], check=False).returncode
+
+
+def _in_order(pod: str) -> list[tuple[int, str]]:
+    """A name with its numbers as numbers, so that node 2 comes before node 10."""
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", pod)]
 
 
 def _require_answer() -> None:
