@@ -39,8 +39,10 @@ current() { # whether the environment holds what is needed; the one of the tests
 with_progress() { # a command; every 5 s it prints how far it is, because pip is silent while it unpacks
     local started=$SECONDS status=0 beat
     (
-        trap 'kill $!; exit' TERM # the sleep as well: it would hold this script's pipes open for five seconds more
-        while sleep 5 & wait $!; kill -0 $$ 2>/dev/null; do # in the background it does not hear Ctrl-C
+        sleeping=
+        # the sleep as well: it would hold this script's pipes open for five seconds more
+        trap 'kill $sleeping 2>/dev/null; exit' TERM
+        while sleep 5 & sleeping=$!; wait $sleeping; kill -0 $$ 2>/dev/null; do # in the background it does not hear Ctrl-C
             echo "  $((SECONDS - started)) s, $(du -sm "$venv" 2>/dev/null | cut -f1) MB in $venv" >&2
         done
     ) &

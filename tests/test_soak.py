@@ -14,7 +14,7 @@ STEPS = int(os.environ.get("SHARDTRAIN_SOAK_STEPS", "4000"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
-@pytest.mark.nightly("thousands of steps", by="tests/resilience/test_watchdog.py::test_equal_ranks_are_not_called_slow")
+@pytest.mark.nightly("thousands of steps, which take a minute and more")
 def test_a_long_run_holds_no_more_at_its_end(tmp_path):
     path = Path(__file__).parents[1] / "benchmarks/soak.py"
     spec = importlib.util.spec_from_file_location("soak", path)

@@ -134,11 +134,13 @@ class WaitingHeartbeat:
     @property
     def timeout(self) -> float | None:
         """How long to wait before ``tell`` is called; None where nothing is printed."""
-        return None if self.seconds is None else max(0.0, self._since + self.seconds - time.monotonic())
+        since = max(self._since, last_said())  # others may have spoken meanwhile
+        return None if self.seconds is None else max(0.0, since + self.seconds - time.monotonic())
 
     def tell(self) -> None:
         """Print a line."""
-        self._since = time.monotonic()
+        not_silent()
+        self._since = last_said()
         _print(self._line())
 
     def __enter__(self) -> WaitingHeartbeat:
@@ -147,7 +149,7 @@ class WaitingHeartbeat:
 
     def __exit__(self, *_: object) -> None:
         """Remember the silence, which the next work continues."""
-        _silence.since, _silence.until = self._since, time.monotonic()
+        _silence.since, _silence.until = max(self._since, last_said()), time.monotonic()
 
 
 def _line(what: str, far: Callable[[], str] = str) -> Callable[[], str]:
