@@ -23,7 +23,7 @@ from tiny import Ended, assert_bitwise, shallow_config, train_whole
 from shardtrain.checkpoint import async_save, files, manifest
 from shardtrain.checkpoint import save as saves
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.config.schema import Checkpoint, Config
+from shardtrain.config.schema import Checkpoint, Config, Job
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.resilience.stop_request import StopRequest
 from shardtrain.train import shutdown
@@ -323,7 +323,7 @@ def test_a_run_that_saves_in_the_background_has_the_same_numbers_and_hears_of_a_
 def leaving(root: Path, kept: Checkpoints, grace_seconds: float) -> Any:
     stop = StopRequest(grace_seconds)
     stop.note("SIGTERM")
-    options = Config(checkpoint=Checkpoint(enable=True))
+    options = Config(job=Job(dump_folder=str(root)), checkpoint=Checkpoint(enable=True))
     state = SimpleNamespace(step=2)
     return SimpleNamespace(config=options, state=state, resilience=Resilience(stop=stop, stop_flag=1.0))
 
