@@ -1,30 +1,36 @@
 """What to run first where an accelerator can be used: accelerator.py [--device cuda] [--tiny] [--only PART,...].
 
 Parts, in the order in which a later one is of no use without the earlier: ``capabilities`` (what the device can do),
-``waits`` (host waits of a step, as PyTorch counts them), ``numbers`` (steps there and on the CPU), ``speed``
-(tokens per second and MFU of 1B, 3B and 8B at 4,096 tokens, and of float8), ``experts`` (a block of 16B class) and
-``memory`` (what ``shardtrain plan`` predicts against the allocator's peak). Each part runs in a process of its own and
-adds its rows to benchmarks/results/accelerator-DEVICE.jsonl; one that fails adds a row that says why, and the others
-go on. ``--tiny`` runs the same code with models that a CPU trains in seconds, and writes where ``--results`` says.
+``waits`` (host waits of a step, as PyTorch counts them), ``numbers`` (steps there and on the CPU), ``options`` (the
+same for every family with options of every kind, many at once), ``speed`` (tokens per second and MFU of 1B, 3B and 8B
+at 4,096 tokens, and of float8), ``experts`` (a block of 16B class) and ``memory`` (what ``shardtrain plan`` predicts
+against the allocator's peak). Each part, and each case that is timed, runs in a process of its own and adds its rows to
+benchmarks/results/accelerator-DEVICE.jsonl; one that fails adds a row that says why, and the others go on.
+``--cases WORD,...`` times those alone whose names have such a word; ``--kernels`` writes what a step of each spends its
+time on. ``--tiny`` runs the same code with models that a CPU trains in seconds, and writes where ``--results`` says.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
+import math
+import multiprocessing
+import os
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardtrain import load_config
 from shardtrain.config import Loaded, derived
-from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import join, pick_device_type
 from shardtrain.metrics.memory import read_peak
 from shardtrain.ops import accelerator, device_kernels
@@ -33,91 +39,190 @@ from shardtrain.train import trainer
 from shardtrain.utils.hardware import peak_flops
 
 Row = dict[str, Any]
+Options = dict[str, Any]
 RESULTS = Path(__file__).with_name("results")
-LIMIT_SECONDS = 1500
-"""For one part."""
-TINY: dict[str, Any] = {
-    "vocab_size": 512,
-    "dim": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "head_dim": 16,
+PART_SECONDS, CASE_SECONDS = 600, 240
+TINY: Options = {
+    "model.overrides.vocab_size": 512,
+    "model.overrides.dim": 64,
+    "model.overrides.num_layers": 2,
+    "model.overrides.num_heads": 4,
+    "model.overrides.num_kv_heads": 2,
+    "model.overrides.head_dim": 16,
+    "training.seq_len": 64,
+    "training.local_batch_size": 2,
+    "compile.enable": False,
 }
-TINY_DENSE = {**TINY, "ffn_dim": 128}
-TINY_EXPERTS = {**TINY, "moe_ffn_dim": 48, "num_experts": 4, "top_k": 2}
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """A training to be timed."""
-
-    model: str
-    flavor: str
-    local_batch_size: int
-    sections: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-
-
-SPEED = {
-    "1B": Job("llama3", "1B", 8),
-    "1B compiled": Job("llama3", "1B", 8, {"compile": {"enable": True}}),
-    "3B": Job("llama3", "3B", 4, {"compile": {"enable": True}}),
-    # one device of 80 GB holds 8B with its AdamW states in bfloat16 alone: 64 GB
-    "8B": Job("llama3", "8B", 1, {"compile": {"enable": True}, "training": {"dtype": "bfloat16"}}),
-    "8B full recomputation": Job(
-        "llama3",
-        "8B",
-        4,
-        {"compile": {"enable": True}, "training": {"dtype": "bfloat16"}, "activation_checkpoint": {"mode": "full"}},
-    ),
+TINY_DENSE: Options = {"model.name": "llama3", "model.flavor": "debugmodel", **TINY, "model.overrides.ffn_dim": 128}
+TINY_EXPERTS: Options = {
+    "model.name": "mixtral",
+    "model.flavor": "debugmodel",
+    **TINY,
+    "model.overrides.moe_ffn_dim": 48,
+    "model.overrides.num_experts": 4,
+    "model.overrides.top_k": 2,
 }
-FLOAT8 = {"model": {"converters": ["quantize.linear.float8"]}}
-EXPERTS = {
-    "4 layers of 16B": Job("deepseek_v2", "16B", 4, {"model": {"overrides": {"num_layers": 4}}}),
-    "4 layers of 30B-A3B": Job("qwen3_moe", "30B-A3B", 4, {"model": {"overrides": {"num_layers": 4}}}),
+COMMON: Options = {
+    "model.hf_assets_path": "bytes",
+    "training.seq_len": 4096,
+    "activation_checkpoint.mode": "none",
+    "checkpoint.enable": False,
+    "metrics.log_freq": 1000,
 }
 
 
-def config_of(job: Job, device: str, tiny: bool, steps: int) -> Config:
-    """The run of a job: bfloat16, its own text as data, nothing saved."""
-    overrides = dict(job.sections.get("model", {}).get("overrides", {}))
-    if tiny:
-        overrides = dict(TINY_EXPERTS if job.model != "llama3" else TINY_DENSE)
-    compiles = bool(job.sections.get("compile")) and not tiny
-    sections: dict[str, dict[str, Any]] = {
-        "model": {
-            "name": "mixtral" if tiny and job.model != "llama3" else job.model,
-            "flavor": "debugmodel" if tiny else job.flavor,
-            "converters": job.sections.get("model", {}).get("converters", []),
-            "overrides": overrides,
-            "hf_assets_path": "bytes",
-        },
-        "training": {
-            "seq_len": 64 if tiny else 4096,
-            "local_batch_size": 2 if tiny else job.local_batch_size,
-            "steps": steps,
-            "device": device,
-            **job.sections.get("training", {}),
-        },
-        "compile": {"enable": compiles},
-        "activation_checkpoint": {"mode": "none", **job.sections.get("activation_checkpoint", {})},
-        "data": job.sections.get("data", {}),
-        "checkpoint": {"enable": False},
-        "metrics": {"log_freq": steps + 1},
+def model(name: str, flavor: str, rows: int) -> Options:
+    """A model with so many rows at a time."""
+    return {"model.name": name, "model.flavor": flavor, "training.local_batch_size": rows}
+
+
+COMPILED: Options = {"compile.enable": True}
+BFLOAT16: Options = {"training.dtype": "bfloat16"}
+"""One device of 80 GB holds 8B with its AdamW states in bfloat16 alone: 64 GB."""
+FLOAT8: Options = {"model.converters": ["quantize.linear.float8"]}
+FOUR_LAYERS: Options = {"model.overrides.num_layers": 4}
+SPEED: dict[str, Options] = {
+    "1B": model("llama3", "1B", 8),
+    "1B compiled": {**model("llama3", "1B", 8), **COMPILED},
+    "1B compiled float8": {**model("llama3", "1B", 8), **COMPILED, **FLOAT8},
+    "3B compiled": {**model("llama3", "3B", 4), **COMPILED},
+    "8B eager": {**model("llama3", "8B", 1), **BFLOAT16},
+    "8B of one row": {**model("llama3", "8B", 1), **COMPILED, **BFLOAT16},
+    "8B of three rows": {**model("llama3", "8B", 3), **COMPILED, **BFLOAT16},
+    "8B of three rows float8": {**model("llama3", "8B", 3), **COMPILED, **BFLOAT16, **FLOAT8},
+    "8B recomputed": {**model("llama3", "8B", 4), **COMPILED, **BFLOAT16, "activation_checkpoint.mode": "full"},
+}
+EXPERTS: dict[str, Options] = {
+    "4 layers of 16B": {**model("deepseek_v2", "16B", 4), **FOUR_LAYERS},
+    "4 layers of 30B-A3B": {**model("qwen3_moe", "30B-A3B", 4), **FOUR_LAYERS},
+}
+TIMED = {"speed": SPEED, "experts": EXPERTS}
+"""Parts whose cases run in a process each: what one leaves on the device is not in the way of the next."""
+
+SMALL: Options = {
+    **COMMON,
+    "model.overrides.num_layers": 2,
+    "model.overrides.vocab_size": 2048,
+    "training.seq_len": 128,
+    "training.local_batch_size": 2,
+    "training.steps": 3,
+    "training.initial_loss_scale": 1024.0,  # in float16: no step is skipped
+    "optimizer.lr": 1e-3,
+    "optimizer.eps": 1e-3,  # with a small one rounding decides the sign of small updates
+    "lr_scheduler.warmup_steps": 1,
+}
+DENSE_FAMILIES = {name: "debugmodel" for name in ("llama2", "llama3", "mistral", "qwen2", "qwen3", "neox")}
+EXPERT_FAMILIES = {
+    **{name: "debugmodel" for name in ("llama4", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss")},
+    "qwen3_moe": "debugmodel_moe",
+}
+RECOMPUTE: tuple[Options, ...] = (
+    {"activation_checkpoint.mode": "none"},
+    {"activation_checkpoint.mode": "full"},
+    {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"},
+    {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "2"},
+    {"activation_checkpoint.mode": "full", "activation_checkpoint.cpu_offload": True},
+)
+PRECISION: tuple[Options, ...] = (
+    {"training.mixed_precision_param": "float32"},
+    {"training.mixed_precision_param": "bfloat16"},
+    {"training.mixed_precision_param": "float16"},
+    {"training.dtype": "bfloat16"},
+)
+PACKING: tuple[Options, ...] = (
+    {"data.packing": "concat", "data.document_mask": "off"},
+    {"data.packing": "concat", "data.document_mask": "on"},
+    {"data.packing": "padded", "data.long_documents": "cut"},
+)
+OPTIMIZERS: tuple[Options, ...] = (
+    {"optimizer.name": "AdamW"},
+    {"optimizer.name": "Muon"},
+    {"optimizer.name": "AdamW", "optimizer.implementation": "foreach"},
+    {"optimizer.name": "Adam"},
+    {"optimizer.name": "AdamW8bit"},
+    {"optimizer.name": "AdamW", "optimizer.state_dtype": "bfloat16"},
+    {"optimizer.name": "AdamW", "optimizer.implementation": "for-loop"},
+)
+SINGLE: dict[str, Options] = {
+    "stochastic rounding": {"training.dtype": "bfloat16", "optimizer.bf16_stochastic_round": True},
+    "update in backward": {"optimizer.early_step_in_backward": True, "training.max_norm": math.inf},
+    "weights on the host": {"training.enable_cpu_offload": True},
+    "accumulation": {"training.global_batch_size": 4},
+    "LoRA": {"lora.enable": True},
+    "deterministic": {"debug.deterministic": True},
+    "gradients in bfloat16": {"training.mixed_precision_reduce": "bfloat16"},
+    "layernorm": {"model.norm_type": "layernorm"},
+}
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+
+
+def option_cases() -> dict[str, tuple[Options, Options]]:
+    """Options on the device, and what is different about the run that they are compared with."""
+    host: Options = {"training.device": "cpu"}
+    eager: Options = {"compile.enable": False}
+    cases: dict[str, tuple[Options, Options]] = {}
+    for place, (family, flavor) in enumerate({**DENSE_FAMILIES, **EXPERT_FAMILIES}.items()):
+        of_family: Options = {"model.name": family, "model.flavor": flavor}
+        for turn, precision in enumerate(PRECISION):
+            more = {
+                **precision,
+                **RECOMPUTE[(place + 2 * turn) % len(RECOMPUTE)],
+                **PACKING[(place + turn) % len(PACKING)],
+                **OPTIMIZERS[(place + 3 * turn) % len(OPTIMIZERS)],
+            }
+            # a CPU takes minutes for products in float16
+            reference = {**host, **PRECISION[0]} if precision == PRECISION[2] else host
+            cases[f"{family}: {words(more)}"] = ({**of_family, **more}, reference)
+        cases[f"{family}: compiled"] = ({**of_family, **COMPILED}, eager)
+        if family in DENSE_FAMILIES:
+            more = {**COMPILED, **PACKING[1], **RECOMPUTE[place % 4]}
+            cases[f"{family}: compiled {words(more)}"] = ({**of_family, **more}, eager)
+    for name, options in SINGLE.items():
+        cases[name] = (options, host)
+    cases["memory budget"] = ({**COMPILED, "activation_checkpoint.mode": "memory_budget"}, {**RECOMPUTE[0], **eager})
+    for recipe in RECIPES:
+        for compiles in (False, True):
+            real: Options = {
+                **FLOAT8,
+                "quantize.linear.float8.recipe_name": recipe,
+                "compile.enable": compiles,
+            }
+            name = f"float8 {recipe}{' compiled' if compiles else ''}"
+            cases[name] = (real, {"quantize.linear.float8.emulate": True, **eager})
+    experts: Options = {
+        "model.name": "mixtral",
+        "model.converters": ["quantize.grouped_mm.float8"],
+        "quantize.grouped_mm.float8.fqns": ["experts"],
     }
-    config = Config()
-    for name, values in sections.items():
-        config = dataclasses.replace(config, **{name: dataclasses.replace(getattr(config, name), **values)})
-    return config
+    cases["float8 experts"] = (experts, {"quantize.grouped_mm.float8.emulate": True})
+    return cases
 
 
-def timed(config: Config, warmup: int, steps: int) -> Row:
-    """Tokens per second, MFU and peak memory of some steps after others; the device is idle at both ends."""
-    loaded = Loaded(config)
+def words(options: Options) -> str:
+    """Values of options as one line."""
+    return " ".join(str(value) for value in options.values())
+
+
+def timed_run(options: Options, device: str, tiny: bool, steps: int) -> Loaded:
+    """The run of a case: bfloat16, its own text as data, nothing saved."""
+    options = {**COMMON, **options, "training.steps": steps, "training.device": device}
+    if tiny:
+        options |= TINY_DENSE if options["model.name"] == "llama3" else TINY_EXPERTS
+    return load_config(None, options)
+
+
+def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) -> Row:
+    """Tokens per second, MFU and peak memory of some steps after others; the device is idle at both ends.
+
+    What two more steps spend their time on is written to ``kernels``.
+    """
+    config, began = loaded.config, time.perf_counter()
     with join(config.comm, config.training.device) as here:
         trainer.configs.require(loaded, here.size, here.device.type, here.size)
         with device_kernels.prefer_attention(here.device, config.training.flash_attention):
             run = trainer.build(config, here)
+            accelerator.finish(here.device)
+            built = time.perf_counter()
             for _ in range(warmup):
                 outcome = trainer.step(run)
             accelerator.finish(here.device)
@@ -128,27 +233,46 @@ def timed(config: Config, warmup: int, steps: int) -> Row:
                 tokens += outcome.global_tokens
             accelerator.finish(here.device)
             seconds = time.perf_counter() - started
-        assert outcome is not None
-        peak = read_peak(here.device.type)
+            assert outcome is not None
+            peak = read_peak(here.device.type)
+            if kernels is not None:
+                _write_kernels(run, kernels)
         name = accelerator.name(here.device)
         flops = run.flops_per_token * tokens / seconds / here.size
-        dense = peak_flops(name, derived.compute_dtype(config))
+        dense = peak_flops(name, "bfloat16" if derived.compute_dtype(config) != "float32" else "float32")
         return {
             "ranks": here.size,
             "seq_len": config.training.seq_len,
+            "rows": config.training.local_batch_size,
             "tokens_per_second_per_device": tokens / seconds / here.size,
             "step_seconds": seconds / steps,
             "tflops_per_device": flops / 1e12,
             "mfu": flops / dense if dense else None,
             "peak_memory_gib": peak.peak_gib,
+            "build_seconds": built - began,
+            "warmup_seconds": started - built,
             "loss": float(outcome.loss_sum) / max(1, outcome.local_tokens),
         }
+
+
+def _write_kernels(run: trainer.Run, file: Path) -> None:
+    """The kernels of two steps by the time that they took, and the operations that started them."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    device = accelerator.profiler_activity(run.mesh.device)
+    with torch.profiler.profile(activities=activities + ([device] if device else [])) as trace:
+        for _ in range(2):
+            trainer.step(run)
+        accelerator.finish(run.mesh.device)
+    key = "self_device_time_total" if device else "self_cpu_time_total"
+    text = trace.key_averages().table(sort_by=key, row_limit=45, max_name_column_width=90)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
 
 
 def capabilities(device: str, tiny: bool) -> Iterator[Row]:
     """What is asked of a device elsewhere, and what PyTorch was built with."""
     there = accelerator.of_rank(device, 0)
-    yield {
+    row: Row = {
         "torch": torch.__version__,
         "runtime": torch.version.cuda or torch.version.hip or "",
         "collectives": accelerator.collectives(device),
@@ -158,6 +282,39 @@ def capabilities(device: str, tiny: bool) -> Iterator[Row]:
         "memory_gib": accelerator.total_memory_bytes(there) / 2**30 if accelerator.is_accelerator(device) else None,
         "peak_bfloat16_tflops": (peak_flops(accelerator.name(there), "bfloat16") or 0) / 1e12 or None,
     }
+    if accelerator.is_accelerator(device):
+        row["matmul_bfloat16_tflops"] = _matmul_tflops(there)
+        row["copy_bytes_per_second"] = _copy_bytes_per_second(there)
+    yield row
+
+
+def _matmul_tflops(device: torch.device) -> dict[str, float]:
+    """What products of the shapes of 8B reach on random numbers, by their shape (M, K, N)."""
+    found = {}
+    for m, k, n in ((8192, 8192, 8192), (12288, 4096, 14336), (12288, 14336, 4096), (12288, 4096, 6144)):
+        a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        b = torch.randn(k, n, device=device, dtype=torch.bfloat16)
+        seconds = _seconds_of(lambda a=a, b=b: a @ b, device, 30)  # type: ignore[misc]
+        found[f"{m}x{k}x{n}"] = 2 * m * k * n / seconds / 1e12
+    return found
+
+
+def _copy_bytes_per_second(device: torch.device) -> float:
+    """Bytes read and written by a copy of 4 GiB within the device."""
+    source = torch.empty(1 << 32, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return 2 * source.numel() / _seconds_of(lambda: target.copy_(source), device, 10)
+
+
+def _seconds_of(work: Callable[[], Any], device: torch.device, times: int) -> float:
+    for _ in range(5):
+        work()
+    accelerator.finish(device)
+    started = time.perf_counter()
+    for _ in range(times):
+        work()
+    accelerator.finish(device)
+    return (time.perf_counter() - started) / times
 
 
 def waits(device: str, tiny: bool) -> Iterator[Row]:
@@ -165,20 +322,33 @@ def waits(device: str, tiny: bool) -> Iterator[Row]:
 
     A wait for an event is not among them, so that this shows those that nobody meant.
     """
-    for name, job in (("dense", SPEED["1B"]), ("experts", EXPERTS["4 layers of 30B-A3B"])):
-        config = config_of(job, device, tiny, 4)
+    for name, options in (("dense", SPEED["1B"]), ("experts", EXPERTS["4 layers of 30B-A3B"])):
+        config = timed_run(options, device, True, 4).config
         with join(config.comm, device) as here:
             run = trainer.build(config, here)
             trainer.step(run)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
+                warnings.showwarning = _with_lines  # type: ignore[assignment]
                 if device == "cuda":
                     torch.cuda.set_sync_debug_mode("warn")
                 trainer.step(run)
                 if device == "cuda":
                     torch.cuda.set_sync_debug_mode("default")
         told = [f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
+        told = told or [line for line in _lines if line]
         yield {"case": name, "unmeant_waits": len(told) if device == "cuda" else None, "where": told}
+        _lines.clear()
+
+
+_lines: list[str] = []
+
+
+def _with_lines(message: Any, *_: Any, **__: Any) -> None:
+    """Remember which lines of the package led to a warning."""
+    if "synchroniz" in str(message):
+        ours = [f"{one.filename.split('shardtrain/')[-1]}:{one.lineno}" for one in traceback.extract_stack()]
+        _lines.append(" < ".join(reversed(ours[-12:-1])))
 
 
 def numbers(device: str, tiny: bool) -> Iterator[Row]:
@@ -187,67 +357,95 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
     In float32 (with products of full precision) they are rounding, in bfloat16 those of two kernels. Where there are
     several devices, ``shardtrain verify`` compares a mesh of them with one.
     """
-    documents = {"data": {"packing": "concat", "document_mask": "on"}}
-    for name, job in (
-        ("dense", SPEED["1B"]),
-        ("documents", dataclasses.replace(SPEED["1B"], sections=documents)),
-        ("experts", EXPERTS["4 layers of 30B-A3B"]),
-    ):
+    documents: Options = {**SPEED["1B"], **PACKING[1]}
+    cases = {"dense": SPEED["1B"], "documents": documents, "experts": EXPERTS["4 layers of 30B-A3B"]}
+    for name, options in cases.items():
         for dtype in ("float32", "bfloat16"):
-            config = config_of(job, device, True, 4)
-            training = dataclasses.replace(config.training, mixed_precision_param=dtype)
-            config = dataclasses.replace(config, training=training)
-            weights: dict[str, torch.Tensor] = {}
-            theirs = _three_steps(
-                dataclasses.replace(config, training=dataclasses.replace(training, device="cpu")), weights
-            )
-            ours = _three_steps(config, weights)
-            worst = [
-                max(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True)) for pair in zip(ours, theirs, strict=True)
-            ]
-            yield {"case": name, "dtype": dtype, "loss_difference": worst[0], "grad_norm_difference": worst[1]}
+            mixed = {**options, "training.mixed_precision_param": dtype}
+            ours, theirs = timed_run(mixed, device, True, 4), timed_run(mixed, "cpu", True, 4)
+            yield {"case": name, "dtype": dtype, **_differences(ours, theirs)}
     count = accelerator.module(device).device_count() if accelerator.is_accelerator(device) else 1
     if count > 1:
         command = [sys.executable, "-m", "shardtrain", "verify", "--mesh", f"dp_shard={count}", "--json"]
         done = subprocess.run(
-            [*command, "--training.device", device], capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS
+            [*command, "--training.device", device], capture_output=True, text=True, check=False, timeout=PART_SECONDS
         )
         yield {"case": "verify", "exit_code": done.returncode, "output": (done.stdout or done.stderr)[-4000:]}
 
 
-def _three_steps(config: Config, weights: dict[str, torch.Tensor]) -> tuple[list[float], list[float]]:
+def _differences(ours: Loaded, theirs: Loaded) -> Row:
+    weights: dict[str, torch.Tensor] = {}
+    reference = _three_steps(theirs, weights)
+    found = _three_steps(ours, weights)
+    worst = [
+        max(abs(a - b) / abs(b) for a, b in zip(*pair, strict=True)) for pair in zip(found, reference, strict=True)
+    ]
+    return {"loss_difference": worst[0], "grad_norm_difference": worst[1]}
+
+
+def _three_steps(loaded: Loaded, weights: dict[str, torch.Tensor]) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of a run that begins with ``weights``, which are taken from it where there are none."""
-    losses, norms = [], []
+    config, losses, norms = loaded.config, [], []
     with join(config.comm, config.training.device) as here:
-        run = trainer.build(config, here)
-        for name, parameter in run.runner.parameters().items():
-            local = local_tensor(parameter).detach()
-            if name in weights:
-                local.copy_(weights[name])
-            weights.setdefault(name, local.clone().cpu())
-        for _ in range(3):
-            outcome = trainer.step(run)
-            assert outcome is not None
-            losses.append(float(outcome.loss_sum))
-            norms.append(outcome.grad_norm)
+        trainer.set_numerics(config, here.device)
+        with device_kernels.prefer_attention(here.device, config.training.flash_attention):
+            run = trainer.build(config, here)
+            for name, parameter in run.runner.parameters().items():
+                local = local_tensor(parameter).detach()
+                if name in weights:
+                    local.copy_(weights[name])
+                weights.setdefault(name, local.clone().cpu())
+            for _ in range(3):
+                outcome = trainer.step(run)
+                assert outcome is not None
+                losses.append(float(outcome.loss_sum) / max(1, outcome.local_tokens))
+                norms.append(outcome.grad_norm)
     return losses, norms
 
 
-def speed(device: str, tiny: bool) -> Iterator[Row]:
-    """Dense models, and the same in float8 where the configuration allows it."""
-    jobs = dict(list(SPEED.items())[:1]) if tiny else SPEED
-    for name, job in jobs.items():
-        yield from _tried(name, job, device, tiny)
-    for name in ("1B compiled", "8B") if not tiny else ():
-        job = SPEED[name]
-        eight = dataclasses.replace(job, sections={**job.sections, **FLOAT8})
-        yield from _tried(f"{name}, float8", eight, device, tiny)
+def options(device: str, tiny: bool) -> Iterator[Row]:
+    """Three steps with options of every kind, beside the CPU's, eager ones or emulated ones; many cases at once."""
+    cases = option_cases()
+    if tiny:
+        cases = dict(list(cases.items())[::9])
+    context = multiprocessing.get_context("spawn")
+    at_once = max(1, min(14, (os.cpu_count() or 2) - 1))
+    # threads of a case would be in the way of other cases
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with ProcessPoolExecutor(at_once, mp_context=context) as pool:
+        waiting = {pool.submit(compare, device, *case): name for name, case in cases.items()}
+        for done in as_completed(waiting):
+            yield {"case": waiting[done], **done.result()}
 
 
-def experts(device: str, tiny: bool) -> Iterator[Row]:
-    """Some layers of models with experts: what one block reaches."""
-    for name, job in EXPERTS.items():
-        yield from _tried(name, job, device, tiny)
+def compare(device: str, wanted: Options, other: Options) -> Row:
+    """The row of a pair of runs; one that cannot run says why."""
+    torch.set_num_threads(1)
+    started = time.perf_counter()
+    base = {**SMALL, "training.device": device, **wanted}
+    row: Row = {}
+    try:
+        row = _differences(load_config(None, base), load_config(None, {**base, **other}))
+    except Exception as error:
+        trace = traceback.extract_tb(error.__traceback__)
+        where = [f"{Path(one.filename).name}:{one.lineno}" for one in trace[-6:]]
+        row = {"error": f"{type(error).__name__}: {str(error)[:600]}", "where": where}
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch._dynamo.reset()
+    return {**row, "seconds": time.perf_counter() - started}
+
+
+def case_of(part: str, name: str, device: str, tiny: bool, steps: int, kernels: Path | None) -> Row:
+    """The row of a case that is timed; one that cannot run here says why."""
+    warmup, steps = (1, 2) if tiny else (3, steps)
+    loaded = timed_run(TIMED[part][name], device, tiny, warmup + steps + 2)
+    file = kernels / f"{name.replace(' ', '_')}.txt" if kernels else None
+    try:
+        return {"case": name, **timed(loaded, warmup, steps, file)}
+    except Exception as error:  # out of memory, refused, or not built
+        where = [f"{Path(one.filename).name}:{one.lineno}" for one in traceback.extract_tb(error.__traceback__)[-6:]]
+        return {"case": name, "error": f"{type(error).__name__}: {str(error)[:600]}", "where": where}
 
 
 def memory(device: str, tiny: bool) -> Iterator[Row]:
@@ -255,84 +453,98 @@ def memory(device: str, tiny: bool) -> Iterator[Row]:
     from shardtrain.distributed import fake_backend
     from shardtrain.train import dry_run
 
-    config = config_of(SPEED["1B"], device, tiny, 3)
+    loaded = timed_run(SPEED["1B"], device, tiny, 3)
     with fake_backend.join(0, 1) as here:
-        foreseen = dry_run.build(config, here).total_bytes / 2**30
-    row = timed(config, 1, 2)
+        foreseen = dry_run.build(loaded.config, here).total_bytes / 2**30
+    row = timed(loaded, 1, 2)
     yield {"case": "1B", "foreseen_gib": foreseen, "peak_memory_gib": row["peak_memory_gib"]}
 
 
-def _tried(name: str, job: Job, device: str, tiny: bool) -> Iterator[Row]:
-    """The row of a job; one that cannot run here says why, and the next begins with an empty device."""
-    warmup, steps = (1, 2) if tiny else (5, 20)
-    try:
-        yield {"case": name, **timed(config_of(job, device, tiny, warmup + steps), warmup, steps)}
-    except Exception as error:  # out of memory, refused, or not built
-        yield {"case": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
-    if accelerator.is_accelerator(device):
-        accelerator.module(device).empty_cache()
-
-
-PARTS: dict[str, Callable[[str, bool], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
     "capabilities": capabilities,
     "waits": waits,
     "numbers": numbers,
-    "speed": speed,
-    "experts": experts,
+    "options": options,
+    "speed": None,
+    "experts": None,
     "memory": memory,
 }
+"""None are those of TIMED."""
 
 
-def run_part(part: str, device: str, tiny: bool) -> Iterator[Row]:
-    """Rows of one part, with what they were measured on."""
-    common = {
-        "part": part,
-        "device": accelerator.name(torch.device(device, 0) if device != "cpu" else torch.device(device)),
-    }
-    for row in PARTS[part](device, tiny):
-        yield {**common, "tiny": tiny, "time": int(time.time()), **row}
+def processes(part: str, asked: argparse.Namespace) -> Iterator[list[str]]:
+    """Arguments of the processes that a part runs in."""
+    names = TIMED.get(part)
+    if names is None:
+        yield []
+        return
+    wanted = [name for name in names if not asked.cases or any(word in name for word in asked.cases.split(","))]
+    for name in wanted[:1] if asked.tiny and part == "speed" else wanted:
+        yield ["--case", name]
 
 
-def main(words: list[str]) -> int:
+def run_here(asked: argparse.Namespace, device: str) -> Iterator[Row]:
+    """Rows of one part, or of one case of it, with what they were measured on."""
+    there = torch.device(device, 0) if device != "cpu" else torch.device(device)
+    common = {"part": asked.part, "device": accelerator.name(there), "tiny": asked.tiny}
+    work = PARTS[asked.part]
+    if work is None:
+        rows = iter([case_of(asked.part, asked.case, device, asked.tiny, asked.steps, asked.kernels)])
+    else:
+        rows = work(device, asked.tiny)
+    for row in rows:
+        yield {**common, "time": int(time.time()), **row}
+
+
+def main(arguments: list[str]) -> int:
     """Run the parts; 1 where one gave no row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
     parser.add_argument("--tiny", action="store_true", help="models that a CPU trains in seconds")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
+    parser.add_argument("--cases", default="", help="words of the names of cases that are timed; all unless given")
+    parser.add_argument("--steps", type=int, default=10, help="steps that are timed, after three others")
+    parser.add_argument("--kernels", type=Path, help="folder of what steps spend their time on")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
     parser.add_argument("--part", help=argparse.SUPPRESS)
-    asked = parser.parse_args(words)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
     device = pick_device_type(asked.device)
     if asked.part:
-        for row in run_part(asked.part, device, asked.tiny):
+        for row in run_here(asked, device):
             print(json.dumps(row), flush=True)
         return 0
     parts = asked.only.split(",")
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--only {','.join(unknown)}: use {', '.join(PARTS)}")
     asked.results.mkdir(parents=True, exist_ok=True)
-    failed = []
+    given = ["--device", device, "--steps", str(asked.steps)]
+    given += ["--tiny"] * asked.tiny + (["--kernels", str(asked.kernels)] if asked.kernels else [])
+    failed = False
     with open(asked.results / f"accelerator-{device}.jsonl", "a", encoding="utf-8") as file:
         for part in parts:
-            command = [
-                sys.executable,
-                __file__,
-                "--part",
-                part,
-                "--device",
-                device,
-                *(["--tiny"] if asked.tiny else []),
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=2 * LIMIT_SECONDS)
-            rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
-            if done.returncode or not rows:
-                failed.append(part)
-                rows.append(json.dumps({"part": part, "tiny": asked.tiny, "error": done.stderr[-2000:]}))
-            for line in rows:
-                print(line, flush=True)
-                file.write(line + "\n")
-            file.flush()
+            for more in processes(part, asked):
+                for line in rows_of([sys.executable, __file__, "--part", part, *more, *given], part, more):
+                    print(line, flush=True)
+                    file.write(line + "\n")
+                    file.flush()
+                    failed = failed or '"failed"' in line
     return 1 if failed else 0
+
+
+def rows_of(command: list[str], part: str, more: list[str]) -> list[str]:
+    """Rows that a process prints, and one that says why where it fails."""
+    limit, error = (CASE_SECONDS if more else PART_SECONDS), ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
+        text, error = done.stdout, done.stderr[-2000:] if done.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        text = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or ""
+        error = f"took longer than {limit} s"
+    rows = [line for line in text.splitlines() if line.startswith("{")]
+    if error or not rows:
+        rows.append(json.dumps({"part": part, "case": more[-1] if more else None, "failed": error or "printed no row"}))
+    return rows
 
 
 if __name__ == "__main__":

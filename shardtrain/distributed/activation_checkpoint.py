@@ -69,11 +69,19 @@ def _recompute(
     }
     if contexts is not None:
         keywords["context_fn"] = contexts
-    forward = functools.partial(checkpoint, layer.forward, **keywords)
+    forward = _recomputed(layer.forward, keywords)
     if options.cpu_offload:
         layer.forward = _with_inputs_on_cpu(forward, pin_memory)
     else:
         layer.forward = forward
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    # A function, not functools.partial: the compiler does not look into that, and compiles nothing, without a word.
+    def recomputed(*inputs: Any, **keywords: Any) -> Any:
+        return checkpoint(forward, *inputs, **options, **keywords)
+
+    return recomputed
 
 
 def _with_inputs_on_cpu(forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:

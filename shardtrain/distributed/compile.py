@@ -8,7 +8,7 @@ from torch import nn
 from shardtrain.config.schema import Config
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches, word_of
-from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss
+from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss_without_scatter
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -44,4 +44,4 @@ def compiled_chunk_loss(config: Config) -> ChunkFunction | None:
     """The loss of one chunk of tokens as one compiled kernel, or None when it is not to be compiled."""
     if not (config.compile.enable and "loss" in config.compile.components):
         return None
-    return torch.compile(chunk_loss, backend=config.compile.backend)  # type: ignore[no-any-return]
+    return torch.compile(chunk_loss_without_scatter, backend=config.compile.backend)  # type: ignore[no-any-return]

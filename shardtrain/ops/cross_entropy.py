@@ -43,7 +43,9 @@ def _chunks(num_tokens: int, rows: int) -> list[slice]:
     return [slice(start, start + rows) for start in range(0, num_tokens, rows)][:_most_chunks]
 
 
-ChunkFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+ChunkFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Loss sum, a float64 scalar, of logits (n, V) and targets (n,); and its gradient (n, V) times a float32 scalar, rounded
+to the type of the logits or not yet."""
 
 
 def cross_entropy_sum(
@@ -70,14 +72,25 @@ def cross_entropy_sum(
     return _CrossEntropySum.apply(logits_NV, targets_N, weight, chunk or chunk_loss, chunks)  # type: ignore[no-any-return]
 
 
-def chunk_loss(logits_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss sum (float64 scalar) and its gradient (n, V), float32, of n tokens."""
+def chunk_loss(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The ChunkFunction that is used unless another is given: in place, where it can be."""
     log_probabilities_nV = torch.log_softmax(logits_nV.float(), dim=-1)
     kept_n1 = (targets_n != IGNORE).unsqueeze(1)
     index_n1 = targets_n.clamp_min(0).unsqueeze(1)
     loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(dtype=torch.float64)
     gradient_nV = log_probabilities_nV.exp_().scatter_add_(1, index_n1, -torch.ones_like(index_n1, dtype=torch.float32))
-    return loss, gradient_nV.mul_(kept_n1)
+    return loss, gradient_nV.mul_(kept_n1 * weight)
+
+
+def chunk_loss_without_scatter(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same to be compiled: all of it can be one kernel, which reads logits and writes their gradient."""
+    log_probabilities_nV = torch.log_softmax(logits_nV.float(), dim=-1)
+    kept_n1 = (targets_n != IGNORE).unsqueeze(1)
+    index_n1 = targets_n.clamp_min(0).unsqueeze(1)
+    loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(dtype=torch.float64)
+    is_target_nV = torch.arange(logits_nV.size(1), device=logits_nV.device) == index_n1
+    gradient_nV = log_probabilities_nV.exp() - is_target_nV.float()
+    return loss, (gradient_nV * (kept_n1 * weight)).to(logits_nV.dtype)
 
 
 class _CrossEntropySum(torch.autograd.Function):
@@ -89,10 +102,10 @@ class _CrossEntropySum(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float64, device=logits_NV.device)
         gradient_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
         for part in chunks:
-            chunk_sum, chunk_gradient_nV = chunk(logits_NV[part], targets_N[part])
+            chunk_sum, chunk_gradient_nV = chunk(logits_NV[part], targets_N[part], weight)
             loss += chunk_sum
             if gradient_NV is not None:
-                gradient_NV[part] = chunk_gradient_nV.mul_(weight)
+                gradient_NV[part] = chunk_gradient_nV
         if gradient_NV is not None:
             ctx.save_for_backward(gradient_NV)
         return (loss * weight).float()

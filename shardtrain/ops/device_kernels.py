@@ -49,6 +49,11 @@ def has_bfloat16_units(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] >= 8
 
 
+def has_matmul_into_float32(device: torch.device) -> bool:
+    """Whether a device adds products of bfloat16 or float16 to a matrix in float32, without rounding them before."""
+    return device.type == "cuda" and not torch.version.hip and "dtype_out" in torch.ops.aten.addmm.overloads()
+
+
 def has_grouped_matmul(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the products of all experts are one kernel, which takes the rows per expert from the device.
 

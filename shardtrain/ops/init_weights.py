@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -18,10 +18,14 @@ from torch import Tensor
 
 from shardtrain import layout as layouts
 from shardtrain.layout import Draw, Layout
+from shardtrain.ops.accelerator import is_accelerator
 from shardtrain.ops.dtensor import local_slices, local_tensor
 
 BLOCK_NUMEL = 1 << 16
 """Numbers per block: few, so that a shard draws little that it throws away; fixed for ever: it defines weights."""
+TOGETHER_NUMEL = 1 << 22
+"""Numbers of neighbouring blocks that an accelerator transforms together, so that it starts one kernel for a block. A
+CPU takes them one by one, as long as they are in its cache."""
 
 
 def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_layers: int) -> dict[str, Draw]:
@@ -51,32 +55,50 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
         local.fill_(1.0 if draw.distribution == "ones" else 0.0)
         return
     if parameter.ndim == 0:
-        local.copy_(_draw_block((1,), draw, _generator(seed, name, 0, local.device), local.device)[0])
+        value = torch.empty(1, dtype=torch.float32, device=local.device)
+        _fill_block(value, draw, _generator(seed, name, 0, local.device))
+        _shape_(value, draw)
+        local.copy_(value[0])
         return
     rows, *rest = parameter.shape
     rows_per_block = max(1, BLOCK_NUMEL // max(1, math.prod(rest)))
     first, stop = slices[0].start, slices[0].stop
-    for block in range(first // rows_per_block, -(-stop // rows_per_block)):
-        start = block * rows_per_block
-        size = min(rows_per_block, rows - start)
-        values = _draw_block((size, *rest), draw, _generator(seed, name, block, local.device), local.device)
+    blocks = range(first // rows_per_block, -(-stop // rows_per_block))
+    together = TOGETHER_NUMEL if is_accelerator(local.device) else BLOCK_NUMEL
+    for some in _groups(blocks, max(1, together // max(1, rows_per_block * math.prod(rest)))):
+        start = some.start * rows_per_block
+        size = min(len(some) * rows_per_block, rows - start)
+        values = torch.empty((size, *rest), dtype=torch.float32, device=local.device)
+        for block, part in zip(some, values.split(rows_per_block), strict=True):
+            _fill_block(part, draw, _generator(seed, name, block, local.device))
+        _shape_(values, draw)
         low, high = max(first, start), min(stop, start + size)
         local[low - first : high - first].copy_(values[(slice(low - start, high - start), *slices[1:])])
 
 
-def _draw_block(shape: tuple[int, ...], draw: Draw, generator: torch.Generator, device: torch.device) -> Tensor:
+def _groups(blocks: range, size: int) -> Iterator[range]:
+    return (blocks[start : start + size] for start in range(0, len(blocks), size))
+
+
+def _fill_block(block: Tensor, draw: Draw, generator: torch.Generator) -> None:
     # Drawn in float32 whatever the parameter's type, so that a bfloat16 run starts from the same weights, rounded.
-    values = torch.empty(shape, dtype=torch.float32, device=device)
     if math.isnan(draw.std):  # nobody knows how it starts: what is loaded stands, and nothing else goes unnoticed
-        return values.fill_(math.nan)
-    if draw.distribution == "normal":
-        return values.normal_(0.0, draw.std, generator=generator)
-    if draw.distribution == "uniform":
-        return values.uniform_(-draw.std * math.sqrt(3), draw.std * math.sqrt(3), generator=generator)
-    # Inverse transform sampling of a normal between -cutoff and cutoff standard deviations
-    edge = math.erf(draw.cutoff / math.sqrt(2))
-    values.uniform_(-edge, edge, generator=generator).erfinv_().mul_(draw.std * math.sqrt(2))
-    return values.clamp_(-draw.cutoff * draw.std, draw.cutoff * draw.std)
+        block.fill_(math.nan)
+    elif draw.distribution == "normal":
+        block.normal_(0.0, draw.std, generator=generator)
+    elif draw.distribution == "uniform":
+        block.uniform_(-draw.std * math.sqrt(3), draw.std * math.sqrt(3), generator=generator)
+    else:
+        edge = math.erf(draw.cutoff / math.sqrt(2))
+        block.uniform_(-edge, edge, generator=generator)
+
+
+def _shape_(values: Tensor, draw: Draw) -> None:
+    """Inverse transform sampling of a normal between -cutoff and cutoff standard deviations, where that is wanted."""
+    if draw.distribution in ("normal", "uniform") or math.isnan(draw.std):
+        return
+    values.erfinv_().mul_(draw.std * math.sqrt(2))
+    values.clamp_(-draw.cutoff * draw.std, draw.cutoff * draw.std)
 
 
 def _generator(seed: int, name: str, block: int, device: torch.device) -> torch.Generator:

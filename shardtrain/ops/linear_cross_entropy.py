@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardtrain.ops import cross_entropy
+from shardtrain.ops import cross_entropy, device_kernels
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss
 
 CHUNKS = 8
@@ -52,6 +52,14 @@ def _rows(tokens: int, vocabulary: int) -> int:
     return min(tokens, max(-(-tokens // CHUNKS), cross_entropy.CHUNK_NUMEL // vocabulary, 1))
 
 
+def _add_product(sum_VD: Tensor, a_Vn: Tensor, b_nD: Tensor) -> None:
+    """Add a product to a sum in float32, in one kernel where a device has it: it reads and writes the sum once."""
+    if device_kernels.has_matmul_into_float32(sum_VD.device) and a_Vn.dtype in (torch.bfloat16, torch.float16):
+        torch.ops.aten.addmm.dtype_out(sum_VD, a_Vn, b_nD, sum_VD.dtype, out=sum_VD)
+    else:
+        sum_VD += a_Vn @ b_nD
+
+
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -65,15 +73,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         rows = _rows(len(hidden_ND), len(weight_VD))
         for start in range(0, len(hidden_ND), rows):
             hidden_nD = hidden_ND[start : start + rows]
-            chunk_sum, gradient_nV = chunk(hidden_nD @ weight_VD.t(), targets_N[start : start + rows])
+            chunk_sum, gradient_nV = chunk(hidden_nD @ weight_VD.t(), targets_N[start : start + rows], weight)
             loss += chunk_sum
-            if not (needs_hidden or needs_weight):
-                continue
-            gradient_nV = gradient_nV.mul_(weight).to(hidden_nD.dtype)
+            gradient_nV = gradient_nV.to(hidden_nD.dtype)
             if dhidden_ND is not None:
                 dhidden_ND[start : start + rows] = gradient_nV @ weight_VD
             if dweight_VD is not None:
-                dweight_VD += gradient_nV.t() @ hidden_nD
+                _add_product(dweight_VD, gradient_nV.t(), hidden_nD)
             del gradient_nV  # before the next chunk has one
         dweight = None if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
         ctx.save_for_backward(dhidden_ND, dweight)

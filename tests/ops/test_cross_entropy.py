@@ -139,12 +139,23 @@ def test_a_function_for_chunks_replaces_ours() -> None:
     logits, targets = example()
     seen = []
 
-    def chunk(logits_nV: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+    def chunk(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         seen.append(targets_n.numel())
-        return torch.ones(()), torch.full(logits_nV.shape, 2.0)
+        return torch.ones(()), torch.full(logits_nV.shape, 2.0) * weight
 
     loss, gradient = value_and_gradient(logits, targets, 0.5, chunk=chunk)
     assert seen == [18] and loss.item() == 0.5 and torch.equal(gradient, torch.ones_like(logits))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_compiled_is_what_is_not(dtype: torch.dtype) -> None:
+    logits, targets = (example()[0] * 5).to(dtype), example()[1]
+    assert (targets == IGNORE).any()
+    logits_NV, targets_N, weight = logits.flatten(0, -2), targets.flatten(), torch.tensor(0.3)
+    loss, gradient_NV = cross_entropy.chunk_loss(logits_NV, targets_N, weight)
+    other_loss, other_NV = cross_entropy.chunk_loss_without_scatter(logits_NV, targets_N, weight)
+    assert other_NV.dtype == dtype
+    assert torch.equal(other_loss, loss) and torch.equal(other_NV, gradient_NV.to(dtype))
 
 
 class LargestFloat32(TorchDispatchMode):

@@ -95,6 +95,15 @@ def test_every_shape_is_filled(shape: tuple[int, ...]) -> None:
     assert torch.isfinite(tensor).all()
 
 
+@pytest.mark.parametrize("draw", [NORMAL, TRUNCATED, Draw("uniform", std=0.5)])
+def test_blocks_that_an_accelerator_transforms_together_are_those_of_one_by_one(draw, monkeypatch) -> None:
+    alone = drawn((700, 1000), draw)
+    monkeypatch.setattr(init_weights, "is_accelerator", lambda _: True)
+    for together in (1, 200_000, 1 << 22):  # one, some and all of the eleven blocks
+        monkeypatch.setattr(init_weights, "TOGETHER_NUMEL", together)
+        assert torch.equal(drawn((700, 1000), draw), alone)
+
+
 SHAPES = [(61, 7), (7, 61), (64, 8), (3, 5), (61,), (2, 3, 5)]
 
 
