@@ -44,8 +44,8 @@ def _chunks(num_tokens: int, rows: int) -> list[slice]:
 
 
 ChunkFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Loss sum, a float64 scalar, of logits (n, V) and targets (n,); and its gradient (n, V) times a float32 scalar, rounded
-to the type of the logits or not yet."""
+"""Loss sum, a float64 scalar, of logits (n, V) and targets (n,); and its gradient (n, V) times a float32 scalar,
+rounded to the type of the logits or not yet."""
 
 
 def cross_entropy_sum(
