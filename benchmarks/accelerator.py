@@ -1,13 +1,14 @@
 """What to run first where an accelerator can be used: accelerator.py [--device cuda] [--tiny] [--only PART,...].
 
 Parts, in the order in which a later one is of no use without the earlier: ``capabilities`` (what the device can do),
-``waits`` (host waits of a step, as PyTorch counts them), ``numbers`` (steps there and on the CPU), ``options`` (the
-same for every family with options of every kind, many at once), ``speed`` (tokens per second and MFU of 1B, 3B and 8B
-at 4,096 tokens, and of float8), ``experts`` (a block of 16B class) and ``memory`` (what ``shardtrain plan`` predicts
-against the allocator's peak). Each part, and each case that is timed, runs in a process of its own and adds its rows to
-benchmarks/results/accelerator-DEVICE.jsonl; one that fails adds a row that says why, and the others go on.
-``--cases WORD,...`` times those alone whose names have such a word; ``--kernels`` writes what a step of each spends its
-time on. ``--tiny`` runs the same code with models that a CPU trains in seconds, and writes where ``--results`` says.
+``waits`` (host waits of a step, as PyTorch counts them), ``numbers`` (steps there and on the CPU), ``losses`` (the head
+with its loss beside float64), ``options`` (three steps of every family with options of every kind, many at once),
+``speed`` (tokens per second and MFU of 1B, 3B and 8B at 4,096 tokens, and of float8), ``experts`` (a block of 16B
+class) and ``memory`` (what ``shardtrain plan`` predicts against the allocator's peak). Each part, and each case that is
+timed, runs in a process of its own and adds its rows to benchmarks/results/accelerator-DEVICE.jsonl; one that fails
+adds a row that says why, and the others go on. ``--cases WORD,...`` times those alone whose names have such a word;
+``--kernels`` writes what a step of each spends its time on. ``--tiny`` runs the same code with models that a CPU trains
+in seconds, and writes where ``--results`` says.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from shardtrain import load_config
 from shardtrain.config import Loaded, derived
 from shardtrain.distributed.process_group import join, pick_device_type
 from shardtrain.metrics.memory import read_peak
-from shardtrain.ops import accelerator, device_kernels
+from shardtrain.ops import accelerator, cross_entropy, device_kernels
 from shardtrain.ops.dtensor import local_tensor
+from shardtrain.ops.linear_cross_entropy import linear_cross_entropy_sum
+from shardtrain.ops.targets import IGNORE
 from shardtrain.train import trainer
 from shardtrain.utils.hardware import peak_flops
 
@@ -79,22 +82,31 @@ def model(name: str, flavor: str, rows: int) -> Options:
 COMPILED: Options = {"compile.enable": True}
 BFLOAT16: Options = {"training.dtype": "bfloat16"}
 """One device of 80 GB holds 8B with its AdamW states in bfloat16 alone: 64 GB."""
-FLOAT8: Options = {"model.converters": ["quantize.linear.float8"]}
+FLOAT8: Options = {"model.converters": ["quantize.linear.float8"], "quantize.linear.float8.filter_fqns": ["output"]}
+"""As torchtitan's files have it: the head stays in bfloat16."""
 FOUR_LAYERS: Options = {"model.overrides.num_layers": 4}
+FULL: Options = {"activation_checkpoint.mode": "full"}
 SPEED: dict[str, Options] = {
     "1B": model("llama3", "1B", 8),
     "1B compiled": {**model("llama3", "1B", 8), **COMPILED},
     "1B compiled float8": {**model("llama3", "1B", 8), **COMPILED, **FLOAT8},
+    "1B compiled 8-bit states": {**model("llama3", "1B", 8), **COMPILED, "optimizer.name": "AdamW8bit"},
     "3B compiled": {**model("llama3", "3B", 4), **COMPILED},
-    "8B eager": {**model("llama3", "8B", 1), **BFLOAT16},
     "8B of one row": {**model("llama3", "8B", 1), **COMPILED, **BFLOAT16},
-    "8B of three rows": {**model("llama3", "8B", 3), **COMPILED, **BFLOAT16},
-    "8B of three rows float8": {**model("llama3", "8B", 3), **COMPILED, **BFLOAT16, **FLOAT8},
-    "8B recomputed": {**model("llama3", "8B", 4), **COMPILED, **BFLOAT16, "activation_checkpoint.mode": "full"},
+    "8B of five rows": {**model("llama3", "8B", 5), **COMPILED, **BFLOAT16},
+    "8B of five rows float8": {**model("llama3", "8B", 5), **COMPILED, **BFLOAT16, **FLOAT8},
+    "8B recomputed": {**model("llama3", "8B", 4), **COMPILED, **BFLOAT16, **FULL},
+    "8B rounded by chance": {
+        **model("llama3", "8B", 4),
+        **COMPILED,
+        **BFLOAT16,
+        **FULL,
+        "optimizer.bf16_stochastic_round": True,
+    },
 }
 EXPERTS: dict[str, Options] = {
-    "4 layers of 16B": {**model("deepseek_v2", "16B", 4), **FOUR_LAYERS},
-    "4 layers of 30B-A3B": {**model("qwen3_moe", "30B-A3B", 4), **FOUR_LAYERS},
+    "4 layers of 16B": {**model("deepseek_v2", "16B", 4), **COMPILED, **FOUR_LAYERS},
+    "4 layers of 30B-A3B": {**model("qwen3_moe", "30B-A3B", 4), **COMPILED, **FOUR_LAYERS},
 }
 TIMED = {"speed": SPEED, "experts": EXPERTS}
 """Parts whose cases run in a process each: what one leaves on the device is not in the way of the next."""
@@ -373,6 +385,45 @@ def numbers(device: str, tiny: bool) -> Iterator[Row]:
         yield {"case": "verify", "exit_code": done.returncode, "output": (done.stdout or done.stderr)[-4000:]}
 
 
+def losses(device: str, tiny: bool) -> Iterator[Row]:
+    """The head with its loss in bfloat16 against float64, in relative norms: loss, gradients of input and of weight."""
+    there = accelerator.of_rank(device, 0)
+    generator = torch.Generator().manual_seed(0)
+    tokens, dim, vocabulary = (300, 64, 512) if tiny else (3000, 512, 20_000)
+    hidden = torch.randn(1, tokens, dim, generator=generator).bfloat16()
+    head = torch.randn(vocabulary, dim, generator=generator).mul(dim**-0.5).bfloat16()
+    targets = torch.randint(0, vocabulary, (1, tokens), generator=generator)
+    targets[0, :5] = IGNORE
+
+    def computed(kind: str) -> list[torch.Tensor]:
+        exact = kind == "float64"
+        place = torch.device("cpu") if exact else there
+        x, w = (one.clone().to(place, torch.float64 if exact else None).requires_grad_() for one in (hidden, head))
+        factor = torch.tensor(1 / tokens, device=place)
+        if exact:
+            logits_NV, targets_N = (x @ w.t()).flatten(0, 1), targets.flatten()
+            loss = (
+                torch.nn.functional.cross_entropy(logits_NV, targets_N, ignore_index=IGNORE, reduction="sum") * factor
+            )
+        elif kind == "apart":
+            loss = cross_entropy.cross_entropy_sum(x @ w.t(), targets.to(place), factor)
+        else:
+            chunk = torch.compile(cross_entropy.chunk_loss_without_scatter) if kind == "compiled" else None
+            loss = linear_cross_entropy_sum(x, w, targets.to(place), factor, chunk)
+        loss.backward()
+        return [one.detach().cpu().double() for one in (loss, x.grad, w.grad) if one is not None]
+
+    expected = computed("float64")
+    for kind in ("apart", "together", "compiled"):
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(computed(kind), expected, strict=True)]
+        yield {
+            "case": kind,
+            "loss_error": errors[0],
+            "input_gradient_error": errors[1],
+            "weight_gradient_error": errors[2],
+        }
+
+
 def _differences(ours: Loaded, theirs: Loaded) -> Row:
     weights: dict[str, torch.Tensor] = {}
     reference = _three_steps(theirs, weights)
@@ -464,6 +515,7 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
     "capabilities": capabilities,
     "waits": waits,
     "numbers": numbers,
+    "losses": losses,
     "options": options,
     "speed": None,
     "experts": None,
@@ -472,15 +524,15 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
 """None are those of TIMED."""
 
 
-def processes(part: str, asked: argparse.Namespace) -> Iterator[list[str]]:
+def processes(part: str, asked: argparse.Namespace) -> list[list[str]]:
     """Arguments of the processes that a part runs in."""
     names = TIMED.get(part)
     if names is None:
-        yield []
-        return
+        return [["--part", part]]
     wanted = [name for name in names if not asked.cases or any(word in name for word in asked.cases.split(","))]
-    for name in wanted[:1] if asked.tiny and part == "speed" else wanted:
-        yield ["--case", name]
+    if asked.tiny and part == "speed":
+        wanted = wanted[:1]
+    return [["--part", part, "--case", name] for name in wanted]
 
 
 def run_here(asked: argparse.Namespace, device: str) -> Iterator[Row]:
@@ -511,6 +563,7 @@ def main(arguments: list[str]) -> int:
     asked = parser.parse_args(arguments)
     device = pick_device_type(asked.device)
     if asked.part:
+        sys.stdin.readline()  # the device is another's until then
         for row in run_here(asked, device):
             print(json.dumps(row), flush=True)
         return 0
@@ -522,29 +575,41 @@ def main(arguments: list[str]) -> int:
     given += ["--tiny"] * asked.tiny + (["--kernels", str(asked.kernels)] if asked.kernels else [])
     failed = False
     with open(asked.results / f"accelerator-{device}.jsonl", "a", encoding="utf-8") as file:
-        for part in parts:
-            for more in processes(part, asked):
-                for line in rows_of([sys.executable, __file__, "--part", part, *more, *given], part, more):
-                    print(line, flush=True)
-                    file.write(line + "\n")
-                    file.flush()
-                    failed = failed or '"failed"' in line
+        for line in rows_of([[*more, *given] for part in parts for more in processes(part, asked)]):
+            print(line, flush=True)
+            file.write(line + "\n")
+            file.flush()
+            failed = failed or '"failed"' in line
     return 1 if failed else 0
 
 
-def rows_of(command: list[str], part: str, more: list[str]) -> list[str]:
-    """Rows that a process prints, and one that says why where it fails."""
-    limit, error = (CASE_SECONDS if more else PART_SECONDS), ""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit)
-        text, error = done.stdout, done.stderr[-2000:] if done.returncode else ""
-    except subprocess.TimeoutExpired as late:
-        text = (late.stdout or b"").decode() if isinstance(late.stdout, bytes) else late.stdout or ""
-        error = f"took longer than {limit} s"
-    rows = [line for line in text.splitlines() if line.startswith("{")]
-    if error or not rows:
-        rows.append(json.dumps({"part": part, "case": more[-1] if more else None, "failed": error or "printed no row"}))
-    return rows
+def rows_of(commands: list[list[str]]) -> Iterator[str]:
+    """Rows that processes print, one process after the other, and one that says why where one fails.
+
+    The next one imports PyTorch meanwhile, and touches the device when it is told to.
+    """
+    waiting = _start(commands[0])
+    for place, command in enumerate(commands):
+        running, limit = waiting, CASE_SECONDS if "--case" in command else PART_SECONDS
+        if place + 1 < len(commands):
+            waiting = _start(commands[place + 1])
+        error = ""
+        try:
+            text, said = running.communicate("begin\n", timeout=limit)
+            error = said[-2000:] if running.returncode else ""
+        except subprocess.TimeoutExpired:
+            running.kill()
+            text, _ = running.communicate()
+            error = f"took longer than {limit} s"
+        rows = [line for line in text.splitlines() if line.startswith("{")]
+        yield from rows
+        if error or not rows:
+            yield json.dumps({"command": command, "failed": error or "printed no row"})
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, __file__, *command], stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 if __name__ == "__main__":
