@@ -6,9 +6,9 @@ with its loss beside float64), ``options`` (three steps of every family with opt
 ``speed`` (tokens per second and MFU of 1B, 3B and 8B at 4,096 tokens, and of float8), ``experts`` (a block of 16B
 class) and ``memory`` (what ``shardtrain plan`` predicts against the allocator's peak). Each part, and each case that is
 timed, runs in a process of its own and adds its rows to benchmarks/results/accelerator-DEVICE.jsonl; one that fails
-adds a row that says why, and the others go on. ``--cases WORD,...`` times those alone whose names have such a word;
-``--kernels`` writes what a step of each spends its time on. ``--tiny`` runs the same code with models that a CPU trains
-in seconds, and writes where ``--results`` says.
+adds a row that says why, and the others go on. ``--cases WORD,...`` runs those alone of options, speed and experts
+whose names have such a word; ``--kernels`` writes what a step of each spends its time on. ``--tiny`` runs the same code
+with models that a CPU trains in seconds, and writes where ``--results`` says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -238,11 +238,12 @@ def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) 
             for _ in range(warmup):
                 outcome = trainer.step(run)
             accelerator.finish(here.device)
-            started, tokens = time.perf_counter(), 0
+            started, tokens, outcomes = time.perf_counter(), 0, []
             for _ in range(steps):
                 outcome = trainer.step(run)
                 assert outcome is not None
                 tokens += outcome.global_tokens
+                outcomes.append(outcome)
             accelerator.finish(here.device)
             seconds = time.perf_counter() - started
             assert outcome is not None
@@ -263,7 +264,7 @@ def timed(loaded: Loaded, warmup: int, steps: int, kernels: Path | None = None) 
             "peak_memory_gib": peak.peak_gib,
             "build_seconds": built - began,
             "warmup_seconds": started - built,
-            "loss": float(outcome.loss_sum) / max(1, outcome.local_tokens),
+            "losses": [round(float(one.loss_sum) / max(1, one.local_tokens), 4) for one in outcomes],
         }
 
 
@@ -454,9 +455,10 @@ def _three_steps(loaded: Loaded, weights: dict[str, torch.Tensor]) -> tuple[list
     return losses, norms
 
 
-def options(device: str, tiny: bool) -> Iterator[Row]:
+def options(device: str, tiny: bool, names: str = "") -> Iterator[Row]:
     """Three steps with options of every kind, beside the CPU's, eager ones or emulated ones; many cases at once."""
     cases = option_cases()
+    cases = {name: cases[name] for name in chosen(cases, names)}
     if tiny:
         cases = dict(list(cases.items())[::9])
     context = multiprocessing.get_context("spawn")
@@ -524,12 +526,18 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
 """None are those of TIMED."""
 
 
+def chosen(names: Iterable[str], words: str) -> list[str]:
+    """The names that words with commas between are, or that have one which is no name; all of them without words."""
+    names, asked = list(names), words.split(",")
+    return [name for name in names if not words or any(w == name or (w not in names and w in name) for w in asked)]
+
+
 def processes(part: str, asked: argparse.Namespace) -> list[list[str]]:
     """Arguments of the processes that a part runs in."""
     names = TIMED.get(part)
     if names is None:
         return [["--part", part]]
-    wanted = [name for name in names if not asked.cases or any(word in name for word in asked.cases.split(","))]
+    wanted = chosen(names, asked.cases)
     if asked.tiny and part == "speed":
         wanted = wanted[:1]
     return [["--part", part, "--case", name] for name in wanted]
@@ -541,9 +549,10 @@ def run_here(asked: argparse.Namespace, device: str) -> Iterator[Row]:
     common = {"part": asked.part, "device": accelerator.name(there), "tiny": asked.tiny}
     work = PARTS[asked.part]
     if work is None:
-        rows = iter([case_of(asked.part, asked.case, device, asked.tiny, asked.steps, asked.kernels)])
+        names = [asked.case] if asked.case else list(TIMED[asked.part])
+        rows = (case_of(asked.part, name, device, asked.tiny, asked.steps, asked.kernels) for name in names)
     else:
-        rows = work(device, asked.tiny)
+        rows = options(device, asked.tiny, asked.cases) if work is options else work(device, asked.tiny)
     for row in rows:
         yield {**common, "time": int(time.time()), **row}
 
@@ -554,7 +563,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
     parser.add_argument("--tiny", action="store_true", help="models that a CPU trains in seconds")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
-    parser.add_argument("--cases", default="", help="words of the names of cases that are timed; all unless given")
+    parser.add_argument(
+        "--cases", default="", help="names of cases that are timed or compared, or words of them; all unless given"
+    )
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed, after three others")
     parser.add_argument("--kernels", type=Path, help="folder of what steps spend their time on")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
@@ -571,7 +582,7 @@ def main(arguments: list[str]) -> int:
     if unknown := [part for part in parts if part not in PARTS]:
         parser.error(f"--only {','.join(unknown)}: use {', '.join(PARTS)}")
     asked.results.mkdir(parents=True, exist_ok=True)
-    given = ["--device", device, "--steps", str(asked.steps)]
+    given = ["--device", device, "--steps", str(asked.steps), "--cases", asked.cases]
     given += ["--tiny"] * asked.tiny + (["--kernels", str(asked.kernels)] if asked.kernels else [])
     failed = False
     with open(asked.results / f"accelerator-{device}.jsonl", "a", encoding="utf-8") as file:

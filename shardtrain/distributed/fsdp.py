@@ -77,7 +77,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             # Gradients are sums: the loss was divided once, by the global count of tokens. gloo has no PREMUL_SUM,
             # which a divide factor of one would otherwise use, so plain sums are forced first.
             module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
+            if mesh.device_mesh.size() > 1:  # one process has nothing to divide by, and divides by it all the same
+                module.set_gradient_divide_factor(1.0)
     if mesh.device.type == "cpu" and dist.get_backend() == "gloo":
         shared_memory.use(model)
 

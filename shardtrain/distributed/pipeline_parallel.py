@@ -96,7 +96,7 @@ class _Stage(PipelineStage):
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        # the middle of a V-shaped schedule is two stages of one rank, which gloo does not connect to itself (torch 2.11)
+        # the middle of a V is two stages of one rank, which gloo does not connect to itself (torch 2.11)
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def get_local_bwd_output(self, mb_index: int) -> Any:

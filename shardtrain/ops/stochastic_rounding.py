@@ -32,18 +32,19 @@ def _mixed(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def places(shape: Sequence[int], slices: Sequence[slice], device: torch.device) -> Tensor:
-    """Places of a part in the whole tensor of ``shape``, int64, of the shape of the part."""
-    found = torch.zeros((), dtype=torch.int64, device=device)
-    stride = 1
-    for dim in range(len(shape) - 1, -1, -1):
-        along = torch.arange(slices[dim].start, slices[dim].stop, device=device) * stride
+def places(shape: Sequence[int], strides: Sequence[int], first: Tensor) -> Tensor:
+    """Places of a part of ``shape`` in a whole tensor, int64, of the shape of the part.
+
+    ``strides`` are those of the whole tensor in a row, and ``first``, an int64 scalar, is where the part begins in it.
+    """
+    found = first
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        along = torch.arange(size, device=first.device) * stride
         found = found + along.view(-1, *[1] * (len(shape) - 1 - dim))
-        stride *= shape[dim]
     return found
 
 
-def chances(key: int, step: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def chances(key: int | Tensor, step: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Three independent int64 tensors of numbers in [0, 65536) at each place, for one step."""
     stream = _mixed(step.to(torch.int64) * _GOLDEN + key)
     bits = _mixed(place * _GOLDEN + stream)

@@ -9,8 +9,9 @@ chance. Blocks and chance are those of the whole tensor, so that the mesh change
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from typing import Any
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +21,10 @@ from torch.nn import functional as F
 from shardtrain.config.derived import BLOCK_OF_8_BITS
 from shardtrain.config.schema import Optimizer
 from shardtrain.ops import stochastic_rounding
+from shardtrain.ops.accelerator import is_accelerator
 from shardtrain.ops.dtensor import is_distributed, local_slices, local_tensor
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
 
 BLOCK = BLOCK_OF_8_BITS
 SMALLEST = 4096
@@ -29,6 +32,8 @@ SMALLEST = 4096
 _CHUNK = 1 << 24
 """Numbers that are updated at a time: what is computed in float32 takes memory for so many alone."""
 EIGHT_BITS = "AdamW8bit"
+_SHAPES = 256
+"""Of parameters and of their last parts, for which an update may be compiled."""
 
 
 @functools.cache
@@ -59,6 +64,10 @@ class LowBitsAdam(torch.optim.Optimizer):
         self._config = config
         self._keys = {parameter: stochastic_rounding.key_of(seed, name) for parameter, name in names.items()}
         self._tables: dict[tuple[str, torch.device], Tensor] = {}
+        self._compiled: Callable[..., None] | None = None
+        self._constants = Constants(
+            config.name == "Adam", config.beta1, config.beta2, config.eps, config.bf16_stochastic_round
+        )
         super().__init__(groups, {"lr": config.lr})
         if config.name == EIGHT_BITS:
             for parameter, name in names.items():
@@ -91,59 +100,147 @@ class LowBitsAdam(torch.optim.Optimizer):
                     self._update(parameter, self.state[parameter], group["lr"], group["weight_decay"])
 
     def _update(self, parameter: Tensor, state: dict[str, Tensor], lr: float, weight_decay: float) -> None:
-        c, step = self._config, state["step"].add_(1)
-        of_mean, of_squares = 1 - c.beta1**step, (1 - c.beta2**step).sqrt()
+        step = state["step"].add_(1)
         shape = parameter.shape or torch.Size([1])
-        slices = local_slices(parameter) or (slice(0, 1),)
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        starts = [part.start for part in local_slices(parameter) or (slice(0, 1),)]
         weight, gradient = (_at_least_1d(local_tensor(tensor)) for tensor in (parameter, parameter.grad))  # type: ignore[arg-type]
         held = {name: _at_least_1d(local_tensor(tensor)) for name, tensor in state.items() if name != "step"}
+        update, numbers = self._kernel(weight, held), (lr, 1 - lr * weight_decay)
+        if update is not update_part:  # a kernel is made for numbers of the host, and these change
+            numbers = tuple(weight.new_full((), number, dtype=torch.float64) for number in numbers)  # type: ignore[assignment]
         rows = max(1, _CHUNK // max(1, weight[:1].numel()))
-        for start in range(0, weight.size(0), rows):
-            chunk = slice(start, min(start + rows, weight.size(0)))
-            in_whole = (slice(slices[0].start + chunk.start, slices[0].start + chunk.stop), *slices[1:])
-            place = stochastic_rounding.places(shape, in_whole, weight.device)
-            by_weight, by_mean, by_squares = stochastic_rounding.chances(self._keys[parameter], step, place)  # type: ignore[index]
-            w, g = weight[chunk].float(), gradient[chunk].float()
-            mean, squares = self._read(held, "exp_avg", chunk), self._read(held, "exp_avg_sq", chunk)
-            if c.name == "Adam":
-                g = g.add(w, alpha=weight_decay)
-            else:
-                w = w.mul(1 - lr * weight_decay)
-            mean = mean.lerp(g, 1 - c.beta1)
-            squares = squares.mul(c.beta2).addcmul_(g, g, value=1 - c.beta2)
-            w = w - lr / of_mean * mean / (squares.sqrt() / of_squares + c.eps)
-            weight[chunk] = self._rounded(w, weight.dtype, by_weight)
-            self._write(held, "exp_avg", chunk, mean, by_mean)
-            self._write(held, "exp_avg_sq", chunk, squares, by_squares)
-
-    def _rounded(self, x: Tensor, dtype: torch.dtype, chance: Tensor) -> Tensor:
-        if dtype == torch.bfloat16 and self._config.bf16_stochastic_round:
-            return stochastic_rounding.to_bfloat16(x, chance)
-        return x.to(dtype)
-
-    def _read(self, held: Mapping[str, Tensor], name: str, chunk: slice) -> Tensor:
-        if f"{name}_scale" not in held:
-            return held[name][chunk].float()
-        bits, scale = held[name][chunk], held[f"{name}_scale"][chunk]
-        return self._table(name, bits.device)[bits.int()] * _along(scale, bits.size(-1))
+        for begin in range(0, weight.size(0), rows):
+            chunk = slice(begin, min(begin + rows, weight.size(0)))
+            first = (starts[0] + begin) * strides[0] + sum(
+                start * stride for start, stride in zip(starts[1:], strides[1:], strict=True)
+            )
+            update(
+                weight[chunk],
+                gradient[chunk],
+                {name: tensor[chunk] for name, tensor in held.items()},
+                {name: self._table(name, weight.device) for name in ("exp_avg", "exp_avg_sq")},
+                step,
+                torch.full((), self._keys[parameter], dtype=torch.int64, device=weight.device),  # type: ignore[index]
+                torch.full((), first, dtype=torch.int64, device=weight.device),
+                strides,
+                *numbers,
+                weight_decay if self._constants.is_adam else 0.0,
+                self._constants,
+            )
 
     def _table(self, name: str, device: torch.device) -> Tensor:
         if (name, device) not in self._tables:
             self._tables[name, device] = torch.tensor(code(name == "exp_avg"), dtype=torch.float32, device=device)
         return self._tables[name, device]
 
-    def _write(self, held: Mapping[str, Tensor], name: str, chunk: slice, x: Tensor, chance: Tensor) -> None:
-        if f"{name}_scale" not in held:
-            held[name][chunk] = self._rounded(x, held[name].dtype, chance)
-            return
-        missing = -x.size(-1) % BLOCK
-        scale = (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, BLOCK)).abs().amax(-1)
-        table = self._table(name, x.device)
-        part = x / _along(torch.where(scale > 0, scale, 1.0), x.size(-1))
-        bits = stochastic_rounding.to_code(part, table, chance)
-        if name == "exp_avg_sq":  # what is not 0 does not become it: it divides
-            bits = torch.where((part > 0) & (bits == 0), 1, bits)
-        held[name][chunk], held[f"{name}_scale"][chunk] = bits, scale
+    def _kernel(self, weight: Tensor, held: Mapping[str, Tensor]) -> Callable[..., None]:
+        """What updates a part: one kernel on an accelerator, on which some eighty operations, many of them on 64-bit
+        integers, take as long as the step of an 8B model whose update they are."""
+        if not is_accelerator(weight.device):
+            return update_part
+        if "exp_avg_scale" in held and weight.size(-1) % BLOCK:
+            return update_part  # cutting the last block is compiled to wrong numbers (torch 2.11 and 2.13, on a CPU)
+        if self._compiled is None:
+            self._compiled = _compiled(self._config.name)
+        return self._compiled
+
+
+def _compiled(name: str) -> Callable[..., None]:
+    # blocks of 8 bits are compiled for each shape of a parameter: PyTorch 2.11 fails where sizes are symbols
+    compiled = torch.compile(update_part, dynamic=name != EIGHT_BITS)
+    works = True
+
+    def update(*arguments: Any) -> None:
+        nonlocal works
+        if works:
+            try:
+                with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
+                    return compiled(*arguments)
+            except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                works = False
+                logger.warning(f"the update of {name} is not compiled, and slow: {str(error).splitlines()[0][:200]}")
+        return update_part(*arguments)
+
+    return update
+
+
+class Constants(NamedTuple):
+    """What of an optimizer's options a kernel is made for."""
+
+    is_adam: bool
+    beta1: float
+    beta2: float
+    eps: float
+    rounds_by_chance: bool
+    """Weights, and states, in bfloat16."""
+
+
+def update_part(
+    weight: Tensor,
+    gradient: Tensor,
+    held: Mapping[str, Tensor],
+    tables: Mapping[str, Tensor],
+    step: Tensor,
+    key: Tensor,
+    first: Tensor,
+    strides: Sequence[int],
+    lr: float | Tensor,
+    decay: float | Tensor,
+    weight_decay: float,
+    c: Constants,
+) -> None:
+    """Update a part of a parameter and of its state in place, in float32.
+
+    ``held`` are the means and their scales, ``tables`` the codes of those in 8 bits, ``key`` and ``first`` int64
+    scalars that chance is drawn by: see ``stochastic_rounding``.
+    """
+    place = stochastic_rounding.places(weight.shape, strides, first)
+    by_weight, by_mean, by_squares = stochastic_rounding.chances(key, step, place)
+    w, g = weight.float(), gradient.float()
+    mean, squares = (_read(held, name, tables) for name in ("exp_avg", "exp_avg_sq"))
+    if c.is_adam:
+        g = g.add(w, alpha=weight_decay)
+    else:
+        w = w.mul(decay)
+    mean = mean.lerp(g, 1 - c.beta1)
+    squares = squares.mul(c.beta2).addcmul_(g, g, value=1 - c.beta2)
+    of_mean, of_squares = 1 - c.beta1**step, (1 - c.beta2**step).sqrt()
+    w = w - lr / of_mean * mean / (squares.sqrt() / of_squares + c.eps)
+    weight.copy_(_rounded(w, weight.dtype, by_weight, c))
+    _write(held, "exp_avg", mean, by_mean, tables, c)
+    _write(held, "exp_avg_sq", squares, by_squares, tables, c)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype, chance: Tensor, c: Constants) -> Tensor:
+    if dtype == torch.bfloat16 and c.rounds_by_chance:
+        return stochastic_rounding.to_bfloat16(x, chance)
+    return x.to(dtype)
+
+
+def _read(held: Mapping[str, Tensor], name: str, tables: Mapping[str, Tensor]) -> Tensor:
+    if f"{name}_scale" not in held:
+        return held[name].float()
+    numbers = tables[name][held[name].int()]
+    return _rows(_blocks(numbers) * held[f"{name}_scale"].unsqueeze(-1), numbers.size(-1))
+
+
+def _write(
+    held: Mapping[str, Tensor], name: str, x: Tensor, chance: Tensor, tables: Mapping[str, Tensor], c: Constants
+) -> None:
+    if f"{name}_scale" not in held:
+        held[name].copy_(_rounded(x, held[name].dtype, chance, c))
+        return
+    blocks = _blocks(x)
+    scale = blocks.abs().amax(-1)
+    part = _rows(blocks / torch.where(scale > 0, scale, 1.0).unsqueeze(-1), x.size(-1))
+    bits = stochastic_rounding.to_code(part, tables[name], chance)
+    if name == "exp_avg_sq":  # what is not 0 does not become it: it divides
+        bits = torch.where((part > 0) & (bits == 0), 1, bits)
+    held[name].copy_(bits)
+    held[f"{name}_scale"].copy_(scale)
 
 
 def _at_least_1d(tensor: Tensor) -> Tensor:
@@ -151,8 +248,14 @@ def _at_least_1d(tensor: Tensor) -> Tensor:
     return tensor if tensor.ndim else tensor.view(1)
 
 
-def _along(scale: Tensor, columns: int) -> Tensor:
-    return scale.repeat_interleave(BLOCK, -1)[..., :columns]
+def _blocks(x: Tensor) -> Tensor:
+    """(..., columns) as (..., blocks, 256), zeros added."""
+    missing = -x.size(-1) % BLOCK
+    return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, BLOCK))
+
+
+def _rows(blocks: Tensor, columns: int) -> Tensor:
+    return blocks.flatten(-2)[..., :columns].contiguous()
 
 
 def _scales(parameter: Tensor) -> Tensor:

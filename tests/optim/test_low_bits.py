@@ -23,7 +23,7 @@ from shardtrain.utils.errors import ConfigError
 
 
 def chances(numbers: int, step: int = 1, key: int = 7) -> tuple[Tensor, Tensor, Tensor]:
-    place = stochastic_rounding.places((numbers,), (slice(0, numbers),), torch.device("cpu"))
+    place = stochastic_rounding.places((numbers,), (1,), torch.tensor(0))
     return stochastic_rounding.chances(key, torch.tensor(float(step)), place)
 
 
@@ -128,6 +128,31 @@ def test_in_float32_it_is_pytorch_s(name):
             optimizer.step()
         found.append(weight.detach())
     assert torch.allclose(*found, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.nightly(
+    "what the compiler makes of an update", by="tests/optim/test_low_bits.py::test_a_mesh_changes_no_bit"
+)
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW"])
+def test_a_compiled_update_is_the_update(name, monkeypatch):
+    """To the order of float32 operations: a number of a thousand may be rounded the other way."""
+    config = Optimizer(name=name, lr=1e-2, bf16_stochastic_round=name == "AdamW")
+    monkeypatch.setattr(low_bits, "_CHUNK", 1 << 14)
+    found = []
+    for compiles in (False, True):
+        monkeypatch.setattr(low_bits, "is_accelerator", lambda _, compiles=compiles: compiles)
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(300, 512), (40, 700), (512,), (64, 64), ()]
+        weights = [Parameter(torch.randn(shape, generator=generator).bfloat16()) for shape in shapes]
+        optimizer = build([(str(index), weight) for index, weight in enumerate(weights)], config, seed=3)
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
+            optimizer.step()
+        found.append([*(weight.detach() for weight in weights), *(optimizer.state[one]["exp_avg"] for one in weights)])
+    for eager, compiled in zip(*found, strict=True):
+        differ = ~torch.isclose(compiled.double(), eager.double(), rtol=1e-5, atol=1e-8)
+        assert int(differ.sum()) <= eager.numel() / 1000
 
 
 CONFIGS = {
