@@ -7,6 +7,7 @@ one, and each is made by ``read``. ``docs/performance.md`` names them.
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 from typing import Any
 
@@ -37,10 +38,15 @@ def module(device: torch.device | str) -> ModuleType:
 
 
 def of_rank(kind: str, local_rank: int) -> torch.device:
-    """The device of a rank of this host, which is the current one from now on."""
+    """The device of a rank of this host, which is the current one from now on.
+
+    That of its number among them; or the only one that it sees, where the launcher gives each rank one of its own, as
+    ``srun --gpus-per-task=1`` does. A launcher that counts the ranks of a host (LOCAL_WORLD_SIZE) lets all see all.
+    """
     if not is_accelerator(kind):
         return torch.device(kind)
-    device = torch.device(kind, local_rank)
+    has_own = "LOCAL_WORLD_SIZE" not in os.environ and module(kind).device_count() == 1
+    device = torch.device(kind, 0 if has_own else local_rank)
     module(device).set_device(device)
     return device
 

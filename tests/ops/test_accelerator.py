@@ -53,6 +53,22 @@ def test_what_pytorch_finds_is_what_is_found(monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("devices", "counted", "place"),
+    [(8, True, 3), (8, False, 3), (1, False, 0), (1, True, 3)],  # the last is refused before ranks start
+)
+def test_a_rank_that_sees_one_device_of_its_own_has_that_one(devices, counted, place, monkeypatch):
+    """As with ``srun --gpus-per-task=1``, which does not count the ranks of a host as torchrun does."""
+    chosen = []
+    there = SimpleNamespace(device_count=lambda: devices, set_device=chosen.append)
+    monkeypatch.setattr(accelerator, "module", lambda _: there)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if counted:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    device = accelerator.of_rank("cuda", 3)
+    assert device == torch.device("cuda", place) and chosen == [device]
+
+
+@pytest.mark.parametrize(
     ("capability", "flash", "grouped", "bfloat16"),
     [
         ((7, 5), False, False, False),
@@ -67,6 +83,7 @@ def test_kernels_follow_from_the_compute_capability(cuda, capability, flash, gro
     assert device_kernels.has_grouped_matmul(CUDA, torch.bfloat16) == grouped
     assert not device_kernels.has_grouped_matmul(CUDA, torch.float32)
     assert device_kernels.has_bfloat16_units(CUDA) == bfloat16
+    assert device_kernels.has_matmul_into_float32(CUDA) and not device_kernels.has_matmul_into_float32(CPU)
     assert device_kernels.has_grouped_matmul(CPU, torch.float32)
 
 

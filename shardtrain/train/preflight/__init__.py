@@ -166,6 +166,8 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
             others += mesh_notes(loaded, machine.world_size)
         found.problems += secondary.distinct([*loaded.problems, *secondary.without(loaded.problems, others)])
     if machine is not None:
+        if problem := _too_many_ranks(machine):
+            found.problems.append(problem)
         if machine.world_size and (problem := watching_problem(loaded, machine.world_size, machine.local_ranks)):
             found.problems.append(problem)
         _look_at_model(loaded, machine, found)
@@ -176,6 +178,16 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
     errors: list[ShardtrainError] = [ConfigError(problems)] if problems else []
     notes = (*loaded.notices, *config.notes(loaded), *found.notes, *found.warnings)
     return Verdict((*errors, *found.errors), tuple(dict.fromkeys(notes)), tuple(found.warnings))
+
+
+def _too_many_ranks(machine: Machine) -> Problem | None:
+    """Each rank of a host has an accelerator of its own."""
+    devices = machine.num_devices
+    if machine.device in ("cpu", None) or not devices or machine.local_ranks <= devices:
+        return None
+    are = "the one accelerator" if devices == 1 else f"the {devices} accelerators"
+    fix = f'start {devices} (--nproc {devices}), or use more nodes or training.device="cpu"'
+    return Problem("ranks of this machine", machine.local_ranks, f"are more than {are} of it", fix)
 
 
 def _look_at_files(loaded: Loaded, machine: Machine, found: _Found) -> None:

@@ -78,6 +78,17 @@ def test_planned_and_measured_stand_beside_each_other_and_a_large_difference_is_
     assert kept["peak memory in GiB"] == pytest.approx([gib, 0.5 * gib])
 
 
+def test_of_a_small_model_a_difference_is_no_warning(tmp_path: Path) -> None:
+    """A step of it is what the host does, and its memory the workspaces of kernels: neither is planned."""
+    run = finished(tmp_path, 4e4, 0.2)
+    (run / "config.resolved.toml").write_text(
+        '[model]\nflavor = "2.6M"\n[training]\nlocal_batch_size = 4\nseq_len = 256\n'
+    )
+    told = after_run.beside_measured(run, 1, "NVIDIA H200")
+    assert len(told) == 2 and not any(line.startswith("warning") for line in told), told
+    assert "the host decides" in told[0] and "less than a plan is exact to" in told[1]
+
+
 def test_of_an_unknown_device_or_few_steps_nothing_is_said(tmp_path: Path) -> None:
     assert after_run.beside_measured(finished(tmp_path, 1.0, 1.0), 8, "Some New Accelerator") == []
     assert after_run.beside_measured(finished(tmp_path, 1.0, 1.0, steps=4), 8, "NVIDIA H100 80GB HBM3") == []

@@ -469,6 +469,25 @@ def test_a_model_that_rules_pass_without_torch_surely_fits() -> None:
             assert bool(judge(loaded, there).errors) == (share < 1)
 
 
+def test_more_ranks_than_accelerators_are_refused_in_one_line() -> None:
+    """Before a rank starts, which would end with a trace of CUDA."""
+    loaded = config.load("debug")
+    for device, ranks, devices, refused in (
+        ("cuda", 2, 1, True),
+        ("cuda", 9, 8, True),
+        ("cuda", 8, 8, False),
+        ("cpu", 9, 0, False),
+        (None, 9, None, False),
+    ):
+        there = machine.Machine(ranks, ranks, device, devices, "a device", 1 << 40, is_here=False)
+        told = [str(problem) for error in judge(loaded, there).errors for problem in error.problems]
+        assert len(told) == int(refused), told
+        if refused:
+            assert (
+                told[0].startswith(f"ranks of this machine={ranks} are more than ") and f"--nproc {devices}" in told[0]
+            )
+
+
 def test_nearest_names_are_offered_for_sections_and_platforms(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "typo.toml").write_text("[trainning]\nsteps = 3\nseq_len = 0\n[optimiser]\nlr = 1\n")
     assert cli.main(["config", "check", str(folder / "typo.toml")]) == 2
