@@ -30,9 +30,11 @@ from typing import Any
 
 import torch
 
+import shardtrain
 from shardtrain import load_config
 from shardtrain.config import Loaded, derived
 from shardtrain.distributed.process_group import join, pick_device_type
+from shardtrain.launch.environment import set_allocator_default
 from shardtrain.metrics.memory import read_peak
 from shardtrain.ops import accelerator, cross_entropy, device_kernels
 from shardtrain.ops.dtensor import local_tensor
@@ -93,6 +95,8 @@ SPEED: dict[str, Options] = {
     "1B compiled 8-bit states": {**model("llama3", "1B", 8), **COMPILED, "optimizer.name": "AdamW8bit"},
     "3B compiled": {**model("llama3", "3B", 4), **COMPILED},
     "8B of one row": {**model("llama3", "8B", 1), **COMPILED, **BFLOAT16},
+    "8B of three rows": {**model("llama3", "8B", 3), **COMPILED, **BFLOAT16},
+    "8B of three rows float8": {**model("llama3", "8B", 3), **COMPILED, **BFLOAT16, **FLOAT8},
     "8B of five rows": {**model("llama3", "8B", 5), **COMPILED, **BFLOAT16},
     "8B of five rows float8": {**model("llama3", "8B", 5), **COMPILED, **BFLOAT16, **FLOAT8},
     "8B recomputed": {**model("llama3", "8B", 4), **COMPILED, **BFLOAT16, **FULL},
@@ -501,6 +505,25 @@ def case_of(part: str, name: str, device: str, tiny: bool, steps: int, kernels: 
         return {"case": name, "error": f"{type(error).__name__}: {str(error)[:600]}", "where": where}
 
 
+def planned(file: Path) -> str:
+    """A Markdown table of timed rows beside ``shardtrain plan`` of the same options."""
+    lines = [
+        "| case | tokens/s | planned | MFU | s a step | peak, GiB reserved | planned |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        if row.get("part") not in TIMED or "tokens_per_second_per_device" not in row or row["tiny"]:
+            continue
+        kind = "h200" if "H200" in row["device"] else "h100"
+        plan = shardtrain.plan(None, {**COMMON, **TIMED[row["part"]][row["case"]]}, gpus=row["ranks"], device=kind)
+        speed = row["tokens_per_second_per_device"]
+        lines.append(
+            f"| {row['case']} | {speed:,.0f} | {plan.tps:,.0f} ({plan.tps / speed - 1:+.1%}) | {row['mfu']:.1%} "
+            f"| {row['step_seconds']:.3f} | {row['peak_memory_gib']:.1f} | {plan.peak_bytes / 2**30:.1f} |"
+        )
+    return "\n".join(lines)
+
+
 def memory(device: str, tiny: bool) -> Iterator[Row]:
     """What a dry run of the same configuration foresees, and what the allocator had at most."""
     from shardtrain.distributed import fake_backend
@@ -569,9 +592,16 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=10, help="steps that are timed, after three others")
     parser.add_argument("--kernels", type=Path, help="folder of what steps spend their time on")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the rows")
+    parser.add_argument(
+        "--planned", type=Path, help="print the timed rows of a file beside what plan foresees; run nothing"
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
+    if asked.planned:
+        print(planned(asked.planned))
+        return 0
+    set_allocator_default(os.environ)  # as ``train`` does, before the device is touched
     device = pick_device_type(asked.device)
     if asked.part:
         sys.stdin.readline()  # the device is another's until then
