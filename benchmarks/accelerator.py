@@ -352,7 +352,7 @@ def waits(device: str, tiny: bool) -> Iterator[Row]:
                 trainer.step(run)
                 if device == "cuda":
                     torch.cuda.set_sync_debug_mode("default")
-        told = [f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
+        told = [f"{one.filename}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)]
         told = told or [line for line in _lines if line]
         yield {"case": name, "unmeant_waits": len(told) if device == "cuda" else None, "where": told}
         _lines.clear()
@@ -363,7 +363,7 @@ _lines: list[str] = []
 
 def _with_lines(message: Any, *_: Any, **__: Any) -> None:
     """Remember which lines of the package led to a warning."""
-    if "synchroniz" in str(message):
+    if "called a synchronizing" in str(message):
         ours = [f"{one.filename.split('shardtrain/')[-1]}:{one.lineno}" for one in traceback.extract_stack()]
         _lines.append(" < ".join(reversed(ours[-12:-1])))
 
