@@ -78,7 +78,7 @@ def test_planned_and_measured_stand_beside_each_other_and_a_large_difference_is_
     assert kept["peak memory in GiB"] == pytest.approx([gib, 0.5 * gib])
 
 
-def test_of_a_small_model_a_difference_is_no_warning(tmp_path: Path) -> None:
+def test_a_difference_of_a_small_run_gives_no_warning(tmp_path: Path) -> None:
     """A step of it is what the host does, and its memory the workspaces of kernels: neither is planned."""
     run = finished(tmp_path, 4e4, 0.2)
     (run / "config.resolved.toml").write_text(
