@@ -237,7 +237,9 @@ def choose_processes(
     multiple = other_degrees(config)
     if accelerators:
         count = max(accelerators // multiple, 1) * multiple
-        return ProcessCount(_fit_batch(config, count, multiple), f"{accelerators} accelerators found")
+        return ProcessCount(
+            _fit_batch(config, count, multiple), f"{accelerators} accelerator{'s' * (accelerators != 1)} found"
+        )
     given = unseen_devices(environment)
     if given:
         return given

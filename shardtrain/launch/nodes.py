@@ -222,7 +222,7 @@ def choose_processes(
     if asked:
         return asked
     if accelerators:
-        return ProcessCount(accelerators, f"{accelerators} accelerators found")
+        return ProcessCount(accelerators, f"{accelerators} accelerator{'s' * (accelerators != 1)} found")
     whole = environment.mesh_size(config)
     if whole and whole % nodes.most == 0:
         return ProcessCount(whole // nodes.most, "its share of the parallelism degrees")
