@@ -131,7 +131,8 @@ class Job:
         """Whether it does more than steps: what a whole run does between them, in a folder of its own."""
         c = self.loaded.config
         between = c.validation.enable or c.metrics.sample_freq or c.training.replica_check_interval
-        packed = c.lora.base_dtype != "training"  # frozen weights are packed when they are loaded
+        # frozen weights are packed, and DoRA's lengths of their rows taken, when they are loaded
+        packed = c.lora.base_dtype != "training" or c.lora.use_dora
         return bool(c.checkpoint.enable or packed or c.training.epochs or c.training.on_data_end == "stop" or between)
 
 
