@@ -6,19 +6,22 @@ A layer's ``forward`` is replaced, not wrapped, so parameter names never change.
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from shardtrain.config.schema import ActivationCheckpoint, Config
+from shardtrain.distributed import compile
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
 from shardtrain.ops import accelerator, document_mask, onednn_linear  # noqa: F401  they register operations that are named below
+from shardtrain.ops.dtensor import local_tensor
 
 _LINEAR = (torch.ops.aten.linear.default, torch.ops.shardtrain.onednn_product.default)
 """Matmuls that are given the weight as it is; the others are given its transpose."""
@@ -50,11 +53,23 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         return
     every = 1 if options.mode == "full" or options.selective_ac_option == "op" else int(options.selective_ac_option)
     per_operation = options.mode == "selective" and options.selective_ac_option == "op"
+    if per_operation and config.compile.enable:
+        logging.getLogger("torch._higher_order_ops.wrap").addFilter(_is_news)
     for index, (name, layer) in enumerate(getattr(model, layout.layers).items()):
         if index % every == 0:
             path = f"{layout.layers}.{name}"
-            contexts = _selective_contexts(layer, path, options) if per_operation else None
+            # a partial: layers share what is compiled where its arguments are equal, and a closure's are not looked at
+            forced = _forced_shapes(layer, path, options) if per_operation else ()
+            contexts = functools.partial(_selective_contexts, forced) if per_operation else None
+            if compile.is_compiled_within(layer, path, layout, mesh, config):
+                layer.forward = torch.compile(layer.forward, backend=config.compile.backend)
             _recompute(layer, options, contexts, pin_memory=accelerator.pins_memory(mesh.device))
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    # PyTorch warns of every compiled region with a policy, whatever is in it: operations in place would change what is
+    # kept. Layers have none on results that are kept (RMSNorm adds its eps in place, to a mean of squares).
+    return "Detected that context_fn is passed" not in str(record.msg)
 
 
 def _recompute(
@@ -71,7 +86,7 @@ def _recompute(
         keywords["context_fn"] = contexts
     forward = _recomputed(layer.forward, keywords)
     if options.cpu_offload:
-        layer.forward = _with_inputs_on_cpu(forward, pin_memory)
+        layer.forward = _with_inputs_on_cpu(layer, forward, pin_memory)
     else:
         layer.forward = forward
 
@@ -84,13 +99,38 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
     return recomputed
 
 
-def _with_inputs_on_cpu(forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
-    # Recomputation keeps a layer's inputs alone; those are what save_on_cpu then moves.
+def _with_inputs_on_cpu(layer: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
+    # Recomputation keeps a layer's inputs alone; those are what save_on_cpu then moves. A compiled layer keeps the
+    # weights that its backward reads beside them: they are where they are anyway, and stay there.
+    context = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)  # type: ignore[no-untyped-call]
+
+    # What is compiled is the layer within: the compiler cannot look into hooks, and would break its graph at them.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def offloaded(*inputs: Any, **keywords: Any) -> Any:
-        with torch.autograd.graph.save_on_cpu(pin_memory=pin_memory):
+        with _hooks(context, layer):
             return forward(*inputs, **keywords)
 
-    return offloaded
+    return offloaded  # type: ignore[no-any-return]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _hooks(context: Any, layer: nn.Module) -> AbstractContextManager[Any]:
+    """Those of ``save_on_cpu``, for all but the weights of a layer."""
+    weights = {_address(weight) for weight in (*layer.parameters(), *layer.buffers())}
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def pack(tensor: Tensor) -> Any:
+        return tensor if _address(tensor) in weights else context.pack_hook(tensor)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def unpack(kept: Any) -> Any:
+        return kept if isinstance(kept, Tensor) else context.unpack_hook(kept)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _address(tensor: Tensor) -> int:
+    return local_tensor(tensor).untyped_storage().data_ptr()
 
 
 @functools.cache
@@ -117,31 +157,34 @@ def _expensive_operations() -> frozenset[Any]:
     return frozenset(found)
 
 
-def _selective_contexts(layer: nn.Module, path: str, options: ActivationCheckpoint) -> Callable[[], Any]:
-    """A context_fn that keeps expensive operations; matmuls alternate, so that half of them is recomputed."""
-    forced_shapes = {
+def _forced_shapes(layer: nn.Module, path: str, options: ActivationCheckpoint) -> tuple[tuple[int, ...], ...]:
+    """Shapes of the weights whose products are recomputed whatever "op" says of them."""
+    found = {
         tuple(module.weight.shape)
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
         and any(_names(f"{path}.{name}", pattern) for pattern in options.per_op_sac_force_recompute_mm_shapes_by_fqns)
     }
+    return tuple(sorted(found))
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        matmuls: Counter[bool] = Counter()  # counted apart in forward and in recomputation
 
-        def policy(ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-            if operation in _MATMULS:
-                if _weight_shape(operation, arguments) in forced_shapes:
-                    return CheckpointPolicy.PREFER_RECOMPUTE
-                matmuls[ctx.is_recompute] += 1
-                keep = matmuls[ctx.is_recompute] % 2 == 1
-            else:
-                keep = operation in _expensive_operations()
-            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+def _selective_contexts(
+    forced_shapes: tuple[tuple[int, ...], ...],
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Contexts that keep expensive operations; matmuls alternate, so that half of them is recomputed."""
+    matmuls: Counter[bool] = Counter()  # counted apart in forward and in recomputation
 
-        return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return, no-untyped-call]
+    def policy(ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
+        if operation in _MATMULS:
+            if _weight_shape(operation, arguments) in forced_shapes:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            matmuls[ctx.is_recompute] += 1
+            keep = matmuls[ctx.is_recompute] % 2 == 1
+        else:
+            keep = operation in _expensive_operations()
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return contexts
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _names(path: str, pattern: str) -> bool:

@@ -10,13 +10,16 @@ from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss_without_scatter
 
+RECOMPILE_LIMIT = 64
+
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Compile each layer; with tensor parallelism or experts, each layer's attention and feed-forward apart.
 
-    Experts themselves stay eager: how many rows each gets is not known before it runs.
+    Experts themselves stay eager: how many rows each gets is not known before it runs. Where sequences are split,
+    layers that recompute have been compiled already, see ``is_compiled_within``.
     """
-    if not (config.compile.enable and "model" in config.compile.components):
+    if not _compiles_layers(config):
         return
     if mesh.size("tp") > 1:
         # Backward is traced again in each process instead of being read from the compiler's cache on disk. That cache
@@ -25,9 +28,28 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         import torch._functorch.config as autograd
 
         autograd.enable_autograd_cache = False
+    # Layers share the compiler's cache of one function, whatever their kind; each kind takes a graph for fixed and one
+    # for any lengths, with gradients and, in validation, without. Beyond the limit (8) layers would run eagerly.
+    torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     for name, layer in getattr(model, layout.layers).items():
-        for part in _parts(layer, f"{layout.layers}.{name}", layout, mesh):
+        path = f"{layout.layers}.{name}"
+        if "forward" in vars(layer) and is_compiled_within(layer, path, layout, mesh, config):
+            continue
+        for part in _parts(layer, path, layout, mesh):
             part.compile(backend=config.compile.backend)
+
+
+def _compiles_layers(config: Config) -> bool:
+    return config.compile.enable and "model" in config.compile.components
+
+
+def is_compiled_within(layer: nn.Module, path: str, layout: Layout, mesh: Mesh, config: Config) -> bool:
+    """Whether a layer that recomputes is compiled inside of what is recomputed, not around it.
+
+    The attention core of a split sequence stays eager, and around a recomputed region that it cannot see whole the
+    compiler leaves out everything, without a word. Inside it breaks the graph at the core alone.
+    """
+    return _compiles_layers(config) and mesh.size("cp") > 1 and _parts(layer, path, layout, mesh) == [layer]
 
 
 def _parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> list[nn.Module]:

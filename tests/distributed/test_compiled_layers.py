@@ -1,0 +1,304 @@
+"""Laws of layers that are compiled and recompute: all of a layer is compiled, and kept is what was asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiers import cases
+from tiny import LAYERS, SHAPE, make_run, tiny_config
+from torch import Tensor, nn
+
+from shardtrain.config.schema import ActivationCheckpoint, Compile, Config
+from shardtrain.distributed import activation_checkpoint, compile
+from shardtrain.layout import Layout
+from shardtrain.train import trainer
+
+KINDS: dict[str, dict[str, Any]] = {
+    "none": {"mode": "none"},
+    "full": {"mode": "full"},
+    "op": {"mode": "selective", "selective_ac_option": "op"},
+    "every 2nd": {"mode": "selective", "selective_ac_option": "2"},
+    "full, on cpu": {"mode": "full", "cpu_offload": True},
+    "memory budget": {"mode": "memory_budget", "memory_budget": 0.5},
+}
+EXPERTS = {"name": "mixtral", "overrides": {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}}
+DOCUMENTS = {"data": {"packing": "first_fit"}}
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "dense": (1, {}),
+    "documents": (1, DOCUMENTS),
+    "windows": (1, {"model": {"name": "mistral", "overrides": {"sliding_window": 16}}, **DOCUMENTS}),
+    "experts": (1, {"model": EXPERTS}),
+    "adapters": (1, {"lora": {"enable": True, "random_base": True, "rank": 4}}),
+    "float8": (1, {"model": {"converters": ["quantize.linear.float8"]}}),
+    "fsdp": (2, {"parallelism": {"data_parallel_shard_degree": 2}}),
+    "tp": (2, {"parallelism": {"tensor_parallel_degree": 2}}),
+    "cp": (2, {"parallelism": {"context_parallel_degree": 2}}),
+    "cp, documents": (2, {"parallelism": {"context_parallel_degree": 2}, **DOCUMENTS}),
+    "pp": (2, {"parallelism": {"pipeline_parallel_degree": 2}}),
+    "ep": (2, {"model": EXPERTS, "parallelism": {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}}),
+}
+PRODUCTS = {"experts": 4, "ep": 4, "adapters": 7 + 2 * 4}
+"""Linear layers of one layer that are compiled: those of attention and feed-forward, where experts are eager."""
+APART = {"experts", "ep", "tp", "cp", "cp, documents"}
+"""Where a layer is compiled within what is recomputed, so that recomputation runs the graphs again."""
+BREAKS = {"cp": "SplitAttentionCore.forward", "cp, documents": "SplitAttentionCore.forward"}
+"""Where a graph may break, and at what: the attention core of a split sequence, which talks to other ranks."""
+
+
+@dataclasses.dataclass
+class Compiled:
+    """What a step did: its products within compiled graphs; all graphs by then, and after one step more."""
+
+    products: int
+    graphs: list[int]
+    breaks: list[str]
+    frames: dict[str, int]
+
+
+def _config(kind: str, setting: str) -> tuple[int, Config]:
+    num_ranks, sections = SETTINGS[setting]
+    if "model" in sections:
+        overrides = {**sections["model"].get("overrides", {}), "num_layers": LAYERS}
+        sections = {**sections, "model": {**sections["model"], "overrides": overrides}}
+    data_ranks = sections.get("parallelism", {}).get("data_parallel_shard_degree", 1)
+    config = tiny_config(
+        **sections,
+        training={"global_batch_size": 2 * data_ranks},
+        activation_checkpoint=KINDS[kind],
+        compile={"enable": True, "backend": "counted", "components": ["model"]},
+    )
+    if "model" in sections and sections["model"].get("name") == "mixtral":
+        del config.model.overrides["ffn_dim"]  # it has that of its experts
+    linear = dataclasses.replace(config.quantize.linear.float8, emulate=True)
+    quantize = dataclasses.replace(config.quantize, linear=dataclasses.replace(config.quantize.linear, float8=linear))
+    return num_ranks, dataclasses.replace(config, quantize=quantize)
+
+
+def _products(graph: torch.fx.GraphModule) -> int:
+    """Linear layers of a graph and of the graphs within it, such as a recomputed region."""
+    graphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    targets = [node.target for inner in graphs for node in inner.nodes]
+    return targets.count(torch.nn.functional.linear) + targets.count(torch.ops.shardtrain.onednn_product.default)
+
+
+def _compiled(rank: int, config: Config) -> Compiled:
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    seen: list[int] = []
+    ran: Counter[str] = Counter()
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        products = _products(graph)
+        seen.append(products)
+
+        def run(*arguments: Any) -> Any:
+            ran.update(graphs=1, products=products)
+            return graph(*arguments)
+
+        return run
+
+    torch._dynamo.register_backend(counted, name="counted")
+    run = make_run(rank, config)
+    trainer.step(run)
+    graphs = [len(seen)]
+    ran.clear()
+    trainer.step(run)
+    graphs.append(len(seen))
+    breaks = [str(reason) for reason in counters["graph_break"]]
+    is_float8 = bool(config.model.converters)  # whose products are no linear layers: one graph for each layer
+    return Compiled(ran["graphs" if is_float8 else "products"], graphs, breaks, dict(counters["frames"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"),
+    cases(
+        [
+            *itertools.product(KINDS, ["dense"]),
+            *itertools.product(["full", "op"], ["cp", "experts"]),
+            ("op", "windows"),
+            ("full", "adapters"),
+            ("full", "fsdp"),
+            ("full, on cpu", "fsdp"),
+            ("full", "tp"),
+            ("full", "float8"),
+            ("op", "pp"),
+        ],
+        nightly=itertools.product(KINDS, SETTINGS),
+    ),
+)
+def test_all_of_a_layer_is_compiled_with_every_kind_of_recomputation(kind: str, setting: str) -> None:
+    """Nothing is left out in silence: every product runs in a graph, no graph breaks but where it is named."""
+    if setting == "float8":
+        pytest.importorskip("torchao")
+    products = 1 if setting == "float8" else PRODUCTS.get(setting, 7)
+    recomputing = {"none": 0, "memory budget": 0, "every 2nd": 1}.get(kind, LAYERS)
+    again = recomputing if setting in APART else 0
+    for found in run_ranks(*_arguments(kind, setting)):
+        assert found.products == products * (LAYERS + again)
+        assert found.graphs[0] == found.graphs[1] > 0  # a later step compiles nothing
+        assert found.frames["total"] == found.frames["ok"]
+        allowed = BREAKS.get(setting)
+        assert all(allowed is not None and allowed in reason for reason in found.breaks), found.breaks
+
+
+def _arguments(kind: str, setting: str) -> tuple[int, Any, Config]:
+    num_ranks, config = _config(kind, setting)
+    return num_ranks, _compiled, config
+
+
+MESH: Any = SimpleNamespace(device=torch.device("cpu"), size=lambda *axes: 1)
+
+
+class Kinds(nn.Module):
+    """Layers that are as many kinds to the compiler: each has a constant of its own."""
+
+    class Layer(nn.Module):
+        def __init__(self, power: int) -> None:
+            super().__init__()
+            self.linear, self.power = nn.Linear(4, 4), power
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.linear(x) ** self.power
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): self.Layer(i + 1) for i in range(num_layers)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def _toy_config(**options: Any) -> Config:
+    compiled = Compile(enable=True, backend="counted", components=["model"])
+    return dataclasses.replace(Config(), compile=compiled, activation_checkpoint=ActivationCheckpoint(**options))
+
+
+def _graphs_of_kinds(rank: int, num_layers: int, config: Config) -> int:
+    import torch._dynamo
+
+    seen = []
+    torch._dynamo.register_backend(lambda graph, _: seen.append(graph) or graph, name="counted")
+    model, layout, mesh = Kinds(num_layers), Layout((), "layers", ()), MESH
+    activation_checkpoint.apply(model, layout, mesh, config)
+    compile.apply(model, layout, mesh, config)
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    return len(seen)
+
+
+@pytest.mark.parametrize("options", [{"mode": "none"}, {"mode": "full"}])
+def test_every_kind_of_layer_is_compiled_however_many_there_are(options: dict[str, Any]) -> None:
+    """PyTorch stops after eight graphs of a function, and runs the rest eagerly: T5's two stacks need ten."""
+    assert run_ranks(1, _graphs_of_kinds, 12, _toy_config(**options)) == [12]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "graphs"), [("layers.0.ffn.w1", 2), ("layers.1.ffn.w1", 2), ("layers.*.ffn.w1", 1), ("nothing", 1)]
+)
+def test_a_product_that_is_named_in_one_layer_is_recomputed_there_alone(pattern: str, graphs: int) -> None:
+    """Layers share a graph where they keep the same: a graph of another layer would keep what that one keeps."""
+    num_ranks, config = _config("op", "dense")
+    options = dataclasses.replace(config.activation_checkpoint, per_op_sac_force_recompute_mm_shapes_by_fqns=[pattern])
+    (found,) = run_ranks(num_ranks, _compiled, dataclasses.replace(config, activation_checkpoint=options))
+    assert found.graphs == [graphs, graphs]
+
+
+def _again_in_backward(rank: int, config: Config) -> list[Counter[str]]:
+    import torch._dynamo
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+
+    backward: list[Counter[str]] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        # attention is recomputed with the state of the generator as it was: an argument of the operation that sets it
+        called = [operation for node in graph.graph.nodes for operation in (node.target, *node.args)]
+        names = Counter(getattr(operation, "__name__", "").partition(".")[0] for operation in called)
+        backward.append(names)
+        return make_boxed_func(graph.forward)
+
+    counted = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward),
+        bw_compiler=count,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    torch._dynamo.register_backend(counted, name="counted")
+    trainer.step(make_run(rank, config))
+    return backward
+
+
+@pytest.mark.parametrize(
+    ("kind", "products", "attention"),
+    # Of seven products the last one's result is needed by nobody in backward. "op" keeps the first of them and every
+    # other one, as it does in eager mode
+    [("none", [0], 0), ("full", [6], 1), ("op", [3], 0), ("every 2nd", [0, 6], 1)],
+)
+def test_compiled_backward_runs_again_what_eager_recomputation_does(
+    kind: str, products: list[int], attention: int
+) -> None:
+    num_ranks, config = _config(kind, "dense")
+    (backward,) = run_ranks(num_ranks, _again_in_backward, config)
+    # two products for the gradients of each: the input's and the weight's
+    assert sorted(names["mm"] - 2 * 7 for names in backward) == products
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    assert max(names[name] for names in backward) == attention
+
+
+def _moved(rank: int, config: Config) -> list[tuple[int, ...]]:
+    moved: list[tuple[int, ...]] = []
+    original = torch.autograd.graph.save_on_cpu
+
+    class Watched(original):
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: note(tensor) or pack(tensor)
+
+    def note(tensor: Tensor) -> None:
+        if tensor.is_floating_point():  # and not the state of a generator of random numbers
+            moved.append(tuple(tensor.shape))
+
+    torch.autograd.graph.save_on_cpu = Watched
+    trainer.step(make_run(rank, config))
+    return moved
+
+
+@pytest.mark.parametrize("setting", cases(["dense"], nightly=["fsdp", "documents", "tp", "experts"]))
+def test_inputs_of_a_compiled_layer_go_to_the_host_and_its_weights_do_not(setting: str) -> None:
+    """Backward of a compiled layer reads its weights too: moving those would copy the whole model in each step."""
+    num_ranks, config = _config("full, on cpu", setting)
+    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, backend="aot_eager"))
+    for moved in run_ranks(num_ranks, _moved, config):
+        assert sum(shape[-1] == SHAPE["dim"] and len(shape) == 3 for shape in moved) == LAYERS
+        assert not [shape for shape in moved if len(shape) < 2 or shape[0] != 2]  # two rows, or weights
+
+
+def _said(rank: int, config: Config) -> list[str]:
+    said: list[str] = []
+
+    class Listen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    log, listen = logging.getLogger("torch._higher_order_ops.wrap"), Listen()
+    log.addHandler(listen)
+    trainer.step(make_run(rank, config))
+    log.warning("another")
+    return said
+
+
+def test_what_pytorch_warns_of_any_selective_recomputation_is_not_said() -> None:
+    num_ranks, config = _config("op", "dense")
+    config = dataclasses.replace(config, compile=dataclasses.replace(config.compile, backend="aot_eager"))
+    assert run_ranks(num_ranks, _said, config) == [["another"]]
