@@ -164,6 +164,7 @@ class _Stopped(Exception):
 def steps_of(rank: int, job: Job) -> Numbers:
     """Run a job as one rank whose process group exists."""
     found = Numbers()
+    torch.compiler.reset()  # what a job before compiled, and its lengths, are not what this one's graphs are made of
     world = World(rank, dist.get_world_size(), rank, torch.device("cpu"))
     original_step, original_run = trainer.step, Validator.run
 
