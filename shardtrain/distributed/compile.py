@@ -43,6 +43,23 @@ def _compiles_layers(config: Config) -> bool:
     return config.compile.enable and "model" in config.compile.components
 
 
+def left_out(config: Config) -> str | None:
+    """Why PyTorch has left out something of what has run so far, in a line; None where all layers were compiled.
+
+    Where a graph breaks within a region that recomputes, all of the layer runs eagerly.
+    """
+    if not _compiles_layers(config):
+        return None
+    from torch._dynamo.utils import counters
+
+    reasons = [str(why) for why in counters["graph_break"] if "SplitAttentionCore" not in str(why)]
+    if not reasons:
+        return None
+    what = "the rest of" if config.activation_checkpoint.mode in ("none", "memory_budget") else "all or the rest of"
+    why = " ".join(reasons[0].split())[:200]
+    return f"compile.enable: {what} some layers is not compiled: {why} (TORCH_LOGS=graph_breaks says where)"
+
+
 def is_compiled_within(layer: nn.Module, path: str, layout: Layout, mesh: Mesh, config: Config) -> bool:
     """Whether a layer that recomputes is compiled inside of what is recomputed, not around it.
 

@@ -23,7 +23,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data.data_budget import check_has_targets
 from shardtrain.data.file_hashes import Contents
-from shardtrain.distributed import BATCH_AXES, config_consistency, grad_clip, process_group
+from shardtrain.distributed import BATCH_AXES, compile, config_consistency, grad_clip, process_group
 from shardtrain.distributed.process_group import World
 from shardtrain.metrics import Metrics, profiling
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
@@ -178,6 +178,8 @@ def _steps(
                 raise shutdown.explain(error, run) from error
             if outcome is None:
                 break
+            if state.step == started_at + 1 and (note := compile.left_out(config)):
+                logger.warning(note)
             if not state.tokens_seen:
                 check_has_targets(config, state.step, run.total_steps)
             extra = run.measures() if metrics.is_log_step(state.step) else {}

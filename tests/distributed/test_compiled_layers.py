@@ -184,12 +184,12 @@ def _toy_config(**options: Any) -> Config:
     return dataclasses.replace(Config(), compile=compiled, activation_checkpoint=ActivationCheckpoint(**options))
 
 
-def _graphs_of_kinds(rank: int, num_layers: int, config: Config) -> int:
+def _graphs_of_kinds(rank: int, num_layers: int, config: Config, kinds: type[Kinds] = Kinds) -> int:
     import torch._dynamo
 
     seen = []
     torch._dynamo.register_backend(lambda graph, _: seen.append(graph) or graph, name="counted")
-    model, layout, mesh = Kinds(num_layers), Layout((), "layers", ()), MESH
+    model, layout, mesh = kinds(num_layers), Layout((), "layers", ()), MESH
     activation_checkpoint.apply(model, layout, mesh, config)
     compile.apply(model, layout, mesh, config)
     model(torch.ones(2, 4, requires_grad=True)).sum().backward()
@@ -200,6 +200,29 @@ def _graphs_of_kinds(rank: int, num_layers: int, config: Config) -> int:
 def test_every_kind_of_layer_is_compiled_however_many_there_are(options: dict[str, Any]) -> None:
     """PyTorch stops after eight graphs of a function, and runs the rest eagerly: T5's two stacks need ten."""
     assert run_ranks(1, _graphs_of_kinds, 12, _toy_config(**options)) == [12]
+
+
+class Broken(Kinds):
+    """The compiler cannot see these layers whole."""
+
+    class Layer(Kinds.Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x + float(x.detach().sum())
+
+
+def _left_out(rank: int, model: type[Kinds], config: Config) -> str | None:
+    _graphs_of_kinds(rank, 1, config, model)
+    return compile.left_out(config)
+
+
+@pytest.mark.parametrize("options", [{"mode": "none"}, {"mode": "full"}])
+def test_a_layer_that_is_not_compiled_whole_is_told(options: dict[str, Any]) -> None:
+    assert run_ranks(1, _left_out, Kinds, _toy_config(**options)) == [None]
+    (told,) = run_ranks(1, _left_out, Broken, _toy_config(**options))
+    assert told is not None
+    assert told.startswith("compile.enable: ")
+    assert "TORCH_LOGS=graph_breaks" in told
 
 
 @pytest.mark.parametrize(
