@@ -217,12 +217,12 @@ def _left_out(rank: int, model: type[Kinds], config: Config) -> str | None:
 
 
 @pytest.mark.parametrize("options", [{"mode": "none"}, {"mode": "full"}])
-def test_a_layer_that_is_not_compiled_whole_is_told(options: dict[str, Any]) -> None:
+def test_a_layer_that_is_not_compiled_whole_is_reported(options: dict[str, Any]) -> None:
     assert run_ranks(1, _left_out, Kinds, _toy_config(**options)) == [None]
-    (told,) = run_ranks(1, _left_out, Broken, _toy_config(**options))
-    assert told is not None
-    assert told.startswith("compile.enable: ")
-    assert "TORCH_LOGS=graph_breaks" in told
+    (report,) = run_ranks(1, _left_out, Broken, _toy_config(**options))
+    assert report is not None
+    assert report.startswith("compile.enable: ")
+    assert "TORCH_LOGS=graph_breaks" in report
 
 
 @pytest.mark.parametrize(
