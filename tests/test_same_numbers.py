@@ -78,9 +78,18 @@ def test_compile_changes_no_number(num_ranks: int, parallelism: dict[str, Any]) 
     "with recomputation",
     by="tests/distributed/test_compile.py::test_names_never_change_and_numbers_are_those_of_eager_mode",
 )
-@pytest.mark.parametrize("mode", ["full", "memory_budget"])
-def test_compile_with_recompute_changes_no_number(mode: str) -> None:
-    config = tiny_config(compile={"enable": True}, activation_checkpoint={"mode": mode})
+@pytest.mark.parametrize("parallelism", [{}, {"context_parallel_degree": 2}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "full"},
+        {"mode": "full", "cpu_offload": True},
+        {"mode": "selective", "selective_ac_option": "op"},
+        {"mode": "memory_budget"},
+    ],
+)
+def test_compile_with_recompute_changes_no_number(options: dict[str, Any], parallelism: dict[str, Any]) -> None:
+    config = tiny_config(compile={"enable": True}, activation_checkpoint=options, parallelism=parallelism)
     for result in run_tiny(2, config, steps=3):
         assert_same_numbers(result, reference(3))
 
