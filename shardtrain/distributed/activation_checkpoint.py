@@ -102,35 +102,34 @@ def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callabl
 def _with_inputs_on_cpu(layer: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:
     # Recomputation keeps a layer's inputs alone; those are what save_on_cpu then moves. A compiled layer keeps the
     # weights that its backward reads beside them: they are where they are anyway, and stay there.
-    context = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)  # type: ignore[no-untyped-call]
+    host = torch.autograd.graph.save_on_cpu(pin_memory=pin_memory)  # type: ignore[no-untyped-call]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def hooks() -> AbstractContextManager[Any]:
+        weights = {_memory(weight) for weight in (*layer.parameters(), *layer.buffers())}
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def pack(tensor: Tensor) -> Any:
+            return tensor if _memory(tensor) in weights else host.pack_hook(tensor)
+
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def unpack(kept: Any) -> Any:
+        return kept if isinstance(kept, Tensor) else host.unpack_hook(kept)
 
     # What is compiled is the layer within: the compiler cannot look into hooks, and would break its graph at them.
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def offloaded(*inputs: Any, **keywords: Any) -> Any:
-        with _hooks(context, layer):
+        with hooks():
             return forward(*inputs, **keywords)
 
     return offloaded  # type: ignore[no-any-return]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _hooks(context: Any, layer: nn.Module) -> AbstractContextManager[Any]:
-    """Those of ``save_on_cpu``, for all but the weights of a layer."""
-    weights = {_address(weight) for weight in (*layer.parameters(), *layer.buffers())}
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def pack(tensor: Tensor) -> Any:
-        return tensor if _address(tensor) in weights else context.pack_hook(tensor)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def unpack(kept: Any) -> Any:
-        return kept if isinstance(kept, Tensor) else context.unpack_hook(kept)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
-
-
-def _address(tensor: Tensor) -> int:
-    return local_tensor(tensor).untyped_storage().data_ptr()
+def _memory(tensor: Tensor) -> int:
+    """Which memory a tensor is in; of one without data, in a dry run, too."""
+    return local_tensor(tensor).untyped_storage()._cdata
 
 
 @functools.cache
