@@ -782,6 +782,9 @@ def _of_recomputation(case: Case) -> Iterator[Broken]:
     kept = case.value(f"{A}mode") == "selective" and case.value(f"{A}selective_ac_option", "2") == "op"
     if case.value(f"{A}debug") == "true" and (split or kept):
         yield Broken("PyTorch follows one recomputation of whole layers", (f"{A}debug",))
+    compiled = case.value("compile.enable") == "true" and case.value("compile.components", "model") != "loss"
+    if case.value(f"{A}debug") == "true" and compiled and case.value(f"{A}mode") in ("full", "selective"):
+        yield Broken("compiled layers run no operations to follow", (f"{A}debug",))
 
 
 def _of_ranks(case: Case) -> Iterator[Broken]:

@@ -234,6 +234,12 @@ CHECKING = [
         ["--parallelism.pipeline_parallel_degree=2", "--parallelism.pipeline_parallel_schedule=DualPipeV"],
         ["activation_checkpoint.debug", "splits the backward"],
     ),
+    (
+        "debugging what is compiled",
+        '[activation_checkpoint]\nmode = "full"\ndebug = true',
+        ["--compile.enable"],
+        ["activation_checkpoint.debug", "eager layers", "compile.enable = false"],
+    ),
     ("budget without its mode", "[activation_checkpoint]\nmemory_budget = 0.7", [], ["memory_budget=0.7", "no effect"]),
     (
         "budget curve",

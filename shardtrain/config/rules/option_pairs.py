@@ -141,6 +141,16 @@ PAIRS: tuple[Rule, ...] = (
         "use 1F1B, GPipe, Interleaved1F1B or LoopedBFS while you debug, or remove it",
     ),
     (
+        "activation_checkpoint.debug",
+        lambda c: (
+            c.activation_checkpoint.debug
+            and c.activation_checkpoint.mode in ("full", "selective")
+            and _compiles_model(c)
+        ),
+        "follows the operations of eager layers, and compiled layers have none",
+        "set compile.enable = false while you debug, or remove it",
+    ),
+    (
         "activation_checkpoint.cpu_offload",
         lambda c: c.activation_checkpoint.cpu_offload and c.activation_checkpoint.mode in ("none", "memory_budget"),
         "moves the inputs of recomputed layers, and this mode keeps none",
