@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,20 @@ def check_same(config: Any, folder: Path) -> None:
         )
 
 
+@contextmanager
+def without_progress_bar() -> Iterator[None]:
+    """Let ``transformers`` open files without drawing how far it is: there are lines of our own for that."""
+    from transformers.utils import logging
+
+    was_on = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_on:
+            logging.enable_progress_bar()
+
+
 @torch.no_grad()
 def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
     """Logits of random tokens from weights of ours and from an exported folder, both in float32 on the CPU."""
@@ -179,7 +194,8 @@ def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.copy_(read[name])
     theirs = getattr(transformers, type(model.hf).__name__)
-    opened = theirs.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    with without_progress_bar():
+        opened = theirs.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
     eos = getattr(model.hf.config, "eos_token_id", None)
     if model.kind == "classification" and isinstance(eos, int):  # some, as BART, are read at the only one of a row
         tokens_BT = tokens_BT.masked_fill(tokens_BT == eos, 0 if eos else 1)

@@ -122,8 +122,9 @@ def _theirs(folder: Path, architecture: str, tokens_BT: Tensor) -> Tensor:
     # a class of the library by its name, and config.json without what asks for code: nothing of the folder is run,
     # and of a folder with local files only the library asks no hub
     config = architectures.read(str(folder))
-    model = getattr(transformers, architecture).from_pretrained(
-        folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True
-    )
+    with as_is.without_progress_bar():
+        model = getattr(transformers, architecture).from_pretrained(
+            folder, config=config, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        )
     logits: Tensor = model.eval()(tokens_BT).logits
     return logits
