@@ -31,6 +31,9 @@ SMALLEST = 4096
 """Numbers of a parameter from which on its state is in 8 bits, as in torchao and bitsandbytes."""
 _CHUNK = 1 << 24
 """Numbers that are updated at a time: what is computed in float32 takes memory for so many alone."""
+_COMPILED_CHUNK = {True: 1 << 26, False: 1 << 28}
+"""The same where it is compiled, with states in 8 bits and without: then little or none of it lies in memory, and the
+host needs longer to start the kernel of a chunk than the device for 16 million numbers."""
 EIGHT_BITS = "AdamW8bit"
 _SHAPES = 256
 """Of parameters and of their last parts, for which an update may be compiled."""
@@ -109,7 +112,8 @@ class LowBitsAdam(torch.optim.Optimizer):
         update, numbers = self._kernel(weight, held), (lr, 1 - lr * weight_decay)
         if update is not update_part:  # a kernel is made for numbers of the host, and these change
             numbers = tuple(weight.new_full((), number, dtype=torch.float64) for number in numbers)  # type: ignore[assignment]
-        rows = max(1, _CHUNK // max(1, weight[:1].numel()))
+        most = _CHUNK if update is update_part else _COMPILED_CHUNK["exp_avg_scale" in held]
+        rows = max(1, most // max(1, weight[:1].numel()))
         for begin in range(0, weight.size(0), rows):
             chunk = slice(begin, min(begin + rows, weight.size(0)))
             first = (starts[0] + begin) * strides[0] + sum(

@@ -138,6 +138,7 @@ def test_a_compiled_update_is_the_update(name, monkeypatch):
     """To the order of float32 operations: a number of a thousand may be rounded the other way."""
     config = Optimizer(name=name, lr=1e-2, bf16_stochastic_round=name == "AdamW")
     monkeypatch.setattr(low_bits, "_CHUNK", 1 << 14)
+    monkeypatch.setattr(low_bits, "_COMPILED_CHUNK", {True: 1 << 14, False: 1 << 14})
     found = []
     for compiles in (False, True):
         monkeypatch.setattr(low_bits, "is_accelerator", lambda _, compiles=compiles: compiles)
