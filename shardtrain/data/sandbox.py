@@ -1,8 +1,9 @@
 """Files of strangers are opened first in a process of their own, with hard limits on memory, time and what it says.
 
-Libraries that read a tokenizer or a Parquet file are made of other languages: one that asks for too much memory ends
-its process, and no exception tells of it. So the process that ends is a child, which the kernel holds to its limits and
-which knows none of this one's environment; afterwards this process opens the same bytes, known by their hash.
+Libraries that read a tokenizer, a Parquet or an Arrow file are made of other languages: one that asks for too much
+memory ends its process, and no exception tells of it. So the process that ends is a child, which the kernel holds to
+its limits and which knows none of this one's environment; afterwards this process opens the same bytes, known by their
+hash.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """What of the environment a process needs to find Python and its packages: no token, no proxy."""
 _ANSWER_BYTES = 16 * 1024
 _MEMORY_WORDS = ("alloc", "out of memory", "not enough memory", "worker thread")
+_WHOLE_BYTES = 2**28
 _WALL_FACTOR, _START_SECONDS = 4, 60
 """A busy machine gives a process a part of its time, and may be slow to start it."""
 
@@ -74,6 +76,7 @@ def _ask(request: Mapping[str, Any]) -> str:
     package = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH", "")]))
     environment |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # others reserve a GiB before there is a limit
     child = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -125,11 +128,15 @@ def _lower(kind: int, limit: int) -> None:
     resource.setrlimit(kind, (limit, most))
 
 
-def _bound(memory_bytes: int, seconds: int) -> None:
+def _bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
+    """Hold this process to its limits; ``file_bytes`` are those of files that it will map, which takes no memory."""
     if sys.platform == "linux":  # elsewhere the kernel does not hold a process to it
-        mapped, resident = map(int, Path("/proc/self/statm").read_text().split()[:2])
-        more = max(memory_bytes - resident * resource.getpagesize(), 0)
-        _lower(resource.RLIMIT_AS, mapped * resource.getpagesize() + more)
+        sizes = [int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()]
+        mapped, resident, _, _, _, own, _ = sizes
+        more = max(memory_bytes - resident, 0)
+        # a file may be mapped twice; what is in no file stays bounded however large (and empty) the file is
+        _lower(resource.RLIMIT_AS, mapped + more + 2 * file_bytes)
+        _lower(resource.RLIMIT_DATA, own + more)
     _lower(resource.RLIMIT_CPU, seconds)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -159,7 +166,38 @@ def _open_parquet(request: Mapping[str, Any]) -> None:
         pass
 
 
-_OPENERS = {"tokenizer": _open_tokenizer, "parquet": _open_parquet}
+def _open_arrow(request: Mapping[str, Any]) -> None:
+    import datasets  # reads the files just as this process's parent will
+
+    from shardtrain.data.sources.parquet import rows_of_batch
+
+    _bound(request["memory_bytes"], request["seconds"], request["file_bytes"])
+    try:
+        if "folder" in request:
+            saved = datasets.load_from_disk(request["folder"])
+            opened = list(saved.values()) if isinstance(saved, Mapping) else [saved]
+        else:
+            opened = [datasets.Dataset.from_file(path) for path in request["paths"]]
+    except Exception as error:
+        if _is_of_memory(error):
+            raise
+        raise ShardtrainError from None  # the parent finds the same, and knows which file it is
+    for dataset in opened:
+        table = dataset.data.table
+        # lengths and offsets that lead out of their buffers would be followed; of large files none is read whole
+        table.validate(full=table.nbytes <= _WHOLE_BYTES)
+        rows = dataset.with_format("arrow")
+        for index in {0, len(rows) // 2, len(rows) - 1} if len(rows) else ():
+            list(rows_of_batch(rows[index], request["max_row_bytes"]))
+
+
+_OPENERS = {"tokenizer": _open_tokenizer, "parquet": _open_parquet, "arrow": _open_arrow}
+
+
+def _is_of_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return any(word in str(error)[:1000].lower() for word in _MEMORY_WORDS)
 
 
 def main() -> None:
@@ -173,11 +211,8 @@ def main() -> None:
     except ShardtrainError:
         refused = ""  # within the limits: who opens it next tells what is wrong with it
     except BaseException as error:  # a library may raise anything; panics of Rust are not an Exception
-        text = f"cannot be opened ({' '.join(str(error).split())[:200]})"
-        refused = text
-        if (isinstance(error, OSError) and error.errno == errno.ENOMEM) or any(
-            w in text.lower() for w in _MEMORY_WORDS
-        ):
+        refused = f"cannot be opened ({' '.join(str(error).split())[:200]})"
+        if _is_of_memory(error):
             refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
     os.write(1, json.dumps({"refused": refused[:1000]}).encode() + b"\n")
     os._exit(0)  # nothing that was loaded gets another turn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiers import cases
@@ -87,6 +88,100 @@ def test_a_parquet_bomb_is_refused(tmp_path: Path) -> None:
             sources.find("parquet").open_source(sources.Request(path=str(path)))
     finally:
         sandbox.set_limits(sandbox.Limits())
+
+
+def _arrow(path: Path, column: Any, **options: Any) -> str:
+    pa, ipc = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.ipc")
+    pytest.importorskip("datasets")
+    batch = pa.record_batch({"text": column})
+    settings = ipc.IpcWriteOptions(**options)
+    with pa.OSFile(str(path), "wb") as sink, ipc.new_stream(sink, batch.schema, options=settings) as stream:
+        stream.write_batch(batch)
+    return str(path)
+
+
+def _arrow_bomb(name: str, folder: Path) -> str:
+    """Files of a kilobyte that ask for 320 MB when they are opened, and one whose second text ends outside."""
+    pa = pytest.importorskip("pyarrow")
+    text = pa.array(["a" * 40_000_000])
+    if name == "compressed":
+        return _arrow(folder / "a.arrow", pa.array(["a" * 40_000_000] * 8), compression="zstd")
+    if name == "dictionary":
+        eight = pa.DictionaryArray.from_arrays(pa.array([0] * 8, pa.int8()), text)
+        return _arrow(folder / "a.arrow", eight, compression="zstd")
+    if name == "length":  # the number of bytes before the compressed ones is what is asked for
+        file = Path(_arrow(folder / "a.arrow", text, compression="zstd"))
+        number = (40_000_000).to_bytes(8, "little")
+        assert file.read_bytes().count(number) == 1 or name
+        file.write_bytes(file.read_bytes().replace(number, (2**34).to_bytes(8, "little")))
+        return str(file)
+    offsets = b"".join(n.to_bytes(4, "little") for n in (0, 2**20, 7))
+    outside = pa.StringArray.from_buffers(2, pa.py_buffer(offsets), pa.py_buffer(b"1234567"))
+    return _arrow(folder / "a.arrow", outside)
+
+
+ARROW_BOMBS = {
+    "compressed": "needs more than data.artefact_memory_bytes=268435456",
+    "dictionary": "needs more than data.artefact_memory_bytes=268435456",
+    "length": "needs more than data.artefact_memory_bytes=268435456",
+    "offsets": "offset for slot 1 out of bounds",
+}
+
+
+@pytest.mark.parametrize("name", cases(["compressed", "offsets"], nightly=["dictionary", "length"]))
+def test_an_arrow_bomb_is_refused(name: str, tmp_path: Path) -> None:
+    path = _arrow_bomb(name, tmp_path)
+    sandbox.set_limits(sandbox.Limits(memory_bytes=2**28))
+    try:
+        with pytest.raises(DataError, match=ARROW_BOMBS[name]) as refused:
+            sources.find("huggingface").open_source(sources.Request(path=path))
+    finally:
+        sandbox.set_limits(sandbox.Limits())
+    assert len(str(refused.value).splitlines()) == 1
+
+
+def test_a_saved_dataset_is_tried_as_files_are(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_dict({"text": ["hello", "there"]}).save_to_disk(str(tmp_path / "saved"))
+    file = next((tmp_path / "saved").glob("*.arrow"))
+    _arrow_bomb("compressed", file.parent)
+    (file.parent / "a.arrow").replace(file)
+    sandbox.set_limits(sandbox.Limits(memory_bytes=2**28))
+    try:
+        with pytest.raises(DataError, match="needs more than data.artefact_memory_bytes=268435456"):
+            sources.find("huggingface").open_source(sources.Request(path=str(tmp_path / "saved")))
+    finally:
+        sandbox.set_limits(sandbox.Limits())
+
+
+def test_an_arrow_file_larger_than_the_limit_is_mapped_and_takes_none_of_it(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    path = _arrow(tmp_path / "a.arrow", pa.array(["a" * 5_000_000] * 60))
+    sandbox.set_limits(sandbox.Limits(memory_bytes=2**28))
+    try:
+        source = sources.find("huggingface").open_source(sources.Request(path=path))
+    finally:
+        sandbox.set_limits(sandbox.Limits())
+    assert source.num_rows == 60 and len(source.row(59)["text"]) == 5_000_000
+
+
+def test_a_row_counts_what_it_takes_in_python(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    from shardtrain.data.sources.parquet import rows_of_batch
+
+    many = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int8()), pa.array(["a" * 8_000_000]))
+    bounds = pa.array([0, 2000], pa.int32())
+    for column in (
+        pa.ListArray.from_arrays(bounds, many),
+        pa.ListArray.from_arrays(pa.array([0, 10**9], pa.int32()), pa.nulls(10**9)),
+        pa.ListViewArray.from_arrays(pa.array([0] * 9), pa.array([10**7] * 9), pa.nulls(10**7)),
+    ):
+        for row in rows_of_batch(pa.table({"text": column}), 2**24):
+            assert isinstance(row, sources.BadRow) and "data.max_row_bytes" in str(row)
+    labels = pa.array(["good", None, "bad"] * 50).dictionary_encode()
+    turns = pa.array([[{"role": "user", "content": "x" * 10}] * 3] * 150)
+    table = pa.table({"label": labels, "turns": turns, "of": pa.array([[("k", 1)]] * 150, pa.map_("string", "int8"))})
+    assert list(rows_of_batch(table.slice(1, 100), 1000)) == table.slice(1, 100).to_pylist()
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "num_local_experts", "n_routed_experts"])

@@ -113,7 +113,7 @@ class Data:
     max_row_bytes: int = 16777216
     """A larger row is a bad row; limits memory (shardtrain)."""
     artefact_memory_bytes: int = 1073741824
-    """Memory limit of the process in which a tokenizer or a suspicious Parquet file is opened first (shardtrain)."""
+    """Memory limit of the process that first opens a tokenizer, an Arrow or a suspicious Parquet file (shardtrain)."""
     artefact_seconds: int = 30
     """CPU time limit of that process (shardtrain)."""
     sources: dict[str, DataSource] = field(default_factory=dict)

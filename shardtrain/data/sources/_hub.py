@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import importlib
 import os
@@ -9,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardtrain.data import shared_opening
+from shardtrain.data import sandbox, shared_opening
 from shardtrain.data.sources import Request, Row, Shards, Table
 from shardtrain.data.sources._files import File, FileSource
 from shardtrain.data.sources._hub_errors import one_line, refusal
@@ -95,6 +96,19 @@ def open_saved(request: Request) -> Table | Shards:
         ConfigError: when the folder has no such split, or is not what it seems.
     """
     library = _datasets(request)
+    folder = os.path.abspath(str(request.path))
+
+    def look() -> list[str]:
+        found = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
+        files = [path for path in sorted(found) if os.path.exists(path) and not os.path.isdir(path)]
+        for path in files:
+            if not os.path.isfile(path):
+                rule = f"holds {os.path.basename(path)!r}, which is not a file"
+                raise ConfigError(Problem(request.option, request.path, rule, "remove it from the folder"))
+        _prove({"folder": folder}, files, request)
+        return []
+
+    shared_opening.once(f"{folder} in a trial", look)
     try:
         saved = library.load_from_disk(request.path)
     except Exception as error:
@@ -114,6 +128,13 @@ def open_saved(request: Request) -> Table | Shards:
 def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
     """Open Arrow files as the library writes them into its cache."""
     library = _datasets(request)
+
+    def look() -> list[str]:
+        paths = [os.path.abspath(file.path) for file in files]
+        _prove({"paths": paths}, paths, request)
+        return []
+
+    shared_opening.once(f"{request.path} in a trial", look)
     parts = []
     for file in files:
         try:
@@ -127,6 +148,20 @@ def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
         rule = f"holds Arrow files of different columns ({one_line(error)})"
         raise ConfigError(Problem(request.option, request.path, rule, "name files of one kind by a pattern")) from error
     return _opened(whole, request)
+
+
+def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> None:
+    """Let a child open Arrow files first: they may be compressed, and may say any length. Raises DataError."""
+    found = [os.stat(path) for path in paths]
+    key = hashlib.sha256(
+        repr([(p, s.st_size, s.st_mtime_ns, s.st_ino) for p, s in zip(paths, found, strict=True)]).encode()
+    )
+    asked = {**what, "file_bytes": sum(stat.st_size for stat in found), "max_row_bytes": request.max_row_bytes}
+    try:
+        sandbox.prove("arrow", asked, f"{what} {key.hexdigest()}")
+    except sandbox.Refused as refused:
+        fix = "get the files from their source again, leave them out, or write them without compression"
+        raise DataError(f"{request.option}={request.path}: {refused}; {fix}") from None
 
 
 def _opened(dataset: Any, request: Request) -> Table | Shards:

@@ -1,0 +1,79 @@
+"""What Arrow's values take once they are Python's: the same value many times over is many values then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ENTRY_BYTES = 8
+"""A place in a list, also for a value that Arrow keeps in no bytes at all."""
+
+
+def python_bytes(batch: Any) -> int:
+    """Bytes of a table or record batch as Python objects, about: more than its own where columns repeat values."""
+    others = [number for number, field in enumerate(batch.schema) if not _is_simple(field.type)]
+    if not others:
+        return int(batch.nbytes)
+    size = int(batch.select([n for n in range(batch.num_columns) if n not in others]).nbytes)
+    for number in others:
+        column = batch.column(number)
+        size += sum(map(_size, column.chunks if hasattr(column, "chunks") else [column]))
+    return size
+
+
+def _is_simple(kind: Any) -> bool:
+    """Whether each value has bytes of its own."""
+    from pyarrow import types
+
+    return bool(
+        types.is_primitive(kind)
+        or types.is_string(kind)
+        or types.is_large_string(kind)
+        or types.is_binary(kind)
+        or types.is_large_binary(kind)
+    )
+
+
+def _size(array: Any) -> int:
+    import pyarrow.compute
+
+    kind, count, types = array.type, len(array), pyarrow.types
+    if not count:
+        return 0
+    if _is_simple(kind):
+        return max(int(array.nbytes), count)
+    if types.is_null(kind):
+        return _ENTRY_BYTES * count
+    if isinstance(array, pyarrow.ExtensionArray):
+        return _size(array.storage)
+    if types.is_dictionary(kind):
+        return _ENTRY_BYTES * count + _chosen(array.dictionary, array.indices)
+    if types.is_map(kind):
+        first, last = (int(array.offsets[place].as_py()) for place in (0, count))
+        parts = [array.keys.slice(first, last - first), array.items.slice(first, last - first)]
+        return _ENTRY_BYTES * count + sum(map(_size, parts))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _ENTRY_BYTES * count + _size(array.flatten())
+    if types.is_struct(kind):
+        return _ENTRY_BYTES * count + sum(map(_size, array.flatten()))
+    # views, runs and unions may name one value any number of times
+    if isinstance(array, pyarrow.lib.ListViewArray | pyarrow.lib.LargeListViewArray):
+        named = int(pyarrow.compute.sum(pyarrow.compute.list_value_length(array), min_count=0).as_py())
+        each = -(-_size(array.values) // max(len(array.values), 1))
+        return _ENTRY_BYTES * count + named * max(_ENTRY_BYTES, each)
+    if isinstance(array, pyarrow.UnionArray):
+        return count * (_ENTRY_BYTES + sum(_size(array.field(number)) for number in range(kind.num_fields)))
+    if isinstance(array, pyarrow.RunEndEncodedArray):
+        return count * (_ENTRY_BYTES + _size(array.values))
+    return count * max(_ENTRY_BYTES, int(array.nbytes))
+
+
+def _chosen(values: Any, indices: Any) -> int:
+    """Bytes of values by index, each time that it is named."""
+    import pyarrow.compute
+
+    if pyarrow.types.is_primitive(values.type):
+        return 0
+    if not _is_simple(values.type):
+        return len(indices) * _size(values)
+    lengths = pyarrow.compute.binary_length(values).cast(pyarrow.int64()).take(indices)
+    return int(pyarrow.compute.sum(lengths, min_count=0).as_py())
