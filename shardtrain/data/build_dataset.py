@@ -18,13 +18,14 @@ from shardtrain.data.document import Document, Encoder
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.ends import described
 from shardtrain.data.feed import Feed, IndexedFeed
+from shardtrain.data.growth import Growth
 from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.packing import Packing
 from shardtrain.data.read_documents import BadRows, RowStats, read_documents
 from shardtrain.data.row_template import TemplatedEncoder
 from shardtrain.data.shard_index import read_index
 from shardtrain.data.shards import ShardTokenBuffer
-from shardtrain.data.sources import BadRow, Request, Shards, Table, every_row
+from shardtrain.data.sources import BadRow, Key, Request, Row, Shards, Table, every_row
 from shardtrain.data.sources._files import FileSource
 from shardtrain.data.stream import StreamFeed
 from shardtrain.data.token_buffer import MemoryTokenBuffer, TokenBuffer
@@ -258,8 +259,15 @@ def _read(
 ) -> dict[str, Any]:
     """The tokens of all rows, and what was left out, for all ranks: reading and tokenizing once is enough."""
     policy, tally = BadRows.of(config.data), RowStats()
-    documents = _logged(read_documents(source, encoder, policy, tally), named.name, getattr(source, "num_rows", None))
-    line = MemoryTokenBuffer(documents, tokenizer.vocab_size)
+    rows: Iterable[tuple[Key, Row]] = every_row(source)
+    growth = None
+    # "memory" is the user's word that all of it is wanted here, and so is a dataset that is code
+    if config.data.mode == "auto" and not named.source.dataset.endswith(".py"):
+        growth = Growth(named.name, source.total_bytes, ', or set data.mode to "stream" or "memory"')
+        rows = growth.rows(rows)
+    documents = read_documents(source, encoder, policy, tally, rows)
+    logged = _logged(documents, named.name, getattr(source, "num_rows", None))
+    line = MemoryTokenBuffer(logged, tokenizer.vocab_size, growth)
     policy.judge(tally, f"dataset {named.name}")
     return {"line": line.arrays(), "left_out": [*tally.reasons()], "num_bad": tally.num_bad}
 

@@ -44,6 +44,7 @@ class Limits:
 
 _limits = Limits()
 _proved: set[str] = set()
+_spent = 0.0
 
 
 class Refused(Exception):
@@ -54,6 +55,18 @@ def set_limits(limits: Limits) -> None:
     """Set the bounds of what this process opens from now on."""
     global _limits
     _limits = limits
+
+
+def limits() -> Limits:
+    """The bounds of what this process opens."""
+    return _limits
+
+
+def spent_seconds() -> float:
+    """CPU time of the children of this process since it was last asked for."""
+    global _spent
+    seconds, _spent = _spent, 0.0
+    return seconds
 
 
 def prove(kind: str, request: Mapping[str, Any], key: str) -> None:
@@ -71,12 +84,14 @@ def prove(kind: str, request: Mapping[str, Any], key: str) -> None:
 
 
 def _ask(request: Mapping[str, Any]) -> str:
+    global _spent
     command = [sys.executable, "-P", "-m", "shardtrain.data.sandbox"]
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     package = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH", "")]))
     environment |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # others reserve a GiB before there is a limit
+    before = _of_children()
     child = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -99,10 +114,17 @@ def _ask(request: Mapping[str, Any]) -> str:
         late.cancel()
         child.kill()  # one that has answered has nothing left to do
         status = child.wait()
+        _spent += _of_children() - before
         for pipe in filter(None, (child.stdin, child.stdout)):
             with contextlib.suppress(OSError):
                 pipe.close()
     return _verdict(said, status)
+
+
+def _of_children() -> float:
+    """CPU seconds of the children of this process that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _verdict(said: bytes, status: int) -> str:

@@ -11,6 +11,7 @@ what was already given of what begins there, tokens ("concat") or rows ("first_f
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
@@ -19,7 +20,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data import shared_opening
+from shardtrain.data import sandbox, shared_opening
 from shardtrain.data.digest import digest_of_files
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.feed import Cursor, CursorUpdate, Watch
@@ -35,6 +36,7 @@ from shardtrain.utils.errors import DataError
 logger = logging.getLogger(__name__)
 
 _ROWS_AT_ONCE = 4
+_LOOK_EVERY = 1024
 
 
 class StreamFeed:
@@ -159,6 +161,7 @@ class _Reader:
         """The reader's documents from a place on, each with the place after it."""
         policy, last_found = BadRows(), start[0]
         rows = self._walk.rows(start)
+        limit, since, fruitless = sandbox.limits().seconds, time.thread_time(), 0
         while chunk := list(islice(rows, _ROWS_AT_ONCE)):
             encoded = iter(self._feed.encoder.encode([row for _, row in chunk if not isinstance(row, BadRow)]))
             for place, row in chunk:
@@ -166,7 +169,14 @@ class _Reader:
                 if isinstance(result, Document):
                     last_found = place[0]
                     yield (place[0], place[1] + 1), result
+                    since, fruitless = time.thread_time(), 0
                     continue
+                fruitless += 1
+                if fruitless % _LOOK_EVERY == 0 and time.thread_time() - since > limit:
+                    rule = f"found no document in {fruitless} rows and data.artefact_seconds={limit} of CPU time"
+                    raise DataError(
+                        f"{self._walk.where(place)}: {rule} ({result.reason}); remove such rows, or raise it"
+                    )
                 if not result.harmless:
                     self._feed.source.check_unchanged()  # a file that was changed is what is wrong, not its row
                 policy.meet(result, self._walk.where(place))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data.document import Document
+from shardtrain.data.growth import ROW_BYTES, Growth
 
 Tokens = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
@@ -53,18 +54,27 @@ class TokenBuffer(Protocol):
         ...
 
 
+_NONE = np.array([], dtype=np.int32)
+
+
 class MemoryTokenBuffer:
     """A line in memory; tokens in 2 bytes where the vocabulary allows it, else in 4."""
 
-    def __init__(self, documents: Iterable[Document], vocab_size: int) -> None:
+    def __init__(self, documents: Iterable[Document], vocab_size: int, growth: Growth | None = None) -> None:
+        """``growth`` bounds what is kept."""
         dtype = np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<i4")
         pieces: list[npt.NDArray[np.integer]] = []
         masks: list[Mask | int] = []  # a document without a mask is its length
         for document in documents:
             pieces.append(document.tokens.astype(dtype))
             masks.append(len(document.tokens) if document.learned is None else document.learned)
-        self._tokens = np.concatenate(pieces) if pieces else np.array([], dtype)
+            if growth is not None:
+                growth.keep(pieces[-1].nbytes + ROW_BYTES + (0 if document.learned is None else len(document.learned)))
         lengths = np.fromiter((len(piece) for piece in pieces), dtype=np.int64, count=len(pieces))
+        self._tokens, at = np.empty(int(lengths.sum()), dtype), 0
+        for number, piece in enumerate(pieces):
+            self._tokens[at : at + len(piece)] = piece
+            at, pieces[number] = at + len(piece), _NONE  # each is let go, so that all of them are never held twice
         self._starts = np.cumsum(lengths) - lengths
         self._mask: Mask | None = None  # as long as every token is learned
         if not all(isinstance(mask, int) for mask in masks):

@@ -8,9 +8,10 @@ from typing import Generic, TypeVar
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
 from shardtrain.data.build_dataset import NamedDataset, request_for
+from shardtrain.data.growth import Growth
 from shardtrain.data.read_documents import BadRows, RowStats, chunks
 from shardtrain.data.row_template import completed, template_of
-from shardtrain.data.sources import BadRow, Row, Shards, Table, every_row, place_of
+from shardtrain.data.sources import BadRow, Key, Row, Shards, Table, every_row, place_of
 from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
 
@@ -58,7 +59,8 @@ def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
     def make_of_columns(rows: Sequence[Row | BadRow]) -> Iterable[T | BadRow]:
         return make([row if isinstance(row, BadRow) else completed(template, row) for row in rows])
 
-    found = FileRows(_good_rows(source, split, make_of_columns, policy, tally))
+    rows = Growth(named.name, source.total_bytes).rows(every_row(source))
+    found = FileRows(_good_rows(source, rows, split, make_of_columns, policy, tally))
     if tally.num_bad:
         policy.judge(tally, f"dataset {named.name}")
         for reason in tally.reasons():
@@ -67,8 +69,15 @@ def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
     return found
 
 
-def _good_rows(source: Table | Shards, split: str, make: Make[T], policy: BadRows, tally: RowStats) -> Iterator[T]:
-    for chunk in chunks(every_row(source)):
+def _good_rows(
+    source: Table | Shards,
+    rows: Iterable[tuple[Key, Row]],
+    split: str,
+    make: Make[T],
+    policy: BadRows,
+    tally: RowStats,
+) -> Iterator[T]:
+    for chunk in chunks(rows):
         made = make([row for _, row in chunk])
         for (key, _), one in zip(chunk, made, strict=True):
             if not isinstance(one, BadRow):

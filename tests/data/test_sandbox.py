@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,16 @@ from shardtrain.data.columns import Unusable
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.hf.config_json import read_json
 from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
+
+
+@contextmanager
+def _limits(**limits: int) -> Iterator[None]:
+    sandbox.set_limits(sandbox.Limits(**limits))
+    try:
+        yield
+    finally:
+        sandbox.set_limits(sandbox.Limits())
+
 
 REPEATED = "([('a' * 1000000)] * 60000)"
 TEMPLATES = [
@@ -82,12 +94,21 @@ def test_a_parquet_bomb_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "bomb.parquet"
     # one page of 320 MB, which is above the limit that is set here
     pq.write_table(pa.table({"text": ["a" * 40_000_000] * 8}), path, compression="zstd")
-    sandbox.set_limits(sandbox.Limits(memory_bytes=2**28))
-    try:
-        with pytest.raises(DataError, match="needs more than data.artefact_memory_bytes=268435456"):
-            sources.find("parquet").open_source(sources.Request(path=str(path)))
-    finally:
-        sandbox.set_limits(sandbox.Limits())
+    with (
+        _limits(memory_bytes=2**28),
+        pytest.raises(DataError, match="data.artefact_memory_bytes=268435456"),
+    ):
+        sources.find("parquet").open_source(sources.Request(path=str(path)))
+
+
+def test_a_parquet_file_of_nothing_many_times_is_tried_first(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    nothing = pa.ListArray.from_arrays(pa.array([0, 60_000_000], pa.int32()), pa.nulls(60_000_000, pa.int8()))
+    path = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"text": ["hello"], "more": nothing}), path, compression="none")
+    assert path.stat().st_size < 1000
+    with _limits(memory_bytes=2**28), pytest.raises(DataError, match="needs more than data.artefact_memory_bytes"):
+        sources.find("parquet").open_source(sources.Request(path=str(path)))
 
 
 def _arrow(path: Path, column: Any, **options: Any) -> str:
@@ -131,12 +152,8 @@ ARROW_BOMBS = {
 @pytest.mark.parametrize("name", cases(["compressed", "offsets"], nightly=["dictionary", "length"]))
 def test_an_arrow_bomb_is_refused(name: str, tmp_path: Path) -> None:
     path = _arrow_bomb(name, tmp_path)
-    sandbox.set_limits(sandbox.Limits(memory_bytes=2**28))
-    try:
-        with pytest.raises(DataError, match=ARROW_BOMBS[name]) as refused:
-            sources.find("huggingface").open_source(sources.Request(path=path))
-    finally:
-        sandbox.set_limits(sandbox.Limits())
+    with _limits(memory_bytes=2**28), pytest.raises(DataError, match=ARROW_BOMBS[name]) as refused:
+        sources.find("huggingface").open_source(sources.Request(path=path))
     assert len(str(refused.value).splitlines()) == 1
 
 
@@ -146,22 +163,18 @@ def test_a_saved_dataset_is_tried_as_files_are(tmp_path: Path) -> None:
     file = next((tmp_path / "saved").glob("*.arrow"))
     _arrow_bomb("compressed", file.parent)
     (file.parent / "a.arrow").replace(file)
-    sandbox.set_limits(sandbox.Limits(memory_bytes=2**28))
-    try:
-        with pytest.raises(DataError, match="needs more than data.artefact_memory_bytes=268435456"):
-            sources.find("huggingface").open_source(sources.Request(path=str(tmp_path / "saved")))
-    finally:
-        sandbox.set_limits(sandbox.Limits())
+    with (
+        _limits(memory_bytes=2**28),
+        pytest.raises(DataError, match="data.artefact_memory_bytes=268435456"),
+    ):
+        sources.find("huggingface").open_source(sources.Request(path=str(tmp_path / "saved")))
 
 
 def test_an_arrow_file_larger_than_the_limit_is_mapped_and_takes_none_of_it(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     path = _arrow(tmp_path / "a.arrow", pa.array(["a" * 5_000_000] * 60))
-    sandbox.set_limits(sandbox.Limits(memory_bytes=2**28))
-    try:
+    with _limits(memory_bytes=2**28):
         source = sources.find("huggingface").open_source(sources.Request(path=path))
-    finally:
-        sandbox.set_limits(sandbox.Limits())
     assert source.num_rows == 60 and len(source.row(59)["text"]) == 5_000_000
 
 

@@ -115,7 +115,7 @@ class Data:
     artefact_memory_bytes: int = 1073741824
     """Memory limit of the process that first opens a tokenizer, an Arrow or a suspicious Parquet file (shardtrain)."""
     artefact_seconds: int = 30
-    """CPU time limit of that process (shardtrain)."""
+    """CPU time limit of that process, and of compressed data until they give a row (shardtrain)."""
     sources: dict[str, DataSource] = field(default_factory=dict)
     """A mixture of datasets, instead of training.dataset (shardtrain)."""
     stages: list[DataStage] = field(default_factory=list)

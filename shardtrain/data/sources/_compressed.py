@@ -8,11 +8,13 @@ import importlib
 import io
 import lzma
 import os
+import time
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from shardtrain.data import sandbox
 from shardtrain.data.sources._files import File
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -31,7 +33,11 @@ class Stream(Protocol):
     """What readers of a file need of it."""
 
     def read(self, size: int) -> bytes:
-        """Return at most about ``size`` bytes; none at the end. Raises Damaged."""
+        """Return at most about ``size`` bytes; none at the end. Raises Damaged, and DataError where it is a bomb."""
+        ...
+
+    def gave(self) -> None:
+        """Say that what was read has given a record: a compressed file may take ``data.artefact_seconds`` for one."""
         ...
 
 
@@ -45,7 +51,11 @@ def open_stream(file: File) -> Iterator[Stream]:
     """
     raw = os.fdopen(file.open(), "rb", buffering=0)
     with raw:
-        yield _Stream(file, _decompressed(file, raw))
+        if file.compression is None:
+            yield _Stream(file, raw)
+            return
+        clock = _Clock(file)
+        yield _Stream(file, _decompressed(file, _Timed(raw, clock)), clock)
 
 
 def _decompressed(file: File, raw: io.RawIOBase) -> Any:
@@ -58,17 +68,58 @@ def _decompressed(file: File, raw: io.RawIOBase) -> Any:
             return lzma.LZMAFile(io.BufferedReader(raw, BLOCK_BYTES))
         case ".zst":
             return _Zstd(file, raw)
-    return raw
+    raise AssertionError(file.compression)
+
+
+class _Clock:
+    """The CPU time since a compressed file last gave something: a kilobyte of it may be a million empty lines."""
+
+    def __init__(self, file: File) -> None:
+        self._file, self._seconds = file, sandbox.limits().seconds
+        self._gave, self._since = True, 0.0
+
+    def gave(self) -> None:
+        """Begin anew: what the reader of the file does with a record is its own affair."""
+        self._gave = True
+
+    def check(self) -> None:
+        """Raise DataError where the file has taken too long."""
+        if self._gave:
+            self._gave, self._since = False, time.thread_time()
+        elif time.thread_time() - self._since > self._seconds:
+            rule = f"takes more than data.artefact_seconds={self._seconds} of decompression without a row"
+            raise self._file.unusable(rule, "raise it, get the file from its source again, or leave it out")
+
+
+class _Timed(io.RawIOBase):
+    """A file of which each read is under the clock: also what decompresses to nothing takes its time."""
+
+    def __init__(self, raw: io.RawIOBase, clock: _Clock) -> None:
+        self._raw, self._clock = raw, clock
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        self._clock.check()
+        count: int | None = self._raw.readinto(buffer)  # type: ignore[attr-defined]
+        return count
 
 
 class _Stream:
     """Turns each library's errors into ours. One read of the library at a time, so that no data is lost with them."""
 
-    def __init__(self, file: File, inner: Any) -> None:
-        self._file = file
+    def __init__(self, file: File, inner: Any, clock: _Clock | None = None) -> None:
+        self._file, self._clock = file, clock
         self._read = inner.read1 if file.compression and file.compression != ".zst" else inner.read
 
+    def gave(self) -> None:
+        if self._clock is not None:
+            self._clock.gave()
+
     def read(self, size: int) -> bytes:
+        if self._clock is not None:
+            self._clock.check()
         try:
             return self._read(size)
         except EOFError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data import sandbox
 from shardtrain.data.sources import Row
 from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_stream
 from shardtrain.data.sources._files import File
@@ -20,6 +22,10 @@ from shardtrain.utils.errors import DataError
 
 MAX_BYTES = 256 * 2**20
 """A larger array is refused: one object a line needs no such bound."""
+
+_ELEMENT_CHARACTERS = 16 * 2**20
+_MOVE_CHARACTERS = 4 * 2**20
+_LOOK_EVERY = 4096
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -73,13 +79,16 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
     """
     text = _text(file)
     starts, stops, lines = array("q"), array("q"), array("q")
-    decoder = json.JSONDecoder()
     place = _after(text, text.index("[") + 1)
     line, counted = 1, 0
     more = not text.startswith("]", place)
+    ends, limit, since = _Ends(text, max_row_bytes), sandbox.limits().seconds, time.thread_time()
     try:
         while more:
-            stop = decoder.raw_decode(text, place)[1]
+            stop = ends.after(place)
+            if len(starts) % _LOOK_EVERY == 0 and time.thread_time() - since > limit:
+                rule = f"takes more than data.artefact_seconds={limit} to read"
+                raise _broken(file, text, place, rule, "raise it, or write one object per line")
             line, counted = line + text.count("\n", counted, place), place
             starts.append(place)
             stops.append(stop)
@@ -101,6 +110,29 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
     return ArrayPart(file, {name: np.array(values, np.int64) for name, values in found.items()}, max_row_bytes, text)
 
 
+class _Ends:
+    """Where elements end. They are decoded in parts of the text: one element could be gigabytes of empty lists."""
+
+    def __init__(self, text: str, max_row_bytes: int) -> None:
+        self._whole, self._most = text, max(max_row_bytes, _ELEMENT_CHARACTERS)
+        self._part, self._first = text[: self._most + _MOVE_CHARACTERS], 0
+        self._decode = json.JSONDecoder().raw_decode
+
+    def after(self, place: int) -> int:
+        """The place after the element at a place; raises JSONDecodeError where there is none, or it is too long."""
+        is_last = self._first + len(self._part) == len(self._whole)
+        if place - self._first > _MOVE_CHARACTERS and not is_last:
+            self._part, self._first = self._whole[place : place + self._most + _MOVE_CHARACTERS], place
+            is_last = place + len(self._part) == len(self._whole)
+        try:
+            return self._decode(self._part, place - self._first)[1] + self._first
+        except json.JSONDecodeError as error:
+            message, at = error.msg, error.pos + self._first
+            if not is_last and (error.pos >= len(self._part) - 8 or message.startswith("Unterminated string")):
+                message, at = f"an element is longer than {self._most} characters", place
+            raise json.JSONDecodeError(message, self._whole, at) from None
+
+
 def _text(file: File) -> str:
     pieces, total = [], 0
     with open_stream(file) as stream:
@@ -114,6 +146,7 @@ def _text(file: File) -> str:
         rule = f"is one JSON array of more than {MAX_BYTES >> 20} MiB"
         raise file.unusable(rule, "write one object per line, as: jq -c '.[]'")
     data = b"".join(pieces).removeprefix(BYTE_ORDER_MARK)
+    pieces.clear()
     try:
         return data.decode()
     except UnicodeDecodeError as error:
@@ -127,6 +160,8 @@ def _after(text: str, place: int) -> int:
     return match.end() if match else place
 
 
-def _broken(file: File, text: str, place: int, rule: str) -> DataError:
+def _broken(
+    file: File, text: str, place: int, rule: str, fix: str = "correct the file, or write one object per line"
+) -> DataError:
     line = text.count("\n", 0, place) + 1
-    return DataError(f"{file.path}:{line}: {rule}; correct the file, or write one object per line")
+    return DataError(f"{file.path}:{line}: {rule}; {fix}")

@@ -19,6 +19,17 @@ class _Long:
     blank: bool = False
 
 
+@dataclass(frozen=True)
+class _Blank:
+    """Lines one after the other that hold nothing; ``text`` ends with the newline of the last."""
+
+    text: bytes
+
+    @property
+    def num_lines(self) -> int:
+        return self.text.count(b"\n")
+
+
 def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator[tuple[int, bytes | BadRow]]:
     """Line number from 1 and bytes, without the newline, of each record that is not blank; see Index.
 
@@ -30,10 +41,14 @@ def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator
         lines = _lines(stream, max_bytes)
         for record, num_lines in _joined(lines, max_bytes) if quoted else ((line, 1) for line in lines):
             start, number = number, number + num_lines
-            if isinstance(record, _Long):
+            if isinstance(record, _Blank):
+                number = start + record.num_lines
+            elif isinstance(record, _Long):
                 if not record.blank:
+                    stream.gave()
                     yield start, too_long(record.num_bytes)
             elif record.strip(BLANKS):
+                stream.gave()
                 yield start, record if len(record) <= max_bytes else too_long(len(record))
     except Damaged as error:
         yield number, BadRow(str(error))
@@ -48,10 +63,17 @@ def _blocks(stream: Stream) -> Iterator[bytes]:
         yield block
 
 
-def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long]:
+def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
     """Lines without their newlines; of one that is longer than a block and ``max_bytes``, the length alone."""
     begun, long = bytearray(), None
     for block in _blocks(stream):
+        if not begun and long is None and block[:64].isspace() and not block.strip(BLANKS + b"\n"):
+            # a compressed file may hold a thousand million of them
+            cut = block.rfind(b"\n") + 1
+            if cut:
+                yield _Blank(block[:cut])
+            begun += block[cut:]
+            continue
         first, *others = block.split(b"\n")
         begun += first
         if long or len(begun) > max_bytes:
@@ -72,12 +94,18 @@ def _longer(line: _Long | None, more: bytearray) -> _Long:
     return _Long(line.num_bytes + len(more), line.num_quotes + more.count(b'"'), blank)
 
 
-def _joined(lines: Iterator[bytes | _Long], max_bytes: int) -> Iterator[tuple[bytes | _Long, int]]:
+def _joined(lines: Iterator[bytes | _Long | _Blank], max_bytes: int) -> Iterator[tuple[bytes | _Long | _Blank, int]]:
     """Lines put together until all quotes are closed, and how many they were."""
     pieces: list[bytes] = []
     num_lines = num_bytes = num_quotes = 0
     long = False
     for line in lines:
+        if isinstance(line, _Blank):
+            if not num_lines:
+                yield line, 0
+                continue
+            more = line.num_lines - 1  # within quotes they are of the record
+            num_lines, num_bytes, line = num_lines + more, num_bytes - more, line.text[:-1]
         num_lines += 1
         num_bytes += line.num_bytes if isinstance(line, _Long) else len(line)
         num_quotes += line.num_quotes if isinstance(line, _Long) else line.count(b'"')

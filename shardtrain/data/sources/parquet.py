@@ -26,6 +26,7 @@ _BYTES_AT_ONCE = 256 * 2**20
 """Bounds what rows that are decoded at once can hold; each of them may be as large as its row group says that it is."""
 _BOMB_RATIO, _BOMB_BYTES = 100, 64 * 2**20
 """Columns that say to be so many times larger than they are on disk are tried first in a process with limits."""
+_VALUE_BYTES = 8
 _SMALL_BYTES = 64 * 1024
 _DENSE = ("ZSTD", "GZIP", "BROTLI")
 """Codecs that can pack more than a thousand bytes into one: a small file of them is tried whatever it says."""
@@ -161,13 +162,15 @@ def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
 
 
 def _rows_at_once(group: Any) -> int:
-    size = max(group.total_byte_size, *(_sizes(group, number)[1] for number in range(group.num_columns)), 1)
+    sizes = (group.column(number).total_uncompressed_size for number in range(group.num_columns))
+    size = max(group.total_byte_size, *sizes, 1)
     return max(1, min(_ROWS_AT_ONCE, _BYTES_AT_ONCE // size))
 
 
 def _sizes(group: Any, number: int) -> tuple[int, int]:
+    """Bytes on disk and, at least, decoded: also a value that is none takes its level, and a place."""
     column = group.column(number)
-    return max(column.total_compressed_size, 1), column.total_uncompressed_size
+    return max(column.total_compressed_size, 1), max(column.total_uncompressed_size, _VALUE_BYTES * column.num_values)
 
 
 def _prove(file: File, parquet: Any) -> None:
