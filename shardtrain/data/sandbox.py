@@ -191,7 +191,7 @@ def _open_parquet(request: Mapping[str, Any]) -> None:
 def _open_arrow(request: Mapping[str, Any]) -> None:
     import datasets  # reads the files just as this process's parent will
 
-    from shardtrain.data.sources.parquet import rows_of_batch
+    from shardtrain.data.sources._batches import rows_of_batch
 
     _bound(request["memory_bytes"], request["seconds"], request["file_bytes"])
     try:

@@ -72,14 +72,23 @@ def test_a_long_conversation_is_none_of_that() -> None:
 
 
 DOUBLING = {"type": "Replace", "pattern": {"String": "h"}, "content": "hh"}
+PART = {"SpecialToken": {"id": "h", "type_id": 0}}
+TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {"h": {"id": "h", "ids": [1], "tokens": ["h"]}}}
+TEXT = {"Sequence": {"id": "A", "type_id": 0}}
+MANY_IDS = {"h": {"id": "h", "ids": [1] * 1001, "tokens": ["h"] * 1001}}
 TOKENIZERS = {
+    "parts": ({"post_processor": {**TEMPLATE, "single": [PART] * 3000 + [TEXT]}}, "adds more than 1000 tokens"),
+    "ids": (
+        {"post_processor": {**TEMPLATE, "single": [PART, TEXT], "special_tokens": MANY_IDS}},
+        "adds more than 1000 tokens",
+    ),
     "doubling": ({"normalizer": {"type": "Sequence", "normalizers": [DOUBLING] * 31}}, "1000 times longer"),
     "long": ({"normalizer": {**DOUBLING, "content": "h" * 2**20}}, "1000 times longer"),
     "panic": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "/////w=="}}, "artefact_memory_bytes"),
 }
 
 
-@pytest.mark.parametrize("name", cases(["doubling"], nightly=["long", "panic"]))
+@pytest.mark.parametrize("name", cases(["doubling", "parts"], nightly=["long", "panic", "ids"]))
 def test_a_tokenizer_that_would_end_the_process_is_refused(name: str, tmp_path: Path) -> None:
     change, words = TOKENIZERS[name]
     file = bpe_folder(tmp_path) / "tokenizer.json"
@@ -180,7 +189,7 @@ def test_an_arrow_file_larger_than_the_limit_is_mapped_and_takes_none_of_it(tmp_
 
 def test_a_row_counts_what_it_takes_in_python(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
-    from shardtrain.data.sources.parquet import rows_of_batch
+    from shardtrain.data.sources._batches import rows_of_batch
 
     many = pa.DictionaryArray.from_arrays(pa.array([0] * 2000, pa.int8()), pa.array(["a" * 8_000_000]))
     bounds = pa.array([0, 2000], pa.int32())

@@ -79,7 +79,7 @@ class _Clock:
         self._gave, self._since = True, 0.0
 
     def gave(self) -> None:
-        """Begin anew: what the reader of the file does with a record is its own affair."""
+        """Start from here: what the reader of the file does with a record is its own affair."""
         self._gave = True
 
     def check(self) -> None:

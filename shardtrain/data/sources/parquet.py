@@ -12,10 +12,8 @@ from typing import Any
 
 from shardtrain.data import sandbox, shared_opening
 from shardtrain.data.sources import BadRow, Request, Row, Shards
+from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._files import File, FileSource, is_many, list_files, place_listed
-from shardtrain.data.sources._index import too_long
-from shardtrain.data.sources._json import not_utf8
-from shardtrain.data.sources._row_size import python_bytes
 from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -139,26 +137,6 @@ def _rows_of_group(file: File, parquet: Any, group: int, start: int, max_row_byt
         if passed + batch.num_rows > start:
             yield from rows_of_batch(batch.slice(max(start - passed, 0)), max_row_bytes)
         passed += batch.num_rows
-
-
-def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
-    """Rows of an Arrow table or record batch; a row above ``max_row_bytes`` is not converted."""
-    if python_bytes(batch) <= max_row_bytes:
-        try:
-            yield from batch.to_pylist()
-            return
-        except UnicodeDecodeError:
-            pass  # one by one tells which row it is
-    for index in range(batch.num_rows):
-        row = batch.slice(index, 1)
-        size = python_bytes(row)
-        if size > max_row_bytes:
-            yield too_long(size)
-            continue
-        try:
-            yield row.to_pylist()[0]
-        except UnicodeDecodeError as error:
-            yield not_utf8(error)
 
 
 def _rows_at_once(group: Any) -> int:

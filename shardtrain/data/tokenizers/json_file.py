@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _MOST_IDS = 2**31
 _MOST_GROWTH = 1000
+_MOST_ADDED = 1000
+"""Tokens that a post-processor puts around a text; those in use put one or two there."""
 
 # The library's threads do not exist in a child forked after they were used, where a batch would wait for them for ever
 # (it guards against that itself, but not where TOKENIZERS_PARALLELISM=true).
@@ -112,6 +114,8 @@ def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer
     except ImportError as error:
         fix = 'pip install tokenizers, or use "bytes"'
         raise ConfigError(Problem(option, str(file), "needs the tokenizers library", fix)) from error
+    if content.count(b'"SpecialToken"') > 2 * _MOST_ADDED:  # before memory is spent on each of them
+        raise _adds_too_many(file, option)
     _check_growth(content, file, option)
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
@@ -126,6 +130,8 @@ def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer
     # a saved file may ask for cut and filled rows; documents must arrive whole
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    if tokenizer.num_special_tokens_to_add(False) > _MOST_ADDED:
+        raise _adds_too_many(file, option)
     prefix_ids, suffix_ids = _ends(tokenizer)
     # It adds bos and eos, which is done elsewhere, and cuts spaces off the offsets, which would leave gaps.
     tokenizer.post_processor = None  # type: ignore[assignment]
@@ -158,6 +164,11 @@ def _check_growth(content: bytes, file: Path, option: str) -> None:
     if growth > _MOST_GROWTH:
         rule = f"has a normalizer that may make a text more than {_MOST_GROWTH} times longer"
         raise ConfigError(Problem(option, str(file), rule, "use a tokenizer as it was published"))
+
+
+def _adds_too_many(file: Path, option: str) -> ConfigError:
+    rule = f"has a post-processor that adds more than {_MOST_ADDED} tokens to each text"
+    return ConfigError(Problem(option, str(file), rule, "use a tokenizer as it was published"))
 
 
 def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

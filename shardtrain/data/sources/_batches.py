@@ -1,11 +1,36 @@
-"""What Arrow's values take once they are Python's: the same value many times over is many values then."""
+"""Rows of Arrow's batches, and what they take once they are Python's: a value many times over is many values then."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
+
+from shardtrain.data.sources import Row
+from shardtrain.data.sources._index import too_long
+from shardtrain.data.sources._json import not_utf8
 
 _ENTRY_BYTES = 8
 """A place in a list, also for a value that Arrow keeps in no bytes at all."""
+
+
+def rows_of_batch(batch: Any, max_row_bytes: int) -> Iterator[Row]:
+    """Rows of an Arrow table or record batch; a row above ``max_row_bytes`` is not converted."""
+    if python_bytes(batch) <= max_row_bytes:
+        try:
+            yield from batch.to_pylist()
+            return
+        except UnicodeDecodeError:
+            pass  # one by one tells which row it is
+    for index in range(batch.num_rows):
+        row = batch.slice(index, 1)
+        size = python_bytes(row)
+        if size > max_row_bytes:
+            yield too_long(size)
+            continue
+        try:
+            yield row.to_pylist()[0]
+        except UnicodeDecodeError as error:
+            yield not_utf8(error)
 
 
 def python_bytes(batch: Any) -> int:
