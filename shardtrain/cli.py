@@ -165,10 +165,10 @@ def _help_that_fits(print_help: Callable[[], int]) -> int:
 
 
 def _complain(code: int, problems: Sequence[str]) -> int:
-    from shardtrain.utils.redact import redact, visible
+    from shardtrain.utils.redact import one_line
 
     for problem in problems:
-        print(f"error[{code}]: {redact(visible(problem, lines=False))}", file=sys.stderr)
+        print(f"error[{code}]: {one_line(problem)}", file=sys.stderr)
     return code
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from shardtrain import cli
 from shardtrain.utils import process
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
-from shardtrain.utils.redact import visible
+from shardtrain.utils.redact import one_line
 
 USAGE = """\
 usage: python -m shardtrain.main --params=parameters.yml [--nproc N] [--section.key VALUE ...]
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verb, path, rest = _read(words)
     except ShardtrainError as error:
         for problem in getattr(error, "problems", [error]):
-            print(f"error[{error.exit_code}]: {visible(str(problem), lines=False)}", file=sys.stderr)
+            print(f"error[{error.exit_code}]: {one_line(str(problem))}", file=sys.stderr)
         return error.exit_code
     return cli.main([verb, path, *rest])
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +26,11 @@ from shardtrain.hf.config_json import read_json
 from shardtrain.hf.format import CODE
 from shardtrain.layout import Draw
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import logger
 
 CONFIG = "config.json"
 _OPTION = "model.overrides.path"
+_MOST_CHARACTERS = 500
 KINDS = {
     "sequence_to_sequence": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
@@ -68,10 +71,12 @@ def read(folder: str) -> Any:
         method = said.get("quant_method", "MLX" if "bits" in said else "?") if isinstance(said, dict) else "?"
         rule = f"holds weights that are quantised by {method} (quantization_config), which are not read here"
         raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the weights before quantisation"))
-    try:
-        config = mapping[kind].from_dict(_without(found, CODE))
-    except Exception as error:  # whatever a foreign value makes of foreign code
-        raise ConfigError(f"{path}: transformers refuses it ({type(error).__name__}: {_line(error)})") from None
+    with _listening() as said:
+        try:
+            config = mapping[kind].from_dict(_without(found, CODE))
+        except Exception as error:  # whatever a foreign value makes of foreign code
+            raise ConfigError(f"{path}: transformers refuses it ({_reason(said, error)})") from None
+    _said[folder] = said
     config.use_cache = False
     if any(value == "dynamic" for value in _values(found, ("rope_type", "type"))):
         rule = 'has rotary angles of type "dynamic", which change with the longest row that a rank has seen'
@@ -102,22 +107,70 @@ def kind_of(folder: str, architecture: str) -> str:
 
 def build(folder: str, architecture: str, attention: str, num_labels: int = 0, vocab_size: int = 0) -> Built:
     """Build the model on the meta device, its buffers computed; raises ConfigError where its class refuses."""
-    config = type(read(folder)).from_dict(read(folder).to_dict())  # a class may write into its config
+    with _listening():  # it has said all of it before
+        config = type(read(folder)).from_dict(read(folder).to_dict())  # a class may write into its config
     config.use_cache = False
     if num_labels:
         config.num_labels = num_labels
     if vocab_size:
         config.get_text_config().vocab_size = vocab_size
-    cls = getattr(_transformers(), architecture)
     starts = _Starts()
-    try:
-        with torch.device("cpu"), _parameters_on_meta(starts), starts:
-            asked = {} if attention == "auto" else {"attn_implementation": attention}
-            module = cls._from_config(config, dtype=torch.float32, **asked)
-    except Exception as error:
-        rule = f"cannot be built as {architecture} ({type(error).__name__}: {_line(error)})"
-        raise ConfigError(Problem(_OPTION, folder, rule, "correct its config.json")) from None
+    with _listening() as said:
+        cls = getattr(_transformers(), architecture)
+        try:
+            with torch.device("cpu"), _parameters_on_meta(starts), starts:
+                asked = {} if attention == "auto" else {"attn_implementation": attention}
+                module = cls._from_config(config, dtype=torch.float32, **asked)
+        except Exception as error:
+            rule = f"cannot be built as {architecture} ({_reason([*_said.get(folder, []), *said], error)})"
+            raise ConfigError(Problem(_OPTION, folder, rule, "correct its config.json")) from None
+    _warn(folder, [*_said.get(folder, []), *said])
     return Built(module, {name: starts.draw(p) for name, p in module.named_parameters()})
+
+
+_said: dict[str, list[str]] = {}
+"""What ``transformers`` said of the config.json of a folder when it was read."""
+_warned_of: set[str] = set()
+_QUIET = ("torchao", "torch.utils._pytree")
+"""What ``transformers`` imports to build a model, and what warns then of things that nobody asked for."""
+
+
+@contextmanager
+def _listening() -> Iterator[list[str]]:
+    """Collect what ``transformers`` would print, each text once."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            text = _line(record.getMessage())
+            if text not in said:
+                said.append(text)
+
+    theirs = logging.getLogger("transformers")
+    handlers, theirs.handlers = theirs.handlers, [Listener(logging.WARNING)]
+    propagates, theirs.propagate = theirs.propagate, False
+    quiet = [logging.getLogger(name) for name in _QUIET]
+    levels = [one.level for one in quiet]
+    for one in quiet:
+        one.setLevel(logging.ERROR)
+    try:
+        yield said
+    finally:
+        theirs.handlers, theirs.propagate = handlers, propagates
+        for one, level in zip(quiet, levels, strict=True):
+            one.setLevel(level)
+
+
+def _reason(said: Sequence[str], error: Exception) -> str:
+    """Why ``transformers`` gives up: what it said before, which names the key, or what it raised."""
+    return "; ".join(said)[:_MOST_CHARACTERS] or f"{type(error).__name__}: {_line(error)}"
+
+
+def _warn(folder: str, said: Sequence[str]) -> None:
+    """One line of all that ``transformers`` said of a folder, once a process."""
+    if said and folder not in _warned_of:
+        _warned_of.add(folder)
+        logger.warning(f"{folder}/{CONFIG}: transformers says: {'; '.join(said)[:_MOST_CHARACTERS]}")
 
 
 def _transformers() -> Any:
@@ -167,7 +220,7 @@ def _values(found: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[Any]:
             yield from (one[key] for key in keys if isinstance(one, dict) and key in one)
 
 
-def _line(error: BaseException) -> str:
+def _line(error: object) -> str:
     return (str(error).splitlines() or [""])[0][:200]
 
 

@@ -15,6 +15,8 @@ from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.units import format_bytes
 
 INDEX = "model.safetensors.index.json"
+_MOST_CHARACTERS, _MOST_NAMES = 100, 20
+"""Of a name, and of names in a line: a file may say any."""
 _MAX_HEADER_BYTES = 100 * 10**6
 """As much as safetensors itself reads."""
 
@@ -27,7 +29,8 @@ def line(folder: Path) -> str:
     """
     said, sizes, types = read_json(folder / CONFIG), 0, Counter[str]()
     named = said.get("architectures")
-    architecture = str(named[0] if isinstance(named, list) and named else said.get("model_type"))
+    name = named[0] if isinstance(named, list) and named else said.get("model_type")
+    architecture = "no architecture" if name is None else _short(str(name))
     wrong: list[str] = []
     files = {path.name: path for path in folder.glob("*.safetensors")}
     if (folder / INDEX).is_file():
@@ -39,13 +42,22 @@ def line(folder: Path) -> str:
         types.update(found or ())
         if found is None:
             wrong.append(name)
-    kinds = ", ".join(f"{count} {dtype}" for dtype, count in sorted(types.items()))
+    kinds = ", ".join(_few([f"{count} {_short(dtype)}" for dtype, count in sorted(types.items())]))
     whole = (
         f"{os.path.basename(os.path.realpath(folder))}  {format_bytes(sizes)}  {architecture}  {types.total()} tensors"
     )
     whole += f"  {kinds}" if kinds else "  no safetensors"
-    whole += f"  missing or cut: {', '.join(wrong)}" if wrong else ""
+    whole += f"  missing or cut: {', '.join(_few(wrong))}" if wrong else ""
     return "".join(c if c.isprintable() else "?" for c in whole)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _MOST_CHARACTERS else f"{name[:_MOST_CHARACTERS]}... ({len(name)} characters)"
+
+
+def _few(names: list[str]) -> list[str]:
+    more = len(names) - _MOST_NAMES
+    return [*map(_short, names[:_MOST_NAMES]), *([f"and {more} more"] if more > 0 else [])]
 
 
 def _types_of(path: Path) -> list[str] | None:

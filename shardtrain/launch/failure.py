@@ -23,7 +23,7 @@ from shardtrain.checkpoint.storage import Place
 from shardtrain.utils import atomic_io
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, FolderTaken, ShardtrainError
-from shardtrain.utils.redact import redact, visible
+from shardtrain.utils.redact import one_line, redact, visible
 
 GENERAL, PEER, OUT_OF_MEMORY, PREEMPTED, NOT_SAVED = 1, 6, 7, 75, 76
 MEANINGS = frozenset({0, 2, 3, 4, 5, PEER, OUT_OF_MEMORY, 8, PREEMPTED, NOT_SAVED, 93})
@@ -141,7 +141,7 @@ def culprit(failures: Iterable[Failure]) -> Failure:
 
 def lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
     """What the terminal shows: one line, or one for each problem of a wrong configuration."""
-    return [visible(line, lines=False) for line in _lines(failure, log_path, world_size)]
+    return [one_line(line) for line in _lines(failure, log_path, world_size)]
 
 
 def _lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:

@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -27,6 +28,29 @@ MANY_RANKS = 1024
 _MOST_COLUMNS = 96
 """Of a message on a terminal, as of its table of steps."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class _Kept(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+
+@contextlib.contextmanager
+def kept_warnings() -> Iterator[list[str]]:
+    """Warnings of the package as lines: no log has been set up, and Python's would print them bare."""
+    lines: list[str] = []
+    handler, propagates = _Kept(lines), logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagates
 
 
 def setup(

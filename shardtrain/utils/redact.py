@@ -73,6 +73,28 @@ def visible(text: str, colors: bool = False, lines: bool = True) -> str:
     return _OBEYED.sub(_escape, text)
 
 
+MOST_CHARACTERS = 20_000
+"""Of an error on a terminal: what a file says in it may be a megabyte."""
+_LONG_WORD = re.compile(r"\S{4097,}")  # longer than any path
+
+
+def one_line(text: str) -> str:
+    """An error as it is shown: one line, without secrets; what no terminal holds is cut and says so.
+
+    >>> one_line(f"of model_type {'a' * 10**6} here")[-30:]
+    'a... (1000000 characters) here'
+    >>> len(one_line("many words " * 10**6))
+    20000
+    """
+    text = redact(visible(text, lines=False))
+    text = _LONG_WORD.sub(lambda word: f"{word[0][:200]}... ({len(word[0])} characters)", text)
+    if len(text) <= MOST_CHARACTERS:
+        return text
+    mark = f" ... ({len(text)} characters) ... "
+    end = MOST_CHARACTERS // 8
+    return text[: MOST_CHARACTERS - end - len(mark)] + mark + text[-end:]
+
+
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

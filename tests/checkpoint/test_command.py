@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,24 @@ def test_ls_takes_a_run_a_step_and_a_folder_of_hugging_face(folder: Path, capsys
     (hub / "model.safetensors").write_bytes((hub / "model.safetensors").read_bytes()[:-1])
     assert run("ls", hub) == 0
     assert "missing or cut: model-2.safetensors, model.safetensors" in capsys.readouterr().out
+
+
+def test_ls_of_a_folder_that_says_nothing_or_too_much_is_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {str(number): f"{number}.safetensors" for number in range(1000)}})
+    )
+    assert run("ls", tmp_path) == 0
+    line = capsys.readouterr().out
+    assert "  no architecture  0 tensors" in line and "and 980 more" in line and "None" not in line
+    for key in ({"architectures": ["A" * 10**6]}, {"model_type": "A" * 10**6}):
+        config.write_text(json.dumps(key))
+        assert run("ls", tmp_path) == 0
+        line = capsys.readouterr().out
+        assert "AAA... (1000000 characters)" in line and len(line) < 1000 and line.count("\n") == 1
 
 
 def test_verify_reads_every_byte_and_names_each_bad_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,3 +124,25 @@ def test_a_network_that_the_library_itself_cannot_compute_is_one_line(tmp_path: 
     assert f"error[2]: {tmp_path / 'hf'}: transformers computes no logits from it: RuntimeError: " in told
     assert told.endswith("use --check=weights")
     assert main([*words, str(tmp_path / "two"), "--check", "weights"]) == 0
+
+
+def test_what_transformers_says_of_a_config_is_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    from shardtrain.hf import architecture
+    from shardtrain.utils.errors import ConfigError
+
+    rope = {"rope_type": "yarn", "factor": 2.0, "odd": 1, "beta_fast": 1, "beta_slow": 5, "attention_factor": -1}
+    said = {**_GROUPED, "model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_scaling": rope}
+    for name, factor in (("odd", 2.0), ("wrong", "x")):
+        rope["factor"] = factor
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(said))
+    for _ in range(2):
+        architecture.build(str(tmp_path / "odd"), "LlamaForCausalLM", "auto")
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert warning.count("beta_fast field must be greater") == 1 and len(warning.splitlines()) == 1
+    with pytest.raises(ConfigError, match=r"cannot be built as LlamaForCausalLM \(.*factor field must be") as refused:
+        architecture.build(str(tmp_path / "wrong"), "LlamaForCausalLM", "auto")
+    assert len(str(refused.value).splitlines()) == 1 and "TypeError" not in str(refused.value)
+    assert capfd.readouterr().err == ""

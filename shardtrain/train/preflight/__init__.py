@@ -21,6 +21,7 @@ from shardtrain.train.preflight.machine import Machine, named, this_machine
 from shardtrain.utils import errors
 from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import WaitingHeartbeat
+from shardtrain.utils.log import kept_warnings
 from shardtrain.utils.redact import redact, visible
 
 __all__ = ["Machine", "Verdict", "judge", "named", "require", "require_in_child", "this_machine"]
@@ -170,7 +171,9 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
             found.problems.append(problem)
         if machine.world_size and (problem := watching_problem(loaded, machine.world_size, machine.local_ranks)):
             found.problems.append(problem)
-        _look_at_model(loaded, machine, found)
+        with kept_warnings() as said:  # a run says them again, in its log
+            _look_at_model(loaded, machine, found)
+        found.notes += said
         found.notes += machine.notes(loaded.config)
     own = [one for one in found.problems if isinstance(one, Problem)]
     kept = {str(one) for one in [*loaded.problems, *secondary.without(loaded.problems, own)]}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +16,7 @@ from shardtrain.data.read_documents import BadRows, RowStats, read_documents, te
 from shardtrain.data.sources import Key, Row, every_row
 from shardtrain.train.preflight import own_files
 from shardtrain.utils.errors import ShardtrainError
-from shardtrain.utils.log import logger
+from shardtrain.utils.log import kept_warnings
 
 SMALL_BYTES = 2 * 2**20
 """Bytes of a dataset up to which all of it is read: a second's work for a slow tokenizer."""
@@ -35,7 +33,7 @@ def look(config: Config, section: str, world_size: int | None) -> tuple[list[Sha
     ``world_size`` lets the steps of the data be counted against those of the run.
     """
     part: Training | Validation = config.training if section == "training" else config.validation
-    with _kept_log() as notes:
+    with kept_warnings() as notes:
         try:
             if config.task.name in _LANGUAGE_MODELS:
                 end = _open(config, part, notes)
@@ -136,26 +134,3 @@ def _has_a_checkpoint(config: Config) -> bool:
         return bool(retention.steps(folder_of(config.job.dump_folder, config.checkpoint.folder)))
     except (OSError, ShardtrainError):
         return True  # a store that is asked when the run begins
-
-
-class _Kept(logging.Handler):
-    def __init__(self, lines: list[str]) -> None:
-        super().__init__(logging.WARNING)
-        self._lines = lines
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._lines.append(record.getMessage())
-
-
-@contextlib.contextmanager
-def _kept_log() -> Iterator[list[str]]:
-    """Warnings of the package as lines: no log has been set up, and Python's would print them bare."""
-    lines: list[str] = []
-    handler, propagates = _Kept(lines), logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagates
