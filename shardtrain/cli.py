@@ -137,11 +137,14 @@ def _discard_output() -> None:
 
 
 def _dispatch(words: list[str]) -> int:
-    verb, rest = (words[0], words[1:]) if words else ("help", [])
+    names = [name for name in VERBS if not name.startswith("-")]
+    if not words:
+        fix = f"use one of {', '.join(names)}, as in shardtrain train debug; shardtrain --help says what each does"
+        raise ConfigError(Problem("shardtrain", None, "needs a verb", fix, "command line"))
+    verb, rest = words[0], words[1:]
     if verb == "help" and rest:
         verb, rest = rest[0], [*rest[1:], "--help"]
     if verb not in VERBS:
-        names = [name for name in VERBS if not name.startswith("-")]
         near = [_OTHER_NAMES[verb]] if verb in _OTHER_NAMES else difflib.get_close_matches(verb, names, 1)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
         if verb.startswith("-") and not near:

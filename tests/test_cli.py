@@ -50,7 +50,7 @@ def shell(*words, **environment):
     )
 
 
-@pytest.mark.parametrize("words", [(), ("help",), ("--help",), ("-h",)])
+@pytest.mark.parametrize("words", [("help",), ("--help",), ("-h",)])
 def test_help_lists_the_verbs(capsys, words):
     code, out, err = answer(capsys, *words)
     assert (code, err) == (0, "")
@@ -80,7 +80,7 @@ def test_options_and_files_that_the_help_of_train_names_are_there(capsys):
     assert re.split(r",\s+", out.partition("\nPresets:\n")[2].strip()) == presets.names()
 
 
-@pytest.mark.parametrize("words", [("data",), ("data", "--help"), ("data", "-h"), ("data", "help")])
+@pytest.mark.parametrize("words", [("data", "--help"), ("data", "-h"), ("data", "help")])
 def test_help_of_data_lists_its_verbs(capsys, words):
     code, out, err = answer(capsys, *words)
     assert (code, err) == (0, "")
@@ -127,6 +127,12 @@ def test_version_is_that_of_the_package(capsys):
 @pytest.mark.parametrize(
     ("words", "fragments"),
     [
+        ((), ["shardtrain needs a verb", "train, plan,", "shardtrain --help"]),
+        (("data",), ["shardtrain data needs a verb", "prepare, check,", "shardtrain data --help"]),
+        (("checkpoint",), ["shardtrain checkpoint needs a verb", "ls, verify,", "shardtrain checkpoint --help"]),
+        (("launch",), ["shardtrain launch needs a platform", "local, ssh"]),
+        (("data", "tokenizer"), ["shardtrain data tokenizer needs an action", "train"]),
+        (("replay",), ["STEP is not set", "120 or 100:120"]),
         (("tain",), ["tain", "is not a verb", "did you mean train?"]),
         (("data", "prepar"), ["shardtrain data", "prepar", "is not a verb", "did you mean prepare?"]),
         (("data", "frobnicate"), ["frobnicate", "verbs are prepare, check, show, probe, tokenizer, download"]),

@@ -44,7 +44,10 @@ one. All may be addresses of an object store, such as s3://bucket/run/step-500; 
 
 def main(words: Sequence[str], dcp: Callable[..., int] | None = None) -> int:
     """Run one verb; gives the exit status. ``dcp`` runs those of ``shardtrain.tools.dcp``, which knows models."""
-    verb, rest = (words[0], words[1:]) if words else ("help", [])
+    if not words:
+        fix = f"use one of {', '.join([*VERBS, *_ELSEWHERE])}; shardtrain checkpoint --help says what each does"
+        raise ConfigError(Problem("shardtrain checkpoint", None, "needs a verb", fix, "command line"))
+    verb, rest = words[0], words[1:]
     if verb in ("help", "--help", "-h") or (verb not in _ELSEWHERE and {"--help", "-h"} & {*rest}):
         print(USAGE, end="")
         return 0

@@ -23,13 +23,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(words: list[str]) -> int:
-    name, rest = (words[0], words[1:]) if words else ("--help", [])
+    name, rest = (words[0], words[1:]) if words else (None, [])
     if name in ("--help", "-h"):
         print(str(__doc__).replace("``", "`"), end="")
         return 0
     if name not in PROGRAMS:
         fix = f"use one of {', '.join(PROGRAMS)}"
-        raise ConfigError(Problem("shardtrain.fmengine", name, "is not one of its programs", fix, "command line"))
+        rule = "needs a program" if name is None else "is not one of its programs"
+        raise ConfigError(Problem("shardtrain.fmengine", name, rule, fix, "command line"))
     return PROGRAMS[name](rest)
 
 

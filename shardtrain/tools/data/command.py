@@ -14,8 +14,11 @@ VERBS = ("prepare", "check", "show", "probe", "tokenizer", "download")
 
 def main(words: list[str]) -> int:
     """Run one verb; gives the exit status."""
-    verb, rest = (words[0], words[1:]) if words else ("", [])
-    if verb in ("", "help", "--help", "-h"):
+    if not words:
+        fix = f"use one of {', '.join(VERBS)}; shardtrain data --help says what each does"
+        raise ConfigError(Problem("shardtrain data", None, "needs a verb", fix, "command line"))
+    verb, rest = words[0], words[1:]
+    if verb in ("help", "--help", "-h"):
         print(USAGE, end="")
         return 0
     if verb not in VERBS:

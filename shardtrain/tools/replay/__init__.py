@@ -57,7 +57,7 @@ def main(words: Sequence[str]) -> int:
         ConfigError: a word or the configuration is wrong.
         CheckpointError: no checkpoint before the step can be used.
     """
-    if not words or {"--help", "-h"} & set(words):
+    if {"--help", "-h"} & set(words):
         print(USAGE, end="")
         return 0
     request = _read(words)
@@ -138,7 +138,8 @@ def _read(words: Sequence[str]) -> _Request:
     steps = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", places[0] if places else "")
     first, last = (int(steps[1]), int(steps[2] or steps[1])) if steps else (0, 0)
     if not 1 <= first <= last:
-        rule, fix = "is not a step above 0, and no range of them", "write it like 120 or 100:120"
+        rule = "is not a step above 0, and no range of them" if places else "is not set"
+        fix = "write it like 120 or 100:120"
         raise ConfigError(Problem("STEP", places[0] if places else None, rule, fix, "command line"))
     path = places[1] if len(places) > 1 else None
     return _Request(first, last, path, taken.own.get("--nproc"), taken.own.get("--output"), overrides)
