@@ -1,9 +1,10 @@
 """Who may write a folder of checkpoints: one run at a time holds ``lease.json``, and keeps saying that it lives.
 
 The holder touches the file every ten seconds. A lease is free when its process is dead (seen from the same host) or,
-on another host, when nobody has touched it for a minute. Ages are counted in the filesystem's own time, so no host's
-clock matters. What cannot be read is not another's: the holder keeps beating, looks again, and writes a lease that is
-gone again.
+on another host, when nobody has touched it while it was watched. How long that is, is counted by the watcher's own
+monotonic clock: a minute, or half of it where the filesystem's clock says too that the file was silent for a minute. No
+clock that jumps, here or there, takes a lease from a run that lives. What cannot be read is not another's: the holder
+keeps beating, looks again, and writes a lease that is gone again.
 """
 
 from __future__ import annotations
@@ -135,12 +136,13 @@ class Lease:
         return True
 
     def _free_or_refuse(self, own: Path) -> None:
-        holder, age = read(self._path), _age_seconds(self._path, own)
-        if age is None:
-            return  # it was given back a moment ago
-        reason = why_free(holder, age)
-        if not reason and not is_seen_from_here(holder):
-            reason = self._wait_for_a_beat(own)
+        holder = read(self._path)
+        reason = why_free(holder)
+        if not reason and must_be_watched(holder):
+            found = self._wait_for_a_beat(own)
+            if found is None:
+                return  # it was given back
+            reason = found
         if not reason:
             raise self._taken_by(holder)
         say = logger.info if holder.get("pid") == os.getpid() else logger.warning
@@ -162,7 +164,7 @@ class Lease:
             FolderTaken: names that run.
         """
         holder = read(self._path)
-        if holder and is_seen_from_here(holder) and not why_free(holder, 0.0):
+        if holder and is_seen_from_here(holder) and not why_free(holder):
             raise self._taken_by(holder)
 
     def _taken_by(self, holder: dict[str, Any]) -> FolderTaken:
@@ -171,17 +173,20 @@ class Lease:
             "this one another job.dump_folder"
         )
 
-    def _wait_for_a_beat(self, own: Path) -> str:
-        """Watch a lease of another host, whose process nobody here can see: empty when its holder lives."""
+    def _wait_for_a_beat(self, own: Path) -> str | None:
+        """Watch a lease whose process nobody here can see: empty when its holder lives, None when it is given back."""
         logger.info(f"{self._path} belongs to another host: waiting up to {STALE_SECONDS:.0f} s for a sign of life")
-        seen, deadline = _modified(self._path), time.monotonic() + STALE_SECONDS
-        while time.monotonic() < deadline:
+        seen, start = _modified(self._path), time.monotonic()
+        while seen is not None:
+            silent = time.monotonic() - start
+            age = _age_seconds(self._path, own) or 0.0
+            if silent >= STALE_SECONDS or (silent >= STALE_SECONDS / 2 and age >= STALE_SECONDS):
+                return f"no sign of life for {max(age, silent):.0f} s, {silent:.0f} s of them watched"
             time.sleep(min(1.0, BEAT_SECONDS))
-            if _modified(self._path) != seen:
-                return ""
-            if (age := _age_seconds(self._path, own)) is not None and age > STALE_SECONDS:
-                break
-        return f"no sign of life for {STALE_SECONDS:.0f} s"
+            now = _modified(self._path)
+            if now != seen:
+                return None if now is None else ""
+        return None
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
@@ -204,17 +209,20 @@ def own_fields(nonce: str) -> dict[str, Any]:
     }
 
 
-def why_free(holder: dict[str, Any], age: float) -> str:
-    """Why a lease last touched ``age`` seconds ago may be taken; empty where it may not."""
+def why_free(holder: dict[str, Any]) -> str:
+    """Why a lease may be taken, as far as looking once can tell; empty where it may not, or must be watched."""
     if is_seen_from_here(holder):
         pid = holder.get("pid")
         if not isinstance(pid, int) or not _is_alive(pid) or _process_start(pid) != holder.get("process_start"):
             return DEAD
         if pid == os.getpid():
             return "an earlier run of this process did not give it back"
-        if holder.get("process_start"):
-            return ""  # it lives, however long it has been silent
-    return f"no sign of life for {age:.0f} s" if age > STALE_SECONDS else ""
+    return ""
+
+
+def must_be_watched(holder: dict[str, Any]) -> bool:
+    """Whether only silence tells that a holder is dead: its process cannot be seen, or its number may be another's."""
+    return not is_seen_from_here(holder) or not holder.get("process_start")
 
 
 def is_seen_from_here(holder: dict[str, Any]) -> bool:
@@ -298,9 +306,15 @@ def _boot() -> str:
 
 
 def _modified(path: Path) -> int | None:
+    """When a file was touched, by the clock of its filesystem; None when it is gone."""
     try:
-        return path.stat().st_mtime_ns
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:  # opening asks a server that others have asked
+            return os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
     except OSError:
+        with contextlib.suppress(OSError):
+            return path.stat().st_mtime_ns
         return None
 
 

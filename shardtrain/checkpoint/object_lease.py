@@ -76,7 +76,7 @@ class ObjectLease(Lease):
 
     def _wait_until_free(self, holder: dict[str, Any]) -> None:
         """A dead process of this host left it; any other holder is watched for a beat. Raises ConfigError."""
-        reason = why_free(holder, 0.0)
+        reason = why_free(holder)
         if not reason and is_seen_from_here(holder):
             self._refuse(holder)
         if not reason:

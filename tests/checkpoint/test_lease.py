@@ -10,6 +10,8 @@ import multiprocessing
 import os
 import signal
 import socket
+import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,24 +94,59 @@ def test_a_lease_of_another_host_is_watched_and_respected_while_it_beats(
         Lease(tmp_path).acquire()
 
 
-def test_a_lease_of_another_host_is_free_after_a_minute_of_silence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+class Watch:
+    """A monotonic clock that sleeping moves; ``at`` is called with its time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: Any = lambda now: None) -> None:
+        self.now, self._at = 1000.0, at
+        clock = {"monotonic": lambda: self.now, "sleep": self._sleep}
+        kept = {name: getattr(time, name) for name in ("strftime", "gmtime")}
+        monkeypatch.setattr(lease, "time", types.SimpleNamespace(**clock, **kept))
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._at(self.now - 1000)
+
+
+@pytest.mark.parametrize(
+    ("seconds_old", "watched"),
+    [(3600, 30), (45, 30), (20, 40), (0, 60), (-86400, 60)],
+    ids=["long silent", "silent", "beaten", "new", "in the future"],
+)
+def test_a_lease_of_another_host_is_free_after_silence_that_was_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds_old: int, watched: int
 ) -> None:
     write(tmp_path)
-    then = (tmp_path / "lease.json").stat().st_mtime - 61
-    os.utime(tmp_path / "lease.json", (then, then))
+    path = tmp_path / "lease.json"
+
+    def clock(path: Path, own: Path) -> float:  # of the filesystem, which goes with ours
+        return seconds_old + watch.now - 1000
+
+    watch = Watch(monkeypatch)
+    monkeypatch.setattr(lease, "_age_seconds", clock)
     Lease(tmp_path).acquire()
-    assert "no sign of life for 61 s" in caplog.text
-    # and one that stopped a moment ago is watched first
-    monkeypatch.setattr(lease, "BEAT_SECONDS", 0.01)
-    monkeypatch.setattr(lease, "STALE_SECONDS", 0.2)
-    (tmp_path / "b").mkdir()
-    write(tmp_path / "b")
-    Lease(tmp_path / "b").acquire()
+    assert watch.now - 1000 == watched and f"{watched} s of them watched" in caplog.text
+    assert lease.read(path)["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("jump", [86400.0, 61.0, -86400.0])
+def test_a_clock_that_jumps_takes_no_lease_from_a_run_that_beats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    write(tmp_path)
+    path = tmp_path / "lease.json"
+    then = path.stat().st_mtime - jump  # what it was touched at, seen after the clock of the filesystem has jumped
+    os.utime(path, (then, then))
+    Watch(monkeypatch, lambda now: os.utime(path) if now == 9.0 else None)  # its next beat
+    with pytest.raises(ConfigError, match="process 1 on another.host"):
+        Lease(tmp_path).acquire()
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"pid": "x", "host": []}', "[" * 10_000, "\xff\xfe"])
-def test_a_lease_that_is_none_is_respected_until_it_is_stale(tmp_path: Path, text: str) -> None:
+def test_a_lease_that_is_none_is_respected_until_it_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    Watch(monkeypatch)
     path = tmp_path / "lease.json"
     path.write_bytes(text.encode("latin-1"))
     os.utime(path, (path.stat().st_mtime - 61,) * 2)
