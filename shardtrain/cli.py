@@ -261,10 +261,12 @@ def _train(words: list[str]) -> int:
         _train_rank(loaded)
     several = nodes.find(arguments, os.environ)
     if several:
+        from shardtrain.launch import local
         from shardtrain.train import preflight
 
         def require(world_size: int | None, local_ranks: int) -> None:
-            preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
+            with local.told_to_programs(loaded):
+                preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
 
         return agent.train(loaded, arguments, several, require)
     return _train_here(loaded, arguments, words)
@@ -285,7 +287,8 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     if "SHARDTRAIN_PARENT" in os.environ:
         local.leave(local.run_child(loaded, _trainer()))
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
-    preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
+    with local.told_to_programs(loaded):
+        preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
     local.leave(local.run_rank(loaded, _trainer(), world_size))
 
 
@@ -311,14 +314,16 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
 
         if not config.problems_of(loaded, choice.count, machine.device, accelerators):
             _trainer()  # the import of torch is needed, and the child need not pay for it again
-        preflight.require_in_child(loaded, machine)
+        with local.told_to_programs(loaded):
+            preflight.require_in_child(loaded, machine)
     else:
-        with heartbeat("checking configuration, data, tokenizer and model"):
+        with local.told_to_programs(loaded), heartbeat("checking configuration, data, tokenizer and model"):
             preflight.require(loaded, machine)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
     if choice.count == 1 and not restarts:
-        local.prepare(Path(loaded.config.job.dump_folder))
+        with local.told_to_programs(loaded):
+            local.prepare(Path(loaded.config.job.dump_folder))
         code = local.run_rank(loaded, _trainer())
     elif forks:
         code = local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts)

@@ -234,6 +234,12 @@ def is_seen_from_here(holder: dict[str, Any]) -> bool:
     return holder.get("host") == socket.gethostname() and all(holder.get(key, own[key]) == own[key] for key in own)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a run writes a folder, or may: nobody is asked twice, so one of another host counts as alive."""
+    holder = read(folder / LEASE)
+    return bool(holder) and not why_free(holder)
+
+
 def read(path: Path | ObjectPath) -> dict[str, Any]:
     """What a lease says; empty where there is none, or not one of shardtrain's, or it cannot be read."""
     try:

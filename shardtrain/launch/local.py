@@ -18,10 +18,11 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from shardtrain.checkpoint import lease
 from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.launch import environment, exit_report, failure
 from shardtrain.launch.output import logs_specs
@@ -64,6 +65,23 @@ def prepare(run_folder: Path) -> None:
     except OSError as error:
         text = f'job.dump_folder="{run_folder}" cannot be written: {error.strerror}; choose another folder'
         raise StorageError(text) from error
+
+
+@contextlib.contextmanager
+def told_to_programs(loaded: Loaded) -> Iterator[None]:
+    """Leave ``exit.json`` where storage keeps a run from starting, unless the folder is another run's."""
+    try:
+        yield
+    except StorageError as error:
+        folder = Path(loaded.config.job.dump_folder)
+        checkpoints = folder_of(loaded.config.job.dump_folder, loaded.config.checkpoint.folder)
+        is_free = not isinstance(checkpoints, Path) or not lease.is_held(checkpoints)
+        if os.environ.get("RANK", "0") == "0" and is_free:
+            with contextlib.suppress(OSError):
+                folder.mkdir(parents=True, exist_ok=True)
+            report = failure.describe(error, 0)
+            failure.write_exit(folder, report, report.exit_code)
+        raise
 
 
 def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
@@ -176,7 +194,8 @@ def _attempt(
 ) -> tuple[int, failure.Failure | None]:
     """Start the ranks and wait for them, with a store of their own: keys of an earlier attempt would mislead them."""
     run_folder = Path(loaded.config.job.dump_folder)
-    prepare(run_folder)
+    with told_to_programs(loaded):
+        prepare(run_folder)
     # not a TemporaryDirectory: forks inherit its finalizer, and the first rank to end would remove it for all
     records = Path(tempfile.mkdtemp(prefix="shardtrain-"))
     with contextlib.ExitStack() as stack:

@@ -7,10 +7,14 @@ import json
 import os
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from tiny import tiny_config
 
-from shardtrain.launch import failure
+from shardtrain.checkpoint import lease
+from shardtrain.launch import failure, local
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import (
     CheckpointError,
@@ -176,3 +180,29 @@ def test_a_full_disk_leaves_the_verdict_in_its_reserved_room_or_where_it_says(
     assert (
         "cannot write" in told and json.loads(Path(told.rpartition(" it is in ")[2].strip()).read_text())["code"] == 8
     )
+
+
+def test_storage_that_keeps_a_run_from_starting_leaves_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def start(folder: Path) -> None:
+        loaded: Any = SimpleNamespace(config=tiny_config(job={"dump_folder": str(folder)}))
+        with pytest.raises(StorageError, match="no room"), local.told_to_programs(loaded):
+            raise StorageError("no room for a checkpoint; free space")
+
+    start(tmp_path / "new")
+    said = json.loads((tmp_path / "new/exit.json").read_text())
+    assert (said["code"], said["class"], said["retryable"]) == (8, "StorageError", True)
+    held = tmp_path / "held/checkpoint"
+    held.mkdir(parents=True)
+    (held / "lease.json").write_text(json.dumps({**lease.own_fields("aa"), "host": "another.host"}))
+    start(tmp_path / "held")
+    assert os.listdir(tmp_path / "held") == ["checkpoint"], "the folder of a run that may live is left alone"
+    monkeypatch.setattr(atomic_io, "write", full)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    start(tmp_path / "full")
+    told = capsys.readouterr().err
+    assert json.loads(Path(told.rpartition(" it is in ")[2].strip()).read_text())["code"] == 8
