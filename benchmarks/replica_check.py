@@ -1,0 +1,89 @@
+"""What comparing replicas costs beside a step: CPU seconds of both on each of two ranks that hold the same model.
+
+    torchrun --nproc_per_node 2 benchmarks/replica_check.py [--rounds 6] [--out benchmarks/results/replica_check_cpu.json]
+
+The model of ``loop_overhead.py`` (6 layers of 256, AdamW), float32, replicated on two ranks over gloo. A comparison
+reads every weight and both moments once; a step costs the more the more tokens it has, and a comparison does not.
+CPU time, not wall time, so that a busy machine does not decide.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from loop_overhead import make_config
+
+from shardtrain.checkpoint import holders, replica_comparison
+from shardtrain.config.schema import Comm, Config
+from shardtrain.distributed import process_group
+from shardtrain.train import trainer
+
+
+def replicated(config: Config, rows: int) -> Config:
+    """The configuration on two replicas, with so many sequences of 512 tokens on each."""
+    return dataclasses.replace(
+        config,
+        training=dataclasses.replace(config.training, local_batch_size=rows, global_batch_size=2 * rows),
+        parallelism=dataclasses.replace(
+            config.parallelism, data_parallel_replicate_degree=2, data_parallel_shard_degree=1
+        ),
+    )
+
+
+def measure(rows: int, rounds: int) -> dict[str, object]:
+    """Median CPU seconds of a step and of a comparison."""
+    with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
+        run = trainer.build(replicated(make_config("float32", folder), rows), here)
+        seconds: dict[str, list[float]] = {"step": [], "comparison": []}
+        for number in range(rounds + 1):  # the first allocates and builds
+            start = time.process_time()
+            trainer.step(run)
+            middle = time.process_time()
+            tensors = {**run.model_state_dict(), **run.optimizer_state_dict()}
+            if not number:
+                held = holders.find_holders(tensors)  # once in a run
+            begin = time.process_time()
+            assert not replica_comparison.find_odd(tensors, held, run.state.to_dict())
+            if number:
+                seconds["step"].append(middle - start)
+                seconds["comparison"].append(time.process_time() - begin)
+        size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    step, comparison = (statistics.median(values) for values in seconds.values())
+    return {"tokens": rows * 512, "bytes": size, "step": step, "comparison": comparison, "share": comparison / step}
+
+
+def main() -> None:
+    """Print the shares, from the first rank."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = [measure(rows, options.rounds) for rows in options.rows]
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for one in found:
+        print(
+            f"{one['tokens']:6d} tokens a rank: step {one['step']:.3f} s, comparison of {one['bytes'] / 1e6:.0f} MB "
+            f"{one['comparison'] * 1e3:.1f} ms, {100 * one['share']:.2f} % of a step"
+        )
+    if options.out:
+        facts = {"torch": torch.__version__, "python": platform.python_version(), "processor": platform.processor()}
+        options.out.write_text(json.dumps({**facts, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
