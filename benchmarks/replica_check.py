@@ -1,6 +1,6 @@
 """What comparing replicas costs beside a step: CPU seconds of both on each of two ranks that hold the same model.
 
-    torchrun --nproc_per_node 2 benchmarks/replica_check.py [--rounds 6] [--out benchmarks/results/replica_check_cpu.json]
+    torchrun --nproc_per_node 2 benchmarks/replica_check.py [--rounds 6] [--out results/replica_check_cpu.json]
 
 The model of ``loop_overhead.py`` (6 layers of 256, AdamW), float32, replicated on two ranks over gloo. A comparison
 reads every weight and both moments once; a step costs the more the more tokens it has, and a comparison does not.

@@ -147,6 +147,11 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
         reason = error.strerror or str(error)
         if way := way_from_dcp(path):
             raise CheckpointError(f"checkpoint {path}: {way}") from error
+        if isinstance(path, Path) and (path / "config.json").is_file():
+            way = (
+                "it is a Hugging Face folder; a run begins with its weights where checkpoint.initial_load_in_hf = true"
+            )
+            raise CheckpointError(f"checkpoint {path}: {way}") from error
         if isinstance(path, Path) and not path.exists():
             fix = "name one that does, such as outputs/checkpoint/step-100"
             raise CheckpointError(f"checkpoint {path} does not exist; {fix}") from error

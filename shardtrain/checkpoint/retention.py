@@ -63,7 +63,8 @@ def no_such_step(folder: Path | ObjectPath, wanted: int, found: Sequence[int]) -
 def unusable(path: Path | ObjectPath, damage: str) -> CheckpointError:
     """The error of a checkpoint that a run was to begin with."""
     damage = damage.removeprefix(f"checkpoint {path}: ").removesuffix("; use another one")
-    return CheckpointError(f"checkpoint {path} cannot be used: {damage}; use another one")
+    fix = "" if "; " in damage else "; use another one"  # where something else can be done, that is said
+    return CheckpointError(f"checkpoint {path} cannot be used: {damage}{fix}")
 
 
 def is_whole(path: Path | ObjectPath) -> bool:

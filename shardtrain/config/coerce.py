@@ -112,10 +112,12 @@ def _union(value: Value, kinds: tuple[Any, ...]) -> Value:
 
 def _integer(value: Value) -> int:
     """Return a whole number; 1e6 is one, true and "3" are not."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
     if isinstance(value, float) and value.is_integer():
-        return int(value)
+        value = int(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**63:
+            raise Unfit("must be an integer of 64 bits, as those of TOML are", "write a smaller number")
+        return value
     if isinstance(value, float) and math.isfinite(value):
         raise Unfit("must be an integer", f"write {math.floor(value)} or {math.ceil(value)}")
     raise Unfit("must be an integer", _unquoted(value, int) or "write a whole number")

@@ -76,7 +76,12 @@ def shape(facts: ModelFacts, flavor: str, overrides: Mapping[str, Any]) -> dict[
     Raises KeyError for an unknown flavor.
     """
     defaults = {name: default for name, (_, default) in facts.fields.items()}
-    return {**defaults, **facts.flavors[flavor], **overrides}
+    sizes = {**defaults, **facts.flavors[flavor], **overrides}
+    for name, value in overrides.items():
+        is_integer = facts.fields.get(name, ("",))[0].startswith("int")
+        if is_integer and isinstance(value, float) and value.is_integer():
+            sizes[name] = int(value)  # 1e3 is a whole number here as it is in any other option
+    return sizes
 
 
 def _no_file(name: str) -> Problem:

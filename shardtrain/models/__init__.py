@@ -52,7 +52,8 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     """The Config of a flavor with overrides; ``norm_type`` is set where the model's Config has such a field."""
     if flavor not in module.FLAVORS:
         raise ConfigError(Problem("model.flavor", flavor, "is unknown", f"use one of {', '.join(module.FLAVORS)}"))
-    names = {field.name for field in dataclasses.fields(module.Config)}
+    kinds = {field.name: field.type for field in dataclasses.fields(module.Config)}
+    names = set(kinds)
     unknown = sorted(set(overrides) - names)
     if unknown:
         problem = "is not a field of the model's Config"
@@ -64,7 +65,13 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
         raise ConfigError(
             Problem("model.norm_type", norm_type, "has no effect: this model has one norm", "leave it out")
         )
-    return module.Config(**{**module.FLAVORS[flavor], **norm, **overrides})
+    # 1e3 is a whole number here as it is in any other option
+    whole = {
+        name: int(value)
+        for name, value in overrides.items()
+        if isinstance(value, float) and value.is_integer() and kinds[name] in (int, "int", "int | None")
+    }
+    return module.Config(**{**module.FLAVORS[flavor], **norm, **overrides, **whole})
 
 
 _DRAWS = {

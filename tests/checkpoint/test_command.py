@@ -160,7 +160,8 @@ def test_pieces_are_put_together_whatever_their_cut(tmp_path: Path, shape: tuple
 def test_wrong_words_are_reported_in_one_line(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*words) == 2
     assert text in capsys.readouterr().err
-    assert run() == 0 and "usage: shardtrain checkpoint" in capsys.readouterr().out
+    assert run() == 2 and "shardtrain checkpoint needs a verb" in capsys.readouterr().err
+    assert run("--help") == 0 and "usage: shardtrain checkpoint" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("verb", ["ls", "verify", "weights"])

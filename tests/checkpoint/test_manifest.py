@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint import manifest, retention
 from shardtrain.checkpoint.grids import Axis, Grid
 from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
 from shardtrain.checkpoint.resharding import check_tiling, overlap
@@ -331,3 +331,12 @@ def test_pieces_share_bytes_exactly_where_a_look_at_each_says_so(data: st.DataOb
         assert not good
     else:
         assert good
+
+
+def test_a_folder_of_hugging_face_names_the_option_that_reads_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="Hugging Face folder.* checkpoint.initial_load_in_hf = true") as refused:
+        manifest.read(tmp_path)
+    told = str(retention.unusable(tmp_path, str(refused.value)))
+    assert told.count("checkpoint.initial_load_in_hf") == 1 and "use another one" not in told
+    assert "; use another one" in str(retention.unusable(tmp_path / "step-1", "it is damaged"))

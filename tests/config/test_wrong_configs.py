@@ -38,6 +38,13 @@ READING = [
     ("fraction for an integer", "[training]\nsteps = 1.5", [], ["steps=1.5", "must be an integer", "write 1 or 2"]),
     ("boolean for an integer", "[training]\nsteps = true", [], ["steps=true", "must be an integer", "whole number"]),
     ("quoted integer", '[training]\nsteps = "10"', [], ['steps="10"', "must be an integer", "without quotes: 10"]),
+    ("integer of more than 64 bits", "[training]\nsteps = 1e21", [], ["steps=1e+21", "must be an integer of 64 bits"]),
+    (
+        "integer of more than 64 bits as an argument",
+        "",
+        ["--metrics.log_freq", "1e300"],
+        ["metrics.log_freq", "must be an integer of 64 bits", "smaller number"],
+    ),
     ("infinite integer", "[training]\nsteps = inf", [], ["steps=inf", "must be an integer"]),
     ("quoted number", '[optimizer]\nlr = "3e-4"', [], ['lr="3e-4"', "must be a number", "without quotes: 3e-4"]),
     ("boolean for a number", "[optimizer]\nlr = false", [], ["lr=false", "must be a number"]),
@@ -120,6 +127,13 @@ CHECKING = [
     ("run folder that is an address", "", ["--job.dump_folder=s3://b/run"], ["is an address", "checkpoint.folder"]),
     ("no optimizer", '[optimizer]\nname = "adamw"', [], ['name="adamw"', "AdamW, Adam", 'did you mean "AdamW"?']),
     ("no steps", "[training]\nsteps = 0", [], ["training.steps=0", "at least 1"]),
+    ("steps of a thousand lives", "[training]\nsteps = 1e13", [], ["steps=10000000000000", "at most 1000000000000"]),
+    (
+        "a batch of everything",
+        "[training]\nlocal_batch_size = 1e13",
+        [],
+        ["local_batch_size=", "at most 1000000000000"],
+    ),
     ("endless", "[training]\nsteps = -1", [], ["training.steps=-1", "without end", "training.epochs"]),
     ("no batch", "[training]\nlocal_batch_size = 0", [], ["local_batch_size=0", "at least 1"]),
     (

@@ -15,6 +15,9 @@ from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.settings import Value
 from shardtrain.utils.errors import ConfigError, Problem
 
+_PARTS = ("num_layers", "num_experts", "num_shared_experts")
+_MOST_PARTS, _MOST_SIZE = 4096, 2**31 - 1
+"""As of a Hugging Face folder: each part is built, if without memory."""
 _KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 
 
@@ -64,6 +67,10 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
         return
     if kind is int and value < 0:
         yield Problem(option, value, "must not be negative", "use 0 or more", where)
+    is_own = loaded.config.model.name.endswith(".py")  # what other fields of it mean is the user's affair
+    most = _MOST_PARTS if key in _PARTS else 2**63 if is_own else _MOST_SIZE
+    if kind is int and value > most:
+        yield Problem(option, value, f"is above {most}, which no model has", "use a smaller number", where)
 
 
 _AT_LEAST_ONE = (

@@ -122,6 +122,8 @@ FROM_0_TO_1 = (
     "fault_tolerance.fragment_update_alpha",
     "data.bad_rows_max_fraction",
 )
+MOST = 10**12
+"""Of steps, rows, ranks and seconds: a run of a step in a millisecond gets there in 30 years."""
 WORDS = {
     "activation_checkpoint.determinism_check": ("default", "none"),
     "checkpoint.exclude_from_loading": ("optimizer", "lr_scheduler", "dataloader", "train_state"),
@@ -136,6 +138,10 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
             if value is None or (fits(value) and (math.isfinite(value) or option in MAY_BE_INFINITE)):
                 continue
             yield problem(loaded, option, rule if math.isfinite(value) else "must be a finite number", fix)
+    for option in (*AT_LEAST_1, *AT_LEAST_0, *MINUS_1_OR_AT_LEAST_1, "training.steps"):
+        value = loaded.value(option)
+        if isinstance(value, int) and value > MOST and option != "debug.seed":
+            yield problem(loaded, option, f"must be at most {MOST}, beyond which no run gets", "use a smaller number")
 
 
 _RANGES: tuple[tuple[tuple[str, ...], Any, str, str], ...] = (

@@ -10,7 +10,7 @@ from shardtrain.config.command_line import CommandLine, Option, split, take
 from shardtrain.launch import environment, nodes
 from shardtrain.train.preflight import Machine, judge, machine
 from shardtrain.utils.heartbeat import heartbeat
-from shardtrain.utils.log import redact
+from shardtrain.utils.redact import one_line, redact
 
 USAGE = """usage: shardtrain config check [CONFIG.toml] [--for-machine none|here|NAME] [--nproc N] [--section.key VALUE]
 
@@ -44,7 +44,8 @@ def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, Co
         meant = machine.named(name, loaded, arguments.nproc)
     with heartbeat("checking configuration, data, tokenizer and model"):
         verdict = judge(loaded, meant)
-    lines = [f"error: {line}" for line in verdict.lines] + [f"note: {note}" for note in verdict.notes]
+    lines = [f"error: {one_line(line)}" for line in verdict.lines]
+    lines += [f"note: {one_line(note)}" for note in verdict.notes]
     counts = f"{_counted(len(verdict.lines), 'error')}, {_counted(len(verdict.notes), 'note')}"
     print(redact("\n".join([*lines, f"{loaded.path or 'defaults and command line'}: {counts}"])))
     return verdict.exit_code

@@ -16,6 +16,9 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     *(("llama3", {name: 0}, f"{name}=0", "leaves nothing to compute") for name in LLAMA),
     ("qwen3_moe", {"moe_ffn_dim": 0}, "moe_ffn_dim=0", "leaves nothing to compute"),
     ("mixtral", {"num_experts": 0}, "num_experts=0", "leaves nothing to compute"),
+    ("llama3", {"num_layers": 10**7}, "num_layers=10000000", "is above 4096, which no model has"),
+    ("mixtral", {"num_experts": 2**31}, "num_experts=2147483648", "is above 4096"),
+    ("llama3", {"ffn_dim": 1e15}, "ffn_dim=1000000000000000.0", "is above 2147483647"),
     ("llama3", {"num_kv_heads": 3}, "num_kv_heads=3", "does not divide the 4 attention heads"),
     ("qwen3", {"num_heads": 4, "num_kv_heads": 8}, "num_kv_heads=8", "use 1, 2 or 4"),
     ("llama3", {"head_dim": 15}, "head_dim=15", "turned in pairs"),
@@ -60,6 +63,7 @@ def test_a_size_that_cannot_work_is_one_problem(
         {"num_dense_layers": 6},
         {"q_lora_rank": 0},
         {"num_heads": 1},
+        {"num_layers": 3.0, "dim": 1e2},
         {"num_experts": 1, "top_k": 1},
     ],
 )
