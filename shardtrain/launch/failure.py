@@ -22,7 +22,7 @@ from typing import Any
 from shardtrain.checkpoint.storage import Place
 from shardtrain.utils import atomic_io
 from shardtrain.utils.checked_json import record_of
-from shardtrain.utils.errors import ConfigError, FolderTaken, ShardtrainError
+from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError
 from shardtrain.utils.redact import one_line, redact, visible
 
 GENERAL, PEER, OUT_OF_MEMORY, PREEMPTED, NOT_SAVED = 1, 6, 7, 75, 76
@@ -162,13 +162,20 @@ def _lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]
 
 
 def append_trace(failure: Failure, log_path: Path) -> None:
-    """Add the full trace to the rank's log, where the one line points; a full disk must not hide the first error."""
-    if not failure.trace:
+    """Add the full trace to the rank's log, where the one line points; a full disk must not hide the first error.
+
+    Of what the user can mend it is the sentence alone: lines of source say nothing of a configuration, or of data.
+    """
+    text = failure.trace
+    if failure.is_sentence and failure.exit_code in (ConfigError.exit_code, DataError.exit_code):
+        whole = text.rpartition(f".{failure.kind}: ")[2].strip() or failure.message  # the message may be cut
+        text = "\n".join(f"error[{failure.exit_code}]: {line}" for line in whole.splitlines())
+    if not text:
         return
     try:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with open(log_path, "a", encoding="utf-8", opener=atomic_io.not_through_a_link) as file:
-            file.write(failure.trace if failure.trace.endswith("\n") else failure.trace + "\n")
+            file.write(text if text.endswith("\n") else text + "\n")
     except OSError:
         pass
 

@@ -210,7 +210,10 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
         return f"{_some(changed)} differ"
-    return "tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers or training.last_batch differ"
+    return (
+        "rows of a file of equal size, tokenizer, seq_len, seed, packing, mixture, data.mode, data.readers or "
+        "training.last_batch differ"
+    )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -206,3 +206,12 @@ def test_storage_that_keeps_a_run_from_starting_leaves_the_verdict(
     start(tmp_path / "full")
     told = capsys.readouterr().err
     assert json.loads(Path(told.rpartition(" it is in ")[2].strip()).read_text())["code"] == 8
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError])
+def test_the_log_of_a_mistake_has_its_whole_sentence_and_no_line_of_source(tmp_path: Path, kind: type) -> None:
+    said = f"a.jsonl:3: {'long ' * 200}is wrong; mend it"
+    failure.append_trace(caught(kind(said), rank=1), tmp_path / "rank-1.log")
+    assert (tmp_path / "rank-1.log").read_text() == f"error[{kind.exit_code}]: {said}\n"
+    failure.append_trace(caught(StorageError("no answer"), rank=1), tmp_path / "rank-2.log")
+    assert "Traceback" in (tmp_path / "rank-2.log").read_text()
