@@ -163,7 +163,9 @@ def _listening() -> Iterator[list[str]]:
 
 def _reason(said: Sequence[str], error: Exception) -> str:
     """Why ``transformers`` gives up: what it said before, which names the key, or what it raised."""
-    return "; ".join(said)[:_MOST_CHARACTERS] or f"{type(error).__name__}: {_line(error)}"
+    text = _line(error)
+    # of a KeyError the text is the key alone
+    return "; ".join(said)[:_MOST_CHARACTERS] or (text if " " in text else f"{type(error).__name__}: {text}")
 
 
 def _warn(folder: str, said: Sequence[str]) -> None:

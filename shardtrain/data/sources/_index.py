@@ -13,7 +13,8 @@ import numpy.typing as npt
 from shardtrain.data.sources import BadRow
 from shardtrain.data.sources._files import File
 
-_BLOCK_BYTES = 16 * 2**20
+_BLOCK_BYTES = 4 * 2**20  # of newlines alone, each of which takes some numbers
+_GAPS = ("gap_rows", "gap_starts", "gap_blanks")
 _NEWLINE, _QUOTE, _RETURN = 10, 34, 13
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLANKS = b" \t\r"
@@ -62,7 +63,7 @@ class Reader:
 
 
 class Index:
-    """Records of a file, and their lines; 8 bytes a record.
+    """Records of a file, and their lines; 8 bytes a row, and 24 for each run of blank records.
 
     A record is a line, or with ``quoted`` the lines up to the next newline outside double quotes, as in CSV. Blank
     records are not rows. A byte order mark at the head is left out; a last line needs no newline.
@@ -74,49 +75,54 @@ class Index:
         """``arrays`` is what ``arrays`` gave on another rank, and spares the scan."""
         self.file, self._reader = file, reader
         found = self._found(quoted) if arrays is None else arrays
-        self._starts, self._rows_before_blank = found["starts"], found["rows_before_blank"]
-        self._lines = found.get("lines")
-        self.num_rows = len(self._starts) - 1 - len(self._rows_before_blank)
+        self._starts, self._lines = found["starts"], found.get("lines")
+        self._gap_rows, self._gap_starts, self._gap_blanks = (found[name] for name in _GAPS)
+        self.num_rows = len(self._starts) - 1
 
     def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
         """What the scan found."""
-        found = {"starts": self._starts, "rows_before_blank": self._rows_before_blank}
+        gaps = (self._gap_rows, self._gap_starts, self._gap_blanks)
+        found = {"starts": self._starts, **dict(zip(_GAPS, gaps, strict=True))}
         return found if self._lines is None else {**found, "lines": self._lines}
 
     def _found(self, quoted: bool) -> dict[str, npt.NDArray[np.int64]]:
-        starts, lines, blanks = [], [], []
-        records = 0
-        for block_starts, block_lines, block_blanks in self._scan(quoted):
-            starts.append(block_starts)
-            lines.append(block_lines)
-            blanks.append(np.flatnonzero(block_blanks) + records)
-            records += len(block_starts)
-        blank_records = np.concatenate([*blanks, np.array([], np.int64)])
-        found = {
-            "starts": np.concatenate([*starts, np.array([self.file.size])]),
-            "rows_before_blank": blank_records - np.arange(len(blank_records)),
-        }
-        # without quotes, records are lines
-        return {**found, "lines": np.concatenate([*lines, np.array([], np.int64)])} if quoted else found
+        """Where rows start and, for each run of blank records, the rows before it, its start, and all blanks so far."""
+        none = np.array([], np.int64)
+        starts, lines, gaps = [none], [none], [np.zeros((3, 0), np.int64)]
+        rows = 0
+        for block_starts, block_lines, blank in self._scan(quoted):
+            starts.append(block_starts[~blank])
+            if quoted:  # without quotes, records are lines
+                lines.append(block_lines[~blank])
+            if blank.any():
+                before = rows + np.cumsum(~blank)[blank]
+                first, at, counts = np.unique(before, return_index=True, return_counts=True)
+                gaps.append(np.stack([first, block_starts[blank][at], counts]))
+            rows += len(starts[-1])
+        gap_rows, gap_starts, counts = np.concatenate(gaps, axis=1)
+        is_new = np.diff(gap_rows, prepend=-1) > 0  # a run may cross blocks
+        blanks = np.cumsum(counts)[np.append(np.flatnonzero(is_new)[1:], len(counts)) - 1] if len(counts) else none
+        found = {"starts": np.concatenate([*starts, np.array([self.file.size])])}
+        found |= dict(zip(_GAPS, (gap_rows[is_new], gap_starts[is_new], blanks), strict=True))
+        return {**found, "lines": np.concatenate(lines)} if quoted else found
 
     def line(self, row: int) -> int:
         """Line at which a row begins, from 1."""
-        record = self._record(row)
-        return 1 + (record if self._lines is None else int(self._lines[record]))
+        if self._lines is not None:
+            return 1 + int(self._lines[row])
+        gaps = int(self._gap_rows.searchsorted(row, side="right"))
+        return 1 + row + (int(self._gap_blanks[gaps - 1]) if gaps else 0)
 
     def read(self, row: int, max_bytes: int) -> bytes | BadRow:
         """Bytes of a row without its newline; a row above ``max_bytes`` is not read."""
-        record = self._record(row)
-        start, stop = int(self._starts[record]), int(self._starts[record + 1])
+        start, stop = int(self._starts[row]), int(self._starts[row + 1])
+        gap = int(self._gap_rows.searchsorted(row + 1)) if len(self._gap_rows) else 0
+        if gap < len(self._gap_rows) and self._gap_rows[gap] == row + 1:
+            stop = int(self._gap_starts[gap])
         if stop - start > max_bytes + 1:
             return too_long(stop - start - (self._reader.read(self.file, 1, stop - 1) == b"\n"))
         data = self._reader.read(self.file, stop - start, start).removesuffix(b"\n")
         return data if len(data) <= max_bytes else too_long(len(data))
-
-    def _record(self, row: int) -> int:
-        if not len(self._rows_before_blank):
-            return row
-        return row + int(self._rows_before_blank.searchsorted(row, side="right"))
 
     def _scan(
         self, quoted: bool
@@ -149,8 +155,14 @@ class Index:
     def _blank(self, block: npt.NDArray[np.uint8], base: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         first = block[starts - base]
         blank = first == _NEWLINE
-        for index in np.flatnonzero((first == _RETURN) | (first == 32) | (first == 9)):  # rare: looked at one by one
-            blank[index] = self._is_blank(int(starts[index]))
+        doubtful = np.flatnonzero((first == _RETURN) | (first == 32) | (first == 9))
+        if len(doubtful):
+            solid = np.flatnonzero((block != _RETURN) & (block != 32) & (block != 9))
+            following = solid.searchsorted(starts[doubtful] - base)
+            is_here = following < len(solid)
+            blank[doubtful[is_here]] = block[solid[following[is_here]]] == _NEWLINE
+            for index in doubtful[~is_here]:  # the last, whose line goes on in the next block
+                blank[index] = self._is_blank(int(starts[index]))
         return blank
 
     def _is_blank(self, start: int) -> bool:

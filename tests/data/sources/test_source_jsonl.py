@@ -15,7 +15,18 @@ import zstandard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardtrain.data.sources import BadRow, Request, Shards, Table, _index, _records, every_row, jsonl, place_of
+from shardtrain.data.sources import (
+    BadRow,
+    Request,
+    Shards,
+    Table,
+    _files,
+    _index,
+    _records,
+    every_row,
+    jsonl,
+    place_of,
+)
 from shardtrain.utils.errors import DataError
 
 COMPRESS = {
@@ -235,3 +246,19 @@ def test_an_array_above_its_bound_is_refused_and_an_empty_one_has_no_rows(tmp_pa
     monkeypatch.setattr("shardtrain.data.sources._json_array.MAX_BYTES", 2)
     with pytest.raises(DataError, match=r"a.json\" is one JSON array of more than 0 MiB; write one object per line"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("blank", [b"\n", b"\r\n", b" \t\n"])
+def test_an_index_holds_rows_and_not_the_blank_lines_between(tmp_path, monkeypatch, blank):
+    monkeypatch.setattr(_index, "_BLOCK_BYTES", 1000)  # runs of blank lines cross blocks
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(blank * 5000 + b"1\n" + blank * 3000 + b"2\n3\n" + blank * 2000 + b"4" + blank)
+    (file,) = list_of(path)
+    found = _index.Index(file, _index.Reader())
+    assert [found.read(row, 100) for row in range(found.num_rows)] == [b"1", b"2", b"3", b"4" + blank[:-1]]
+    assert [found.line(row) for row in range(4)] == [5001, 8002, 8003, 10004]
+    assert sum(map(len, found.arrays().values())) < 20
+
+
+def list_of(path):
+    return _files.list_files(Request(str(path)), "jsonl", jsonl.ENDINGS)
