@@ -164,7 +164,7 @@ def _lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]
 def append_trace(failure: Failure, log_path: Path) -> None:
     """Add the full trace to the rank's log, where the one line points; a full disk must not hide the first error.
 
-    Of what the user can mend it is the sentence alone: lines of source say nothing of a configuration, or of data.
+    Of what the user can fix it is the sentence alone: lines of source say nothing of a configuration, or of data.
     """
     text = failure.trace
     if failure.is_sentence and failure.exit_code in (ConfigError.exit_code, DataError.exit_code):

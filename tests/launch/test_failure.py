@@ -210,7 +210,7 @@ def test_storage_that_keeps_a_run_from_starting_leaves_the_verdict(
 
 @pytest.mark.parametrize("kind", [ConfigError, DataError])
 def test_the_log_of_a_mistake_has_its_whole_sentence_and_no_line_of_source(tmp_path: Path, kind: type) -> None:
-    said = f"a.jsonl:3: {'long ' * 200}is wrong; mend it"
+    said = f"a.jsonl:3: {'long ' * 200}is wrong; correct it"
     failure.append_trace(caught(kind(said), rank=1), tmp_path / "rank-1.log")
     assert (tmp_path / "rank-1.log").read_text() == f"error[{kind.exit_code}]: {said}\n"
     failure.append_trace(caught(StorageError("no answer"), rank=1), tmp_path / "rank-2.log")

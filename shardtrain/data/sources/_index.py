@@ -161,7 +161,7 @@ class Index:
             following = solid.searchsorted(starts[doubtful] - base)
             is_here = following < len(solid)
             blank[doubtful[is_here]] = block[solid[following[is_here]]] == _NEWLINE
-            for index in doubtful[~is_here]:  # the last, whose line goes on in the next block
+            for index in doubtful[~is_here]:  # the last, whose line ends in the next block
                 blank[index] = self._is_blank(int(starts[index]))
         return blank
 
