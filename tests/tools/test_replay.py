@@ -153,8 +153,8 @@ def test_what_cannot_be_replayed_is_said_in_one_line(root: Path, tmp_path: Path)
     for words, code, text in (
         (("0", str(root / "run")), 2, 'STEP="0" is not a step above 0'),
         (("7:5", str(root / "run")), 2, "is not a step above 0, and no range of them"),
-        ((), 0, "usage: shardtrain replay"),
-        (("--nproc", "2"), 2, "STEP is not a step above 0"),
+        ((), 2, "STEP is not set"),
+        (("--nproc", "2"), 2, "STEP is not set"),
         (("3", str(root)), 2, "it has no config.resolved.toml"),
         (("3", str(root / "run"), "--nproc", "none"), 2, '--nproc="none" must be a whole number'),
         (("3", str(root / "run"), "--output", str(root / "run")), 2, "is the run's own folder"),
