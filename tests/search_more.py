@@ -754,8 +754,8 @@ def _of_learning(case: Case) -> Iterator[Broken]:
         and case.value(f"{T}enable_cpu_offload") == "true"
     ):
         yield Broken("weights are rounded on the device", (f"{LINEAR}.enable_fsdp_float8_all_gather",))
-    odd_head = int(case.resolved()[f"{M}vocab_size"]) % 16
-    if case.value("model.name") == "gpt_oss" and case.value(f"{LINEAR}.filter_fqns") == "attention" and odd_head:
+    only_head = case.value("model.name") == "gpt_oss" and case.value(f"{LINEAR}.filter_fqns") == "attention"
+    if only_head and int(case.resolved()[f"{M}vocab_size"]) % 16:
         yield Broken("its linear layers are attention's and the head", (f"{LINEAR}.filter_fqns",))
     if GROUPED in case.value("model.converters").split("\n") and int(case.resolved()[f"{M}moe_ffn_dim"]) % 16:
         yield Broken("devices take multiples of 16 in experts", (f"{GROUPED}.fqns",))

@@ -115,8 +115,8 @@ def _integer(value: Value) -> int:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, int) and not isinstance(value, bool):
-        if not -(2**63) <= value < 2**63:
-            raise Unfit("must be an integer of 64 bits, as those of TOML are", "write a smaller number")
+        if not -(2**63) <= value < 2**64:  # a seed may have all of the bits
+            raise Unfit("must be an integer of 64 bits", "write a smaller number")
         return value
     if isinstance(value, float) and math.isfinite(value):
         raise Unfit("must be an integer", f"write {math.floor(value)} or {math.ceil(value)}")
