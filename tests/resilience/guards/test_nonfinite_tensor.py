@@ -55,7 +55,8 @@ def digest(run: trainer.Run) -> str:
 def fail(run: trainer.Run, place: str, here: bool, micro: int, value: float, second_look: bool = True) -> str:
     """The message of a step in which a number of this rank is not finite, in one place of one micro-batch."""
     calls, undo = itertools.count(), []
-    original = cross_entropy._CrossEntropySum
+    kind = "SplitCrossEntropySum" if run.mesh.size("tp") > 1 else "_CrossEntropySum"
+    original = getattr(cross_entropy, kind)
 
     def is_due() -> bool:
         if not torch.is_grad_enabled():
@@ -70,8 +71,8 @@ def fail(run: trainer.Run, place: str, here: bool, micro: int, value: float, sec
                 return PoisonedGradient.apply(found, value if torch.is_grad_enabled() and is_due() else 1.0)
             return found * (value if is_due() else 1.0)
 
-        cross_entropy._CrossEntropySum = type("Poisoned", (), {"apply": staticmethod(apply)})  # type: ignore[misc]
-        undo.append(lambda: setattr(cross_entropy, "_CrossEntropySum", original))
+        setattr(cross_entropy, kind, type("Poisoned", (), {"apply": staticmethod(apply)}))
+        undo.append(lambda: setattr(cross_entropy, kind, original))
     elif place == "activation":
         part = run.runner.parts[-1]
         layer = list(part.layers.values())[-1]
