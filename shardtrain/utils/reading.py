@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
+from typing import Literal
 
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import StorageError
@@ -35,6 +37,23 @@ def trouble(path: str | os.PathLike[str], error: OSError) -> StorageError | None
     if error.errno in (errno.EMFILE, errno.ENFILE):
         fix = "raise the limit of open files (ulimit -n), then start again"
     return StorageError(f"cannot read {os.fspath(path)}: {error.strerror} (errno {error.errno}); {fix}")
+
+
+def kind(path: str | os.PathLike[str]) -> Literal["folder", "file", "other", ""]:
+    """What a path leads to; empty where it leads nowhere.
+
+    For ``os.path.isdir`` and its like, storage that does not answer holds nothing.
+
+    Raises:
+        StorageError: the storage does not answer.
+    """
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        if failing := trouble(path, error):
+            raise failing from error
+        return ""
+    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
 
 
 def whole(path: str | os.PathLike[str], most: int) -> bytes:

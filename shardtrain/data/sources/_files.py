@@ -374,15 +374,16 @@ def _list(place: str, request: Request, wanted: str, endings: Sequence[str], emp
     """The root of the files that a path names, and ``arrays_of`` them."""
     names: Sequence[str]
     option, path, root = request.option, request.path, place
-    if os.path.isdir(root):
+    kind = reading.kind(root)
+    if kind == "folder":
         names = _walk(root, endings, option)
         if not names:
             raise ConfigError(Problem(option, path, f"is a folder without {wanted} files", "name one that has some"))
-    elif not os.path.lexists(root) and glob.has_magic(root):
+    elif not kind and not os.path.lexists(root) and glob.has_magic(root):
         root, names = _match(root)
         if not names:
             raise ConfigError(Problem(option, path, "matches no file", "correct the pattern, or name a folder"))
-    elif os.path.lexists(root):
+    elif kind or os.path.lexists(root):
         root, name = os.path.split(root)
         names = [name]
     else:

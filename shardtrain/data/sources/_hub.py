@@ -15,6 +15,7 @@ from shardtrain.data.sources import Request, Row, Shards, Table
 from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._files import File, FileSource
 from shardtrain.data.sources._hub_errors import one_line, refusal
+from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 _SAMPLES = 64
@@ -100,9 +101,10 @@ def open_saved(request: Request) -> Table | Shards:
 
     def look() -> list[str]:
         found = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
-        files = [path for path in sorted(found) if os.path.exists(path) and not os.path.isdir(path)]
+        kinds = {path: reading.kind(path) for path in sorted(found)}
+        files = [path for path, kind in kinds.items() if kind not in ("", "folder")]
         for path in files:
-            if not os.path.isfile(path):
+            if kinds[path] != "file":
                 rule = f"holds {os.path.basename(path)!r}, which is not a file"
                 raise ConfigError(Problem(request.option, request.path, rule, "remove it from the folder"))
         _prove({"folder": folder}, files, request)

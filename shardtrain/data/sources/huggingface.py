@@ -16,6 +16,7 @@ from types import MappingProxyType
 from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Shards, Table, _hub, jsonl, parquet, text, tsv
 from shardtrain.data.sources._files import File, FileList, list_files
+from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ _READERS: Mapping[tuple[str, ...], Callable[[Sequence[File], Request], Table | S
     }
 )
 # what the hub and the library put beside the data
+_SAVED = ("dataset_dict.json", "state.json")
 _NO_DATA = re.compile(
     r"dataset_infos?\.json|dataset_dict\.json|state\.json|config\.json|(requirements|license)\.txt", re.I
 )
@@ -58,7 +60,7 @@ def open_source(request: Request) -> Table | Shards:
     path = request.path
     # a path is meant for this machine where it exists, or where it could not be the id of a dataset on the hub
     is_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or any(mark in path for mark in "*?[")
-    if is_local or shared_opening.once(path, lambda: os.path.exists(path)):
+    if is_local or shared_opening.once(path, lambda: bool(reading.kind(path))):
         return open_local(request)
     return _hub.open_hub(request, _hub.HubSet(path))
 
@@ -91,13 +93,13 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
         path = os.path.join(path, request.subset)
 
     def look() -> dict[str, bool]:
-        if request.subset is not None and not os.path.isdir(path):
+        if request.subset is not None and reading.kind(path) != "folder":
             rule = f"has no folder {request.subset}, the subset that is asked for"
             raise ConfigError(Problem(request.option, request.path, rule, "remove data.subset, or correct it"))
         return {
-            "is_saved": any(os.path.isfile(os.path.join(path, name)) for name in ("dataset_dict.json", "state.json")),
-            "is_folder": os.path.isdir(path),
-            "is_file": os.path.isfile(os.path.expanduser(request.path or "")),
+            "is_saved": any(reading.kind(os.path.join(path, name)) == "file" for name in _SAVED),
+            "is_folder": reading.kind(path) == "folder",
+            "is_file": reading.kind(os.path.expanduser(request.path or "")) == "file",
         }
 
     kind = shared_opening.once(path, look)
