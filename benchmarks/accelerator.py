@@ -550,7 +550,7 @@ PARTS: dict[str, Callable[[str, bool], Iterator[Row]] | None] = {
 
 
 def chosen(names: Iterable[str], words: str) -> list[str]:
-    """The names that words with commas between are, or that have one which is no name; all of them without words."""
+    """Names that equal one of the comma-separated words, or contain one that is no name; all names without words."""
     names, asked = list(names), words.split(",")
     return [name for name in names if not words or any(w == name or (w not in names and w in name) for w in asked)]
 

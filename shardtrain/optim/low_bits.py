@@ -109,29 +109,37 @@ class LowBitsAdam(torch.optim.Optimizer):
         starts = [part.start for part in local_slices(parameter) or (slice(0, 1),)]
         weight, gradient = (_at_least_1d(local_tensor(tensor)) for tensor in (parameter, parameter.grad))  # type: ignore[arg-type]
         held = {name: _at_least_1d(local_tensor(tensor)) for name, tensor in state.items() if name != "step"}
-        update, numbers = self._kernel(weight, held), (lr, 1 - lr * weight_decay)
-        if update is not update_part:  # a kernel is made for numbers of the host, and these change
-            numbers = tuple(weight.new_full((), number, dtype=torch.float64) for number in numbers)  # type: ignore[assignment]
-        most = _CHUNK if update is update_part else _COMPILED_CHUNK["exp_avg_scale" in held]
-        rows = max(1, most // max(1, weight[:1].numel()))
-        for begin in range(0, weight.size(0), rows):
-            chunk = slice(begin, min(begin + rows, weight.size(0)))
+        update = self._kernel(weight, held)
+        begin = 0
+        while begin < weight.size(0):
+            numbers: tuple[Any, ...] = (lr, 1 - lr * weight_decay)
+            if update is not update_part:  # a kernel is made for numbers of the host, and these change
+                numbers = tuple(weight.new_full((), number, dtype=torch.float64) for number in numbers)
+            most = _CHUNK if update is update_part else _COMPILED_CHUNK["exp_avg_scale" in held]
+            chunk = slice(begin, min(begin + max(1, most // max(1, weight[:1].numel())), weight.size(0)))
             first = (starts[0] + begin) * strides[0] + sum(
                 start * stride for start, stride in zip(starts[1:], strides[1:], strict=True)
             )
-            update(
-                weight[chunk],
-                gradient[chunk],
-                {name: tensor[chunk] for name, tensor in held.items()},
-                {name: self._table(name, weight.device) for name in ("exp_avg", "exp_avg_sq")},
-                step,
-                torch.full((), self._keys[parameter], dtype=torch.int64, device=weight.device),  # type: ignore[index]
-                torch.full((), first, dtype=torch.int64, device=weight.device),
-                strides,
-                *numbers,
-                weight_decay if self._constants.is_adam else 0.0,
-                self._constants,
-            )
+            try:
+                update(
+                    weight[chunk],
+                    gradient[chunk],
+                    {name: tensor[chunk] for name, tensor in held.items()},
+                    {name: self._table(name, weight.device) for name in ("exp_avg", "exp_avg_sq")},
+                    step,
+                    torch.full((), self._keys[parameter], dtype=torch.int64, device=weight.device),  # type: ignore[index]
+                    torch.full((), first, dtype=torch.int64, device=weight.device),
+                    strides,
+                    *numbers,
+                    weight_decay if self._constants.is_adam else 0.0,
+                    self._constants,
+                )
+            except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything has run
+                name, why = self._config.name, str(error).splitlines()[0][:200]
+                logger.warning(f"the update of {name} is not compiled, and slow: {why}")
+                update = self._compiled = update_part
+                continue
+            begin = chunk.stop
 
     def _table(self, name: str, device: torch.device) -> Tensor:
         if (name, device) not in self._tables:
@@ -153,20 +161,10 @@ class LowBitsAdam(torch.optim.Optimizer):
 def _compiled(name: str) -> Callable[..., None]:
     # blocks of 8 bits are compiled for each shape of a parameter: PyTorch 2.11 fails where sizes are symbols
     compiled = torch.compile(update_part, dynamic=name != EIGHT_BITS)
-    works = True
 
     def update(*arguments: Any) -> None:
-        nonlocal works
-        if works:
-            try:
-                with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
-                    return compiled(*arguments)
-            except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                works = False
-                logger.warning(f"the update of {name} is not compiled, and slow: {str(error).splitlines()[0][:200]}")
-        return update_part(*arguments)
+        with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
+            compiled(*arguments)
 
     return update
 

@@ -156,6 +156,29 @@ def test_a_compiled_update_is_the_update(name, monkeypatch):
         assert int(differ.sum()) <= eager.numel() / 1000
 
 
+def test_an_update_that_cannot_be_compiled_is_the_same_and_told_once(monkeypatch, caplog):
+    def refuses(*_, **__):
+        def fails(*_):
+            raise torch._dynamo.exc.InternalTorchDynamoError("no compiler here")
+
+        return fails
+
+    found = []
+    for compiles in (False, True):
+        monkeypatch.setattr(low_bits, "is_accelerator", lambda _, compiles=compiles: compiles)
+        monkeypatch.setattr(torch, "compile", refuses)
+        generator = torch.Generator().manual_seed(0)
+        weights = [Parameter(torch.randn(40, 512, generator=generator).bfloat16()) for _ in range(2)]
+        optimizer = build([(str(index), weight) for index, weight in enumerate(weights)], CONFIGS["bfloat16"], seed=3)
+        for _ in range(2):
+            for weight in weights:
+                weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
+            optimizer.step()
+        found.append(weights)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(*found, strict=True))
+    assert caplog.text.count("the update of AdamW is not compiled, and slow: no compiler here") == 1
+
+
 CONFIGS = {
     "AdamW8bit": Optimizer(name="AdamW8bit", lr=1e-2),
     "bfloat16": Optimizer(lr=1e-2, bf16_stochastic_round=True),
