@@ -584,6 +584,7 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
         "metrics.legacy_tags", "model.print_after_conversion", "training.gc_debug",
         "activation_checkpoint.visualize_memory_budget_pareto",
     ),
+    "tokens that the next start takes: tests/data/test_token_cache.py": ("data.cache_tokens",),
     "a profiler beside the steps": (
         "profiling.enable_profiling", "profiling.profile_freq", "profiling.profiler_active",
         "profiling.profiler_warmup", "profiling.profile_memory", "profiling.enable_memory_snapshot",

@@ -93,6 +93,7 @@ OPTIONS: dict[str, Class] = {
     "lora.initial_load_path": "ignore",
     "lora.random_base": "ignore",  # the base has a fingerprint
     "data.mode": "data",
+    "data.cache_tokens": "ignore",
     "data.readers": "data",
     "data.format": "data",
     "data.text_field": "data",

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, DataSource, Training, Validation
-from shardtrain.data import sandbox, shared_opening, sources
+from shardtrain.data import sandbox, shared_opening, sources, token_cache
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.ends import described
@@ -246,7 +246,18 @@ def _open_feed(
         )
         logger.info("dataset %s is read while training runs, by %d virtual readers", named.name, feed.num_readers)
         return feed
-    found = shared_opening.once(place, lambda: _read(config, source, encoder, tokenizer, named))
+
+    def tokens() -> dict[str, Any]:
+        def read() -> dict[str, Any]:
+            return _read(config, source, encoder, tokenizer, named)
+
+        # files alone say by their times whether they are the same; a dataset that is code may give anything
+        if not (config.data.cache_tokens and isinstance(source, FileSource)) or named.source.dataset.endswith(".py"):
+            return read()
+        facts = (config.data, named.source, request, encoder, tokenizer.vocab_size)
+        return token_cache.kept_or_made(named.name, source.members, facts, read)
+
+    found = shared_opening.once(place, tokens)
     for reason in found["left_out"]:
         level = logging.WARNING if found["num_bad"] else logging.INFO  # empty texts alone are nothing to worry about
         logger.log(level, "dataset %s: left out %s", named.name, reason)

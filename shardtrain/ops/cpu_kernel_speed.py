@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from shardtrain.ops import blocked_attention, flash_attention, onednn_linear, rms_norm
 from shardtrain.ops.cpu_kernels import FAILED, NARROW_HEAD, Kernels
+from shardtrain.utils import user_cache
 from shardtrain.utils.log import logger
 
 _CLEAR, _ENOUGH_SECONDS, _MOST_ROUNDS = 1.25, 0.06, 100
@@ -142,11 +143,10 @@ def _times_as_fast(one: Callable[[], object], other: Callable[[], object]) -> fl
 
 
 def _cache_file(threads: int) -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     kernels = " ".join(field.name for field in fields(Kernels))
     facts = [_processor(), torch.__version__, str(threads), kernels]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    return Path(root) / "shardtrain" / f"cpu_kernels-{name}.json"
+    return user_cache.folder() / f"cpu_kernels-{name}.json"
 
 
 def _processor() -> str:

@@ -18,17 +18,17 @@ _LINKS = 100
 _LEFT = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")
 
 
-def write(path: Path, content: bytes | str, durable: bool = False) -> None:
+def write(path: Path, content: bytes | str, durable: bool = False, mode: int = 0o666) -> None:
     """Replace ``path`` by a file with this content; ``durable`` puts it on disk first. Raises OSError.
 
     The new file is made beside it under a name that nobody can foresee, and only if there is none of that name: a link
-    planted by somebody else is neither followed nor written through. Its mode is what the umask gives.
+    planted by somebody else is neither followed nor written through. Its mode is what the umask leaves of ``mode``.
     """
     data = content.encode() if isinstance(content, str) else content
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), 0o666 & ~umask())
+            os.fchmod(file.fileno(), mode & ~umask())
             file.write(data)
             if durable:
                 file.flush()

@@ -61,6 +61,9 @@ class Data:
     mode: Literal["auto", "memory", "stream"] = "auto"
     """When text is tokenized: all of it at start (memory), or while training runs (stream). auto is memory up to 64 MiB
     of input. Prepared shards (dataset "tokens") need neither (shardtrain)."""
+    cache_tokens: bool = True
+    """Keep the tokens of files that are read whole at start in the user's cache folder, for the next start; at most
+    2 GiB of all datasets (shardtrain)."""
     readers: int = 256
     """Virtual readers of a stream, whatever the number of ranks. They share its documents; their number is part of the
     data order (shardtrain)."""
