@@ -40,12 +40,14 @@ class Writing:
     """One save on its way; ``action`` runs in a thread and is given a function that raises when all is cancelled."""
 
     def __init__(self, step: int, action: Callable[[Callable[[], None]], None], is_export: bool = False) -> None:
-        self.step, self.is_export = step, is_export
+        self.step = step
+        self.is_export = is_export
         self.seconds = 0.0
         """From the beginning to the end of the action."""
         self._action = action
         self._error: BaseException | None = None
-        self._cancelled, self._ended = threading.Event(), threading.Event()
+        self._cancelled = threading.Event()
+        self._ended = threading.Event()
         self._begun = time.monotonic()
         threading.Thread(target=self._run, name="checkpoint-write", daemon=True).start()
 
@@ -160,7 +162,8 @@ class Staging:
         if self._buffer is None or self._buffer.numel() < num_bytes:
             self._buffer = None  # free it first: two at once may be too much
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        begin, devices = 0, set()
+        begin = 0
+        devices = set()
         for tensor in tensors:
             source = local_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
             self._buffer[begin : begin + source.numel()].copy_(source, non_blocking=self._pinned)
@@ -180,7 +183,8 @@ def pieces(data: memoryview, check_cancelled: Callable[[], None]) -> Iterator[me
 
 def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None:
     """Tell the first rank's thread that this rank's file is on disk; ``token`` names this save and no other."""
-    path, text = _word_of(folder, rank), json.dumps([token, file.name, file.bytes, file.sha256])
+    path = _word_of(folder, rank)
+    text = json.dumps([token, file.name, file.bytes, file.sha256])
     if isinstance(path, ObjectPath):
         path.put(text.encode(), new=False)
         return
@@ -193,7 +197,8 @@ def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None
 
 def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Callable[[], None]) -> StoredFile:
     """The file that a rank has written, once it says so; raises what ``check_cancelled`` raises while it waits."""
-    path, pause = _word_of(folder, rank), 0.005
+    path = _word_of(folder, rank)
+    pause = 0.005
     while True:
         check_cancelled()
         try:

@@ -25,7 +25,8 @@ class Best:
         self.mode = task_file.best_mode(config)
         self.patience = config.validation.patience
         self._keeps = bool(config.checkpoint.keep_best)
-        self.step, self.value = -1, math.nan
+        self.step = -1
+        self.value = math.nan
         """The first step with the best value; -1 before a validation."""
         self.without_improvement = 0
         """Validations since then."""
@@ -37,7 +38,9 @@ class Best:
         value = values[self.metric.removeprefix("validation.")]
         sign = 1 if self.mode == "max" else -1
         if math.isfinite(value) and (self.step < 0 or sign * value > sign * self.value):
-            self.step, self.value, self.without_improvement = step, value, 0
+            self.step = step
+            self.value = value
+            self.without_improvement = 0
         else:
             self.without_improvement += 1
 
@@ -73,7 +76,8 @@ class Best:
                     f"{self.metric} ({self.mode}): looking for the best again"
                 )
             return
-        self.step, self.without_improvement = state["step"], state["without_improvement"]
+        self.step = state["step"]
+        self.without_improvement = state["without_improvement"]
         self.value = math.nan if self.step < 0 else float(state["value"])
         there = [step for step in (self.step, state["kept"]) if retention.is_whole(folder / f"step-{step}")]
         self.kept = there[0] if there else -1

@@ -71,7 +71,9 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
     """
     if _is_alone():
         return [json.loads(json.dumps(value))], [0]
-    own, rank, size = json.dumps(value), dist.get_rank(), dist.get_world_size()
+    own = json.dumps(value)
+    rank = dist.get_rank()
+    size = dist.get_world_size()
     said: list[str] = []
     numbers: list[int] = []
     for _ in range(_MOST_RUNS):
@@ -128,11 +130,14 @@ def all_ranks(action: Callable[[], Any]) -> Any:
         ShardtrainError: on all ranks the same, when any rank met one; an OSError becomes a StorageError that names the
             path, the reason and the rank.
     """
-    answer, failure, description = None, None, None
+    answer = None
+    failure = None
+    description = None
     try:
         answer = action()
     except Exception as error:
-        failure, description = error, _tell(error)
+        failure = error
+        description = _tell(error)
     _raise_alike(failure, description)
     return broadcast_json(answer)
 
@@ -208,7 +213,8 @@ def _tell(error: Exception) -> list[str]:
     if isinstance(error, OSError):
         where = f"rank {rank} on {socket.gethostname()}: " if dist.get_world_size() > 1 else ""
         name = f" {error.filename}" if error.filename else ""
-        reason, fix = error.strerror or str(error), "free space or fix job.dump_folder, then start again"
+        reason = error.strerror or str(error)
+        fix = "free space or fix job.dump_folder, then start again"
         if "://" in str(error.filename):
             fix = "fix checkpoint.folder, or what this host may do there, then start again"
         elif isinstance(error, FileNotFoundError) and dist.get_world_size() > 1:

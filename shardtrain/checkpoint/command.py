@@ -47,7 +47,8 @@ def main(words: Sequence[str], dcp: Callable[..., int] | None = None) -> int:
     if not words:
         fix = f"use one of {', '.join([*VERBS, *_ELSEWHERE])}; shardtrain checkpoint --help says what each does"
         raise ConfigError(Problem("shardtrain checkpoint", None, "needs a verb", fix, "command line"))
-    verb, rest = words[0], words[1:]
+    verb = words[0]
+    rest = words[1:]
     if verb in ("help", "--help", "-h") or (verb not in _ELSEWHERE and {"--help", "-h"} & {*rest}):
         print(USAGE, end="")
         return 0
@@ -82,7 +83,8 @@ def _list(folder: Place) -> int:
         return 0
     if not retention.step_folders(folder) and retention.step_folders(folder / "checkpoint"):
         folder = folder / "checkpoint"
-    steps, pointer = retention.step_folders(folder), best.read_pointer(folder)
+    steps = retention.step_folders(folder)
+    pointer = best.read_pointer(folder)
     if not steps:
         raise CheckpointError(
             f"{folder} has no checkpoint: no folder in it or in its checkpoint/ is named step-N, and it has no "
@@ -126,7 +128,8 @@ def _interval(words: Sequence[str]) -> int:
             raise ConfigError(Problem(name, value, "is not a time", fix, "command line")) from None
     for known in names:
         if not 0 < found.get(known, 0.0) < math.inf and known != "restart":
-            rule, fix = "must be a time above 0", f"write it like --{known} {'1' if known == 'stall' else '7.9h'}"
+            rule = "must be a time above 0"
+            fix = f"write it like --{known} {'1' if known == 'stall' else '7.9h'}"
             raise ConfigError(Problem(f"--{known}", found.get(known), rule, fix, "command line"))
     stall, mttf, restart = (found[known] for known in names)
     advised = interval.best_seconds(stall, mttf)

@@ -26,7 +26,8 @@ PIECE_BYTES = 2**23
 
 SEEN_SECONDS = 60.0
 """How long a network filesystem may take until one node sees what another has made."""
-_FEW, _AT_A_TIME = 32, 16
+_FEW = 32
+_AT_A_TIME = 16
 MOST_VIEWS = 512
 """Linux fills no more than 1,024 at once."""
 
@@ -73,7 +74,8 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
     """
     if isinstance(path, ObjectPath):
         return path.write_hashed(blocks)
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
+    size = 0
     with naming(path), ThreadPoolExecutor(1, "checkpoint-hash") as pool:
         descriptor = _create(path, wait_seconds)
         try:
@@ -235,10 +237,12 @@ class ObjectReader:
     """An object of a store, read range by range, no more than a piece at once."""
 
     def __init__(self, path: ObjectPath) -> None:
-        self._path, self.size = path, path.stat().st_size
+        self._path = path
+        self.size = path.stat().st_size
 
     def read_into(self, view: memoryview, position: int) -> int:
-        done, wanted = 0, min(len(view), max(0, self.size - position))
+        done = 0
+        wanted = min(len(view), max(0, self.size - position))
         while done < wanted:
             data = self._path.read_range(position + done, position + min(wanted, done + PIECE_BYTES))
             if not data:
@@ -280,7 +284,9 @@ def open_stored(path: Path | ObjectPath) -> Reader:
 
 def find_damage(folder: Path | ObjectPath, file: StoredFile) -> str:
     """What is wrong with the bytes of a file, read whole; empty when they are those that were written."""
-    digest, size, piece = hashlib.sha256(), 0, memoryview(bytearray(min(PIECE_BYTES, max(1, file.bytes))))
+    digest = hashlib.sha256()
+    size = 0
+    piece = memoryview(bytearray(min(PIECE_BYTES, max(1, file.bytes))))
     try:
         with contextlib.closing(open_stored(folder / file.name)) as reader:
             if reader.size != file.bytes:

@@ -52,7 +52,8 @@ class Checkpoints(Saver):
                 rank0_storage.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
         # the first rank decides: where a shared folder lags, ranks would start from different steps
-        found, without = self.steps(), list[int]()
+        found = self.steps()
+        without = list[int]()
         if isinstance(self._folder, Path):  # an object store has no folders: without a manifest there is no checkpoint
             without = sorted({*retention.step_folders(self._folder)} - {*found})
         found, without = broadcast_json([found, without])
@@ -173,7 +174,8 @@ class Checkpoints(Saver):
 
     def _verify(self, path: Place) -> str:
         """What is wrong with a checkpoint's bytes, all read, shared out over the ranks; empty when nothing is."""
-        problem, text = "", None
+        problem = ""
+        text = None
         try:
             text = manifest.read_bytes(path).decode("latin-1") if self._is_first else None
         except CheckpointError as error:

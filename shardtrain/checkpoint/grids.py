@@ -96,13 +96,16 @@ class Grid:
             return None
         low = np.array(wanted[0], np.int64)
         high = low + wanted[1]
-        files, offsets = np.array([self.file]), np.array([self.offsets], np.int64)
+        files = np.array([self.file])
+        offsets = np.array([self.offsets], np.int64)
         extent = list(self.box[1])
         for repeats, dim, file_step in reversed(self.axes):
-            step, start = extent[dim] // repeats, offsets[:, dim]
+            step = extent[dim] // repeats
+            start = offsets[:, dim]
             first = (np.maximum(low[dim], start) - start) // step
             number, which = ranges(first, -((start - np.minimum(high[dim], start + extent[dim])) // step))
-            offsets, files = offsets[which], files[which] + number * file_step
+            offsets = offsets[which]
+            files = files[which] + number * file_step
             offsets[:, dim] += number * step
             extent[dim] = step
         shared = np.maximum(offsets, low)
@@ -117,13 +120,15 @@ class Grid:
 
     def chunks(self) -> Iterator[Chunk]:
         """All its boxes one by one."""
-        steps, extent = [], list(self.sizes)
+        steps = []
+        extent = list(self.sizes)
         for repeats, dim, _ in self.axes:
             steps.append(extent[dim])
             extent[dim] *= repeats
         outermost_first = [*zip(self.axes, steps, strict=True)][::-1]
         for numbers in itertools.product(*(range(axis.repeats) for axis, _ in outermost_first)):
-            offsets, file = list(self.offsets), self.file
+            offsets = list(self.offsets)
+            file = self.file
             for number, (axis, step) in zip(numbers, outermost_first, strict=True):
                 offsets[axis.dim] += number * step
                 file += number * axis.file_step

@@ -173,7 +173,8 @@ def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
     starts = np.zeros((len(ranks), len(shape)), np.int64)
     stops = np.broadcast_to(np.asarray(shape, np.int64), starts.shape).copy()
     if isinstance(rule, dict):
-        starts[:], sizes = rule["offsets"], rule["sizes"]
+        starts[:] = rule["offsets"]
+        sizes = rule["sizes"]
         return starts, np.broadcast_to(np.asarray(sizes, np.int64), starts.shape)
     for size, stride, dim in rule:
         at = ranks // stride % size
@@ -224,12 +225,15 @@ def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[Pa
     offsets, sizes = (np.concatenate([box[i] for box in boxes]) for i in range(2))
     full = (sizes > 0).all(1)
     is_even = bool(full.all() and (sizes == sizes[0]).all())
-    ranks, offsets, sizes = ranks[full], offsets[full], sizes[full]
+    ranks = ranks[full]
+    offsets = offsets[full]
+    sizes = sizes[full]
     if not len(ranks):
         return ()
     both = np.concatenate([offsets, sizes], 1)
     order = np.lexsort((ranks, *both.T[::-1]))
-    ranks, both = ranks[order], both[order]
+    ranks = ranks[order]
+    both = both[order]
     firsts = np.concatenate([[0], 1 + (both[1:] != both[:-1]).any(1).nonzero()[0]])
     counts = np.diff([*firsts, len(ranks)])
     parts = []

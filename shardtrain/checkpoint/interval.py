@@ -11,7 +11,8 @@ from collections.abc import Callable
 from shardtrain.config.schema import Checkpoint
 from shardtrain.utils.log import logger
 
-SHORTEST_SECONDS, LONGEST_SECONDS = 10.0, 4 * 3600.0
+SHORTEST_SECONDS = 10.0
+LONGEST_SECONDS = 4 * 3600.0
 LARGEST_SHARE = 0.1
 """An automatic interval never spends more of the time than this on waiting for saves."""
 FIRST_SECONDS = 60.0
@@ -42,9 +43,11 @@ class Interval:
     """The clock of one rank; ranks follow the first one's."""
 
     def __init__(self, options: Checkpoint, clock: Callable[[], float] = time.monotonic) -> None:
-        self._kind, self._seconds = options.interval_type, float(options.interval)
+        self._kind = options.interval_type
+        self._seconds = float(options.interval)
         self._mttf_seconds = options.mean_time_to_failure_hours * 3600
-        self._clock, self._since = clock, clock()
+        self._clock = clock
+        self._since = clock()
         self._stalls: deque[float] = deque(maxlen=9)
         self._writes: deque[float] = deque(maxlen=9)
         if self._kind == "automatic":

@@ -42,7 +42,8 @@ class Lease:
     def __init__(self, folder: Path | ObjectPath) -> None:
         self.nonce = secrets.token_hex(6)
         self._path: Any = folder / LEASE
-        self._held, self._pid = False, 0
+        self._held = False
+        self._pid = 0
         self.dead: set[str] = set()
         """Holders before this one that were seen to be dead."""
         self._ended = threading.Event()
@@ -68,7 +69,8 @@ class Lease:
         self._hold()
 
     def _hold(self) -> None:
-        self._held, self._pid = True, os.getpid()
+        self._held = True
+        self._pid = os.getpid()
         atexit.register(self.release)  # after an error too; a killed holder is found dead
         threading.Thread(target=self._beat, name="checkpoint-lease", daemon=True).start()
 
@@ -176,7 +178,8 @@ class Lease:
     def _wait_for_a_beat(self, own: Path) -> str | None:
         """Watch a lease whose process nobody here can see: empty when its holder lives, None when it is given back."""
         logger.info(f"{self._path} belongs to another host: waiting up to {STALE_SECONDS:.0f} s for a sign of life")
-        seen, start = _modified(self._path), time.monotonic()
+        seen = _modified(self._path)
+        start = time.monotonic()
         while seen is not None:
             silent = time.monotonic() - start
             age = _age_seconds(self._path, own) or 0.0
@@ -327,5 +330,6 @@ def _modified(path: Path) -> int | None:
 def _age_seconds(path: Path, own: Path) -> float | None:
     """Seconds since a file was touched, by the clock of its filesystem; None when it is gone."""
     os.utime(own)
-    now, then = _modified(own), _modified(path)
+    now = _modified(own)
+    then = _modified(path)
     return None if now is None or then is None else (now - then) / 1e9

@@ -43,7 +43,9 @@ WEIGHTS_PREFIX = "model."
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,99}\.bin")
 _HEX = re.compile(r"[0-9a-f]{64}")
 _FIRST_LINE = re.compile(rb'\{"sha256": "([0-9a-f]{64})",')
-_MAX_DIMS, _MAX_SIZE, _MAX_NAME = 16, 2**48, 1000
+_MAX_DIMS = 16
+_MAX_SIZE = 2**48
+_MAX_NAME = 1000
 _MAX_PLACES = 30_000_000
 
 
@@ -294,7 +296,8 @@ def _check_places(files: tuple[StoredFile, ...], tensors: Mapping[str, StoredTen
     for (file, axes), own in spans.items():
         found = file_numbers(file, axes)
         reached.append(found)
-        furthest, token = max(end for _, end, _ in own), secrets.randbits(128)
+        furthest = max(end for _, end, _ in own)
+        token = secrets.randbits(128)
         if min(found) < 0 or max(found) >= len(files) or any(furthest > files[one].bytes for one in found):
             _refuse(f"has a piece of {own[0][2]} that lies outside its file")
         if len(set(found)) != len(found):

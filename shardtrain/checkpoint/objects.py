@@ -137,7 +137,8 @@ class ObjectPath:
 
     def write_hashed(self, blocks: Iterable[memoryview]) -> StoredFile:
         """Stream a new object; gives its name, size and SHA-256. What fails leaves nothing that a reader looks at."""
-        digest, size = hashlib.sha256(), 0
+        digest = hashlib.sha256()
+        size = 0
         with _asking(self.address):
             file = self.store.open(self._key, "wb")
             for block in blocks:

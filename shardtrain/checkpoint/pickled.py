@@ -85,7 +85,8 @@ class _Refused(Exception):
 
 class _Machine:
     def __init__(self, names: Set[str], persistent: Callable[[Any], Any] | None) -> None:
-        self._names, self._persistent = names, persistent
+        self._names = names
+        self._persistent = persistent
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
@@ -132,12 +133,14 @@ class _Machine:
         elif name in ("GLOBAL", "STACK_GLOBAL"):
             self._push_name(name, argument)
         elif name in ("REDUCE", "NEWOBJ"):
-            arguments, made = self.pop(), self.pop()
+            arguments = self.pop()
+            made = self.pop()
             if not isinstance(made, Name) or not isinstance(arguments, tuple):
                 raise _Refused("calls what is not a name")
             push(Made(made, arguments))
         elif name == "BUILD":
-            state, made = self.pop(), self._stack[-1]
+            state = self.pop()
+            made = self._stack[-1]
             if not isinstance(made, Made):
                 raise _Refused("sets the state of plain data")
             made.state = state
@@ -150,7 +153,8 @@ class _Machine:
 
     def _push_name(self, kind: str, argument: Any) -> None:
         if kind == "STACK_GLOBAL":
-            name, module = self.pop(), self.pop()
+            name = self.pop()
+            module = self.pop()
         else:
             module, _, name = str(argument).partition(" ")
         found = Name(module, name) if isinstance(module, str) and isinstance(name, str) else None

@@ -35,7 +35,8 @@ def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: 
     one number and the first in the other, so every single rank that differs is seen in one of them; checksums are mixed
     before, so that differences of two parts do not cancel.
     """
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
+    rank = dist.get_rank()
     if size == 1:
         return ""
     everybody = np.arange(size)

@@ -18,7 +18,8 @@ def overlap(one: Box, other: Box) -> Box | None:
     >>> overlap(((0, 0), (4, 4)), ((2, 1), (4, 2)))
     ((2, 1), (2, 2))
     """
-    starts, sizes = [], []
+    starts = []
+    sizes = []
     for a, m, b, n in zip(one[0], one[1], other[0], other[1], strict=True):
         start = max(a, b)
         size = min(a + m, b + n) - start

@@ -58,7 +58,8 @@ class Saver:
     def __init__(self, config: Config) -> None:
         self._options: Checkpoint = config.checkpoint
         self._storage = storage_of(config.job.dump_folder, config.checkpoint.folder)
-        self._folder, self._lease = self._storage.folder, self._storage.lease
+        self._folder = self._storage.folder
+        self._lease = self._storage.lease
         self._is_first = dist.get_rank() == 0
         self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
         self._number = 0
@@ -136,9 +137,11 @@ class Saver:
             )
             return
         if last and self._options.last_save_model_only:
-            weights, rest = tensor_files.cast(weights, self._options.export_dtype.replace("auto", "float32")), {}
+            weights = tensor_files.cast(weights, self._options.export_dtype.replace("auto", "float32"))
+            rest = {}
             facts = {**facts, "weights_only": True}
-        tensors, facts = {**weights, **rest}, {"weights_only": False, **facts}
+        tensors = {**weights, **rest}
+        facts = {"weights_only": False, **facts}
         # a collective; the plan of the last save is taken as long as every rank has the same tensors as then
         shares = self._plan = save_plan.plan(tensors, self._plan)
         if self._options.compare_replicas:
@@ -222,7 +225,9 @@ class Saver:
 
     def cancel_export(self) -> None:
         """There is no time for one: end what is in flight without result, and begin no other."""
-        self._export_is_due, self.exporter, writing = False, None, self.saving.writing
+        self._export_is_due = False
+        self.exporter = None
+        writing = self.saving.writing
         if writing is not None and writing.is_export:
             writing.cancel()
             self.finish()
@@ -269,7 +274,8 @@ class Saver:
         self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.Plan, facts: Mapping[str, Any]
     ) -> None:
         """Copy what this rank writes, and leave the rest to a thread."""
-        rank, size = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        size = dist.get_world_size()
         staged: list[memoryview] = []
 
         def ready() -> list[str] | None:
@@ -282,7 +288,8 @@ class Saver:
         others = [rank for rank in range(1, size) if shares.bytes_of[rank]]
 
         def write(check_cancelled: Callable[[], None]) -> None:
-            file, blocks = None, async_save.pieces(staged[0], check_cancelled)
+            file = None
+            blocks = async_save.pieces(staged[0], check_cancelled)
             if shares.bytes_of[rank]:
                 file = tensor_files.write_blocks(blocks, rank, size, draft)
             if not self._is_first:
@@ -343,7 +350,8 @@ class Saver:
         """Write a checkpoint that is on disk in the other format: in the background, unless it is to ``wait``."""
         if not self._export_is_due:
             return
-        self._export_is_due, self._export_must = False, must
+        self._export_is_due = False
+        self._export_must = must
         assert self.exporter is not None and isinstance(self._folder, Path)
         size = 1 if self._relays else dist.get_world_size()
         begun = time.monotonic()
@@ -359,7 +367,8 @@ class Saver:
         return self._folder / f"step-{writing.step}{retention.HUB if writing.is_export else ''}"
 
     def _saved(self, step: int) -> None:
-        self.saved_step, self.failures_in_a_row = step, 0
+        self.saved_step = step
+        self.failures_in_a_row = 0
         self.on_saved(step)
         logger.info(f"saved checkpoint {self._folder / f'step-{step}'}")
 

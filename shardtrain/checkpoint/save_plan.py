@@ -144,7 +144,8 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
     axes: list[tuple[Axis, ...]] = [()] * len(offsets)
     dims = offsets.shape[1]
     while len(firsts) > 1:
-        at, to = firsts[:-1], firsts[1:]
+        at = firsts[:-1]
+        to = firsts[1:]
         moved = offsets[to] - offsets[at]
         step = files[to] - files[at]
         alike = (begins[to] == begins[at]) & (whole[1:] == whole[:-1]).all(1) & (sizes[to] == sizes[at]).all(1)
@@ -160,7 +161,9 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         # a run ends where the next neighbour cannot be joined, or only in another way
         key = np.where(joined, dim * (2**40) + step, -(2**62))
         changes = np.flatnonzero(key[1:] != key[:-1]) + 1
-        kept, new_whole, new_axes = [], [], []
+        kept = []
+        new_whole = []
+        new_axes = []
         place = 0
         for begin, end in zip([0, *changes.tolist()], [*changes.tolist(), len(key)], strict=True):
             # links begin..end-1 are alike; they join the runs begin..end, of which the first may be taken already
@@ -185,7 +188,9 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
             kept.append(single)
             new_whole.append(whole[single])
             new_axes.append(axes[single])
-        firsts, whole, axes = firsts[kept], np.array(new_whole), new_axes
+        firsts = firsts[kept]
+        whole = np.array(new_whole)
+        axes = new_axes
     return [
         Grid(tuple(offsets[i].tolist()), tuple(sizes[i].tolist()), int(files[i]), int(begins[i]), own)
         for i, own in zip(firsts.tolist(), axes, strict=True)

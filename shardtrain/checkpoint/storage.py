@@ -147,7 +147,8 @@ class ObjectStorage:
         assert isinstance(draft, ObjectPath)
         final = ObjectPath(draft.store, draft.address)
         _check_sizes(final, stored)
-        text, target = _readable(stored, final), final / MANIFEST
+        text = _readable(stored, final)
+        target = final / MANIFEST
         replaces = target.is_file()  # a run that went back to an older step writes its own history
         check()
         target.put(text, new=not replaces)

@@ -41,7 +41,8 @@ _Place = tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]
 @garbage_collection.paused()
 def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
     """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError."""
-    found, copied = _find(tensors, manifest), _Copied()
+    found = _find(tensors, manifest)
+    copied = _Copied()
     while pieces := _next_pieces(found):
         copied.forget()
         changes = np.flatnonzero(pieces.files[1:] != pieces.files[:-1]) + 1
@@ -59,7 +60,8 @@ class _Target:
     """What this rank holds of a tensor, and how bytes of a file get there."""
 
     def __init__(self, tensor: Tensor, dtype: str) -> None:
-        self.local, self.item = local_tensor(tensor).detach(), ITEM_BYTES[dtype]
+        self.local = local_tensor(tensor).detach()
+        self.item = ITEM_BYTES[dtype]
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.is_as_stored = self.local.dtype == self.dtype and self.local.device.type == "cpu"
         self.is_direct = self.is_as_stored and self.local.is_contiguous()
@@ -82,7 +84,8 @@ class _Copied:
     def __init__(self) -> None:
         # each piece begins at a multiple of 8; the system gives memory when it is written to
         self._bytes = np.empty(files.PIECE_BYTES + 8 * files.MOST_VIEWS, np.uint8)
-        self._view, self._tensor = memoryview(self._bytes.data), torch.from_numpy(self._bytes)
+        self._view = memoryview(self._bytes.data)
+        self._tensor = torch.from_numpy(self._bytes)
         self._places: dict[tuple[int, int], _Place] = {}  # the same of alike layers
 
     def view(self, begin: int, num_bytes: int) -> memoryview:
@@ -148,13 +151,15 @@ def _find(tensors: Mapping[str, Tensor], manifest: Manifest) -> Iterator[tuple[_
     known: dict[tuple[object, ...], _Cut | None] = {}
     rows_known = 0
     for name, tensor in tensors.items():
-        stored, own = manifest.tensors[name], box_of(tensor)
+        stored = manifest.tensors[name]
+        own = box_of(tensor)
         target = _Target(tensor, stored.dtype)
         for grid in stored.grids:
             key = (grid.offsets, grid.sizes, grid.axes, own, target.item, target.is_direct)
             if key not in known:
                 if rows_known > MOST_PIECES:  # of tensors that are all cut in other ways
-                    known, rows_known = {}, 0
+                    known = {}
+                    rows_known = 0
                 cut = known[key] = _cut(grid, own, target.item, target.is_direct)
                 rows_known += len(cut.files) if cut else 1
             if cut := known[key]:
@@ -165,8 +170,11 @@ def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
     found = grid.overlaps(own)
     if found is None:
         return None
-    of_box, sizes = found.shared_offsets - found.offsets, found.shared_sizes
-    of_local, file, dims = found.shared_offsets - np.array(own[0], np.int64), found.files - grid.file, len(own[0])
+    of_box = found.shared_offsets - found.offsets
+    sizes = found.shared_sizes
+    of_local = found.shared_offsets - np.array(own[0], np.int64)
+    file = found.files - grid.file
+    dims = len(own[0])
     row_bytes = [item * math.prod(grid.sizes[dim + 1 :]) for dim in range(dims)]
     # rows that follow each other are read as one, but not too many bytes; where a row is too large, those of a later
     # dimension
@@ -174,7 +182,10 @@ def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
     for dim in range(min(along + 1, dims)):
         most = files.PIECE_BYTES // row_bytes[dim] if dim == along else 1
         number, which = ranges(np.zeros(len(sizes), np.int64), -(-sizes[:, dim] // most))
-        file, of_box, of_local, sizes = file[which], of_box[which], of_local[which], sizes[which]
+        file = file[which]
+        of_box = of_box[which]
+        of_local = of_local[which]
+        sizes = sizes[which]
         of_box[:, dim] += number * most
         of_local[:, dim] += number * most
         sizes[:, dim] = np.minimum(sizes[:, dim] - number * most, most)
@@ -189,9 +200,12 @@ def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
 
 def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
     """The next ``MOST_PIECES``, and those of the grid with the last of them."""
-    cuts, columns, count = [], [], 0
+    cuts = []
+    columns = []
+    count = 0
     for target, grid, cut in found:
-        number, count = len(cut.files), count + len(cut.files)
+        number = len(cut.files)
+        count += len(cut.files)
         cuts.append((target, cut))
         columns.append((cut.files + grid.file, cut.begins + grid.begin, cut.num_bytes, number))
         if count >= MOST_PIECES:
@@ -206,9 +220,13 @@ def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
 
 
 def _read_of_file(reader: files.Reader, pieces: _Pieces, own: slice, copied: _Copied) -> None:
-    which, rows, sizes = pieces.cut[own].tolist(), pieces.row[own].tolist(), pieces.num_bytes[own].tolist()
+    which = pieces.cut[own].tolist()
+    rows = pieces.row[own].tolist()
+    sizes = pieces.num_bytes[own].tolist()
     for start, stop, position in _runs(pieces.begins[own], pieces.num_bytes[own]):
-        views, copies, used = [], [], 0
+        views = []
+        copies = []
+        used = 0
         for number, row, num_bytes in zip(which[start:stop], rows[start:stop], sizes[start:stop], strict=True):
             target, cut = pieces.cuts[number]
             if cut.to is not None:

@@ -91,7 +91,8 @@ def read_whole(manifest: Manifest, folder: Place, name: str) -> Tensor:
 
 def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[slice]) -> Tensor:
     """A box of one tensor, one slice per dimension, on the CPU; needs no process group. Hashes are not checked here."""
-    stored, offsets = manifest.tensors[name], tuple(one.start for one in wanted)
+    stored = manifest.tensors[name]
+    offsets = tuple(one.start for one in wanted)
     box = offsets, tuple(one.stop - one.start for one in wanted)
     tensor = torch.empty(box[1], dtype=getattr(torch, stored.dtype))
     for chunk, shared in stored.overlapping(box):
@@ -115,9 +116,12 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def read_box(reader: files.Reader, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
     """The wanted box of a stored piece: only the rows that it touches are read."""
-    rows, first, shape = 1, 0, chunk.sizes
+    rows = 1
+    first = 0
+    shape = chunk.sizes
     if shape:
-        first, rows = wanted[0][0] - chunk.offsets[0], wanted[1][0]
+        first = wanted[0][0] - chunk.offsets[0]
+        rows = wanted[1][0]
     row_bytes = ITEM_BYTES[dtype] * math.prod(shape[1:])
     data = torch.empty(rows * row_bytes, dtype=torch.uint8)  # filled at once, and not with zeros before
     if reader.read_into(memoryview(data.numpy().data), chunk.begin + first * row_bytes) != len(data):

@@ -41,8 +41,13 @@ _NAMES = NAMES | {
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.dtype"),
     *("builtins.dict", "builtins.list", "builtins.set", "__builtin__.dict", "__builtin__.list", "__builtin__.set"),
 }
-_MAX_DIMS, _MAX_SIZE, _MAX_DEPTH, _MAX_NAMES, _MAX_NAME = 16, 2**48, 60, 1_000_000, 1000
-_FREE_STEPS, _BYTES_PER_STEP = 1_000_000, 16
+_MAX_DIMS = 16
+_MAX_SIZE = 2**48
+_MAX_DEPTH = 60
+_MAX_NAMES = 1_000_000
+_MAX_NAME = 1000
+_FREE_STEPS = 1_000_000
+_BYTES_PER_STEP = 16
 _VIEWS_OF_A_STORAGE = 1024
 """A storage may be so many times larger than a tensor that is a part of it, as the parts of a divided one are."""
 
@@ -225,7 +230,8 @@ class _Plain:
     """From what a pickle describes to plain values; parts may be shared, and a part of itself is refused."""
 
     def __init__(self, sizes: dict[str, int], where: str) -> None:
-        self._sizes, self._where = sizes, where
+        self._sizes = sizes
+        self._where = where
         self._done: dict[int, tuple[Any, Any]] = {}
         self._within: set[int] = set()
 

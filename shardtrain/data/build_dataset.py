@@ -269,7 +269,8 @@ def _read(
     config: Config, source: Table | Shards, encoder: Encoder, tokenizer: Tokenizer, named: NamedDataset
 ) -> dict[str, Any]:
     """The tokens of all rows, and what was left out, for all ranks: reading and tokenizing once is enough."""
-    policy, tally = BadRows.of(config.data), RowStats()
+    policy = BadRows.of(config.data)
+    tally = RowStats()
     rows: Iterable[tuple[Key, Row]] = every_row(source)
     growth = None
     # "memory" is the user's word that all of it is wanted here, and so is a dataset that is code
@@ -334,7 +335,8 @@ def _streams(
     streams = mode == "stream" or (mode == "auto" and not small)
     if isinstance(section, Validation) and section.steps == -1 and streams:
         if source.total_bytes is None:
-            rule, fix = "needs a set whose end is known", "set validation.steps, or name a local dataset"
+            rule = "needs a set whose end is known"
+            fix = "set validation.steps, or name a local dataset"
             raise ConfigError(Problem("validation.steps", -1, rule, fix))
         return False
     if not streams:
@@ -360,7 +362,9 @@ def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
     stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages] or [(0, own)]
     if stages[-1][0]:
         stages.append((0, stages[-1][1]))  # the last weights hold to the end
-    result, tokens, rows = [], 0, 0.0
+    result = []
+    tokens = 0
+    rows = 0.0
     for until_tokens, weights in stages:
         per_token = [weights.get(name, 0.0) for name in names]
         per_row = [weight / feed.mean_targets for weight, feed in zip(per_token, feeds, strict=True)]

@@ -120,7 +120,10 @@ class _Turns:
     """Finds the turns of one conversation in its text, without marks."""
 
     def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Any] | None, text: str) -> None:
-        self._template, self._chat, self._tools, self._text = template, chat, tools, text
+        self._template = template
+        self._chat = chat
+        self._tools = tools
+        self._text = text
 
     def span(self, i: int) -> Span:
         """Characters of turn ``i`` of the assistant, from after the words that an answer follows to its end."""
@@ -171,7 +174,9 @@ class Conversations:
     """Conversations to documents, by one tokenizer and its templates."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, tool_template: ChatTemplate | None = None) -> None:
-        self._tokenizer, self._template, self._tool_template = tokenizer, template, tool_template
+        self._tokenizer = tokenizer
+        self._template = template
+        self._tool_template = tool_template
         self._special = np.array(sorted(tokenizer.special_ids), dtype=np.int32)
         self._logged_ending = False
 
@@ -215,7 +220,8 @@ class Conversations:
     def _learned(self, written: Written, tokens: npt.NDArray[np.int32], spans: Spans) -> npt.NDArray[np.bool_]:
         """Tokens that have a character within a learned span."""
         learned = np.zeros(len(tokens), dtype=np.bool_)
-        starts, stops = spans[:, 0], spans[:, 1]
+        starts = spans[:, 0]
+        stops = spans[:, 1]
         special = np.isin(tokens, self._special)
         for start, stop in written.spans:
             # a token without characters of its own, such as a space put in front, goes with what follows it

@@ -142,7 +142,8 @@ def _content(value: Any, where: str) -> str:
 
 
 def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
-    speaker, text = value["from"], value.get("value")
+    speaker = value["from"]
+    text = value.get("value")
     if not isinstance(text, str):
         raise Unusable(f"{where} has no value" if text is None else f"{where} has a value that is {kind(text)}")
     if speaker == "function_call":

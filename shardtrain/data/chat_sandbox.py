@@ -231,7 +231,8 @@ def _text(work: Work, value: Any) -> str:
 
 
 def _plan_call(work: Work, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", "")
+    owner = getattr(function, "__self__", None)
+    name = getattr(function, "__name__", "")
     if not isinstance(owner, str | bytes | int):
         return
     if name in _WIDE_METHODS:
@@ -266,7 +267,8 @@ def _plan_format(work: Work, form: str, values: Sequence[Any]) -> None:
 
 
 def _plan_replace(work: Work, text: str, old: Any, new: Any, *_: Any) -> None:
-    old, new = _text(work, old), _text(work, new)
+    old = _text(work, old)
+    new = _text(work, new)
     times = text.count(old) if old else len(text) + 1
     work.plan(len(text) + times * len(new))
 

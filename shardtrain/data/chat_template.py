@@ -22,7 +22,8 @@ FIXED_DATE = datetime(2024, 7, 26)
 template falls back to."""
 
 # Noncharacters of Unicode, which no text has: they mark the {% generation %} blocks and are taken out again.
-_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_OPEN = "\ufdd0"
+_CLOSE = "\ufdd1"
 _SAFE_JINJA = (3, 1, 6)  # older ones have known ways out of the sandbox
 _LONGEST_REASON = 200
 

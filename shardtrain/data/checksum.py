@@ -14,14 +14,16 @@ import numpy as np
 if TYPE_CHECKING:
     from shardtrain.data.batch import Batch
 
-_PARTS, _BITS = 4, 16
+_PARTS = 4
+_BITS = 16
 _MODULUS = 2**64
 
 
 def hash_rows(batch: Batch, first_position: int) -> int:
     """Sum of the hashes of a batch's rows, which are at ``first_position`` and after; filler rows add nothing."""
     total = 0
-    tokens, targets = batch.tokens_BT.numpy().astype("<i4"), batch.targets_BT.numpy().astype("<i4")
+    tokens = batch.tokens_BT.numpy().astype("<i4")
+    targets = batch.targets_BT.numpy().astype("<i4")
     for row, sample in enumerate(batch.sample_ids_B.tolist()):
         if sample < 0:
             continue

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_MOST_NAMES, _LONGEST_NAME = 12, 40
+_MOST_NAMES = 12
+_LONGEST_NAME = 40
 
 
 class Unusable(Exception):
@@ -13,7 +14,8 @@ class Unusable(Exception):
 
     def __init__(self, reason: str, harmless: bool = False) -> None:
         super().__init__(reason)
-        self.reason, self.harmless = reason, harmless
+        self.reason = reason
+        self.harmless = harmless
 
 
 _MISSING = object()

@@ -19,7 +19,8 @@ def digest(*facts: object) -> str:
 def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
     """As ``digest`` of the sorted items of ``files`` and of facts, at least one; no text of a million names is made."""
     pairs = files.pairs() if isinstance(files, Marks) else iter(sorted(files.items()))
-    found, comma = hashlib.sha256(b"(["), ""
+    found = hashlib.sha256(b"([")
+    comma = ""
     while texts := [repr(pair) for pair in islice(pairs, _PAIRS_AT_ONCE)]:
         found.update(f"{comma}{', '.join(texts)}".encode())
         comma = ", "

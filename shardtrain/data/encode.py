@@ -51,9 +51,11 @@ class TextEncoder:
     """A row is one text, between what begins and what ends a document (see ``ends``)."""
 
     def __init__(self, tokenizer: Tokenizer, text_field: str, data: Data) -> None:
-        self.tokenizer, self._field = tokenizer, text_field
+        self.tokenizer = tokenizer
+        self._field = text_field
         ends = ends_of(tokenizer, data)
-        self._prefix, self._after = _ids(ends.prefix), _ids(ends.after)
+        self._prefix = _ids(ends.prefix)
+        self._after = _ids(ends.after)
         self.fingerprint = _fingerprint("text", tokenizer, text_field, *_asked_ends(ends, data))
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
@@ -83,9 +85,11 @@ class PromptEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
-        self.tokenizer, self._data = tokenizer, data
+        self.tokenizer = tokenizer
+        self._data = data
         ends = ends_of(tokenizer, data)
-        self._prefix, self._after = _ids(ends.prefix), _ids(ends.after)
+        self._prefix = _ids(ends.prefix)
+        self._after = _ids(ends.after)
         self._conversations: Conversations | None = None
         template = _template_facts(tokenizer, data) if data.chat_template or tokenizer.chat_template else ""
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
@@ -108,13 +112,15 @@ class PromptEncoder:
 
     def _pair(self, row: Mapping[str, Any]) -> tuple[str, str] | Written:
         data = self._data
-        prompt, completion = column(row, data.prompt_field), column(row, data.completion_field)
+        prompt = column(row, data.prompt_field)
+        completion = column(row, data.completion_field)
         if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
             if type(prompt) is not type(completion):
                 raise Unusable(
                     f"the prompt is {kind(prompt)} and the completion {kind(completion)}; both must be alike"
                 )
-            before, after = messages_of(prompt, data.prompt_field), messages_of(completion, data.completion_field)
+            before = messages_of(prompt, data.prompt_field)
+            after = messages_of(completion, data.completion_field)
             tools = tools_of(find(row, data.tools_field), data.tools_field)
             return self._chat().write([*before, *after], tools, first_learned=len(before))
         pair = text(row, data.prompt_field), text(row, data.completion_field)
@@ -138,7 +144,8 @@ class ChatEncoder:
     """A row is a conversation; the assistant's turns are learned, tool calls among them."""
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
-        self.tokenizer, self._data = tokenizer, data
+        self.tokenizer = tokenizer
+        self._data = data
         self._conversations = open_conversations(tokenizer, data)
         fields = (data.messages_field, data.tools_field, _template_facts(tokenizer, data))
         self.fingerprint = _fingerprint("chat", tokenizer, *fields)

@@ -86,7 +86,8 @@ class Watch:
     """
 
     def __init__(self, check: Callable[[], None], num_files: int) -> None:
-        self._check, self._every = check, max(min(256, 16 * num_files), num_files // 16, 1)
+        self._check = check
+        self._every = max(min(256, 16 * num_files), num_files // 16, 1)
         self._left = self._every
 
     def __call__(self) -> None:
@@ -117,12 +118,16 @@ class IndexedFeed:
         self._looks = shared_opening.LooksAtSeek(
             line.check_unchanged, str(line.folder) if isinstance(line, ShardTokenBuffer) else ""
         )
-        self._line, self._rows, self._seed, self.passes = line, pack(line, packing, table), seed, passes
+        self._line = line
+        self._rows = pack(line, packing, table)
+        self._seed = seed
+        self.passes = passes
         self._watch = Watch(line.check_unchanged, len(files))
         self.num_rows: int = self._rows.num_rows
         self.num_tokens = line.num_tokens
         if self.num_rows < 1:
-            rule, fix = "has no row with a target", 'use more data, or data.long_documents="split"'
+            rule = "has no row with a target"
+            fix = 'use more data, or data.long_documents="split"'
             raise DataError(str(Problem(option, None, rule, fix)))
         self.mean_targets = self._rows.num_targets / self.num_rows
         self.files = files

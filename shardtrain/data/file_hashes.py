@@ -65,7 +65,8 @@ class Contents:
         self._noted: Mapping[str, Any] = {}
         self.problem: ConfigError | None = None
         """What the run must stop for: a file holds something else than the checkpoint or its own index says."""
-        self._since, self._step = "", 0
+        self._since = ""
+        self._step = 0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         self._seconds = self._bytes = 0.0
@@ -73,7 +74,8 @@ class Contents:
 
     def look(self) -> None:
         """Take what earlier starts have found, and hash a small dataset at once; raises ``problem``."""
-        noted, left = self._read_notes(), []
+        noted = self._read_notes()
+        left = []
         self._noted = noted
         for file in self._files.values():
             with contextlib.suppress(OSError):
@@ -191,7 +193,8 @@ class Contents:
                     piece = os.read(descriptor, _PIECE_BYTES)
                     digest.update(piece)
                     took = time.perf_counter() - began
-                    self._seconds, self._bytes = self._seconds + took, self._bytes + len(piece)
+                    self._seconds += took
+                    self._bytes += len(piece)
                     if not piece:
                         break
                     if share < 1:
@@ -206,7 +209,8 @@ class Contents:
     def _found(self, file: WholeFile, sha256: str) -> None:
         self._known[file.name] = sha256
         if file.said and file.said != sha256:
-            rule, fix = "does not hold what index.json says of it", 'run "shardtrain data prepare" again, or restore it'
+            rule = "does not hold what index.json says of it"
+            fix = 'run "shardtrain data prepare" again, or restore it'
         elif self._since and self._expected.get(file.name, sha256) != sha256:
             rule = f"has other content than in the checkpoint that the run continued from, at equal size; {self._since}"
             fix = f"put the old file back and continue with checkpoint.load_step={self._step}, or {RESTART}"

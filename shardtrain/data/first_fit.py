@@ -34,7 +34,8 @@ def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.i
         room[node] -= length
         while node > 1:
             node //= 2
-            left, right = room[2 * node], room[2 * node + 1]
+            left = room[2 * node]
+            right = room[2 * node + 1]
             most = left if left > right else right
             if room[node] == most:
                 break

@@ -75,9 +75,13 @@ class FitTable:
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any], blocks: npt.NDArray[Any], option: str) -> None:
-        self._path, self._blocks, self._option = path, blocks, option
-        self.num_rows, self.num_targets = int(facts["num_rows"]), int(facts["num_targets"])
-        self.cut, self.dropped = int(facts["cut"]), int(facts["dropped"])
+        self._path = path
+        self._blocks = blocks
+        self._option = option
+        self.num_rows = int(facts["num_rows"])
+        self.num_targets = int(facts["num_targets"])
+        self.cut = int(facts["cut"])
+        self.dropped = int(facts["dropped"])
         self.rows_up_to = np.concatenate([np.zeros(1, np.int64), blocks["rows_up_to"].astype(np.int64)])
         self._descriptor: int | None = None
 
@@ -144,7 +148,8 @@ def open_table(
 
 def _facts(file: BinaryIO, path: Path, option: str) -> Mapping[str, Any]:
     """The header, whose first 64 characters are the SHA-256 of what follows them."""
-    digest, text = file.read(64), file.read(_HEADER_BYTES - 64)
+    digest = file.read(64)
+    text = file.read(_HEADER_BYTES - 64)
     try:
         if digest != hashlib.sha256(text).hexdigest().encode():
             raise ValueError("its checksum differs")
@@ -167,8 +172,10 @@ class FitTableWriter:
     """Writes a table block by block; it is there whole, or not at all."""
 
     def __init__(self, folder: Path, packing: Packing, fingerprint: str, block_documents: int, num_blocks: int) -> None:
-        self._path, self._packing = folder / table_name(packing), packing
-        self._fingerprint, self._block_documents = fingerprint, block_documents
+        self._path = folder / table_name(packing)
+        self._packing = packing
+        self._fingerprint = fingerprint
+        self._block_documents = block_documents
         self._temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         self._blocks = np.zeros(num_blocks, _BLOCK)
         self._next = self._num_targets = self._cut = self._dropped = 0
@@ -184,7 +191,8 @@ class FitTableWriter:
             self._file.write(content)
             self._offset += len(content)
             self._num_targets += counts["num_targets"]
-            self._cut, self._dropped = self._cut + counts["cut"], self._dropped + counts["dropped"]
+            self._cut += counts["cut"]
+            self._dropped += counts["dropped"]
             self._next += 1
 
     def finish(self) -> int:

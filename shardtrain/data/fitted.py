@@ -129,12 +129,17 @@ class FittedRows:
     """
 
     def __init__(self, line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> None:
-        self._line, self.packing, self._table = line, packing, table
+        self._line = line
+        self.packing = packing
+        self._table = table
         self._fits: list[BlockFit] = []
         self._last: tuple[int, Pieces, Order, Order] | None = None
         if table is not None:
-            self.num_rows, self.num_targets, self._rows_up_to = table.num_rows, table.num_targets, table.rows_up_to
-            self.cut, self.dropped = table.cut, table.dropped
+            self.num_rows = table.num_rows
+            self.num_targets = table.num_targets
+            self._rows_up_to = table.rows_up_to
+            self.cut = table.cut
+            self.dropped = table.dropped
             return
         self.num_targets = self.cut = self.dropped = 0
         rows_up_to = [0]
@@ -159,7 +164,8 @@ class FittedRows:
         indices = [row]
         if self.packing.kind == "first_fit":
             indices = order[int(ends[row - 1]) if row else 0 : int(ends[row])].tolist()
-        column, columns = 0, []
+        column = 0
+        columns = []
         for index in indices:
             start, stop = int(pieces.starts[index]), int(pieces.stops[index])
             learned = self._line.learned(start, stop) if self._line.has_mask else None

@@ -33,8 +33,11 @@ class Growth:
     """Counts what reading a dataset gives. ``bytes_on_disk`` None is not known, and nothing is bounded by it."""
 
     def __init__(self, dataset: str, bytes_on_disk: int | None, way_out: str = "") -> None:
-        self._dataset, self._disk, self._way_out = dataset, bytes_on_disk, way_out
-        self._seconds, self._bytes = sandbox.limits().seconds, sandbox.limits().memory_bytes
+        self._dataset = dataset
+        self._disk = bytes_on_disk
+        self._way_out = way_out
+        self._seconds = sandbox.limits().seconds
+        self._bytes = sandbox.limits().memory_bytes
         self._most_bytes = max(self._bytes - PROCESS_BYTES, self._bytes // 2)
         self._start = time.process_time() - sandbox.spent_seconds()
         self._grown = self._kept = 0

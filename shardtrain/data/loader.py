@@ -65,7 +65,9 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
     """A rank's micro-batches by number, from a point of the order on; asked for ascending numbers by each worker."""
 
     def __init__(self, opened: DataPipeline, share: RankSlice, samples_consumed: int) -> None:
-        self._opened, self._share, self._start = opened, share, samples_consumed
+        self._opened = opened
+        self._share = share
+        self._start = samples_consumed
 
     def __getitem__(self, micro_batch: int) -> BatchWithCursors | ShardtrainError:
         """A micro-batch; an error comes back as a value, so that it crosses from a worker in one line."""
@@ -76,7 +78,8 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
 
     def make(self, position: int) -> BatchWithCursors:
         """The rows at ``position`` and after."""
-        count, opened = self._share.local_batch_size, self._opened
+        count = self._share.local_batch_size
+        opened = self._opened
         rows = Sequences(count, opened.packing)
         # a row that nothing is written to is filler: after the end of the data every rank still has its batches, since
         # the step is a collective
@@ -133,8 +136,11 @@ class DataLoader:
         self.vocab = opened.tokenizer.vocab_size
         self.num_samples = opened.feeds[0].num_rows if len(opened.feeds) == 1 else None
         self.places_per_epoch: int | None = self.num_samples
-        self.end, self.global_batch, self.accumulation = opened.end, share.global_batch, share.accumulation
-        self.pad_id, self.masks_documents = opened.packing.pad_id, opened.packing.needs_documents
+        self.end = opened.end
+        self.global_batch = share.global_batch
+        self.accumulation = share.accumulation
+        self.pad_id = opened.packing.pad_id
+        self.masks_documents = opened.packing.needs_documents
         self.num_readers = sum(feed.num_readers for feed in opened.feeds)
         self.ends_without_notice = any(feed.ends_without_notice for feed in opened.feeds)
         self.fingerprint = digest([feed.fingerprint for feed in opened.feeds], opened.mixture.fingerprint)
@@ -146,7 +152,9 @@ class DataLoader:
                 for source, feed in zip(opened.names, opened.feeds, strict=True)
                 for name, mark in feed.files.items()
             }
-        self._opened, self._share, self._options = opened, share, options
+        self._opened = opened
+        self._share = share
+        self._options = options
         self._pins = options.pin_memory and accelerator.pins_memory()
         self._places = [ReaderCursors(feed.num_readers) for feed in opened.feeds]
         self._batches: Iterator[BatchWithCursors | ShardtrainError] | None = None
@@ -192,8 +200,11 @@ class DataLoader:
         with the next batch.
         """
         self._batches = None
-        self._start, self._handed, self.step_hash = samples_consumed, 0, 0
-        before, first = self._opened.mixture.rows_before(samples_consumed), 0
+        self._start = samples_consumed
+        self._handed = 0
+        self.step_hash = 0
+        before = self._opened.mixture.rows_before(samples_consumed)
+        first = 0
         for feed, places, rows in zip(self._opened.feeds, self._places, before.tolist(), strict=True):
             own = None if cursors is None else cursors[first : first + feed.num_readers]
             feed.seek(rows, own)

@@ -59,12 +59,14 @@ class Mixture:
         """Source of each position, and the number of that row within its source, from 0."""
         if self.num_sources == 1:
             return np.zeros_like(positions), positions
-        sources, numbers = np.empty_like(positions), np.empty_like(positions)
+        sources = np.empty_like(positions)
+        numbers = np.empty_like(positions)
         stages = np.searchsorted(np.asarray(self._starts), positions, side="right") - 1
         for stage in np.unique(stages).tolist():
             in_stage = stages == stage
             place = positions[in_stage] - self._starts[stage]
-            cycles, within = place // CYCLE, place % CYCLE
+            cycles = place // CYCLE
+            within = place % CYCLE
             source = self._cycles[stage][within].astype(np.int64)
             sources[in_stage] = source
             earlier = self._given[stage][source] + cycles * self._per_cycle[stage][source]

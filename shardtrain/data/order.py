@@ -66,8 +66,10 @@ def _keys(seed: int, epoch: int) -> tuple[int, ...]:
 
 def _feistel(values: _UInts, half_bits: int, keys: _UInts) -> _UInts:
     """One pass of the network over values of 2 * half_bits bits; a bijection whatever the round function is."""
-    shift, mask = np.uint64(half_bits), np.uint64((1 << half_bits) - 1)
-    left, right = values >> shift, values & mask
+    shift = np.uint64(half_bits)
+    mask = np.uint64((1 << half_bits) - 1)
+    left = values >> shift
+    right = values & mask
     for key in keys:
         # splitmix64's finaliser (Steele, Lea and Flood, 2014); arithmetic is modulo 2**64, as arrays of uint64 do
         mixed = right ^ key

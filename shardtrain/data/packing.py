@@ -91,7 +91,8 @@ class ConcatRows:
     cut = dropped = 0
 
     def __init__(self, line: TokenBuffer, packing: Packing) -> None:
-        self._line, self.packing = line, packing
+        self._line = line
+        self.packing = packing
         self.num_targets = max(0, line.num_tokens - 1)
         self.num_rows = -(-self.num_targets // packing.seq_len)
 

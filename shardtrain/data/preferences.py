@@ -31,7 +31,8 @@ def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected
     Raises:
         Unusable: when the columns do not fit together, or the two sides have no beginning in common.
     """
-    chosen, rejected = column(row, chosen_field), column(row, rejected_field)
+    chosen = column(row, chosen_field)
+    rejected = column(row, rejected_field)
     has_prompt = prompt_field in row or prompt_field != "prompt"
     prompt = column(row, prompt_field) if has_prompt else None
     sides = (chosen, rejected)
@@ -68,7 +69,8 @@ def _messages(
         n = len(before)
         repeats = [side[:n] == before and len(side) > n for side in (chosen, rejected)]
         if all(repeats):
-            chosen, rejected = chosen[n:], rejected[n:]
+            chosen = chosen[n:]
+            rejected = rejected[n:]
         elif any(repeats):
             raise Unusable(f"one answer repeats the messages of column {prompt_field!r} and the other does not")
     elif isinstance(prompt, str):
@@ -80,14 +82,17 @@ def _messages(
             raise Unusable(
                 f"the text of column {prompt_field!r} is not one of the messages that both answers begin with"
             )
-        chosen, rejected = chosen[common:], rejected[common:]
+        chosen = chosen[common:]
+        rejected = rejected[common:]
     elif has_prompt:
         raise Unusable(f"column {prompt_field!r} holds {kind(prompt)}, neither a text nor a list of messages")
     elif not common:
         rule = "chosen and rejected begin with different messages, so that there is no prompt"
         raise Unusable(f"{rule}; give it a column ({prompt_field!r})")
     else:
-        before, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
+        before = chosen[:common]
+        chosen = chosen[common:]
+        rejected = rejected[common:]
     for name, side in (("chosen", chosen), ("rejected", rejected)):
         if side[0]["role"] != "assistant":
             raise Unusable(f"the {name} answer begins with a turn of {side[0]['role']!r}, not of the assistant")

@@ -11,9 +11,11 @@ from shardtrain.data.document import Document, Encoder
 from shardtrain.data.sources import BadRow, Key, Row, Shards, Table, every_row, place_of
 from shardtrain.utils.errors import DataError
 
-ROWS_AT_ONCE, CHARACTERS_AT_ONCE = 256, 4 * 2**20
+ROWS_AT_ONCE = 256
+CHARACTERS_AT_ONCE = 4 * 2**20
 """Rows tokenized together: a tokenizer that works on several cores needs some, and huge ones must not add up."""
-_PLACES_KEPT, _REASONS_IN_A_LINE = 3, 3
+_PLACES_KEPT = 3
+_REASONS_IN_A_LINE = 3
 
 
 @dataclass
@@ -36,7 +38,8 @@ class RowStats:
 
     def add_document(self, document: Document) -> None:
         """Count a document."""
-        self.rows, self.documents = self.rows + 1, self.documents + 1
+        self.rows += 1
+        self.documents += 1
         self.tokens += len(document.tokens)
         self.learned += len(document.tokens) if document.learned is None else int(document.learned.sum())
 
@@ -50,8 +53,10 @@ class RowStats:
 
     def merge(self, other: RowStats) -> None:
         """Add what another reader of later rows found."""
-        self.rows, self.documents = self.rows + other.rows, self.documents + other.documents
-        self.tokens, self.learned = self.tokens + other.tokens, self.learned + other.learned
+        self.rows += other.rows
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.learned += other.learned
         self.bad.update(other.bad)
         self.harmless.update(other.harmless)
         for reason, places in other.places.items():
@@ -145,7 +150,8 @@ def chunks(rows: Iterable[tuple[Key, Row]]) -> Iterator[list[tuple[Key, Row]]]:
         size += text_size(keyed[1])
         if size >= CHARACTERS_AT_ONCE or len(chunk) >= ROWS_AT_ONCE:
             yield chunk
-            chunk, size = [], 0
+            chunk = []
+            size = 0
     if chunk:
         yield chunk
 

@@ -13,7 +13,8 @@ class ReaderCursors:
     """Cursors of the readers of one feed, as far as this rank has taken their rows."""
 
     def __init__(self, num_readers: int) -> None:
-        self._rows, self._cursors = np.zeros(num_readers, np.int64), np.zeros((num_readers, 3), np.int64)
+        self._rows = np.zeros(num_readers, np.int64)
+        self._cursors = np.zeros((num_readers, 3), np.int64)
 
     def begin(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
         """Start from places that are known, or from the beginning."""
@@ -28,7 +29,8 @@ class ReaderCursors:
 
     def move(self, move: CursorUpdate) -> None:
         """Take note of a reader that has given a row."""
-        self._rows[move.reader], self._cursors[move.reader] = move.rows, move.cursor
+        self._rows[move.reader] = move.rows
+        self._cursors[move.reader] = move.cursor
 
     def at(self, rows: int) -> npt.NDArray[np.int64]:
         """Cursors after this many rows of the feed, -1 where this rank's is an earlier one."""

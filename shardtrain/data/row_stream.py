@@ -76,7 +76,10 @@ class RowFeed:
     mean_targets = 1.0
 
     def __init__(self, rows: Rows, seed: int | None, passes: int | None) -> None:
-        self.rows, self._seed, self.passes, self.num_rows = rows, seed, passes, len(rows)
+        self.rows = rows
+        self._seed = seed
+        self.passes = passes
+        self.num_rows = len(rows)
         self.files: Mapping[str, str] = getattr(rows, "files", {})
         self.fingerprint = digest(getattr(rows, "fingerprint", None) or fingerprint_of(rows), seed)
 
@@ -103,9 +106,14 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
     """A rank's batches by number, from a point of the order on."""
 
     def __init__(self, stream: RowDataLoader, samples_consumed: int) -> None:
-        self._feed, self._collate, self._count = stream.feed, stream.collate, stream.count_targets
-        self._share, self._end, self._start = stream.share, stream.end, samples_consumed
-        self._rows, self._epoch = stream.feed.num_rows, stream.places_per_epoch
+        self._feed = stream.feed
+        self._collate = stream.collate
+        self._count = stream.count_targets
+        self._share = stream.share
+        self._end = stream.end
+        self._start = samples_consumed
+        self._rows = stream.feed.num_rows
+        self._epoch = stream.places_per_epoch
 
     def __getitem__(self, number: int) -> BatchWithCursors | ShardtrainError:
         """A batch; an error comes back as a value, so that it crosses from a worker in one line."""
@@ -149,10 +157,18 @@ class RowDataLoader(DataLoader):
         vocab: int = 0,
         last_batch: str = "rollover",
     ) -> None:
-        self.feed, self.collate, self.count_targets, self.share = feed, collate, count_targets, share
-        self.vocab, self.pad_id, self.masks_documents = vocab, 0, False
-        self.num_samples, self.files, self.fingerprint = feed.num_rows, dict(feed.files), feed.fingerprint
-        self.global_batch, self.accumulation = share.global_batch, share.accumulation
+        self.feed = feed
+        self.collate = collate
+        self.count_targets = count_targets
+        self.share = share
+        self.vocab = vocab
+        self.pad_id = 0
+        self.masks_documents = False
+        self.num_samples = feed.num_rows
+        self.files = dict(feed.files)
+        self.fingerprint = feed.fingerprint
+        self.global_batch = share.global_batch
+        self.accumulation = share.accumulation
         self.places_per_epoch = feed.num_rows
         if last_batch != "rollover":
             steps = feed.num_rows // share.global_batch + (
@@ -165,7 +181,8 @@ class RowDataLoader(DataLoader):
             rule = f"leaves out all {feed.num_rows} rows, fewer than a step of {share.global_batch}"
             raise ConfigError(Problem("training.last_batch", last_batch, rule, 'use "keep" or a smaller batch'))
         self.end = None if feed.passes is None else feed.passes * self.places_per_epoch
-        self.num_readers, self.ends_without_notice = 0, False
+        self.num_readers = 0
+        self.ends_without_notice = False
         self._opened, self._share, self._options = _Opened(feed), share, options  # type: ignore[assignment]
         self._pins = options.pin_memory and accelerator.pins_memory()
         self._places = [ReaderCursors(0)]
@@ -188,7 +205,9 @@ class _Opened:
     """What ``DataLoader`` asks of opened data: one feed, not mixed."""
 
     def __init__(self, feed: RowFeed) -> None:
-        self.feeds, self.names, self.mixture = [feed], ["training"], Mixture([Stage((1.0,))])
+        self.feeds = [feed]
+        self.names = ["training"]
+        self.mixture = Mixture([Stage((1.0,))])
 
 
 def fingerprint_of(value: Any) -> str:

@@ -40,7 +40,10 @@ class RowTemplate:
         keeps: bool = False,
     ) -> None:
         self.option = option
-        self._form, self._messages_field, self._keeps, self._work = form, messages_field, keeps, Work()
+        self._form = form
+        self._messages_field = messages_field
+        self._keeps = keeps
+        self._work = Work()
         self.facts = json.dumps([sorted(entries.items()), form, messages_field, keeps])
         self._templates = {name: self._compile(name, text, option) for name, text in entries.items()}
 
@@ -105,10 +108,12 @@ class TemplatedEncoder:
     """An encoder of rows that a template has completed."""
 
     def __init__(self, encoder: Encoder, template: RowTemplate) -> None:
-        self.tokenizer, self.option = encoder.tokenizer, template.option
+        self.tokenizer = encoder.tokenizer
+        self.option = template.option
         facts = json.dumps([encoder.fingerprint, template.facts])
         self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()
-        self._encoder, self._template = encoder, template
+        self._encoder = encoder
+        self._template = template
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """One document, or the reason why there is none, per row."""

@@ -30,7 +30,8 @@ PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 _ANSWER_BYTES = 16 * 1024
 _MEMORY_WORDS = ("alloc", "out of memory", "not enough memory", "worker thread")
 _WHOLE_BYTES = 2**28
-_WALL_FACTOR, _START_SECONDS = 4, 60
+_WALL_FACTOR = 4
+_START_SECONDS = 60
 """A busy machine gives a process a part of its time, and may be slow to start it."""
 
 
@@ -65,7 +66,8 @@ def limits() -> Limits:
 def spent_seconds() -> float:
     """CPU time of the children of this process since it was last asked for."""
     global _spent
-    seconds, _spent = _spent, 0.0
+    seconds = _spent
+    _spent = 0.0
     return seconds
 
 

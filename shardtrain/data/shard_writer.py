@@ -64,7 +64,9 @@ class ShardWriter:
     def __init__(
         self, folder: Path, vocab_size: int, shard_tokens: int, position: Mapping[str, Any] | None = None
     ) -> None:
-        self.folder, self.vocab_size, self.shard_tokens = folder, vocab_size, shard_tokens
+        self.folder = folder
+        self.vocab_size = vocab_size
+        self.shard_tokens = shard_tokens
         self.dtype = DTYPES[dtype_for(vocab_size)]
         position = position or {"tokens": 0, "documents": 0, "max_id": -1, "shards": [], "learned": False}
         self.num_tokens: int = position["tokens"]
@@ -124,7 +126,8 @@ class ShardWriter:
                 part = None if learned is None else learned[at : at + count]
                 self._write_mask(part, count)
                 self._tokens.write(tokens[at : at + count].astype(self.dtype, copy=False))
-                self.num_tokens, at = self.num_tokens + count, at + count
+                self.num_tokens += count
+                at += count
 
     def position(self) -> dict[str, Any]:
         """Put everything safely on the disk, and return where that is, as JSON; only between documents."""
@@ -185,14 +188,17 @@ class ShardWriter:
         learned = None if self._learned is None else self._learned.close()
         num_documents = documents_begun - self._documents_before
         self._shards.append(StoredShard(self._in_shard, num_documents, self._tokens.close(), learned))
-        self._learned, self._before, self._documents_before = None, self.num_tokens, documents_begun
+        self._learned = None
+        self._before = self.num_tokens
+        self._documents_before = documents_begun
 
 
 class _GrowingFile:
     """A file that is appended to, with the SHA-256 of all of it."""
 
     def __init__(self, path: Path, keep_bytes: int = 0) -> None:
-        self.path, self.bytes = path, keep_bytes
+        self.path = path
+        self.bytes = keep_bytes
         self._digest = hashlib.sha256()
         if keep_bytes:
             left = keep_bytes

@@ -40,9 +40,11 @@ class ShardTokenBuffer:
     """
 
     def __init__(self, folder: str | Path, option: str = "training.dataset_path") -> None:
-        self.folder, self.option = Path(folder), option
+        self.folder = Path(folder)
+        self.option = option
         self.index: Index = read_index(self.folder, option)
-        self.num_tokens, self.num_documents = self.index.num_tokens, self.index.num_documents
+        self.num_tokens = self.index.num_tokens
+        self.num_documents = self.index.num_documents
         self.has_mask = any(shard.learned is not None for shard in self.index.shards)
         self._dtype = DTYPES[self.index.dtype]
         self._ends = np.cumsum([shard.num_tokens for shard in self.index.shards], dtype=np.int64).tolist()
@@ -155,13 +157,16 @@ class _OpenFiles:
 
     def __init__(self, folder: Path, option: str, look: Callable[[StoredFile], None] | None = None) -> None:
         """``look`` is called with a file before it is opened."""
-        self._folder, self._option, self._look = folder, option, look
+        self._folder = folder
+        self._option = option
+        self._look = look
         self._descriptors: OrderedDict[str, int] = OrderedDict()
 
     def read(self, stored: StoredFile, start: int, stop: int) -> bytearray:
         """Bytes start..stop-1 of a file."""
         buffer = bytearray(stop - start)
-        view, at = memoryview(buffer), 0
+        view = memoryview(buffer)
+        at = 0
         try:
             descriptor = self._descriptor(stored)
             while at < len(buffer):
@@ -235,7 +240,9 @@ def verify(line: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
     for stored in index.files():
         path = line.folder / stored.name
         dtype = DTYPES[index.dtype] if stored.name in tokens else np.dtype("<i8" if stored.name == STARTS else "u1")
-        digest, previous, wrong = hashlib.sha256(), -1, set[str]()
+        digest = hashlib.sha256()
+        previous = -1
+        wrong = set[str]()
         try:
             with open(path, "rb", opener=atomic_io.without_waiting) as file:
                 while content := file.read(_BLOCK_BYTES):

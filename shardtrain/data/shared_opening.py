@@ -68,7 +68,8 @@ _ranks: Ranks | None = None
 def shared(ranks: Ranks) -> Iterator[None]:
     """Let these ranks open data together; all of them do the same inside."""
     global _ranks
-    before, _ranks = _ranks, ranks
+    before = _ranks
+    _ranks = ranks
     try:
         yield
     finally:
@@ -138,7 +139,8 @@ def decode(data: memoryview) -> Any:
             return part
         if _ARRAY not in part:
             return [whole(one) for one in part["list"]]
-        dtype, count = np.dtype(part[_ARRAY][0]), int(part[_ARRAY][1])
+        dtype = np.dtype(part[_ARRAY][0])
+        count = int(part[_ARRAY][1])
         array = np.frombuffer(data, dtype, count, at) if count else np.array([], dtype)
         at += array.nbytes + -array.nbytes % 8
         return array
@@ -154,7 +156,8 @@ class LooksAtSeek:
     """
 
     def __init__(self, check: Callable[[], None], place: str) -> None:
-        self._check, self._is_first = check, True
+        self._check = check
+        self._is_first = True
         self._is_ours = is_watched_here(place)
 
     def __call__(self) -> None:

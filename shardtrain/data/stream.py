@@ -56,8 +56,12 @@ class StreamFeed:
         passes: int | None,
         vocab_size: int,
     ) -> None:
-        self.source, self.encoder, self.packing = source, encoder, packing
-        self.seed, self.passes, self.vocab_size = seed, passes, vocab_size
+        self.source = source
+        self.encoder = encoder
+        self.packing = packing
+        self.seed = seed
+        self.passes = passes
+        self.vocab_size = vocab_size
         # at most as many readers as there are documents or shards, and 16 rows' worth of bytes for each
         available = source.num_rows if isinstance(source, Table) else source.num_shards
         if available < 1:
@@ -71,7 +75,8 @@ class StreamFeed:
         self.fingerprint = digest_of_files(self.files, *facts)
         self._readers: dict[int, _Reader] = {}
         self._epoch = 0
-        self._rows, self._cursors = 0, np.zeros((self.num_readers, 3), dtype=np.int64)
+        self._rows = 0
+        self._cursors = np.zeros((self.num_readers, 3), dtype=np.int64)
         self._watch = Watch(source.check_unchanged, len(self.files))
         place = source.listed_at if isinstance(source, FileSource) else ""
         self._looks = shared_opening.LooksAtSeek(source.check_unchanged, place)
@@ -97,7 +102,8 @@ class StreamFeed:
         """Without cursors each reader begins at its start and reads up to its place."""
         self._looks()
         self._readers.clear()
-        self._rows, self._cursors = rows, np.zeros((self.num_readers, 3), dtype=np.int64)
+        self._rows = rows
+        self._cursors = np.zeros((self.num_readers, 3), dtype=np.int64)
         if cursors is None:
             self._rows = 0
         else:
@@ -131,8 +137,10 @@ class _Reader:
     """One virtual reader: its documents in their order, cut into rows."""
 
     def __init__(self, feed: StreamFeed, index: int, rows: int, cursor: Cursor) -> None:
-        self._feed, self._index = feed, index
-        self.rows, self.cursor = rows, cursor
+        self._feed = feed
+        self._index = index
+        self.rows = rows
+        self.cursor = cursor
         self._walk = feed.walk(index)
         documents = self._documents((cursor[0], cursor[1]))
         self._packer = packer(feed.packing, documents, cursor, feed.vocab_size, self._walk.parts_per_epoch)
@@ -159,9 +167,12 @@ class _Reader:
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Document]]:
         """The reader's documents from a place on, each with the place after it."""
-        policy, last_found = BadRows(), start[0]
+        policy = BadRows()
+        last_found = start[0]
         rows = self._walk.rows(start)
-        limit, since, fruitless = sandbox.limits().seconds, time.thread_time(), 0
+        limit = sandbox.limits().seconds
+        since = time.thread_time()
+        fruitless = 0
         while chunk := list(islice(rows, _ROWS_AT_ONCE)):
             encoded = iter(self._feed.encoder.encode([row for _, row in chunk if not isinstance(row, BadRow)]))
             for place, row in chunk:
@@ -169,7 +180,8 @@ class _Reader:
                 if isinstance(result, Document):
                     last_found = place[0]
                     yield (place[0], place[1] + 1), result
-                    since, fruitless = time.thread_time(), 0
+                    since = time.thread_time()
+                    fruitless = 0
                     continue
                 fruitless += 1
                 if fruitless % _LOOK_EVERY == 0 and time.thread_time() - since > limit:
@@ -205,7 +217,9 @@ class _TableWalk:
 
     def __init__(self, feed: StreamFeed, reader: int) -> None:
         assert isinstance(feed.source, Table)
-        self._source, self._feed, self._reader = feed.source, feed, reader
+        self._source = feed.source
+        self._feed = feed
+        self._reader = reader
         self._own = len(range(reader, feed.source.num_rows, feed.num_readers))
 
     def rows(self, start: Place) -> Iterator[tuple[Place, Row]]:
@@ -215,13 +229,15 @@ class _TableWalk:
                 for index in self._indices(epoch, number, min(number + 1024, self._own)):
                     yield (epoch, number), self._source.row(index)
                     number += 1
-            epoch, number = epoch + 1, 0
+            epoch += 1
+            number = 0
 
     def where(self, place: Place) -> str:
         return self._source.place(self._indices(place[0], place[1], place[1] + 1)[0])
 
     def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
-        total, seed = self._source.num_rows, self._feed.seed
+        total = self._source.num_rows
+        seed = self._feed.seed
         slots = np.arange(start, stop, dtype=np.int64) * self._feed.num_readers + self._reader
         indices: list[int] = (slots if seed is None else sample_at(epoch * total + slots, total, seed)).tolist()
         return indices
@@ -230,7 +246,9 @@ class _TableWalk:
 class _ShardWalk:
     def __init__(self, feed: StreamFeed, reader: int) -> None:
         assert not isinstance(feed.source, Table)
-        self._source, self._feed, self._reader = feed.source, feed, reader
+        self._source = feed.source
+        self._feed = feed
+        self._reader = reader
         self._own = range(reader, feed.source.num_shards, feed.num_readers)
         self.parts_per_epoch = len(self._own)
 
@@ -240,12 +258,14 @@ class _ShardWalk:
         while self._feed.passes is None or part < self._feed.passes * self.parts_per_epoch:
             for row in self._source.rows(self._shard(part), number):
                 yield (part, number), row
-                number, last_filled = number + 1, part
+                number += 1
+                last_filled = part
             if part > last_filled + self.parts_per_epoch:
                 text = "reader %d of %d found no row in a pass over its shards, and gives none any more"
                 logger.warning(text, self._reader, self._feed.num_readers)
                 return
-            part, number = part + 1, 0
+            part += 1
+            number = 0
 
     def where(self, place: Place) -> str:
         return self._source.shard_place(self._shard(place[0]), place[1])

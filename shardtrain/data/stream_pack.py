@@ -58,7 +58,9 @@ class ConcatPacker:
     """Windows of ``seq_len + 1`` tokens; the last token of one is the first of the next."""
 
     def __init__(self, packing: Packing, documents: Documents, cursor: Cursor) -> None:
-        self._packing, self._documents, self.part = packing, documents, cursor[0]
+        self._packing = packing
+        self._documents = documents
+        self.part = cursor[0]
         self._held: deque[tuple[Place, Document]] = deque()
         self._begin: Place = (cursor[0], cursor[1])  # of the first document held
         self._offset = cursor[2]  # tokens of it that are already given
@@ -78,7 +80,10 @@ class ConcatPacker:
         length = min(length, wanted)
         if length < 2:
             return False
-        parts, masks, begins, column = [], [], [], 0
+        parts = []
+        masks = []
+        begins = []
+        column = 0
         for index, (_, document) in enumerate(self._held):
             start = self._offset if index == 0 else 0
             stop = min(len(document.tokens), start + length - column)
@@ -115,8 +120,11 @@ class FittedPacker:
     def __init__(
         self, packing: Packing, documents: Documents, cursor: Cursor, vocab_size: int, parts_per_epoch: int
     ) -> None:
-        self._packing, self._documents, self._vocab_size = packing, documents, vocab_size
-        self._parts_per_epoch, self.part = parts_per_epoch, cursor[0]
+        self._packing = packing
+        self._documents = documents
+        self._vocab_size = vocab_size
+        self._parts_per_epoch = parts_per_epoch
+        self.part = cursor[0]
         self._ahead: tuple[Place, Document] | None = None  # the first document of the next block
         self._block: Rows | None = None
         self._begin: Place = (cursor[0], cursor[1])  # of the block
@@ -131,7 +139,9 @@ class FittedPacker:
     def write(self, out: Sequences, slot: int) -> bool:
         while self._block is None or self._given == self._block.num_rows:
             if self._block is not None:
-                self._begin, self._given, self._block = self._after, 0, None
+                self._begin = self._after
+                self._given = 0
+                self._block = None
             block = self._next_block()
             if not block:
                 return False
@@ -140,9 +150,11 @@ class FittedPacker:
             if not self._block.num_rows and self._after[0] > self.part + FRUITLESS_PASSES * self._parts_per_epoch:
                 text = "a reader has no document that fits, in %d passes, and gives none any more (data.long_documents)"
                 logger.warning(text, FRUITLESS_PASSES)
-                self._documents, self._ahead = iter(()), None
+                self._documents = iter(())
+                self._ahead = None
         self._block.write(self._given, out, slot)
-        self._given, self.part = self._given + 1, self._after[0]
+        self._given += 1
+        self.part = self._after[0]
         return True
 
     def _next_block(self) -> list[tuple[Place, Document]]:

@@ -71,7 +71,8 @@ class MemoryTokenBuffer:
             if growth is not None:
                 growth.keep(pieces[-1].nbytes + ROW_BYTES + (0 if document.learned is None else len(document.learned)))
         lengths = np.fromiter((len(piece) for piece in pieces), dtype=np.int64, count=len(pieces))
-        self._tokens, at = np.empty(int(lengths.sum()), dtype), 0
+        self._tokens = np.empty(int(lengths.sum()), dtype)
+        at = 0
         for number, piece in enumerate(pieces):
             self._tokens[at : at + len(piece)] = piece
             at, pieces[number] = at + len(piece), _NONE  # each is let go, so that all of them are never held twice
@@ -90,12 +91,15 @@ class MemoryTokenBuffer:
     def from_arrays(cls, arrays: Mapping[str, Any]) -> MemoryTokenBuffer:
         """The buffer that gave these ``arrays``."""
         made = cls.__new__(cls)
-        made._tokens, made._starts, made._mask = arrays["tokens"], arrays["starts"], arrays["mask"]
+        made._tokens = arrays["tokens"]
+        made._starts = arrays["starts"]
+        made._mask = arrays["mask"]
         made._count()
         return made
 
     def _count(self) -> None:
-        self.num_tokens, self.num_documents = len(self._tokens), len(self._starts)
+        self.num_tokens = len(self._tokens)
+        self.num_documents = len(self._starts)
         self.has_mask = self._mask is not None
 
     @cached_property

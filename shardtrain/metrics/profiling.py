@@ -81,7 +81,8 @@ def profiler(
     problems = profiling_problems(config, device_type)
     if problems:
         raise ConfigError(problems)
-    options, folder = config.profiling, Path(run_folder)
+    options = config.profiling
+    folder = Path(run_folder)
     parts: list[_Trace | _MemorySnapshot] = []
     found = Profiler(parts)
     try:
@@ -113,7 +114,8 @@ class _Trace:
         activities = [ProfilerActivity.CPU]
         if (own := accelerator.profiler_activity(device_type)) is not None:
             activities.append(own)
-        self._folder, self._rank = run_folder / options.save_traces_folder, rank
+        self._folder = run_folder / options.save_traces_folder
+        self._rank = rank
         self._in_step = False
         # Each trace holds its own steps: what the warning calls a loss is what is wanted.
         warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
@@ -167,7 +169,10 @@ class _MemorySnapshot:
         import torch
 
         self._memory = torch.cuda.memory
-        self._folder, self._freq, self._rank, self._step = folder, freq, rank, start_step
+        self._folder = folder
+        self._freq = freq
+        self._rank = rank
+        self._step = start_step
         self._memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
 
     def step(self) -> None:

@@ -46,7 +46,8 @@ class Progress:
 
     def step(self, step: int, record: Record | None = None) -> None:
         """Move to ``step``; ``record`` where this step was logged."""
-        self._step, self._waits = step, ""
+        self._step = step
+        self._waits = ""
         self._record = record or self._record
         now = self._clock()
         if record is not None or now - self._drawn >= REDRAW_SECONDS:

@@ -141,7 +141,8 @@ def tags_of(fields: Mapping[str, Any], device_type: str, legacy: bool = False) -
             tags["memory/max_reserved(GiB)" if device_type != "cpu" else "memory/max_rss(GiB)"] = value
         else:
             tags[_TAGS.get(key, key)] = math.nan if value is None else value
-    step_seconds, data_seconds = fields.get("step_seconds"), fields.get("data_seconds")
+    step_seconds = fields.get("step_seconds")
+    data_seconds = fields.get("data_seconds")
     if step_seconds and data_seconds is not None:
         tags["time_metrics/data_loading(%)"] = 100 * data_seconds / step_seconds
     if legacy and fields.get("tps") is not None:

@@ -37,18 +37,25 @@ class Waiting:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.seconds = asked_seconds() if seconds is None else seconds
-        self._total_steps, self._step, self._phase, self._progress = total_steps, step, phase, progress
-        self._clock, self._seen, self._since = clock, phase(), clock()
+        self._total_steps = total_steps
+        self._step = step
+        self._phase = phase
+        self._progress = progress
+        self._clock = clock
+        self._seen = phase()
+        self._since = clock()
         self._said = _LastSaid(clock)
         log.logger.addHandler(self._said)
 
     def step(self, step: int) -> None:
         """This step has ended."""
-        self._step, self._since = step, self._clock()
+        self._step = step
+        self._since = self._clock()
 
     def tell(self) -> float:
         """Print or draw what is due; gives the seconds until it is worth to be called again."""
-        now, phase = self._clock(), self._phase()
+        now = self._clock()
+        phase = self._phase()
         if _place(phase) != _place(self._seen):
             self._since = now
         self._seen = phase

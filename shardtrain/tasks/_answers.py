@@ -164,7 +164,8 @@ class PairTask(AnswerTask):
             yield Pair(*sides) if bad is None else bad  # type: ignore[arg-type]
 
     def _split(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | BadRow:
-        data, task = self.config.data, self.config.task
+        data = self.config.data
+        task = self.config.task
         try:
             prompt, *answers = preferences.split(row, data.prompt_field, task.chosen_field, task.rejected_field)
         except Unusable as error:
@@ -178,7 +179,8 @@ def side_of(document: Document | BadRow, seq_len: int) -> Side | BadRow:
     if isinstance(document, BadRow):
         return document
     learned = document.learned if document.learned is not None else np.ones(len(document.tokens), bool)
-    tokens, learned = document.tokens[: seq_len + 1], learned[: seq_len + 1]
+    tokens = document.tokens[: seq_len + 1]
+    learned = learned[: seq_len + 1]
     targets = np.where(learned[1:], tokens[1:], IGNORE).astype(np.int64)
     if not (targets != IGNORE).any():
         return BadRow("no token of an answer lies within seq_len")
@@ -213,5 +215,6 @@ def log_probabilities(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -
 
 def of_pairs(model: nn.Module, batch: RowBatch) -> Tensor:
     """``log_probabilities`` (B, 2) of a batch of pairs."""
-    tokens_B2T, targets_B2T = batch["tokens_B2T"], batch["targets_B2T"]
+    tokens_B2T = batch["tokens_B2T"]
+    targets_B2T = batch["targets_B2T"]
     return log_probabilities(model, tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1)).unflatten(0, (-1, 2))

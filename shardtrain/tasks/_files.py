@@ -29,13 +29,18 @@ class FileRows(list[T], Generic[T]):
 
 def section_of(config: Config, split: str) -> tuple[Training | Validation, NamedDataset]:
     """The options that name a split's files: "train", "validation" or "test"."""
-    training, v = config.training, config.validation
+    training = config.training
+    v = config.validation
     if split == "train":
         source = DataSource(training.dataset, training.dataset_path)
         return training, NamedDataset(training.dataset, source, "training.dataset", "training.dataset_path")
-    path, part, option = v.dataset_path, v.split, "validation.dataset_path"
+    path = v.dataset_path
+    part = v.split
+    option = "validation.dataset_path"
     if split == "test":
-        path, part, option = config.task.test_dataset_path, config.task.test_split, "task.test_dataset_path"
+        path = config.task.test_dataset_path
+        part = config.task.test_split
+        option = "task.test_dataset_path"
     return v, NamedDataset(v.dataset, DataSource(v.dataset, path, split=part), "validation.dataset", option)
 
 
@@ -52,8 +57,10 @@ def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
         ConfigError: when the dataset cannot be opened.
         DataError: at a row that cannot be used, with file and line; data.bad_rows may leave those of training out.
     """
-    source, (_, named) = open_files(config, split), section_of(config, split)
-    policy, tally = BadRows.of(config.data), RowStats()
+    source = open_files(config, split)
+    _, named = section_of(config, split)
+    policy = BadRows.of(config.data)
+    tally = RowStats()
     template = template_of(config.data, None, "row")
 
     def make_of_columns(rows: Sequence[Row | BadRow]) -> Iterable[T | BadRow]:
@@ -81,7 +88,8 @@ def _good_rows(
         made = make([row for _, row in chunk])
         for (key, _), one in zip(chunk, made, strict=True):
             if not isinstance(one, BadRow):
-                tally.documents, tally.rows = tally.documents + 1, tally.rows + 1
+                tally.documents += 1
+                tally.rows += 1
                 yield one
                 continue
             place = place_of(source, key)

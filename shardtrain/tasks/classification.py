@@ -88,7 +88,8 @@ class Classification(ExampleTask):
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Scores of the labels (B, labels), at the last token of each row."""
-        tokens_BT, lengths_B = batch["tokens_BT"], batch["lengths_B"]
+        tokens_BT = batch["tokens_BT"]
+        lengths_B = batch["lengths_B"]
         if hasattr(model, "kind"):  # a network of transformers, which knows itself where to read the scores
             return model(tokens_BT, lengths_B=lengths_B)  # type: ignore[no-any-return]
         positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
@@ -109,10 +110,12 @@ class Classification(ExampleTask):
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Share of rows that are right, and the mean over labels of F1, of labels that occur or are predicted."""
         known = rows["label"] != IGNORE
-        predicted, label = rows["prediction"][known], rows["label"][known]
+        predicted = rows["prediction"][known]
+        label = rows["label"][known]
         scores = []
         for number in range(self.num_labels):
-            of_label, of_prediction = label == number, predicted == number
+            of_label = label == number
+            of_prediction = predicted == number
             total = int(of_label.sum() + of_prediction.sum())
             if total:
                 scores.append(2 * int((of_label & of_prediction).sum()) / total)

@@ -52,7 +52,8 @@ class Distillation(LanguageModel):
     def check(self, stream: data.DataLoader, module: ModuleType, shape: Any) -> None:
         """Refuse data, a model and a teacher that do not fit together; raises ConfigError."""
         super().check(stream, module, shape)
-        teacher, path = self.teacher(), self.config.task.teacher_path
+        teacher = self.teacher()
+        path = self.config.task.teacher_path
         its = models.find(teacher.model.name)
         its_shape = models.shape_of(its, teacher.model.flavor, teacher.model.overrides, teacher.model.norm_type)
         if stream.masks_documents:

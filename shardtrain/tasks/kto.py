@@ -60,7 +60,8 @@ class KTO(AnswerTask):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         task = config.task
-        self._size, self._beta = task.group_size, task.beta
+        self._size = task.group_size
+        self._beta = task.beta
         self.sequences_per_row = task.group_size
         self._weights = (task.undesirable_weight, task.desirable_weight)
 
@@ -91,7 +92,8 @@ class KTO(AnswerTask):
     def collate(self, rows: list[Group]) -> dict[str, Tensor]:
         """Tokens and targets (B, 2N, T), those of N rows and then those that estimate KL, and labels (B, N)."""
         size = max(len(group) for group in rows)
-        sides, labels = [], torch.full((len(rows), size), _NOTHING)
+        sides = []
+        labels = torch.full((len(rows), size), _NOTHING)
         for number, group in enumerate(rows):
             own = [one.side for one in group]
             mixed = [_exchanged(side, before) for side, before in zip(own, [own[-1], *own[:-1]], strict=True)]
@@ -116,15 +118,18 @@ class KTO(AnswerTask):
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Rewards of the rows and their group's KL, (B, N, 2)."""
         assert self.reference is not None, "the reference is opened before the first step"
-        tokens_BMT, targets_BMT = batch["tokens_BMT"], batch["targets_BMT"]
+        tokens_BMT = batch["tokens_BMT"]
+        targets_BMT = batch["targets_BMT"]
         size = batch["labels_BN"].size(1)
         is_row_BN = batch["labels_BN"] != _NOTHING
 
         def of(which: nn.Module, part: slice) -> Tensor:
-            tokens_RT, targets_RT = tokens_BMT[:, part].flatten(0, 1), targets_BMT[:, part].flatten(0, 1)
+            tokens_RT = tokens_BMT[:, part].flatten(0, 1)
+            targets_RT = targets_BMT[:, part].flatten(0, 1)
             return log_probabilities(which, tokens_RT, targets_RT).unflatten(0, (-1, size))
 
-        own, mixed = slice(0, size), slice(size, 2 * size)
+        own = slice(0, size)
+        mixed = slice(size, 2 * size)
         with torch.no_grad():
             kl_BN = of(model, mixed) - of(self.reference, mixed)
             kl_B = (kl_BN * is_row_BN).sum(1) / is_row_BN.sum(1)
@@ -149,9 +154,11 @@ class KTO(AnswerTask):
     def metrics(self, rows: Mapping[str, Tensor]) -> dict[str, float]:
         """Share of rows whose reward has the sign of their label, and by how much good ones have more on average."""
         labels = rows["label"].flatten()
-        rewards, labels = rows["rewards"].flatten()[labels != _NOTHING].double(), labels[labels != _NOTHING]
+        rewards = rows["rewards"].flatten()[labels != _NOTHING].double()
+        labels = labels[labels != _NOTHING]
         right = ((rewards > 0) == (labels == 1)).double().mean()
-        good, bad = rewards[labels == 1], rewards[labels == 0]
+        good = rewards[labels == 1]
+        bad = rewards[labels == 0]
         margin = float(good.mean() - bad.mean()) if len(good) and len(bad) else 0.0
         return {"reward_accuracy": float(right), "reward_margin": margin}
 
@@ -174,9 +181,11 @@ class KTO(AnswerTask):
             yield side if isinstance(side, BadRow) else Answer(side, one[1])
 
     def _read(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], bool] | BadRow:
-        data, field = self.config.data, self.config.task.label_field
+        data = self.config.data
+        field = self.config.task.label_field
         try:
-            prompt, completion = columns.column(row, data.prompt_field), columns.column(row, data.completion_field)
+            prompt = columns.column(row, data.prompt_field)
+            completion = columns.column(row, data.completion_field)
             label = columns.column(row, field)
             if isinstance(prompt, list | tuple) and isinstance(completion, str):
                 completion = [{"role": "assistant", "content": completion}]

@@ -34,7 +34,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 METRICS = {"accuracy": "max"}
 DEGREES = ()
-_MASKED, _RANDOM = 0.8, 0.1
+_MASKED = 0.8
+_RANDOM = 0.1
 
 
 class MaskedLanguageModel(ExampleTask):
@@ -82,7 +83,8 @@ class MaskedLanguageModel(ExampleTask):
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Logits (B, T, V)."""
-        tokens_BT, lengths_B = batch["tokens_BT"], batch["lengths_B"]
+        tokens_BT = batch["tokens_BT"]
+        lengths_B = batch["lengths_B"]
         if hasattr(model, "kind"):
             return model(tokens_BT, lengths_B=lengths_B)  # type: ignore[no-any-return]
         positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
@@ -125,7 +127,8 @@ class MaskedLanguageModel(ExampleTask):
         places = [place for place, token in enumerate(shown.tolist()) if token not in special]
         order = sorted((rng.random(), place) for place in places)
         for _, place in order[: max(1, round(self.fraction * len(places)))]:
-            targets[place], fate = shown[place], rng.random()
+            targets[place] = shown[place]
+            fate = rng.random()
             if fate < _MASKED:
                 shown[place] = self.mask_id
             elif fate < _MASKED + _RANDOM:
@@ -147,7 +150,8 @@ class _MaskedFeed(RowFeed):
 
     def __init__(self, task: MaskedLanguageModel, rows: Rows, seed: int | None, passes: int | None) -> None:
         super().__init__(rows, seed, passes)
-        self._task, self._epochs = task, seed is not None
+        self._task = task
+        self._epochs = seed is not None
         self.fingerprint = digest(self.fingerprint, task.fraction, task.mask_id)
 
     def read(self, k: int, number: int) -> Any:

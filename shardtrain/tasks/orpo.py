@@ -27,7 +27,8 @@ class ORPO(PairTask):
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Mean log-probabilities of the answers (chosen, rejected), and the chosen text's mean loss: (B, 3)."""
-        tokens_B2T, answers_B2T = batch["tokens_B2T"], batch["targets_B2T"]
+        tokens_B2T = batch["tokens_B2T"]
+        answers_B2T = batch["targets_B2T"]
         # all tokens up to the last of an answer: what follows is filler
         last_B21 = ((answers_B2T != IGNORE) * torch.arange(1, tokens_B2T.size(-1) + 1, device=tokens_B2T.device)).amax(
             -1, keepdim=True

@@ -41,7 +41,8 @@ class RewardModel(PairTask):
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Scores (B, 2), at the last token of each text."""
-        tokens_RT, lengths_R = batch["tokens_B2T"].flatten(0, 1), batch["lengths_B2"].flatten()
+        tokens_RT = batch["tokens_B2T"].flatten(0, 1)
+        lengths_R = batch["lengths_B2"].flatten()
         if hasattr(model, "kind"):  # a network of transformers, which knows itself where to read the scores
             scores: Tensor = model(tokens_RT, lengths_B=lengths_R)
             return scores.unflatten(0, (-1, 2)).squeeze(-1)

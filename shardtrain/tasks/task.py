@@ -120,7 +120,8 @@ class RowTask:
         name = layout.last[-1] if layout.last else ""
         head = getattr(model, name, None)
         if not isinstance(head, nn.Linear):
-            rule, fix = "does not end in a linear layer, which a head of labels could replace", "use another model"
+            rule = "does not end in a linear layer, which a head of labels could replace"
+            fix = "use another model"
             raise ConfigError(Problem("model.name", self.config.model.name, rule, fix))
         setattr(model, name, nn.Linear(head.in_features, self.num_labels, bias=head.bias is not None, device="meta"))
         return model

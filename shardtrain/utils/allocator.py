@@ -6,7 +6,8 @@ import ctypes
 import os
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 """Numbers of glibc's malloc.h."""
 LARGEST_KEPT_BYTES = 1 << 30
 

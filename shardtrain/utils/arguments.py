@@ -31,7 +31,8 @@ class Arguments(argparse.ArgumentParser):
         super().__init__(
             prog=program, description=description, allow_abbrev=False, epilog=f"example: {example}" if example else None
         )
-        self._example, self._first = example, first
+        self._example = example
+        self._first = first
 
     def rarer(self) -> argparse._ArgumentGroup:
         """The group of options that few commands need, which the help lists last."""

@@ -17,7 +17,8 @@ class BestEffort:
     """
 
     def __init__(self, what: str) -> None:
-        self._what, self._warned = what, False
+        self._what = what
+        self._warned = False
 
     def call(self, action: Callable[[], T], otherwise: T) -> T:
         """The result of ``action``, or ``otherwise`` where it raises."""

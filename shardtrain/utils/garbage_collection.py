@@ -38,7 +38,8 @@ class GarbageCollection:
     def __init__(self, freq: int, debug: bool = False) -> None:
         if freq < 1:
             raise ConfigError(Problem("training.gc_freq", freq, "must be at least 1", "set it to 50"))
-        self._freq, self._debug = freq, debug
+        self._freq = freq
+        self._debug = debug
         self._was_enabled = gc.isenabled()
         gc.disable()
 

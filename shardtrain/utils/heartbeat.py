@@ -83,7 +83,8 @@ def heartbeat(
     if not seconds:
         yield
         return
-    line, silence = _line(what, far), _Silence(silent_since(), 0)
+    line = _line(what, far)
+    silence = _Silence(silent_since(), 0)
 
     def tell() -> float:
         silence.since = max(silence.since, last_said())  # others may have spoken meanwhile
@@ -101,7 +102,8 @@ def heartbeat(
             yield
     finally:
         _running[:] = [one for one in _running if one is not silence]
-        _silence.since, _silence.until = silence.since, time.monotonic()
+        _silence.since = silence.since
+        _silence.until = time.monotonic()
 
 
 @contextmanager
@@ -129,7 +131,8 @@ class WaitingHeartbeat:
     def __init__(self, what: str) -> None:
         self.seconds: float | None = asked_seconds() or None
         """Of silence before a line; None where nothing is printed."""
-        self._line, self._since = _line(what), silent_since()
+        self._line = _line(what)
+        self._since = silent_since()
 
     @property
     def timeout(self) -> float | None:
@@ -149,12 +152,14 @@ class WaitingHeartbeat:
 
     def __exit__(self, *_: object) -> None:
         """Remember the silence, which the next work continues."""
-        _silence.since, _silence.until = max(self._since, last_said()), time.monotonic()
+        _silence.since = max(self._since, last_said())
+        _silence.until = time.monotonic()
 
 
 def _line(what: str, far: Callable[[], str] = str) -> Callable[[], str]:
     """A function that gives the line of this moment; time and bytes count from now."""
-    started, (read, written) = time.monotonic(), _disk_bytes()
+    started = time.monotonic()
+    read, written = _disk_bytes()
 
     def line() -> str:
         now_read, now_written = _disk_bytes()

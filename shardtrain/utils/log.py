@@ -43,7 +43,8 @@ class _Kept(logging.Handler):
 def kept_warnings() -> Iterator[list[str]]:
     """Warnings of the package as lines: no log has been set up, and Python's would print them bare."""
     lines: list[str] = []
-    handler, propagates = _Kept(lines), logger.propagate
+    handler = _Kept(lines)
+    propagates = logger.propagate
     logger.addHandler(handler)
     logger.propagate = False
     try:
@@ -138,7 +139,8 @@ class SecretFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Redact the record in place and let it pass."""
-        record.msg, record.args = redact(visible(_ANSI.sub("", record.getMessage()))), None
+        record.msg = redact(visible(_ANSI.sub("", record.getMessage())))
+        record.args = None
         if record.exc_info and not record.exc_text:
             record.exc_text = logging.Formatter().formatException(record.exc_info)
         if record.exc_text:
@@ -199,7 +201,8 @@ class _FileHandler(logging.Handler):
 
     def __init__(self, path: Path, opens_late: bool = False) -> None:
         super().__init__()
-        self.path, self.num_lost = path, 0
+        self.path = path
+        self.num_lost = 0
         self._descriptor = -1 if opens_late else self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -227,7 +230,8 @@ class _FileHandler(logging.Handler):
 
     def close(self) -> None:
         """Let the file go."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor = self._descriptor
+        self._descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
         super().close()
@@ -238,7 +242,8 @@ class _FileHandler(logging.Handler):
 
     def _is_gone(self) -> bool:
         try:
-            there, own = os.stat(self.path), os.fstat(self._descriptor)
+            there = os.stat(self.path)
+            own = os.fstat(self._descriptor)
         except FileNotFoundError:
             return True
         except OSError:  # it cannot be seen at the moment, which does not make it gone

@@ -25,9 +25,14 @@ from typing import TypeVar
 T = TypeVar("T")
 NETWORK = "SHARDTRAIN_NETWORK"
 """Descriptors of the user namespace (-1 where none is needed) and of the network, as 5:6; for forked ranks alone."""
-_NEW_USER, _NEW_NET, _SET_DUMPABLE = 0x10000000, 0x40000000, 4
-_CAPABILITIES_VERSION, _SYS_ADMIN = 0x20080522, 21
-_GET_FLAGS, _SET_FLAGS, _IS_UP = 0x8913, 0x8914, 0x1
+_NEW_USER = 0x10000000
+_NEW_NET = 0x40000000
+_SET_DUMPABLE = 4
+_CAPABILITIES_VERSION = 0x20080522
+_SYS_ADMIN = 21
+_GET_FLAGS = 0x8913
+_SET_FLAGS = 0x8914
+_IS_UP = 0x1
 
 
 @contextlib.contextmanager
@@ -44,7 +49,8 @@ def made() -> Iterator[dict[str, str]]:
 
 def _make() -> tuple[int, int] | None:
     """A namespace lives as long as a process in it or a descriptor of it: a child makes it, and is opened."""
-    (done, tell), (wait, release) = os.pipe(), os.pipe()
+    done, tell = os.pipe()
+    wait, release = os.pipe()
     child = os.fork()
     if child == 0:
         try:
@@ -96,7 +102,9 @@ def _build() -> bytes:
     Raises:
         OSError: the system does not allow it.
     """
-    user, group, kind = os.geteuid(), os.getegid(), b"n"
+    user = os.geteuid()
+    group = os.getegid()
+    kind = b"n"
     try:
         _call("unshare", _NEW_NET)
     except OSError:

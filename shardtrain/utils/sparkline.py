@@ -19,8 +19,10 @@ def sparkline(places: Sequence[float], values: Sequence[float], width: int, bars
     if width < 1 or not values:
         return ""
     width = min(width, len(values))
-    first, span = places[0], places[-1] - places[0]
-    sums, counts = [0.0] * width, [0] * width
+    first = places[0]
+    span = places[-1] - places[0]
+    sums = [0.0] * width
+    counts = [0] * width
     for place, value in zip(places, values, strict=True):
         index = min(int((place - first) * width / span), width - 1) if span else 0
         sums[index] += value

@@ -61,7 +61,9 @@ def _is_simple(kind: Any) -> bool:
 def _size(array: Any) -> int:
     import pyarrow.compute
 
-    kind, count, types = array.type, len(array), pyarrow.types
+    kind = array.type
+    count = len(array)
+    types = pyarrow.types
     if not count:
         return 0
     if _is_simple(kind):

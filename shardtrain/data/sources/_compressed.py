@@ -75,8 +75,10 @@ class _Clock:
     """The CPU time since a compressed file last gave something: a kilobyte of it may be a million empty lines."""
 
     def __init__(self, file: File) -> None:
-        self._file, self._seconds = file, sandbox.limits().seconds
-        self._gave, self._since = True, 0.0
+        self._file = file
+        self._seconds = sandbox.limits().seconds
+        self._gave = True
+        self._since = 0.0
 
     def gave(self) -> None:
         """Start from here: what the reader of the file does with a record is its own affair."""
@@ -85,7 +87,8 @@ class _Clock:
     def check(self) -> None:
         """Raise DataError where the file has taken too long."""
         if self._gave:
-            self._gave, self._since = False, time.thread_time()
+            self._gave = False
+            self._since = time.thread_time()
         elif time.thread_time() - self._since > self._seconds:
             rule = f"takes more than data.artefact_seconds={self._seconds} of decompression without a row"
             raise self._file.unusable(rule, "raise it, get the file from its source again, or leave it out")
@@ -95,7 +98,8 @@ class _Timed(io.RawIOBase):
     """A file of which each read is under the clock: also what decompresses to nothing takes its time."""
 
     def __init__(self, raw: io.RawIOBase, clock: _Clock) -> None:
-        self._raw, self._clock = raw, clock
+        self._raw = raw
+        self._clock = clock
 
     def readable(self) -> bool:
         return True
@@ -110,7 +114,8 @@ class _Stream:
     """Turns each library's errors into ours. One read of the library at a time, so that no data is lost with them."""
 
     def __init__(self, file: File, inner: Any, clock: _Clock | None = None) -> None:
-        self._file, self._clock = file, clock
+        self._file = file
+        self._clock = clock
         self._read = inner.read1 if file.compression and file.compression != ".zst" else inner.read
 
     def gave(self) -> None:
@@ -139,7 +144,8 @@ class _Zstd:
         try:
             self._library: Any = importlib.import_module("zstandard")
         except ImportError as error:
-            rule, fix = "is compressed by zstandard, which is not installed", 'pip install "shardtrain[hf]"'
+            rule = "is compressed by zstandard, which is not installed"
+            fix = 'pip install "shardtrain[hf]"'
             raise ConfigError(Problem(file.option, file.path, rule, fix)) from error
         self._raw = raw
         self._compressed = memoryview(b"")

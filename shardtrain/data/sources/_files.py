@@ -38,7 +38,8 @@ MANY_FILES = 10_000
 hashing a million files at each start of each rank would take an hour, and gigabytes."""
 MAX_FILES = 2_000_000
 _FILES_SAMPLED = 1000
-_SAMPLES, _SAMPLE_BYTES = 16, 64 * 1024
+_SAMPLES = 16
+_SAMPLE_BYTES = 64 * 1024
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
@@ -146,12 +147,16 @@ class FileList(Sequence[File]):
 
     def __init__(self, place: str, option: str, arrays: Mapping[str, Any]) -> None:
         """``arrays`` is what ``arrays_of`` gave, on this rank or another one."""
-        self.place, self.option, self._root = place, option, arrays["root"]
+        self.place = place
+        self.option = option
+        self._root = arrays["root"]
         self._before = os.path.join(self._root, "")
         self.has_twins: bool = arrays["has_twins"]
         self._names: npt.NDArray[np.uint8] = arrays["names"]
         self._stops = np.flatnonzero(self._names == 0)
-        self._sizes, self._mtimes, self._inodes = arrays["sizes"], arrays["mtimes"], arrays["inodes"]
+        self._sizes = arrays["sizes"]
+        self._mtimes = arrays["mtimes"]
+        self._inodes = arrays["inodes"]
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -164,7 +169,8 @@ class FileList(Sequence[File]):
         if isinstance(number, slice):
             return [self[one] for one in range(*number.indices(len(self)))]
         number = range(len(self))[number]
-        name, identity = self.name(number), (self._sizes[number], self._mtimes[number], self._inodes[number])
+        name = self.name(number)
+        identity = (self._sizes[number], self._mtimes[number], self._inodes[number])
         return File(name, self._before + name, self.option, *map(int, identity))
 
     def __iter__(self) -> Iterator[File]:
@@ -212,7 +218,8 @@ class FileList(Sequence[File]):
         """What another list of the same place lacks, or has more: a part of a sentence; empty where they are alike."""
         if np.array_equal(self._names, other._names) and np.array_equal(self._sizes, other._sizes):
             return ""
-        own, others = dict(zip(self.names(), self._sizes.tolist(), strict=True)), set(other.names())
+        own = dict(zip(self.names(), self._sizes.tolist(), strict=True))
+        others = set(other.names())
         for name in own:
             if name not in others:
                 return f"lacks {name}, and rank 0 lists it"
@@ -250,7 +257,8 @@ class Marks(Mapping[str, str]):
     """Fingerprints of many files by name: the sizes of all, and more of those that were sampled."""
 
     def __init__(self, files: FileList, sampled: Mapping[int, str]) -> None:
-        self._files, self._sampled = files, sampled
+        self._files = files
+        self._sampled = sampled
 
     def __len__(self) -> int:
         return len(self._files)
@@ -354,7 +362,8 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
         DataError: when a file is not a regular file, cannot be read, or is empty and ``empty`` does not allow that.
     """
     wanted = ", ".join(f"*{ending}" for ending in endings)
-    option, path = request.option, request.path
+    option = request.option
+    path = request.path
     if not path:
         rule = f'is not set, and the dataset "{dataset}" needs it'
         raise ConfigError(Problem(option, None, rule, f"name a file, a folder of {wanted}, or a pattern"))
@@ -373,7 +382,9 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
 def _list(place: str, request: Request, wanted: str, endings: Sequence[str], empty: bool) -> dict[str, Any]:
     """The root of the files that a path names, and ``arrays_of`` them."""
     names: Sequence[str]
-    option, path, root = request.option, request.path, place
+    option = request.option
+    path = request.path
+    root = place
     kind = reading.kind(root)
     if kind == "folder":
         names = _walk(root, endings, option)
@@ -393,7 +404,9 @@ def _list(place: str, request: Request, wanted: str, endings: Sequence[str], emp
         raise ConfigError(Problem(option, path, rule, "put many documents into one file"))
     before = os.path.join(root, "")
     names = sorted(names)
-    sizes, mtimes, inodes = array("q"), array("q"), array("Q")
+    sizes = array("q")
+    mtimes = array("q")
+    inodes = array("Q")
     for name in names:
         status = _status(before + name, option, empty)
         sizes.append(status.st_size)
@@ -451,7 +464,8 @@ def _status(path: str, option: str, empty: bool) -> os.stat_result:
         raise reading.trouble(path, error) or unreadable from error
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
-        rule, fix = f"is {kind}, no file", "name regular files, which can be read at any place"
+        rule = f"is {kind}, no file"
+        fix = "name regular files, which can be read at any place"
         raise DataError(str(Problem(option, path, rule, fix)))
     if not status.st_size and not empty:
         raise DataError(str(Problem(option, path, "is empty", "remove the file, or name another")))

@@ -118,11 +118,13 @@ def open_saved(request: Request) -> Table | Shards:
         raise ConfigError(Problem(request.option, request.path, rule, "save it again by save_to_disk")) from error
     if isinstance(saved, Mapping):
         if request.split not in saved:
-            rule, fix = f'has no split "{request.split}"', f"set data.split to {' or '.join(saved)}"
+            rule = f'has no split "{request.split}"'
+            fix = f"set data.split to {' or '.join(saved)}"
             raise ConfigError(Problem(request.option, request.path, rule, fix))
         saved = saved[request.split]
     elif saved.split is not None and str(saved.split) != request.split:
-        rule, fix = f'is the split "{saved.split}", not "{request.split}"', f'set data.split="{saved.split}"'
+        rule = f'is the split "{saved.split}", not "{request.split}"'
+        fix = f'set data.split="{saved.split}"'
         raise ConfigError(Problem(request.option, request.path, rule, fix))
     return _opened(saved, request)
 
@@ -183,7 +185,9 @@ class DatasetTable:
     """
 
     def __init__(self, dataset: Any, name: str, request: Request, short: str | None = None) -> None:
-        self._dataset, self._name, self._request = dataset.with_format("arrow"), name, request
+        self._dataset = dataset.with_format("arrow")
+        self._name = name
+        self._request = request
         self._short = short or name
         self.num_rows: int = len(dataset)
         self.total_bytes: int | None = int(dataset.data.nbytes)
@@ -227,7 +231,10 @@ class DatasetShards:
     def __init__(
         self, dataset: Any, name: str, request: Request, files: Mapping[str, str], table: DatasetTable | None = None
     ) -> None:
-        self._dataset, self._name, self._request, self._table = dataset.with_format("arrow"), name, request, table
+        self._dataset = dataset.with_format("arrow")
+        self._name = name
+        self._request = request
+        self._table = table
         self.num_shards: int = dataset.num_shards if hasattr(dataset, "num_shards") else dataset.n_shards
         self._files = {name: f"{fingerprint}:{self.num_shards}" for name, fingerprint in files.items()}
         if table is not None:
@@ -282,7 +289,8 @@ def _datasets(request: Request) -> Any:
     try:
         library = importlib.import_module("datasets")
     except ImportError as error:
-        rule, fix = "needs the library datasets, which is not installed", 'pip install "shardtrain[hf]"'
+        rule = "needs the library datasets, which is not installed"
+        fix = 'pip install "shardtrain[hf]"'
         raise ConfigError(Problem(request.option, request.path, rule, fix)) from error
     if hasattr(library.config, "HF_DATASETS_TRUST_REMOTE_CODE"):
         library.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # before version 4 the environment could allow it

@@ -29,7 +29,8 @@ def refusal(error: BaseException, request: Request, name: str, asked: Mapping[st
 
 
 def _reason(error: BaseException, name: str, asked: Mapping[str, Any]) -> tuple[str, str]:
-    chain, statuses = _chain(error), set()
+    chain = _chain(error)
+    statuses = set()
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
     for link in chain:
         statuses.add(getattr(getattr(link, "response", None), "status_code", None))

@@ -15,7 +15,9 @@ from shardtrain.data.sources._files import File
 
 _BLOCK_BYTES = 4 * 2**20  # of newlines alone, each of which takes some numbers
 _GAPS = ("gap_rows", "gap_starts", "gap_blanks")
-_NEWLINE, _QUOTE, _RETURN = 10, 34, 13
+_NEWLINE = 10
+_QUOTE = 34
+_RETURN = 13
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 BLANKS = b" \t\r"
 """What a blank line may have; such a line is not a row."""
@@ -73,9 +75,11 @@ class Index:
         self, file: File, reader: Reader, arrays: Mapping[str, Any] | None = None, *, quoted: bool = False
     ) -> None:
         """``arrays`` is what ``arrays`` gave on another rank, and spares the scan."""
-        self.file, self._reader = file, reader
+        self.file = file
+        self._reader = reader
         found = self._found(quoted) if arrays is None else arrays
-        self._starts, self._lines = found["starts"], found.get("lines")
+        self._starts = found["starts"]
+        self._lines = found.get("lines")
         self._gap_rows, self._gap_starts, self._gap_blanks = (found[name] for name in _GAPS)
         self.num_rows = len(self._starts) - 1
 
@@ -88,7 +92,9 @@ class Index:
     def _found(self, quoted: bool) -> dict[str, npt.NDArray[np.int64]]:
         """Where rows start and, for each run of blank records, the rows before it, its start, and all blanks so far."""
         none = np.array([], np.int64)
-        starts, lines, gaps = [none], [none], [np.zeros((3, 0), np.int64)]
+        starts = [none]
+        lines = [none]
+        gaps = [np.zeros((3, 0), np.int64)]
         rows = 0
         for block_starts, block_lines, blank in self._scan(quoted):
             starts.append(block_starts[~blank])
@@ -141,15 +147,18 @@ class Index:
             if quoted:
                 marks = np.flatnonzero(block == _QUOTE)
                 outside = (marks.searchsorted(newlines) + quotes) % 2 == 0
-                newlines, numbers = newlines[outside], numbers[outside]
+                newlines = newlines[outside]
+                numbers = numbers[outside]
                 quotes += len(marks)
             starts = newlines + (base + 1)
             if base <= pending < base + count:
                 starts = np.concatenate([[pending], starts])
                 numbers = np.concatenate([[pending_line], numbers])
             if len(starts) and starts[-1] == base + count:
-                pending, pending_line = int(starts[-1]), int(numbers[-1])
-                starts, numbers = starts[:-1], numbers[:-1]
+                pending = int(starts[-1])
+                pending_line = int(numbers[-1])
+                starts = starts[:-1]
+                numbers = numbers[:-1]
             yield starts, numbers, self._blank(block, base, starts)
 
     def _blank(self, block: npt.NDArray[np.uint8], base: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
@@ -172,7 +181,8 @@ class Index:
             rest = self._reader.read(self.file, count, start).lstrip(BLANKS)
             if rest:
                 return rest[0] == _NEWLINE
-            start, size = start + count, _BLOCK_BYTES
+            start += count
+            size = _BLOCK_BYTES
         return True
 
 

@@ -78,18 +78,24 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
         DataError: when the file is too large, or is not a JSON array; with the line.
     """
     text = _text(file)
-    starts, stops, lines = array("q"), array("q"), array("q")
+    starts = array("q")
+    stops = array("q")
+    lines = array("q")
     place = _after(text, text.index("[") + 1)
-    line, counted = 1, 0
+    line = 1
+    counted = 0
     more = not text.startswith("]", place)
-    ends, limit, since = _Ends(text, max_row_bytes), sandbox.limits().seconds, time.thread_time()
+    ends = _Ends(text, max_row_bytes)
+    limit = sandbox.limits().seconds
+    since = time.thread_time()
     try:
         while more:
             stop = ends.after(place)
             if len(starts) % _LOOK_EVERY == 0 and time.thread_time() - since > limit:
                 rule = f"takes more than data.artefact_seconds={limit} to read"
                 raise _broken(file, text, place, rule, "raise it, or write one object per line")
-            line, counted = line + text.count("\n", counted, place), place
+            line += text.count("\n", counted, place)
+            counted = place
             starts.append(place)
             stops.append(stop)
             lines.append(line)
@@ -114,27 +120,33 @@ class _Ends:
     """Where elements end. They are decoded in parts of the text: one element could be gigabytes of empty lists."""
 
     def __init__(self, text: str, max_row_bytes: int) -> None:
-        self._whole, self._most = text, max(max_row_bytes, _ELEMENT_CHARACTERS)
-        self._part, self._first = text[: self._most + _MOVE_CHARACTERS], 0
+        self._whole = text
+        self._most = max(max_row_bytes, _ELEMENT_CHARACTERS)
+        self._part = text[: self._most + _MOVE_CHARACTERS]
+        self._first = 0
         self._decode = json.JSONDecoder().raw_decode
 
     def after(self, place: int) -> int:
         """The place after the element at a place; raises JSONDecodeError where there is none, or it is too long."""
         is_last = self._first + len(self._part) == len(self._whole)
         if place - self._first > _MOVE_CHARACTERS and not is_last:
-            self._part, self._first = self._whole[place : place + self._most + _MOVE_CHARACTERS], place
+            self._part = self._whole[place : place + self._most + _MOVE_CHARACTERS]
+            self._first = place
             is_last = place + len(self._part) == len(self._whole)
         try:
             return self._decode(self._part, place - self._first)[1] + self._first
         except json.JSONDecodeError as error:
-            message, at = error.msg, error.pos + self._first
+            message = error.msg
+            at = error.pos + self._first
             if not is_last and (error.pos >= len(self._part) - 8 or message.startswith("Unterminated string")):
-                message, at = f"an element is longer than {self._most} characters", place
+                message = f"an element is longer than {self._most} characters"
+                at = place
             raise json.JSONDecodeError(message, self._whole, at) from None
 
 
 def _text(file: File) -> str:
-    pieces, total = [], 0
+    pieces = []
+    total = 0
     with open_stream(file) as stream:
         try:
             while total <= MAX_BYTES and (block := stream.read(BLOCK_BYTES)):

@@ -40,7 +40,8 @@ def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator
     try:
         lines = _lines(stream, max_bytes)
         for record, num_lines in _joined(lines, max_bytes) if quoted else ((line, 1) for line in lines):
-            start, number = number, number + num_lines
+            start = number
+            number += num_lines
             if isinstance(record, _Blank):
                 number = start + record.num_lines
             elif isinstance(record, _Long):
@@ -65,7 +66,8 @@ def _blocks(stream: Stream) -> Iterator[bytes]:
 
 def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
     """Lines without their newlines; of one that is longer than a block and ``max_bytes``, the length alone."""
-    begun, long = bytearray(), None
+    begun = bytearray()
+    long = None
     for block in _blocks(stream):
         if not begun and long is None and block[:64].isspace() and not block.strip(BLANKS + b"\n"):
             # a compressed file may hold a thousand million of them
@@ -83,7 +85,8 @@ def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
             continue
         yield long or bytes(begun)
         yield from others[:-1]
-        begun, long = bytearray(others[-1]), None
+        begun = bytearray(others[-1])
+        long = None
     if long or begun:
         yield long or bytes(begun)
 
@@ -105,7 +108,9 @@ def _joined(lines: Iterator[bytes | _Long | _Blank], max_bytes: int) -> Iterator
                 yield line, 0
                 continue
             more = line.num_lines - 1  # within quotes they are of the record
-            num_lines, num_bytes, line = num_lines + more, num_bytes - more, line.text[:-1]
+            num_lines += more
+            num_bytes -= more
+            line = line.text[:-1]
         num_lines += 1
         num_bytes += line.num_bytes if isinstance(line, _Long) else len(line)
         num_quotes += line.num_quotes if isinstance(line, _Long) else line.count(b'"')
@@ -117,6 +122,10 @@ def _joined(lines: Iterator[bytes | _Long | _Blank], max_bytes: int) -> Iterator
         if num_quotes % 2 == 0:
             blank = isinstance(line, _Long) and line.blank and num_lines == 1
             yield _Long(num_bytes + num_lines - 1, 0, blank) if long else b"\n".join(pieces), num_lines
-            pieces, num_lines, num_bytes, num_quotes, long = [], 0, 0, 0, False
+            pieces = []
+            num_lines = 0
+            num_bytes = 0
+            num_quotes = 0
+            long = False
     if num_lines:
         yield _Long(num_bytes + num_lines - 1, 0) if long else b"\n".join(pieces), num_lines

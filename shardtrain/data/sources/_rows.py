@@ -150,7 +150,8 @@ class _Lines:
 
     def __init__(self) -> None:
         self.num_rows = 0
-        self._rows, self._shifts = [0], [1]
+        self._rows = [0]
+        self._shifts = [1]
 
     def note(self, row: int, line: int) -> None:
         """Take down the line of a row; those before it were noted."""

@@ -22,7 +22,8 @@ ENDINGS = (".parquet", ".pq")
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 256 * 2**20
 """Bounds what rows that are decoded at once can hold; each of them may be as large as its row group says that it is."""
-_BOMB_RATIO, _BOMB_BYTES = 100, 64 * 2**20
+_BOMB_RATIO = 100
+_BOMB_BYTES = 64 * 2**20
 """Columns that say to be so many times larger than they are on disk are tried first in a process with limits."""
 _VALUE_BYTES = 8
 _SMALL_BYTES = 64 * 1024
@@ -91,7 +92,8 @@ class ParquetFiles(FileSource):
         return len(self.members)
 
     def rows(self, shard: int, start: int = 0) -> Iterator[Row]:
-        file, before = self.members[shard], 0
+        file = self.members[shard]
+        before = 0
         with _open(file) as parquet:
             _check(file, parquet)
             for group in range(parquet.metadata.num_row_groups):
@@ -177,7 +179,8 @@ def _prove(file: File, parquet: Any) -> None:
 
 def _open(file: File) -> Any:
     file.check_unchanged()
-    parquet, arrow = _library("pyarrow.parquet", file), _library("pyarrow", file)
+    parquet = _library("pyarrow.parquet", file)
+    arrow = _library("pyarrow", file)
     try:
         return parquet.ParquetFile(file.path)
     except (OSError, arrow.ArrowException) as error:
@@ -191,5 +194,6 @@ def _library(name: str, file: File) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        rule, fix = "is read by pyarrow, which is not installed", 'pip install "shardtrain[hf]"'
+        rule = "is read by pyarrow, which is not installed"
+        fix = 'pip install "shardtrain[hf]"'
         raise ConfigError(Problem(file.option, file.path, rule, fix)) from error

@@ -19,7 +19,8 @@ PACKAGES = ("asyncio", "email", "multiprocessing", "unittest", "xml")
 """Labels, as [task] names them."""
 SPLITS = {"train": range(2, 10), "validation": (0,), "test": (1,)}
 """Of ten lines in a row, those of a split."""
-MIN_CHARACTERS, MAX_LINES = 24, 1500
+MIN_CHARACTERS = 24
+MAX_LINES = 1500
 """Shorter lines say little, and a package with many lines gives its first."""
 
 

@@ -56,7 +56,8 @@ class Texts(FileSource):
             check_text(file)  # which opening did not
         if file.compression is None and file.size > self.max_row_bytes:
             return too_long(file.size)
-        pieces, total = [], 0
+        pieces = []
+        total = 0
         with open_stream(file) as stream:
             try:
                 while total <= self.max_row_bytes and (block := stream.read(BLOCK_BYTES)):

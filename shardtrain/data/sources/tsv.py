@@ -35,7 +35,8 @@ def open_source(request: Request) -> Table | Shards:
 
 def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     """As open_source, for files that were found already."""
-    quoted, skipped = files[0].kind == ".csv", int(request.header)
+    quoted = files[0].kind == ".csv"
+    skipped = int(request.header)
     look = Look(files[0], request)
     reader = Reader()
     in_sequence = False if is_many(files) else any(file.compression for file in files)

@@ -40,7 +40,8 @@ class JsonTokenizer:
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
-        self.spec, self.option = spec, option
+        self.spec = spec
+        self.option = option
         self._tokenizer, self.prefix_ids, self.suffix_ids = _load(file, content, option)
         # ids may have gaps, so the largest id decides the rows that an embedding needs
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -58,7 +59,8 @@ class JsonTokenizer:
         self.special_ids = frozenset(special.values()).union(i for i in usual.values() if i is not None)
         texts = {name: str(self._tokenizer.id_to_token(i)) for name, i in usual.items() if i is not None}
         self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
-        self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
+        self.chat_template = beside.chat_template
+        self.tool_template = beside.tool_template
         _warn_of_idle_switch(beside.switches.get("add_bos_token"), self.prefix_ids, self.bos_id, str(file))
         ends = f"{self.bos_id} {self.eos_id}".encode()
         ends += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
@@ -144,12 +146,14 @@ def _check_growth(content: bytes, file: Path, option: str) -> None:
         said = json.loads(content)
     except (ValueError, RecursionError):
         return  # the library says what is wrong with it
-    growth, rules = 1.0, [said.get("normalizer")] if isinstance(said, dict) else []
+    growth = 1.0
+    rules = [said.get("normalizer")] if isinstance(said, dict) else []
     while rules:
         rule = rules.pop()
         if not isinstance(rule, dict):
             continue
-        kind, content_ = rule.get("type"), rule.get("content")
+        kind = rule.get("type")
+        content_ = rule.get("content")
         inner = rule.get("normalizers")
         if kind == "Sequence" and isinstance(inner, list):
             rules += inner

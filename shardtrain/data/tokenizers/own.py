@@ -27,7 +27,8 @@ class OwnTokenizer:
     """
 
     def __init__(self, path: str, option: str) -> None:
-        self.spec, self.option = path, option
+        self.spec = path
+        self.option = option
         self._tokenizer: Any = own_file.load(path, "tokenizer", option, *TOKENIZER).Tokenizer()
         missing = [name for name in ("encode", "decode") if not callable(getattr(self._tokenizer, name, None))]
         if missing:
@@ -71,7 +72,8 @@ class OwnTokenizer:
             raise self._problem(rule, "define spans(text): a list of (first, after the last) characters of each id")
         found = []
         for text in texts:
-            ids, spans = self.encode(text), np.asarray(self._tokenizer.spans(text), np.int64).reshape(-1, 2)
+            ids = self.encode(text)
+            spans = np.asarray(self._tokenizer.spans(text), np.int64).reshape(-1, 2)
             if len(ids) != len(spans):
                 rule = f"gives {len(ids)} ids and {len(spans)} spans of one text"
                 raise self._problem(rule, "give one span for each id of encode(text)")

@@ -29,8 +29,10 @@ class SentencePieceTokenizer:
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
-        self.spec, self.option = spec, option
-        self._whole, self._inner = _load(file, content, option), _load(file, content + _NO_PREFIX, option)
+        self.spec = spec
+        self.option = option
+        self._whole = _load(file, content, option)
+        self._inner = _load(file, content + _NO_PREFIX, option)
         beside = read_beside(file.parent, option)
         pieces: int = self._whole.get_piece_size()
         self._added = self._added_tokens(beside, pieces, file)
@@ -52,7 +54,8 @@ class SentencePieceTokenizer:
             },
             **beside.named(),
         }
-        self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
+        self.chat_template = beside.chat_template
+        self.tool_template = beside.tool_template
         facts = f"sentencepiece {self.bos_id} {self.eos_id} {sorted(beside.added.items())}".encode()
         facts += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + facts).hexdigest()
@@ -107,7 +110,8 @@ class SentencePieceTokenizer:
         return {i: token.content for i, token in beside.added.items() if i >= pieces}
 
     def _end(self, beside: TokenizerConfig, name: str, special: dict[str, int]) -> int | None:
-        key, own = f"{name}_token", int(getattr(self._whole, f"{name}_id")())
+        key = f"{name}_token"
+        own = int(getattr(self._whole, f"{name}_id")())
         if key in beside.tokens or f"{key}_id" in beside.token_ids:
             return beside.special_id(key, lambda text: self._find(text, special), special, self.vocab_size, self.option)
         return own if own >= 0 else None

@@ -25,6 +25,7 @@ def to_characters(text: str, spans_bytes: npt.NDArray[np.int64]) -> npt.NDArray[
     data = np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8)
     # characters that have begun before byte i; the bytes 10xxxxxx continue one
     begun = np.concatenate(([0], np.cumsum((data & 0xC0) != 0x80)))
-    starts, ends = spans_bytes[:, 0], spans_bytes[:, 1]
+    starts = spans_bytes[:, 0]
+    ends = spans_bytes[:, 1]
     inside = np.concatenate(((data & 0xC0) == 0x80, [False]))[starts] & (ends > starts)
     return np.stack((begun[starts] - inside, begun[ends]), axis=1)

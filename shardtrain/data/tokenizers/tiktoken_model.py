@@ -39,7 +39,8 @@ _LINE = re.compile(rb"([A-Za-z0-9+/]+={0,2}) ([0-9]{1,10})\r?")
 # the ranks alone do not say how a text is split; these belong to others, which split otherwise
 _OTHERS = {50256: "GPT-2", 50257: "GPT-2", 100256: "cl100k_base", 151643: "Qwen", 199998: "o200k_base"}
 # The regular expressions overflow their stack on longer runs; Llama 3's reference code cuts at the same places.
-_LONGEST_RUN, _LONGEST_TEXT = 25_000, 400_000
+_LONGEST_RUN = 25_000
+_LONGEST_TEXT = 400_000
 _LONG_RUN = re.compile(rf"\s{{{_LONGEST_RUN + 1},}}|\S{{{_LONGEST_RUN + 1},}}")
 
 
@@ -56,7 +57,8 @@ class TiktokenTokenizer:
     """
 
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
-        self.spec, self.option = spec, option
+        self.spec = spec
+        self.option = option
         ranks = _read_ranks(file, content, option)
         beside = read_beside(file.parent, option)
         # special tokens by their text: Llama 3's 256, some of them under the names that tokenizer_config.json has
@@ -91,7 +93,8 @@ class TiktokenTokenizer:
         ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         texts = {name: self._texts[i] for name, i in ends.items() if i in self._texts}
         self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
-        self.chat_template, self.tool_template = beside.chat_template, beside.tool_template
+        self.chat_template = beside.chat_template
+        self.tool_template = beside.tool_template
         facts = f"tiktoken llama3 {self.bos_id} {self.eos_id} {sorted(self._texts.items())}".encode()
         facts += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + facts).hexdigest()
@@ -150,7 +153,8 @@ class TiktokenTokenizer:
 def _parts(text: str) -> Iterator[str]:
     """Parts of a text that the library can take, cut where Llama 3's reference code cuts; most texts are one part."""
     for start in range(0, len(text), _LONGEST_TEXT):
-        part, done = text[start : start + _LONGEST_TEXT], 0
+        part = text[start : start + _LONGEST_TEXT]
+        done = 0
         for run in _LONG_RUN.finditer(part) if len(part) > _LONGEST_RUN else ():
             for cut in range(run.start() + _LONGEST_RUN, run.end(), _LONGEST_RUN):
                 yield part[done:cut]

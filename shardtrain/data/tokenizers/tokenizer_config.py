@@ -18,7 +18,8 @@ _USUAL_NAMES = {
     "pad_token": ("<|finetune_right_pad_id|>", "<pad>", "[PAD]", "<|pad|>"),
 }
 _CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
-_TEMPLATE, _TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_TEMPLATE = "chat_template.jinja"
+_TEMPLATES = "additional_chat_templates"
 _MAX_FILE_BYTES = 64 * 2**20
 _FIX = "replace the file, or remove it"
 

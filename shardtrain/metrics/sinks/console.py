@@ -62,7 +62,8 @@ class Table:
         names = [name for name in cells if name in kept]
         text = " ".join(_painted(cells[name], color) for name in names)
         if names != self._names or self._rows % self.ROWS == 0:
-            self._names, self._rows = names, 0
+            self._names = names
+            self._rows = 0
             text = " ".join(f"{_TITLES.get(name, name):>{cells[name][0]}}" for name in names) + "\n" + text
         self._rows += 1
         return text

@@ -181,7 +181,9 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
 
 # Each start of a run leaves a file that is straight, and a run appends in order: so all that a start has to look at of
 # a large file is its end. Reading 10^7 records would take minutes.
-_LARGE_BYTES, _TAIL_BYTES, _THINNED = 16 * 2**20, 2**20, 2500
+_LARGE_BYTES = 16 * 2**20
+_TAIL_BYTES = 2**20
+_THINNED = 2500
 
 
 def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
@@ -193,7 +195,10 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
         if window < size:
             content = content.partition(b"\n")[2]
         at = size - len(content)
-        end, last, num_kept, is_past = 0, -1, 0, False
+        end = 0
+        last = -1
+        num_kept = 0
+        is_past = False
         for line in content.split(b"\n")[:-1]:  # what follows the last line feed is torn
             records, _ = _parse(line)
             at += len(line) + 1
@@ -203,7 +208,9 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
             elif is_past or step <= last:
                 return None
             else:
-                end, last, num_kept = at, step, num_kept + 1
+                end = at
+                last = step
+                num_kept += 1
         if num_kept > 1 or window == size:  # one alone may be a step written twice
             return end
         if window == _TAIL_BYTES and (before := _place_before(file, size, start_step)) < size:

@@ -20,7 +20,8 @@ REPLAYED = 5000
 
 def open_sink(request: Request) -> TensorBoardSink | None:
     """The sink of this rank, with the history of a resumed run in it."""
-    options, device_type = request.config.metrics, request.facts.device_type
+    options = request.config.metrics
+    device_type = request.facts.device_type
     if not options.enable_tensorboard or not request.is_wanted:
         return None
     folder = request.folder / options.save_tb_folder
@@ -110,7 +111,8 @@ def require_package(name: str, option: str, pip: str = "", value: object = True)
 def _fresh_folder(folder: Path, below: str) -> Path:
     """The folder of this minute, with a number where one of that name has files already."""
     stamp = time.strftime("%Y%m%d-%H%M")
-    candidate, number = folder / stamp / below, 1
+    candidate = folder / stamp / below
+    number = 1
     while candidate.exists() and any(child.is_file() for child in candidate.iterdir()):
         number += 1
         candidate = folder / f"{stamp}-{number}" / below

@@ -47,7 +47,9 @@ class TrackerSink:
     def __init__(
         self, title: str, open_client: Callable[[], Client], fields: Callable[[Record], Mapping[str, Any]]
     ) -> None:
-        self._title, self._open_client, self._fields = title, open_client, fields
+        self._title = title
+        self._open_client = open_client
+        self._fields = fields
         self.num_dropped = 0
         self._failed = self._closed = False
         self._queue: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(QUEUE_RECORDS)
