@@ -73,13 +73,14 @@ class NamedDataset:
     path_option: str
 
 
-def _bound(config: Config) -> None:
+def _set_limits(config: Config) -> None:
+    """Bound what opening the user's files may take: they may come from anywhere."""
     sandbox.set_limits(sandbox.Limits(config.data.artefact_memory_bytes, config.data.artefact_seconds))
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
     """The tokenizer that the config names."""
-    _bound(config)
+    _set_limits(config)
     if config.model.tokenizer_path is not None:
         return open_tokenizer(config.model.tokenizer_path, option="model.tokenizer_path")
     return open_tokenizer(config.model.hf_assets_path)
@@ -105,7 +106,7 @@ def is_local(path: str) -> bool:
 
 def request_for(config: Config, named: NamedDataset) -> Request:
     """What the source's module is asked to open."""
-    _bound(config)
+    _set_limits(config)
     text_field = named.source.text_field or config.data.text_field
     return Request(
         path=named.source.dataset_path,
@@ -166,35 +167,37 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
     tokenizer = tokenizer_of(config)
     every = named_sources(config, section)
     formats = formats_of(config, section)
-    packings = [packing_of(config, section, tokenizer, named, formats) for named in every]
     several = len(every) > 1
+    # Ends are added to texts and prompts: what begins and ends a conversation is the template's, and prepared tokens
+    # have theirs already.
     if any(named.source.dataset != "tokens" and formats[named.name] != "chat" for named in every):
         logger.info(described(tokenizer, config.data))
-    passes = [_passes(config, section, loop, named.source, several) for named in every]
-    seeds = [config.debug.seed] * len(every)
-    if several:  # each source is shuffled in an order of its own, which its name alone decides
-        digests = [hashlib.sha256(f"{config.debug.seed} {named.name}".encode()).digest() for named in every]
-        seeds = [int.from_bytes(digest[:7], "little") for digest in digests]
-    feeds = [
-        _open_feed(
-            config,
-            section,
-            named,
-            tokenizer,
-            packing,
-            seed if shuffle else None,
-            times,
-        )
-        for named, packing, seed, times in zip(every, packings, seeds, passes, strict=True)
-    ]
+
+    packings = []
+    all_passes = []
+    feeds = []
+    for named in every:
+        packing = packing_of(config, section, tokenizer, named, formats)
+        passes = _passes(config, section, loop, named.source, several)
+        seed = config.debug.seed
+        if several:
+            # Each source is shuffled in an order of its own, which its name alone decides: adding another source to a
+            # mixture changes the order of none.
+            seed = int.from_bytes(hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little")
+        feeds.append(_open_feed(config, section, named, tokenizer, packing, seed if shuffle else None, passes))
+        packings.append(packing)
+        all_passes.append(passes)
+
     mixture = Mixture(stages_of(config, feeds) if several else [Stage((1.0,))])
     for stage, index in mixture.unread:
         text = "dataset %s is not read in stage %d: its weight is not 1 in 65,536 of all"
         logger.warning(text, every[index].name, stage + 1)
+
+    # The data end with the first source that has given all its passes.
     ends = [
-        mixture.first_position_beyond(index, times * feed.num_rows)
-        for index, (feed, times) in enumerate(zip(feeds, passes, strict=True))
-        if times is not None and feed.num_rows is not None
+        mixture.first_position_beyond(index, passes * feed.num_rows)
+        for index, (feed, passes) in enumerate(zip(feeds, all_passes, strict=True))
+        if passes is not None and feed.num_rows is not None
     ]
     end = min((end for end in ends if end is not None), default=None)
     return DataPipeline(feeds, mixture, packings[0], tokenizer, end, [named.name for named in every])
@@ -227,13 +230,19 @@ def _open_feed(
     module = sources.find(named.source.dataset, option=named.dataset_option)
     request = request_for(config, named)
     started = time.perf_counter()
+
+    # Prepared shards are tokens already.
     if hasattr(module, "open_line"):
         shards: ShardTokenBuffer = module.open_line(request, tokenizer)
         return _indexed(shards, packing, seed, passes, named, shards.files, started)
+
+    # Collectives while ranks open data together (see ``shared_opening``): all ranks must come here in one order.
     source: Table | Shards = module.open_source(request)
     encoder = open_encoder(tokenizer, config.data, named.source)
     place = source.listed_at if isinstance(source, FileSource) else ""
     shared_opening.once(place, lambda: check_template(source, encoder, named))
+
+    # Too large to be read whole: documents are tokenized as training asks for them.
     if _streams(config, section, named, source, passes):
         feed = StreamFeed(
             source,
@@ -247,21 +256,23 @@ def _open_feed(
         logger.info("dataset %s is read while training runs, by %d virtual readers", named.name, feed.num_readers)
         return feed
 
+    # Read whole, by the first rank for all, unless an earlier start has kept the tokens.
     def tokens() -> dict[str, Any]:
         def read() -> dict[str, Any]:
             return _read(config, source, encoder, tokenizer, named)
 
-        # files alone say by their times whether they are the same; a dataset that is code may give anything
+        # Files alone say by their times whether they are the same; a dataset that is code may give anything.
         if not (config.data.cache_tokens and isinstance(source, FileSource)) or named.source.dataset.endswith(".py"):
             return read()
         facts = (config.data, named.source, request, encoder, tokenizer.vocab_size)
         return token_cache.kept_or_made(named.name, source.members, facts, read)
 
-    found = shared_opening.once(place, tokens)
-    for reason in found["left_out"]:
-        level = logging.WARNING if found["num_bad"] else logging.INFO  # empty texts alone are nothing to worry about
+    tokenized = shared_opening.once(place, tokens)
+    for reason in tokenized["left_out"]:
+        # Empty texts alone are nothing to worry about.
+        level = logging.WARNING if tokenized["num_bad"] else logging.INFO
         logger.log(level, "dataset %s: left out %s", named.name, reason)
-    line = MemoryTokenBuffer.from_arrays(found["line"])
+    line = MemoryTokenBuffer.from_arrays(tokenized["line"])
     return _indexed(line, packing, seed, passes, named, source.files(), started)
 
 
@@ -272,8 +283,9 @@ def _read(
     policy = BadRows.of(config.data)
     tally = RowStats()
     rows: Iterable[tuple[Key, Row]] = every_row(source)
+    # What small files may grow to is bounded where nobody has said that all of it is wanted here: data.mode="memory"
+    # says so, and so does a dataset that is the user's own code.
     growth = None
-    # "memory" is the user's word that all of it is wanted here, and so is a dataset that is code
     if config.data.mode == "auto" and not named.source.dataset.endswith(".py"):
         growth = Growth(named.name, source.total_bytes, ', or set data.mode to "stream" or "memory"')
         rows = growth.rows(rows)
@@ -300,10 +312,10 @@ def check_template(source: Table | Shards, encoder: Encoder, named: NamedDataset
     if not isinstance(encoder, TemplatedEncoder):
         return
     first = [row for _, row in itertools.islice(every_row(source), _FIRST_ROWS) if not isinstance(row, BadRow)]
-    found = encoder.encode(first)
-    bad = [one for one in found if isinstance(one, BadRow)]
-    if found and len(bad) == len(found):
-        rule = f"makes nothing of the first {len(found)} rows of {named.source.dataset_path or named.name}: {bad[0]}"
+    results = encoder.encode(first)
+    bad = [result for result in results if isinstance(result, BadRow)]
+    if results and len(bad) == len(results):
+        rule = f"makes nothing of the first {len(results)} rows of {named.source.dataset_path or named.name}: {bad[0]}"
         raise ConfigError(Problem(encoder.option, None, rule, "correct the template"))
 
 
@@ -333,6 +345,7 @@ def _streams(
     mode = config.data.mode
     small = source.total_bytes is not None and source.total_bytes <= MEMORY_BYTES
     streams = mode == "stream" or (mode == "auto" and not small)
+    # A validation of the whole set must know how many steps that is, so it is read whole whatever its size.
     if isinstance(section, Validation) and section.steps == -1 and streams:
         if source.total_bytes is None:
             rule = "needs a set whose end is known"
@@ -341,6 +354,8 @@ def _streams(
         return False
     if not streams:
         return False
+
+    # What needs the number of rows, which a stream does not know, is refused.
     size = "of unknown size" if source.total_bytes is None else f"of {source.total_bytes / 2**20:.0f} MiB"
     way_out = 'run "shardtrain data prepare" and use dataset "tokens", or set data.mode="memory"'
     if config.data.bad_rows == "skip":
@@ -358,10 +373,11 @@ def _streams(
 def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
     """Weights of tokens as weights of rows, and tokens of stages as positions of rows."""
     names = list(config.data.sources)
-    own = {name: source.weight for name, source in config.data.sources.items()}
-    stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages] or [(0, own)]
+    weights_of_sources = {name: source.weight for name, source in config.data.sources.items()}
+    stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages] or [(0, weights_of_sources)]
+    # A stage without a limit (0) is the last: where all have one, the last weights hold to the end.
     if stages[-1][0]:
-        stages.append((0, stages[-1][1]))  # the last weights hold to the end
+        stages.append((0, stages[-1][1]))
     result = []
     tokens = 0
     rows = 0.0
@@ -371,6 +387,7 @@ def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
         if not until_tokens:
             result.append(Stage(tuple(per_row)))
             break
+        # A row has sum(per_token) / sum(per_row) targets on average, so this many rows hold the tokens of the stage.
         rows += (until_tokens - tokens) * sum(per_row) / sum(per_token)
         tokens = until_tokens
         result.append(Stage(tuple(per_row), stop=round(rows)))

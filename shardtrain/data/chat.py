@@ -53,6 +53,7 @@ def write(
         raise Unusable("the conversation has no turn of the assistant")
     chat, text = _render(template, messages, tools, prompt=False)
     _check_calls(template, chat, tools)
+    # A template that marks what the assistant says is believed; in all others its turns are searched for.
     if template.marks:
         return _marked(template, chat, tools, first_learned)
     turns = _Turns(template, chat, tools, text)
@@ -87,12 +88,11 @@ def _check_calls(template: ChatTemplate, chat: list[Message], tools: list[Any] |
         name = {"name": f"{_STAND_IN}-{len(turns)}-"}
         return {**call, "function": {**call["function"], **name}} if "function" in call else {**call, **name}
 
-    other = [
-        {**message, "tool_calls": [renamed(call, turn) for call in message["tool_calls"]]}
-        if "tool_calls" in message
-        else message
-        for turn, message in enumerate(chat, start=1)
-    ]
+    other = []
+    for turn, message in enumerate(chat, start=1):
+        if "tool_calls" in message:
+            message = {**message, "tool_calls": [renamed(call, turn) for call in message["tool_calls"]]}
+        other.append(message)
     try:
         text = template.render(other, tools)
     except Unusable:
@@ -104,6 +104,8 @@ def _check_calls(template: ChatTemplate, chat: list[Message], tools: list[Any] |
 
 def _marked(template: ChatTemplate, chat: list[Message], tools: list[Any] | None, first_learned: int) -> Written:
     text, spans = template.render_marked(chat, tools)
+    # Of a prompt and its completion the marks within the prompt do not count. The prompt is what the template writes of
+    # it alone, with the words that an answer follows or, where the completion begins with another turn, without.
     if first_learned:
         given = chat[:first_learned]
         starts = (template.render(given, tools, prompt=prompt) for prompt in (True, False))
@@ -133,6 +135,7 @@ class _Turns:
         return found
 
     def _by_growth(self, i: int) -> Span | None:
+        """What the template writes more with the turn than without it, where all before and after stays the same."""
         try:
             prompt = self._template.render(self._chat[:i], self._tools, prompt=True)
             grown = self._template.render(self._chat[: i + 1], self._tools)
@@ -141,6 +144,7 @@ class _Turns:
         if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt)):
             return None
         # A template without words that an answer follows would have the name of the speaker learned too.
+        # So the growth must begin with the turn's content, or the template must have such words.
         content = self._chat[i].get("content", "").strip()
         if content and grown[len(prompt) :].lstrip().startswith(content):
             return len(prompt), len(grown)
@@ -149,6 +153,7 @@ class _Turns:
         return len(prompt), len(grown)
 
     def _by_place(self, i: int) -> Span | None:
+        """Where the template writes a word of ours when it stands in for the turn's content."""
         message = self._chat[i]
         content = message.get("content", "").strip()
         if not content or message.get("tool_calls") or _STAND_IN in self._text:
@@ -162,10 +167,11 @@ class _Turns:
         if len(whole) != 2 or len(alone) != 2:
             return None
         before, after = whole
-        ending = alone[1] if after.startswith(alone[1]) else None
+        # What ends the turn is what follows it where it is the last one.
+        ending = alone[1]
         start, stop = len(before), len(self._text) - len(after)
         fits = self._text.startswith(before) and self._text.endswith(after) and start < stop
-        if ending is None or not fits or self._text[start:stop].strip() not in content:
+        if not after.startswith(ending) or not fits or self._text[start:stop].strip() not in content:
             return None
         return start, stop + len(ending)
 
@@ -223,35 +229,24 @@ class Conversations:
         starts = spans[:, 0]
         stops = spans[:, 1]
         special = np.isin(tokens, self._special)
+        text = written.text
         for start, stop in written.spans:
-            # a token without characters of its own, such as a space put in front, goes with what follows it
+            # A token without characters of its own, such as a space put in front, goes with what follows it.
             inside = (starts < stop) & ((stops > start) | ((stops == start) & (starts == start)))
-            if written.exact:
-                self._tell_missing_end(written.text, stop, starts, stops, special, inside)
-            else:
-                # leave out the line end that a template writes after the token that ends a turn: nobody asks for it
-                within = np.flatnonzero(inside & special)
-                if len(within) and not written.text[stops[within[-1]] : stop].strip():
-                    inside[within[-1] + 1 :] = False
+            special_inside = np.flatnonzero(inside & special)
+            special_behind = np.flatnonzero(special & (starts >= stop))
+            if not written.exact:
+                # Leave out the line end that a template writes after the token that ends a turn: nobody asks for it.
+                if len(special_inside) and not text[stops[special_inside[-1]] : stop].strip():
+                    inside[special_inside[-1] + 1 :] = False
+            elif len(special_behind) and not len(special_inside) and not self._logged_ending:
+                # The template's own marks are kept to, and told of where they leave out the token that ends a turn.
+                end = special_behind[0]
+                if not text[stop : starts[end]].strip():
+                    self._logged_ending = True
+                    logger.warning(
+                        f"the chat template's {{% generation %}} marks leave out the {text[starts[end] : stops[end]]} "
+                        "that ends a turn, so that the model does not learn to end one; put it within the marks"
+                    )
             learned |= inside
         return learned
-
-    def _tell_missing_end(
-        self,
-        text: str,
-        stop: int,
-        starts: npt.NDArray[np.int64],
-        stops: npt.NDArray[np.int64],
-        special: npt.NDArray[np.bool_],
-        inside: npt.NDArray[np.bool_],
-    ) -> None:
-        following = np.flatnonzero(special & (starts >= stop))
-        if self._logged_ending or not len(following) or (special & inside).any():
-            return
-        token = following[0]
-        if not text[stop : starts[token]].strip():
-            self._logged_ending = True
-            logger.warning(
-                f"the chat template's {{% generation %}} marks leave out the {text[starts[token] : stops[token]]} that "
-                "ends a turn, so that the model does not learn to end one; put it within the marks"
-            )

@@ -33,18 +33,20 @@ def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = N
     Raises:
         ConfigError: when a chat template is needed and there is none, or it cannot be used.
     """
-    form = (source.format if source is not None else None) or data.format
-    encoder = _encoder(tokenizer, data, source, form)
+    form = data.format
+    text_field = data.text_field
+    if source is not None:
+        form = source.format or form
+        text_field = source.text_field or text_field
+    encoder: Encoder
+    if form == "text":
+        encoder = TextEncoder(tokenizer, text_field, data)
+    elif form == "prompt_completion":
+        encoder = PromptEncoder(tokenizer, data)
+    else:
+        encoder = ChatEncoder(tokenizer, data)
     template = template_of(data, source, form)
     return encoder if template is None else TemplatedEncoder(encoder, template)
-
-
-def _encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None, form: str) -> Encoder:
-    if form == "text":
-        return TextEncoder(tokenizer, (source.text_field if source is not None else None) or data.text_field, data)
-    if form == "prompt_completion":
-        return PromptEncoder(tokenizer, data)
-    return ChatEncoder(tokenizer, data)
 
 
 class TextEncoder:
@@ -67,14 +69,20 @@ class TextEncoder:
                 raise Unusable("the text is empty", harmless=True)
             return found
 
+        # The texts are tokenized together, and their ids taken in order between the rows that have none.
         texts = [_attempt(text_of, row) for row in rows]
-        batch = iter(self.tokenizer.encode_batch([one for one in texts if isinstance(one, str)]))
-        return [one if isinstance(one, BadRow) else self._document(next(batch)) for one in texts]
-
-    def _document(self, ids: Ids) -> Document | BadRow:
-        if not len(ids):
-            return BadRow("the text has no tokens", harmless=True)
-        return Document(np.concatenate((self._prefix, ids, self._after)))
+        batch = iter(self.tokenizer.encode_batch([found for found in texts if isinstance(found, str)]))
+        results: list[Document | BadRow] = []
+        for found in texts:
+            if isinstance(found, BadRow):
+                results.append(found)
+                continue
+            ids = next(batch)
+            if len(ids):
+                results.append(Document(np.concatenate((self._prefix, ids, self._after))))
+            else:
+                results.append(BadRow("the text has no tokens", harmless=True))
+        return results
 
 
 class PromptEncoder:
@@ -97,17 +105,20 @@ class PromptEncoder:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """One document, or the reason why there is none, per row."""
+        # Texts are tokenized together, and so are conversations; both are taken in the order of the rows.
         pairs = [_attempt(self._pair, row) for row in rows]
-        flat = [part for pair in pairs if isinstance(pair, tuple) for part in pair]
-        batch = iter(self.tokenizer.encode_batch(flat))
+        texts = [part for pair in pairs if isinstance(pair, tuple) for part in pair]
+        batch = iter(self.tokenizer.encode_batch(texts))
         written = [pair for pair in pairs if isinstance(pair, Written)]
         chats = iter(self._chat().documents(written) if written else [])
         results: list[Document | BadRow] = []
         for pair in pairs:
             if isinstance(pair, Written):
                 results.append(_with_targets(next(chats)))
+            elif isinstance(pair, BadRow):
+                results.append(pair)
             else:
-                results.append(pair if isinstance(pair, BadRow) else self._document(next(batch), next(batch)))
+                results.append(self._document(next(batch), next(batch)))
         return results
 
     def _pair(self, row: Mapping[str, Any]) -> tuple[str, str] | Written:
@@ -135,7 +146,8 @@ class PromptEncoder:
         return Document(tokens, np.arange(len(tokens)) >= len(self._prefix) + len(prompt))
 
     def _chat(self) -> Conversations:
-        if self._conversations is None:  # rows of text need no template
+        # Made when the first row is a conversation: rows of text need no template.
+        if self._conversations is None:
             self._conversations = open_conversations(self.tokenizer, self._data)
         return self._conversations
 
@@ -169,7 +181,7 @@ def _attempt(read: Callable[[Mapping[str, Any]], T], row: Mapping[str, Any]) -> 
 
 
 def _with_targets(document: Document) -> Document | BadRow:
-    # the first token is never a target
+    # The first token is never a target, whether it is learned or not.
     if document.learned is None or document.learned[1:].any():
         return document
     return BadRow("the conversation has no token that is learned")

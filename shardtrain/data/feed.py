@@ -114,15 +114,18 @@ class IndexedFeed:
         option: str,
         files: Mapping[str, str],
     ) -> None:
-        table = table_of(line, packing, option) if isinstance(line, ShardTokenBuffer) else None
-        self._looks = shared_opening.LooksAtSeek(
-            line.check_unchanged, str(line.folder) if isinstance(line, ShardTokenBuffer) else ""
-        )
+        # Prepared shards may know how their documents are fitted into rows, and lie in files that can change.
+        table = None
+        folder = ""
+        if isinstance(line, ShardTokenBuffer):
+            table = table_of(line, packing, option)
+            folder = str(line.folder)
+        self._looks = shared_opening.LooksAtSeek(line.check_unchanged, folder)
+        self._watch = Watch(line.check_unchanged, len(files))
         self._line = line
         self._rows = pack(line, packing, table)
         self._seed = seed
         self.passes = passes
-        self._watch = Watch(line.check_unchanged, len(files))
         self.num_rows: int = self._rows.num_rows
         self.num_tokens = line.num_tokens
         if self.num_rows < 1:

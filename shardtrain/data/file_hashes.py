@@ -74,6 +74,7 @@ class Contents:
 
     def look(self) -> None:
         """Take what earlier starts have found, and hash a small dataset at once; raises ``problem``."""
+        # A file whose size, times and inode are those that were noted holds what was noted.
         noted = self._read_notes()
         left = []
         self._noted = noted
@@ -85,6 +86,8 @@ class Contents:
                     self._found(file, found[-1])
                 else:
                     left.append((stamp[0], file))
+
+        # A small dataset is hashed here, before the first step, so that its first checkpoint knows what it holds.
         if 0 < len(left) <= AT_ONCE_FILES and sum(size for size, _ in left) <= AT_ONCE_BYTES:
             for _, file in left:
                 self._guard.call(partial(self._hash, file, 1.0), None)
@@ -110,10 +113,12 @@ class Contents:
             if file is None or not _UNPROVEN.fullmatch(str(text)):
                 continue
             step, *stamp = map(int, str(text).split())
+            # The same file as then: hashing it now tells what the steps before were trained on.
             with contextlib.suppress(OSError):
-                if _stamp(os.stat(file.path)) == stamp:  # the same file as then, which is hashed now
+                if _stamp(os.stat(file.path)) == stamp:
                     self._unproven[name] = str(text)
                     continue
+            # Another file: notes of an earlier start may know what the old one held.
             noted = self._noted.get(os.path.abspath(file.path))
             if not (isinstance(noted, list) and noted[:-1] == stamp):
                 logger.warning(
@@ -197,10 +202,12 @@ class Contents:
                     self._bytes += len(piece)
                     if not piece:
                         break
+                    # Rest so long that the thread takes no more than its share of a core; the end of the run wakes it.
                     if share < 1:
                         self._ended.wait(took * (1 / share - 1))
                 else:
                     return
+                # The hash is of this file only if it was at rest, and the path still leads to it.
                 if _stamp(os.fstat(descriptor)) == before == _stamp(os.stat(file.path)):
                     self._found(file, digest.hexdigest())
             finally:
@@ -224,7 +231,8 @@ class Contents:
         try:
             with open(self._notes, "rb", opener=atomic_io.without_waiting) as file:
                 mark, _, text = file.read(_MAX_NOTES_BYTES).partition(b"\n")
-            found = json.loads(text) if mark == _mark(text) else {}  # damaged notes would blame the data
+            # Damaged notes would blame the data, so they carry a checksum.
+            found = json.loads(text) if mark == _mark(text) else {}
         except (OSError, ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -238,6 +246,7 @@ class Contents:
             for name, mark in self._known.items():
                 path = os.path.abspath(self._files[name].path)
                 stamp = _stamp(os.stat(path))
+                # A file that was changed just now may change again within the same tick of its filesystem's clock.
                 if time.time() - max(stamp[1], stamp[2]) / 1e9 > _SETTLED_SECONDS:
                     notes[path] = [*stamp, mark]
             text = json.dumps(notes).encode()

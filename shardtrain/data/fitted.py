@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from shardtrain.data.first_fit import first_fit
 from shardtrain.data.fit_table import NO_ORDER, BlockFit, FitTable, Order, open_table
 from shardtrain.data.packing import ConcatRows, Packing, Rows, Sequences
 from shardtrain.data.shards import ShardTokenBuffer
@@ -51,6 +51,8 @@ def pieces_of(document_starts: Tokens, document_stops: Tokens, packing: Packing)
         counts = -(-np.maximum(targets, 0) // T)
     elif packing.long_documents == "drop":
         counts = np.where(is_long, 0, counts)
+    # The document of each piece, and the piece's number within it. The last token of a piece, which is a target alone,
+    # is the first input of the next: no target is lost between two pieces.
     owners = np.repeat(np.arange(len(targets)), counts)
     numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = document_starts[owners] + numbers * T
@@ -73,10 +75,56 @@ def fit_block(document_starts: Tokens, document_stops: Tokens, packing: Packing)
         return BlockFit(len(lengths), num_targets, pieces.cut, pieces.dropped, NO_ORDER, NO_ORDER)
     rows = first_fit(lengths, packing.seq_len)
     num_rows = int(rows.max()) + 1 if len(rows) else 0
-    small = np.uint16 if len(rows) < 2**16 else np.uint32  # a long document is many pieces
+    # A block has 8,192 documents, of which a long one may be many pieces.
+    small = np.uint16 if len(rows) < 2**16 else np.uint32
     order: Order = np.argsort(rows, kind="stable").astype(small)
     ends: Order = np.cumsum(np.bincount(rows, minlength=num_rows)).astype(small)
     return BlockFit(num_rows, num_targets, pieces.cut, pieces.dropped, order, ends)
+
+
+def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
+    """Row of each piece, such that the lengths in a row add up to at most ``capacity``: first fit, longest first.
+
+    Pieces are taken from long to short (equal ones in their order), and each goes into the first row with room. Rows
+    are numbered in the order of their earliest piece. A tree of the most room in each half finds the row in log time.
+
+    Raises:
+        ValueError: when a length is above the capacity.
+    """
+    count = len(lengths)
+    if count == 0:
+        return np.array([], dtype=np.int64)
+    if int(lengths.max()) > capacity:
+        raise ValueError(f"a piece of {int(lengths.max())} does not fit into a row of {capacity}")
+    # A tree in a list, of plain integers: room[1] is the root, the children of node n are 2n and 2n + 1, and row i is
+    # the leaf leaves + i. A node has the most room of any row below it.
+    leaves = 1 << (count - 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    rows = np.empty(count, dtype=np.int64)
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        # Down to the first row with room: to the left wherever there is enough.
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        rows[piece] = node - leaves
+        # And up again, as far as the most room below a node has changed.
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            left = room[2 * node]
+            right = room[2 * node + 1]
+            most = left if left > right else right
+            if room[node] == most:
+                break
+            room[node] = most
+    # Rows are filled from the first on, so their numbers have no gap; renumbered by their earliest piece.
+    _, first_piece, inverse = np.unique(rows, return_index=True, return_inverse=True)
+    rank = np.empty(len(first_piece), dtype=np.int64)
+    rank[np.argsort(first_piece)] = np.arange(len(first_piece))
+    return rank[inverse]
 
 
 def num_blocks(line: TokenBuffer) -> int:
@@ -133,6 +181,7 @@ class FittedRows:
         self.packing = packing
         self._table = table
         self._fits: list[BlockFit] = []
+        # Of the block that was read last: without shuffling, or where blocks are few, the next row is of the same one.
         self._last: tuple[int, Pieces, Order, Order] | None = None
         if table is not None:
             self.num_rows = table.num_rows
@@ -155,11 +204,14 @@ class FittedRows:
         self.num_rows = rows_up_to[-1]
 
     def write(self, row: int, out: Sequences, slot: int) -> None:
+        # The pieces of the row's block, worked out again unless it was the last one.
         block = int(np.searchsorted(self._rows_up_to, row, side="right")) - 1
         if self._last is None or self._last[0] != block:
             pieces = pieces_of(*documents_of_block(self._line, block), self.packing)
             self._last = block, pieces, *self._order_of(block, len(pieces.starts))
         _, pieces, order, ends = self._last
+
+        # Those of the row, one behind the other; each begins another document.
         row -= int(self._rows_up_to[block])
         indices = [row]
         if self.packing.kind == "first_fit":

@@ -8,6 +8,7 @@ exist (see ``mix``, ``feed``), so the batches of a step do not depend on R, and 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -16,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shardtrain.config.schema import DataLoaderOptions
+from shardtrain.config.schema import Config, DataLoaderOptions, Training, Validation
 from shardtrain.data.batch import Batch
-from shardtrain.data.build_dataset import DataPipeline
+from shardtrain.data.build_dataset import DataPipeline, open_data
 from shardtrain.data.checksum import hash_rows
 from shardtrain.data.digest import digest
 from shardtrain.data.feed import CursorUpdate
@@ -28,12 +29,14 @@ from shardtrain.data.reader_cursors import ReaderCursors
 from shardtrain.data.sources._files import sampled
 from shardtrain.data.workers import death_of_worker, in_order
 from shardtrain.ops import accelerator
-from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 logger = logging.getLogger(__name__)
 
 SOURCE_BITS = 48
 """A sample id is its number within its source, and above these bits the number of the source."""
+_POSITIONS_LOOKED_AT = 2**18
+"""Of the order, to tell whether several processes would tokenize the same documents."""
 
 
 @dataclass(frozen=True)
@@ -79,22 +82,25 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
     def make(self, position: int) -> BatchWithCursors:
         """The rows at ``position`` and after."""
         count = self._share.local_batch_size
-        opened = self._opened
-        rows = Sequences(count, opened.packing)
-        # a row that nothing is written to is filler: after the end of the data every rank still has its batches, since
-        # the step is a collective
+        pipeline = self._opened
+
+        # A row that nothing is written to is filler: after the end of the data every rank still has its batches, since
+        # the step is a collective.
+        rows = Sequences(count, pipeline.packing)
         sample_ids = np.full(count, -1, dtype=np.int64)
-        moved: dict[tuple[int, int], CursorUpdate] = {}
-        sources, numbers = opened.mixture.locate(np.arange(position, position + count, dtype=np.int64))
+        cursors: dict[tuple[int, int], CursorUpdate] = {}
+        sources, numbers = pipeline.mixture.locate(np.arange(position, position + count, dtype=np.int64))
         for slot in range(count):
-            if opened.end is not None and position + slot >= opened.end:
+            if pipeline.end is not None and position + slot >= pipeline.end:
                 break
             source = int(sources[slot])
-            sample, move = opened.feeds[source].write(int(numbers[slot]), rows, slot)
+            sample, cursor = pipeline.feeds[source].write(int(numbers[slot]), rows, slot)
             if sample >= 0:
                 sample_ids[slot] = sample + (source << SOURCE_BITS)
-            if move is not None:
-                moved[source, move.reader] = move  # the last row of a reader says where it is after the batch
+            if cursor is not None:
+                # A reader that gave several rows of the batch keeps its last cursor: where it is after the batch.
+                cursors[source, cursor.reader] = cursor
+
         batch = Batch(
             tokens_BT=torch.from_numpy(rows.tokens_BT),
             targets_BT=torch.from_numpy(rows.targets_BT),
@@ -103,7 +109,7 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
             documents_BT=None if rows.documents_BT is None else torch.from_numpy(rows.documents_BT),
             lengths_B=torch.from_numpy(rows.lengths_B),
         )
-        return batch, [(source, move) for (source, _), move in moved.items()]
+        return batch, [(source, cursor) for (source, _), cursor in cursors.items()]
 
 
 class DataLoader:
@@ -144,9 +150,9 @@ class DataLoader:
         self.num_readers = sum(feed.num_readers for feed in opened.feeds)
         self.ends_without_notice = any(feed.ends_without_notice for feed in opened.feeds)
         self.fingerprint = digest([feed.fingerprint for feed in opened.feeds], opened.mixture.fingerprint)
-        several = len(opened.feeds) > 1  # of which two may have files of one name
         self.files: Mapping[str, str] = opened.feeds[0].files
-        if several:
+        if len(opened.feeds) > 1:
+            # Two sources may have files of one name.
             self.files = {
                 f"{source}: {name}": mark
                 for source, feed in zip(opened.names, opened.feeds, strict=True)
@@ -155,8 +161,9 @@ class DataLoader:
         self._opened = opened
         self._share = share
         self._options = options
-        self._pins = options.pin_memory and accelerator.pins_memory()
-        self._places = [ReaderCursors(feed.num_readers) for feed in opened.feeds]
+        self._pin_memory = options.pin_memory and accelerator.pins_memory()
+        self._reader_cursors = [ReaderCursors(feed.num_readers) for feed in opened.feeds]
+        # Made with the first batch, since worker processes begin to read at once, and a resume seeks elsewhere first.
         self._batches: Iterator[BatchWithCursors | ShardtrainError] | None = None
         self.seek(samples_consumed)
 
@@ -203,14 +210,15 @@ class DataLoader:
         self._start = samples_consumed
         self._handed = 0
         self.step_hash = 0
-        before = self._opened.mixture.rows_before(samples_consumed)
+        rows_before = self._opened.mixture.rows_before(samples_consumed).tolist()
+        # The cursors of all feeds lie one after the other in one array, as ``cursors()`` joins them.
         first = 0
-        for feed, places, rows in zip(self._opened.feeds, self._places, before.tolist(), strict=True):
-            own = None if cursors is None else cursors[first : first + feed.num_readers]
-            feed.seek(rows, own)
-            places.begin(rows, own)
+        for feed, reader_cursors, rows in zip(self._opened.feeds, self._reader_cursors, rows_before, strict=True):
+            cursors_of_feed = None if cursors is None else cursors[first : first + feed.num_readers]
+            feed.seek(rows, cursors_of_feed)
+            reader_cursors.begin(rows, cursors_of_feed)
             first += feed.num_readers
-        self._epochs = self._epochs_after(before.tolist())
+        self._epochs = self._epochs_after(rows_before)
 
     @property
     def has_ended(self) -> bool:
@@ -230,10 +238,10 @@ class DataLoader:
 
         After all steps that were handed out in full, or after ``samples_consumed``: that, or a step less.
         """
-        before = self._opened.mixture.rows_before(
-            self.samples_consumed if samples_consumed is None else samples_consumed
-        )
-        known = [places.at(rows) for places, rows in zip(self._places, before.tolist(), strict=True)]
+        if samples_consumed is None:
+            samples_consumed = self.samples_consumed
+        rows_before = self._opened.mixture.rows_before(samples_consumed).tolist()
+        known = [cursors.at(rows) for cursors, rows in zip(self._reader_cursors, rows_before, strict=True)]
         return np.concatenate(known)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -246,33 +254,38 @@ class DataLoader:
             DataError: at a bad row of a dataset that is read while training runs.
             ConfigError: when a file was changed under the run.
         """
+        # A step begins. The data may end here and nowhere else, so that no rank stops within a step that others make.
         if self._handed % self._share.accumulation == 0:
             if self.has_ended:
                 raise StopIteration
             if self.num_readers:
-                for places in self._places:
-                    places.mark()
+                for cursors in self._reader_cursors:
+                    cursors.mark()
             self.step_hash = 0
             after = self._opened.mixture.rows_before(self.samples_consumed + self.global_batch)
             for source, epoch in enumerate(self._epochs_after(after.tolist())):
-                self._enter(source, epoch)
-        batch, moved = self._take()
-        self.step_hash += self.hash_rows(batch, self._share.first_position(self._start, self._handed))
-        for source, move in moved:
-            self._places[source].move(move)
-            self._enter(source, move.epoch)
-        self._handed += 1
-        return batch.pin_memory() if self._pins else batch
+                self._note_epoch(source, epoch)
 
-    def _take(self) -> BatchWithCursors:
+        # Hashed when it is handed out, and not by a worker that reads ahead: what counts is what the trainer was given.
+        batch, moved = self._next_batch()
+        self.step_hash += self.hash_rows(batch, self._share.first_position(self._start, self._handed))
+        for source, cursor in moved:
+            self._reader_cursors[source].move(cursor)
+            self._note_epoch(source, cursor.epoch)
+        self._handed += 1
+        return batch.pin_memory() if self._pin_memory else batch
+
+    def _next_batch(self) -> BatchWithCursors:
         if self._batches is None:
             self._batches = in_order(MicroBatches(self._opened, self._share, self._start), self._options)
         try:
             made = next(self._batches)
         except RuntimeError as error:
-            if (dead := death_of_worker(error)) is None:
+            death = death_of_worker(error)
+            if death is None:
                 raise
-            raise dead from error
+            raise death from error
+        # An error of a worker arrives as a value: see ``MicroBatches``.
         if isinstance(made, ShardtrainError):
             raise made
         return made
@@ -281,8 +294,79 @@ class DataLoader:
         """Epoch from 0 of each source after some rows of it."""
         return [feed.epoch_after(count) for feed, count in zip(self._opened.feeds, rows, strict=True)]
 
-    def _enter(self, source: int, epoch: int) -> None:
+    def _note_epoch(self, source: int, epoch: int) -> None:
+        """Log that a source begins again, where its repeats have no end that was asked for."""
         if epoch > self._epochs[source]:
             self._epochs[source] = epoch
             if self._opened.feeds[source].passes is None:
                 logger.warning("dataset %s is being re-looped (epoch %d)", self._opened.names[source], epoch + 1)
+
+
+def open_dataloader(
+    config: Config,
+    *,
+    batch_rank: int,
+    num_batch_ranks: int,
+    accumulation: int,
+    samples_consumed: int = 0,
+    section: Training | Validation | None = None,
+    shuffle: bool = True,
+    loop: bool | None = None,
+) -> DataLoader:
+    """Open the data of training or validation, and seek to any point of their order at once.
+
+    Ranks that share a batch (tensor, context and pipeline peers) pass the same ``batch_rank``, 0..num_batch_ranks-1.
+    ``accumulation`` is the number of micro-batches per step. ``samples_consumed`` counts samples over all ranks since
+    the start of the run. ``section`` is config.training unless config.validation is passed. Without ``shuffle`` rows
+    come in the order of the dataset. ``loop`` repeats the data or ends them after one pass, whatever the options say;
+    at the end all ranks stop at the same step, which is filled up with rows that have no targets and sample id -1.
+
+    Raises:
+        ConfigError: when the dataset or tokenizer is unknown or cannot be opened.
+        DataError: when the data cannot be read or have no targets.
+    """
+    section = section or config.training
+    word = "validation" if isinstance(section, Validation) else "training"
+    if not 0 <= batch_rank < num_batch_ranks:
+        raise ValueError(f"batch_rank={batch_rank} is not in 0..{num_batch_ranks - 1}")
+    if accumulation < 1 or samples_consumed < 0:
+        raise ValueError(f"accumulation={accumulation} must be at least 1, samples_consumed={samples_consumed} 0")
+    for key in ("local_batch_size", "seq_len"):
+        if getattr(section, key) < 1:
+            raise ConfigError(Problem(f"{word}.{key}", getattr(section, key), "must be at least 1", "use 1 or more"))
+    pipeline = open_data(config, section, shuffle=shuffle, loop=loop)
+    share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
+    if section.dataloader.pin_memory and not accelerator.pins_memory():
+        logger.warning("%s.dataloader.pin_memory=true has no effect without an accelerator", word)
+    if any(feed.num_readers for feed in pipeline.feeds):
+        _warn_duplicate_tokenization(pipeline, share, max(1, section.dataloader.num_workers))
+    return DataLoader(pipeline, share, section.dataloader, samples_consumed)
+
+
+def _warn_duplicate_tokenization(pipeline: DataPipeline, share: RankSlice, workers: int) -> None:
+    """Warn where several processes tokenize the same documents, as each runs the virtual readers of all its rows.
+
+    ``workers`` are those of each rank, at least 1.
+    """
+    if share.num_batch_ranks * workers == 1:
+        return
+    # Which rank, and which of its workers, makes the row at each of the first positions of the order.
+    step, within = np.divmod(np.arange(_POSITIONS_LOOKED_AT), share.global_batch)
+    rank, row = np.divmod(within, share.accumulation * share.local_batch_size)
+    worker = (step * share.accumulation + row // share.local_batch_size) % workers
+    sources, numbers = pipeline.mixture.locate(np.arange(_POSITIONS_LOOKED_AT))
+    for index, (feed, name) in enumerate(zip(pipeline.feeds, pipeline.names, strict=True)):
+        if not feed.num_readers or not (sources == index).any():
+            continue
+        # Distinct pairs of reader and process, over distinct readers: how many processes run each reader.
+        readers = (numbers % feed.num_readers)[sources == index]
+        processes = (rank * workers + worker)[sources == index]
+        times = len(np.unique(readers * (share.num_batch_ranks * workers) + processes)) / len(np.unique(readers))
+        if times > 1:
+            multiple = share.global_batch * workers // math.gcd(workers, share.accumulation)
+            fix = f"make data.readers a multiple of {multiple}, or " if len(pipeline.feeds) == 1 else ""
+            text = (
+                "dataset %s: each document is tokenized by %.1f processes, as its %d virtual readers do not go evenly "
+                "into ranks and workers; %sprepare the data"
+            )
+            logger.warning(text, name, times, feed.num_readers, fix)

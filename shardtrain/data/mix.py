@@ -36,10 +36,13 @@ class Mixture:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.num_sources = len(stages[0].weights)
+        # Of one source neither weights nor stages change the order, so what must be the same does not name them.
         self.fingerprint = repr(list(stages)) if self.num_sources > 1 else ""
+
+        # For each stage the source at each place of a cycle, the rows of each source in a cycle, and before[s]: rows of
+        # the source at place s among the places before it. Not a table of all sources at all places: with 500 of them
+        # that is a quarter of a gigabyte a stage.
         self._cycles = [_cycle(stage.weights) for stage in stages]
-        # rows of each source in a cycle, and before[s]: rows of the source at place s among the places before it. Not
-        # a table of all sources at all places: with 500 of them that is a quarter of a gigabyte a stage
         self._per_cycle = [np.bincount(cycle, minlength=self.num_sources) for cycle in self._cycles]
         self._before = [_rows_before(cycle) for cycle in self._cycles]
         self.unread = [
@@ -48,6 +51,8 @@ class Mixture:
             for source, weight in enumerate(stage.weights)
             if weight > 0 and not self._per_cycle[number][source]
         ]
+
+        # Where stages begin and end, and the rows that each source gave before a stage: where it continues.
         self._starts = [0, *(stage.stop or 0 for stage in stages[:-1])]
         self._stops = [*self._starts[1:], None]
         self._given = np.zeros((len(stages), self.num_sources), dtype=np.int64)
@@ -64,13 +69,12 @@ class Mixture:
         stages = np.searchsorted(np.asarray(self._starts), positions, side="right") - 1
         for stage in np.unique(stages).tolist():
             in_stage = stages == stage
-            place = positions[in_stage] - self._starts[stage]
-            cycles = place // CYCLE
-            within = place % CYCLE
-            source = self._cycles[stage][within].astype(np.int64)
+            cycles, place = np.divmod(positions[in_stage] - self._starts[stage], CYCLE)
+            source = self._cycles[stage][place].astype(np.int64)
             sources[in_stage] = source
+            # Rows of the source in earlier stages, in the whole cycles of this one, and in the cycle begun.
             earlier = self._given[stage][source] + cycles * self._per_cycle[stage][source]
-            numbers[in_stage] = earlier + self._before[stage][within]
+            numbers[in_stage] = earlier + self._before[stage][place]
         return sources, numbers
 
     def rows_before(self, position: int) -> _Ints:
@@ -81,13 +85,13 @@ class Mixture:
     def first_position_beyond(self, source: int, rows: int) -> int | None:
         """The position that would be row number ``rows`` of a source, or None if it never gives so many."""
         for stage, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True)):
-            own = np.flatnonzero(self._cycles[stage] == source)
-            if not len(own):
+            places = np.flatnonzero(self._cycles[stage] == source)
+            if not len(places):
                 continue
-            cycles, rest = divmod(rows - int(self._given[stage][source]), len(own))
-            place = start + cycles * CYCLE + int(own[rest])
-            if stop is None or place < stop:
-                return place
+            cycles, rest = divmod(rows - int(self._given[stage][source]), len(places))
+            position = start + cycles * CYCLE + int(places[rest])
+            if stop is None or position < stop:
+                return position
         return None
 
     def _count(self, stage: int, length: int) -> _Ints:
@@ -97,20 +101,24 @@ class Mixture:
 
 def _rows_before(cycle: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
     """At each place of a cycle, how many rows of its source came before it."""
-    order = np.argsort(cycle, kind="stable")  # the places of source 0, of source 1, ...
+    # The places of source 0, of source 1, ..., each in order: a place's rank within its source's is what is asked.
+    order = np.argsort(cycle, kind="stable")
     counts = np.bincount(cycle)
-    found = np.empty(CYCLE, dtype=np.int32)
-    found[order] = np.arange(CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)
-    return found
+    before = np.empty(CYCLE, dtype=np.int32)
+    before[order] = np.arange(CYCLE) - np.repeat(np.cumsum(counts) - counts, counts)
+    return before
 
 
 def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:
     """The source at each place of a cycle."""
+    # Whole numbers of rows, of which the largest remainders make up the cycle; equal ones in the order of the sources.
+    # All sorts here are stable: the order of the data may not depend on how a version of NumPy breaks ties.
     shares = np.asarray(weights, dtype=np.float64) / sum(weights) * CYCLE
     counts = np.floor(shares).astype(np.int64)
-    # largest remainders make up the cycle; equal ones in the order of the sources
     missing = CYCLE - int(counts.sum())
     counts[np.argsort(-(shares - counts), kind="stable")[:missing]] += 1
+
+    # A source of n rows wants the middles of n equal parts of the cycle; places go to whoever wants one first.
     places = [(np.arange(count) + 0.5) / count * CYCLE for count in counts.tolist() if count]
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners[np.argsort(np.concatenate(places), kind="stable")].astype(np.uint16)

@@ -45,15 +45,20 @@ def sample_at(position: npt.ArrayLike, num_samples: int, seed: int) -> npt.NDArr
         raise ValueError("positions must be in 0..2**62")
     if num_samples == 1:
         return np.zeros_like(positions)
+
+    # Keys (rounds, positions): those of each position's epoch. A batch touches one or two epochs.
     epochs, slots = np.divmod(positions.ravel(), num_samples)
     distinct, which = np.unique(epochs, return_inverse=True)
-    keys = np.array([_keys(seed, int(epoch)) for epoch in distinct], dtype=np.uint64).reshape(-1, _ROUNDS).T
-    keys = keys[:, which]  # [rounds, positions]: those of each position's epoch
+    keys = np.array([_keys(seed, int(epoch)) for epoch in distinct], dtype=np.uint64).reshape(-1, _ROUNDS).T[:, which]
+
+    # The network permutes 0..2^bits-1, so what falls outside of 0..n-1 is permuted again until it falls inside. The
+    # walk ends: a slot is itself below num_samples and lies on the cycle that is followed.
     half_bits = (max(_MIN_BITS, (num_samples - 1).bit_length()) + 1) // 2
     values = _feistel(slots.astype(np.uint64), half_bits, keys)
-    # the walk ends: a slot is itself below num_samples and lies on the cycle that is followed
-    while (outside := values >= np.uint64(num_samples)).any():
+    outside = values >= np.uint64(num_samples)
+    while outside.any():
         values[outside] = _feistel(values[outside], half_bits, keys[:, outside])
+        outside = values >= np.uint64(num_samples)
     return values.astype(np.int64).reshape(positions.shape)
 
 

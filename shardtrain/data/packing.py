@@ -61,6 +61,7 @@ class Sequences:
         begins = np.zeros(T, dtype=np.int64)
         begins[columns[(columns > 0) & (columns < T)]] = 1
         self.documents_BT[slot] = np.cumsum(begins)
+        # Positions restart with each document: a column's distance from the newest beginning at or before it.
         places = np.arange(T, dtype=np.int64)
         self.positions_BT[slot] = places - np.maximum.accumulate(np.where(begins == 1, places, 0))
 
@@ -112,8 +113,9 @@ def write_window(out: Sequences, slot: int, tokens: Tokens, learned: Mask | None
     out.write(slot, 0, tokens, learned)
     if begins is None:
         return
-    # the last token of a document would have the first of the next as its target
+    # The last token of a document would have the first of the next as its target.
     out.targets_BT[slot, begins - 1] = IGNORE
+    # Filler behind the last token counts as one more document: it does not attend to the text before it.
     inputs = len(tokens) - 1
     filler = [inputs] if inputs < out.tokens_BT.shape[1] else []
     out.number_documents(slot, np.append(begins[begins < inputs], filler).astype(np.int64))

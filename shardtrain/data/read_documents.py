@@ -46,7 +46,8 @@ class RowStats:
     def add_bad(self, row: BadRow, place: str) -> None:
         """Count a row without a document."""
         self.rows += 1
-        (self.harmless if row.harmless else self.bad)[row.reason] += 1
+        counts = self.harmless if row.harmless else self.bad
+        counts[row.reason] += 1
         places = self.places.setdefault(row.reason, [])
         if len(places) < _PLACES_KEPT:
             places.append(place)
@@ -64,12 +65,13 @@ class RowStats:
 
     def reasons(self) -> list[str]:
         """One line per reason, the most frequent first: ``3 rows: is not JSON (a.jsonl:7, a.jsonl:9)``."""
-        both = Counter(self.bad) + Counter(self.harmless)
-        return [
-            f"{count} {'row' if count == 1 else 'rows'}: {reason} "
-            f"({', '.join(self.places[reason])}{', ...' if count > len(self.places[reason]) else ''})"
-            for reason, count in both.most_common()
-        ]
+        lines = []
+        for reason, count in (Counter(self.bad) + Counter(self.harmless)).most_common():
+            places = ", ".join(self.places[reason])
+            if count > len(self.places[reason]):
+                places += ", ..."
+            lines.append(f"{count} {'row' if count == 1 else 'rows'}: {reason} ({places})")
+        return lines
 
     def main_reasons(self) -> str:
         """The most frequent reasons, in one line that a terminal holds."""
@@ -129,9 +131,10 @@ def read_documents(
         DataError: at a bad row, unless the policy skips them; judging the count is the caller's.
     """
     for chunk in chunks(every_row(source) if keyed_rows is None else keyed_rows):
-        whole = iter(encoder.encode([row for _, row in chunk if not isinstance(row, BadRow)]))
+        # The rows that could be read are encoded together, and taken in order between those that could not.
+        encoded = iter(encoder.encode([row for _, row in chunk if not isinstance(row, BadRow)]))
         for key, row in chunk:
-            result = row if isinstance(row, BadRow) else next(whole)
+            result = row if isinstance(row, BadRow) else next(encoded)
             if isinstance(result, BadRow):
                 place = place_of(source, key)
                 tally.add_bad(result, place)

@@ -35,12 +35,14 @@ class ReaderCursors:
     def at(self, rows: int) -> npt.NDArray[np.int64]:
         """Cursors after this many rows of the feed, -1 where this rank's is an earlier one."""
         due = _due(rows, len(self._rows))
-        found = np.full_like(self._cursors, -1)
-        # a save may come when this rank has read the next step already: then the cursors before that step count
+        at = np.full_like(self._cursors, -1)
+        # A save may come when this rank has read the next step already: then the cursors before that step count. A
+        # reader whose rows another rank took stands earlier than is due in both, and stays -1: the maximum over all
+        # ranks has the cursor of the rank that took them.
         for rows_of_readers, cursors in (self._before, (self._rows, self._cursors)):
             is_there = rows_of_readers == due
-            found[is_there] = cursors[is_there]
-        return found
+            at[is_there] = cursors[is_there]
+        return at
 
 
 def _due(rows: int, num_readers: int) -> npt.NDArray[np.int64]:

@@ -112,33 +112,36 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
         self._share = stream.share
         self._end = stream.end
         self._start = samples_consumed
-        self._rows = stream.feed.num_rows
-        self._epoch = stream.places_per_epoch
+        self._num_rows = stream.feed.num_rows
+        self._places_per_epoch = stream.places_per_epoch
 
     def __getitem__(self, number: int) -> BatchWithCursors | ShardtrainError:
         """A batch; an error comes back as a value, so that it crosses from a worker in one line."""
-        position = self._share.first_position(self._start, number)
-        places = self._places(position)
-        numbers = self._feed.rows_at(places.start, places.stop)
+        place = self._share.first_position(self._start, number)
+        positions = self._positions(place)
+        numbers = self._feed.rows_at(positions.start, positions.stop)
         try:
-            tensors = self._collate(
-                [self._feed.read(*at) for at in zip(places, numbers, strict=False)] or [self._feed.read(0, 0)]
-            )
+            # A rank that has no row left takes part with the first one, which counts for nothing.
+            rows = [self._feed.read(*at) for at in zip(positions, numbers, strict=False)] or [self._feed.read(0, 0)]
+            tensors = self._collate(rows)
             targets = self._count(tensors) if numbers else 0
         except ShardtrainError as error:
             return error
         ids = torch.tensor(numbers or [-1], dtype=torch.int64)
         return RowBatch(tensors, ids, targets), []  # type: ignore[return-value]
 
-    def _places(self, position: int) -> range:
-        """ReaderCursors in the order of rows of the batch at a place of the stream; none where the data have ended."""
+    def _positions(self, place: int) -> range:
+        """Positions, in the order of rows, of the batch at a place of the stream; none where the data have ended."""
         size = self._share.local_batch_size
         if self._end is not None:
-            size = min(size, max(0, self._end - position))
-        if self._epoch == self._rows:
-            return range(position, position + size)
-        epoch, within = divmod(position, self._epoch)
-        first, last = epoch * self._rows + within, (epoch + 1) * self._rows
+            size = min(size, max(0, self._end - place))
+        if self._places_per_epoch == self._num_rows:
+            return range(place, place + size)
+        # The places of an epoch are whole steps: with "keep" the last of them have no row, with "discard" the last rows
+        # have no place. Either way the next epoch begins with its own first row.
+        epoch, within = divmod(place, self._places_per_epoch)
+        first = epoch * self._num_rows + within
+        last = (epoch + 1) * self._num_rows
         return range(first, max(first, min(first + size, last)))
 
 
@@ -171,11 +174,11 @@ class RowDataLoader(DataLoader):
         self.accumulation = share.accumulation
         self.places_per_epoch = feed.num_rows
         if last_batch != "rollover":
-            steps = feed.num_rows // share.global_batch + (
-                last_batch == "keep" and feed.num_rows % share.global_batch > 0
-            )
+            steps, rest = divmod(feed.num_rows, share.global_batch)
+            if last_batch == "keep" and rest:
+                steps += 1
             self.places_per_epoch = steps * share.global_batch
-            # a place is another row where steps are of another size
+            # A place is another row where steps are of another size, so a run continues with the same size alone.
             self.fingerprint = digest(self.fingerprint, last_batch, share.global_batch)
         if not self.places_per_epoch:
             rule = f"leaves out all {feed.num_rows} rows, fewer than a step of {share.global_batch}"
@@ -183,9 +186,11 @@ class RowDataLoader(DataLoader):
         self.end = None if feed.passes is None else feed.passes * self.places_per_epoch
         self.num_readers = 0
         self.ends_without_notice = False
-        self._opened, self._share, self._options = _Opened(feed), share, options  # type: ignore[assignment]
-        self._pins = options.pin_memory and accelerator.pins_memory()
-        self._places = [ReaderCursors(0)]
+        self._opened = _Opened(feed)  # type: ignore[assignment]
+        self._share = share
+        self._options = options
+        self._pin_memory = options.pin_memory and accelerator.pins_memory()
+        self._reader_cursors = [ReaderCursors(0)]
         self.seek(0)
 
     def hash_rows(self, batch: RowBatch, first_position: int) -> int:  # type: ignore[override]
@@ -195,14 +200,14 @@ class RowDataLoader(DataLoader):
     def _epochs_after(self, rows: list[int]) -> list[int]:
         return [self.feed.epoch_after(-(-count * self.feed.num_rows // self.places_per_epoch)) for count in rows]
 
-    def _take(self) -> BatchWithCursors:
+    def _next_batch(self) -> BatchWithCursors:
         if self._batches is None:
             self._batches = in_order(RowBatches(self, self._start), self._options)
-        return super()._take()
+        return super()._next_batch()
 
 
 class _Opened:
-    """What ``DataLoader`` asks of opened data: one feed, not mixed."""
+    """What ``DataLoader`` asks of a ``DataPipeline``: one feed, not mixed."""
 
     def __init__(self, feed: RowFeed) -> None:
         self.feeds = [feed]

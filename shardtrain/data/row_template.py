@@ -128,21 +128,26 @@ def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate
     Raises:
         ConfigError: when one is not a Jinja template.
     """
-    for option, entries in (
-        ("data.sources.NAME.template", source and source.template),
-        ("data.template", data.template),
-    ):
-        if entries:
-            return RowTemplate(entries, form, data.messages_field, option)
-    module = None if source is None or source.dataset not in sources.names() else sources.find(source.dataset)
-    entries = getattr(module, "TEMPLATES", {}).get(form)
+    if source is not None and source.template:
+        return RowTemplate(source.template, form, data.messages_field, "data.sources.NAME.template")
+    if data.template:
+        return RowTemplate(data.template, form, data.messages_field, "data.template")
+
+    # A preset, such as alpaca: the module of a dataset that is called by its name.
+    if source is None or source.dataset not in sources.names():
+        return None
+    entries = getattr(sources.find(source.dataset), "TEMPLATES", {}).get(form)
     if not entries:
         return None
-    # under the names of the columns that are read
-    fields = {"text": (source and source.text_field) or data.text_field, "prompt": data.prompt_field}
-    fields["completion"] = data.completion_field
-    named = entries if form == "chat" else {fields[name]: text for name, text in entries.items()}
-    return RowTemplate(named, form, data.messages_field, f"the template of {source and source.dataset}", keeps=True)
+    if form != "chat":
+        # Under the names of the columns that are read.
+        fields = {
+            "text": source.text_field or data.text_field,
+            "prompt": data.prompt_field,
+            "completion": data.completion_field,
+        }
+        entries = {fields[name]: text for name, text in entries.items()}
+    return RowTemplate(entries, form, data.messages_field, f"the template of {source.dataset}", keeps=True)
 
 
 def completed(template: RowTemplate | None, row: Mapping[str, Any]) -> Mapping[str, Any] | BadRow:

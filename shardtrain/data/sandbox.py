@@ -86,17 +86,20 @@ def prove(kind: str, request: Mapping[str, Any], key: str) -> None:
 
 
 def _ask(request: Mapping[str, Any]) -> str:
+    """Start a child that opens the artefact; gives what is wrong with it, empty where nothing is."""
     global _spent
     command = [sys.executable, "-P", "-m", "shardtrain.data.sandbox"]
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     package = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH", "")]))
+    # Threads take address space, of which the child has little, and Arrow's other pools reserve a GiB of it at once.
     environment |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # others reserve a GiB before there is a limit
+    environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"
     before = _of_children()
     child = subprocess.Popen(
         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
+    # RLIMIT_CPU does not count a child that sleeps, so its time on the clock is bounded too.
     late = threading.Timer(_START_SECONDS + _WALL_FACTOR * _limits.seconds, child.kill)
     late.daemon = True
     late.start()
@@ -105,13 +108,13 @@ def _ask(request: Mapping[str, Any]) -> str:
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(json.dumps(request).encode())
             child.stdin.close()
-        # what the child says, up to the most that it may say
-        said = b""
-        while len(said) < _ANSWER_BYTES and not said.endswith(b"\n"):
-            part = os.read(child.stdout.fileno(), _ANSWER_BYTES - len(said))
+        # One line, up to the most that it may say: a child that was taken over could write without end.
+        answer = b""
+        while len(answer) < _ANSWER_BYTES and not answer.endswith(b"\n"):
+            part = os.read(child.stdout.fileno(), _ANSWER_BYTES - len(answer))
             if not part:
                 break
-            said += part
+            answer += part
     finally:
         late.cancel()
         child.kill()  # one that has answered has nothing left to do
@@ -120,7 +123,7 @@ def _ask(request: Mapping[str, Any]) -> str:
         for pipe in filter(None, (child.stdin, child.stdout)):
             with contextlib.suppress(OSError):
                 pipe.close()
-    return _verdict(said, status)
+    return _verdict(answer, status)
 
 
 def _of_children() -> float:
@@ -129,14 +132,15 @@ def _of_children() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _verdict(said: bytes, status: int) -> str:
+def _verdict(answer: bytes, status: int) -> str:
     """What is wrong, from the child's answer or from how it ended; empty where nothing is."""
     try:
-        answer = json.loads(said)["refused"]
-        if isinstance(answer, str):
-            return answer
+        refused = json.loads(answer)["refused"]
+        if isinstance(refused, str):
+            return refused
     except (ValueError, KeyError, TypeError, RecursionError):
         pass
+    # It ended without an answer: the kernel or the timer ended it for its time, or it could not get memory.
     if status in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"takes more than data.artefact_seconds={_limits.seconds} to open"
     return f"needs more than data.artefact_memory_bytes={_limits.memory_bytes} to open, or its library fails on it"
@@ -156,11 +160,11 @@ def _bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
     """Hold this process to its limits; ``file_bytes`` are those of files that it will map, which takes no memory."""
     if sys.platform == "linux":  # elsewhere the kernel does not hold a process to it
         sizes = [int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()]
-        mapped, resident, _, _, _, own, _ = sizes
+        mapped, resident, _, _, _, data, _ = sizes
         more = max(memory_bytes - resident, 0)
-        # a file may be mapped twice; what is in no file stays bounded however large (and empty) the file is
+        # A file may be mapped twice; what is in no file stays bounded however large (and empty) the file is.
         _lower(resource.RLIMIT_AS, mapped + more + 2 * file_bytes)
-        _lower(resource.RLIMIT_DATA, own + more)
+        _lower(resource.RLIMIT_DATA, data + more)
     _lower(resource.RLIMIT_CPU, seconds)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -175,6 +179,7 @@ def _open_tokenizer(request: Mapping[str, Any]) -> None:
     if hashlib.sha256(content).hexdigest() != request["sha256"]:
         raise ValueError("it was changed while it was opened")
     tokenizer = open_content(path, content, request["option"], request["spec"])
+    # Some files open well and fail, or take for ever, on the first text: words, a long run, all kinds of characters.
     for text in ("hello world", "a" * 1000, "".join(map(chr, range(32, 1000))), "日本 é\u0301 🦜\n\t"):
         ids = tokenizer.encode(text)
         tokenizer.decode(ids)
@@ -208,7 +213,7 @@ def _open_arrow(request: Mapping[str, Any]) -> None:
         raise ShardtrainError from None  # the parent finds the same, and knows which file it is
     for dataset in opened:
         table = dataset.data.table
-        # lengths and offsets that lead out of their buffers would be followed; of large files none is read whole
+        # Lengths and offsets that lead out of their buffers would be followed; of large files none is read whole.
         table.validate(full=table.nbytes <= _WHOLE_BYTES)
         rows = dataset.with_format("arrow")
         for index in {0, len(rows) // 2, len(rows) - 1} if len(rows) else ():

@@ -141,20 +141,20 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
     """
     path = folder / INDEX
 
+    # The bytes, of all ranks by one; a node that has a folder of its own there compares its index with them.
     def look() -> dict[str, Any]:
         content, status = _read(folder, path, option)
         return {"content": np.frombuffer(content, np.uint8), "identity": list(status)}
 
-    raw = shared_opening.once(
-        str(folder),
-        look,
-        Listing(
-            witnesses=lambda raw: [Witness(option, str(path), *raw["identity"])],
-            difference=lambda raw, own: (
-                "" if np.array_equal(raw["content"], own["content"]) else f"has another {INDEX} than that of rank 0"
-            ),
-        ),
-    )
+    def witnesses(raw: dict[str, Any]) -> list[Witness]:
+        return [Witness(option, str(path), *raw["identity"])]
+
+    def difference(raw: dict[str, Any], own: dict[str, Any]) -> str:
+        return "" if np.array_equal(raw["content"], own["content"]) else f"has another {INDEX} than that of rank 0"
+
+    raw = shared_opening.once(str(folder), look, Listing(witnesses, difference))
+
+    # What they say: of this version, complete, and in agreement with itself.
     table = _load(bytes(raw["content"].data), path, option)
     version = table.get("format_version")
     if version != VERSION:
@@ -166,10 +166,13 @@ def read_index(folder: Path, option: str = "training.dataset_path", checks_files
     except (KeyError, TypeError, ValueError) as error:
         raise _broken(path, option, f"is damaged ({str(error) or type(error).__name__})") from error
     _check_sums(index, path, option)
+
+    # And what is there.
     files = index.files()
+    looked_at = files if checks_files and len(files) <= MOST_CHECKED else [index.starts]
 
     def check() -> None:
-        for stored in files if checks_files and len(files) <= MOST_CHECKED else [index.starts]:
+        for stored in looked_at:
             check_file(folder, stored, option)
 
     shared_opening.once(str(folder), check)
@@ -285,7 +288,7 @@ def _broken(path: Path, option: str, rule: str) -> ConfigError:
 
 
 def _stored(table: Mapping[str, Any], name: str) -> StoredFile:
-    # a name inside an artefact is not a path to follow: it must be the one that this format gives
+    # A name inside an artefact is not a path to follow: it must be the one that this format gives.
     if table["name"] != name:
         raise ValueError(f"file name {table['name']!r} should be {name}")
     return StoredFile(name, _count(table["bytes"], "bytes"), str(table["sha256"]), str(table["ends_sha256"]))

@@ -79,15 +79,18 @@ class ShardWriter:
         self._learned: _GrowingFile | None = None
         with storing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            # files of shards that a killed writer began after its last position
-            known = {f.name for s in self._shards for f in (s.tokens, s.learned) if f is not None}
-            current = {
-                tokens_name(len(self._shards)),
-                *([learned_name(len(self._shards))] if position["learned"] else []),
-            }
+
+            # Remove files of shards that a killed writer began after its last position.
+            known = {tokens_name(len(self._shards))}
+            if position["learned"]:
+                known.add(learned_name(len(self._shards)))
+            for shard in self._shards:
+                known |= {file.name for file in (shard.tokens, shard.learned) if file is not None}
             for path in [*self.folder.glob("tokens-*.bin"), *self.folder.glob("learned-*.bin")]:
-                if path.name not in known | current:
+                if path.name not in known:
                     path.unlink()
+
+            # What lies behind the position in the files that it was in is cut off when they are opened.
             self._starts = _GrowingFile(folder / STARTS, 8 * self.num_documents)
             self._tokens = self._open(tokens_name, self._in_shard * self.dtype.itemsize)
             if position["learned"]:
@@ -117,9 +120,10 @@ class ShardWriter:
         with storing(self.folder):
             while at < len(tokens):
                 if self._in_shard == self.shard_tokens:
+                    # Lengths come before their tokens: documents that begin behind this shard's end are of later ones,
+                    # so how many begin in it is looked up in what was written of all.
                     self._starts.flush()
                     starts = np.memmap(self._starts.path, dtype="<i8", mode="r")
-                    # lengths come before their tokens: documents that begin behind this shard's end are of later ones
                     self._close_shard(int(np.searchsorted(np.asarray(starts), self.num_tokens)))
                     self._tokens = self._open(tokens_name)
                 count = min(len(tokens) - at, self.shard_tokens - self._in_shard)
@@ -199,6 +203,7 @@ class _GrowingFile:
     def __init__(self, path: Path, keep_bytes: int = 0) -> None:
         self.path = path
         self.bytes = keep_bytes
+        # A hash cannot be saved and continued, so what is kept is read once more.
         self._digest = hashlib.sha256()
         if keep_bytes:
             left = keep_bytes
@@ -266,6 +271,7 @@ def write_whole(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+    # The rename is in the folder, which has to be synced too to outlast a loss of power.
     descriptor = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -48,13 +48,18 @@ class ShardTokenBuffer:
         self.has_mask = any(shard.learned is not None for shard in self.index.shards)
         self._dtype = DTYPES[self.index.dtype]
         self._ends = np.cumsum([shard.num_tokens for shard in self.index.shards], dtype=np.int64).tolist()
+
+        # Size, time and inode of each file as it was opened. Of very many files each is looked at when it is first
+        # read: see ``MOST_CHECKED``.
         files = self.index.files()
         checks_late = len(files) > shard_index.MOST_CHECKED
         names = [] if checks_late else [file.name for file in files]
         self._stamps = dict(zip(names, self._look_at(names), strict=True))
         self._open = _OpenFiles(self.folder, option, self._first_look if checks_late else None)
         self._mapped: npt.NDArray[np.int64] | None = None
-        facts = [self.index.dtype, *(f"{file.name} {file.sha256}" for file in self.index.files())]
+
+        # What the index says of the files' content; whether they hold it is found while training runs (file_hashes.py).
+        facts = [self.index.dtype, *(f"{file.name} {file.sha256}" for file in files)]
         self.fingerprint = hashlib.sha256("\n".join(facts).encode()).hexdigest()
 
     @property
@@ -94,7 +99,7 @@ class ShardTokenBuffer:
 
     def document_starts(self) -> npt.NDArray[np.int64]:
         """A mapped file."""
-        # reading behind the end of a mapped file that shrank would kill the process
+        # Reading behind the end of a mapped file that shrank would kill the process (SIGBUS).
         stamp = _stamp(self.folder / STARTS)
         if stamp is None or stamp[0] < self.index.starts.bytes:
             raise _changed(self.folder / STARTS, self.option)
@@ -118,6 +123,7 @@ class ShardTokenBuffer:
             chosen = [(names[number], stamps[number]) for number in shared_opening.spread(len(names))]
             return [Witness(self.option, str(self.folder / name), *stamp) for name, stamp in chosen if stamp]
 
+        # Another node's own copy of the folder is told apart by its index, which was compared before (read_index).
         stamps = shared_opening.once(str(self.folder), look, Listing(witnesses, difference=lambda stamps, own: ""))
         return [None if stamp is None else (stamp[0], stamp[1], stamp[2]) for stamp in stamps]
 
@@ -145,7 +151,7 @@ class ShardTokenBuffer:
         """Shard, first and last+1 token in it, and place in the result, of each shard that a range touches."""
         at = start
         while at < stop:
-            number = bisect_right(self._ends, at)
+            number = bisect_right(self._ends, at)  # to the right, past shards without tokens
             base = self._ends[number] - self.index.shards[number].num_tokens
             last = min(stop, self._ends[number])
             yield number, at - base, last - base, at - start
@@ -171,7 +177,7 @@ class _OpenFiles:
             descriptor = self._descriptor(stored)
             while at < len(buffer):
                 count = os.preadv(descriptor, [view[at:]], start + at)
-                if count == 0:
+                if count == 0:  # the end of a file that has become shorter
                     raise _changed(self._folder / stored.name, self._option)
                 at += count
         except OSError as error:
@@ -247,6 +253,7 @@ def verify(line: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
             with open(path, "rb", opener=atomic_io.without_waiting) as file:
                 while content := file.read(_BLOCK_BYTES):
                     digest.update(content)
+                    # Whole numbers alone: a file that was cut may end within one.
                     values = np.frombuffer(content[: len(content) // dtype.itemsize * dtype.itemsize], dtype=dtype)
                     wrong |= _wrong_values(stored.name, values, index, previous)
                     previous = int(values[-1]) if len(values) else previous
@@ -270,7 +277,8 @@ def _wrong_values(name: str, values: npt.NDArray[Any], index: Index, previous: i
     if name.startswith("learned"):
         return set() if high <= 1 else {f"has a mask of {high}, not 0 or 1"}
     if low < 0 or high >= index.vocab_size:
-        return {f"has the id {high if high >= index.vocab_size else low}, outside the vocabulary of {index.vocab_size}"}
+        outside = high if high >= index.vocab_size else low
+        return {f"has the id {outside}, outside the vocabulary of {index.vocab_size}"}
     return set() if high <= index.max_id else {f"has the id {high}, above the largest of the index, {index.max_id}"}
 
 

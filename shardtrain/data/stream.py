@@ -62,7 +62,9 @@ class StreamFeed:
         self.seed = seed
         self.passes = passes
         self.vocab_size = vocab_size
-        # at most as many readers as there are documents or shards, and 16 rows' worth of bytes for each
+
+        # At most as many readers as there are documents or shards, and 16 rows' worth of bytes for each. It depends on
+        # data and options alone, never on ranks or workers: which reader gives row k is part of the order.
         available = source.num_rows if isinstance(source, Table) else source.num_shards
         if available < 1:
             raise DataError("the dataset has no rows")
@@ -73,6 +75,8 @@ class StreamFeed:
         self.files: Mapping[str, str] = source.files()
         facts = (encoder.fingerprint, asdict(packing), seed, self.num_readers)
         self.fingerprint = digest_of_files(self.files, *facts)
+
+        # Where the last ``seek`` went, and the readers that have been asked for a row since.
         self._readers: dict[int, _Reader] = {}
         self._epoch = 0
         self._rows = 0
@@ -90,10 +94,14 @@ class StreamFeed:
         """
         self._watch()
         index = k % self.num_readers
+        rows_before = k // self.num_readers
         reader = self._readers.get(index)
-        if reader is None or reader.rows > k // self.num_readers:
-            reader = self._readers[index] = self._reader(index)
-        while reader.rows < k // self.num_readers:
+        if reader is None or reader.rows > rows_before:
+            taken = rows_of_reader(self._rows, index, self.num_readers)
+            part, number, offset = self._cursors[index].tolist()
+            reader = self._readers[index] = _Reader(self, index, taken, (part, number, offset))
+        # Rows of this reader that other ranks or workers take: reading them is the only way past them.
+        while reader.rows < rows_before:
             reader.skip()
         given = reader.write(out, slot)
         return k if given else -1, CursorUpdate(index, reader.rows, reader.cursor, reader.epoch)
@@ -121,11 +129,6 @@ class StreamFeed:
     def walk(self, reader: int) -> _Walk:
         """The rows of a reader."""
         return (_TableWalk if isinstance(self.source, Table) else _ShardWalk)(self, reader)
-
-    def _reader(self, index: int) -> _Reader:
-        taken = rows_of_reader(self._rows, index, self.num_readers)
-        part, number, offset = self._cursors[index].tolist()
-        return _Reader(self, index, taken, (part, number, offset))
 
 
 def rows_of_reader(rows: int, reader: int, num_readers: int) -> int:
@@ -170,6 +173,7 @@ class _Reader:
         policy = BadRows()
         last_found = start[0]
         rows = self._walk.rows(start)
+        # CPU time of this thread since the last document: waiting for storage does not count.
         limit = sandbox.limits().seconds
         since = time.thread_time()
         fruitless = 0
@@ -183,6 +187,9 @@ class _Reader:
                     since = time.thread_time()
                     fruitless = 0
                     continue
+
+                # No document. Data of which nothing can be used would be read for ever, so there is an end to it: an
+                # error after too much work, and the end of the reader after too many passes.
                 fruitless += 1
                 if fruitless % _LOOK_EVERY == 0 and time.thread_time() - since > limit:
                     rule = f"found no document in {fruitless} rows and data.artefact_seconds={limit} of CPU time"
@@ -190,7 +197,8 @@ class _Reader:
                         f"{self._walk.where(place)}: {rule} ({result.reason}); remove such rows, or raise it"
                     )
                 if not result.harmless:
-                    self._feed.source.check_unchanged()  # a file that was changed is what is wrong, not its row
+                    # Where a file was changed, that is what is wrong, and not its row.
+                    self._feed.source.check_unchanged()
                 policy.meet(result, self._walk.where(place))
                 if place[0] > last_found + FRUITLESS_PASSES * self._walk.parts_per_epoch:
                     text = "reader %d of %d found no document in %d passes, and gives none any more: %s"
@@ -237,9 +245,10 @@ class _TableWalk:
 
     def _indices(self, epoch: int, start: int, stop: int) -> list[int]:
         total = self._source.num_rows
-        seed = self._feed.seed
-        slots = np.arange(start, stop, dtype=np.int64) * self._feed.num_readers + self._reader
-        indices: list[int] = (slots if seed is None else sample_at(epoch * total + slots, total, seed)).tolist()
+        rows = np.arange(start, stop, dtype=np.int64) * self._feed.num_readers + self._reader
+        if self._feed.seed is not None:
+            rows = sample_at(epoch * total + rows, total, self._feed.seed)
+        indices: list[int] = rows.tolist()
         return indices
 
 
@@ -260,6 +269,7 @@ class _ShardWalk:
                 yield (part, number), row
                 number += 1
                 last_filled = part
+            # All shards of the reader are empty: without an end to it, it would walk over them for ever.
             if part > last_filled + self.parts_per_epoch:
                 text = "reader %d of %d found no row in a pass over its shards, and gives none any more"
                 logger.warning(text, self._reader, self._feed.num_readers)

@@ -72,6 +72,7 @@ class ConcatPacker:
 
     def write(self, out: Sequences, slot: int) -> bool:
         """The last row is filled up where tokens are missing."""
+        # Take documents until there are enough tokens. A target needs two of them.
         wanted = self._packing.seq_len + 1
         length = sum(len(document.tokens) for _, document in self._held) - self._offset
         while length < wanted and (following := next(self._documents, None)) is not None:
@@ -80,6 +81,8 @@ class ConcatPacker:
         length = min(length, wanted)
         if length < 2:
             return False
+
+        # The window: what the first document has left, whole documents, and the beginning of the last.
         parts = []
         masks = []
         begins = []
@@ -102,8 +105,10 @@ class ConcatPacker:
             np.concatenate(masks) if masked_tokens else None,
             np.array(begins, np.int64) if self._packing.masked else None,
         )
+
+        # The last token is the first one of the next row: no target is lost between two rows. So a document is let go
+        # only when the place to continue from lies behind it.
         self.part = self._held[-1][0][0]
-        # the last token is the first one of the next row: no target is lost between two rows
         self._offset += length - 1
         while self._held and self._offset >= len(self._held[0][1].tokens):
             self._begin, document = self._held.popleft()
@@ -137,6 +142,7 @@ class FittedPacker:
         return (*self._begin, self._given)
 
     def write(self, out: Sequences, slot: int) -> bool:
+        # A loop, since a block whose documents are all dropped as too long has no row.
         while self._block is None or self._given == self._block.num_rows:
             if self._block is not None:
                 self._begin = self._after
@@ -152,6 +158,8 @@ class FittedPacker:
                 logger.warning(text, FRUITLESS_PASSES)
                 self._documents = iter(())
                 self._ahead = None
+
+        # On a resume the cursor may lie within the block: rows before it are fitted again, and not given again.
         self._block.write(self._given, out, slot)
         self._given += 1
         self.part = self._after[0]
@@ -165,6 +173,7 @@ class FittedPacker:
             self._ahead = None
             if following is None:
                 break
+            # The next epoch has begun: its first document is kept for the block after this one.
             if block and self._epoch(following) > self._epoch(block[0]):
                 self._ahead = following
                 break

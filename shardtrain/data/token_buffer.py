@@ -71,13 +71,18 @@ class MemoryTokenBuffer:
             if growth is not None:
                 growth.keep(pieces[-1].nbytes + ROW_BYTES + (0 if document.learned is None else len(document.learned)))
         lengths = np.fromiter((len(piece) for piece in pieces), dtype=np.int64, count=len(pieces))
+
+        # Not np.concatenate: each piece is let go once it is copied, so that all of them are never held twice.
         self._tokens = np.empty(int(lengths.sum()), dtype)
         at = 0
         for number, piece in enumerate(pieces):
             self._tokens[at : at + len(piece)] = piece
-            at, pieces[number] = at + len(piece), _NONE  # each is let go, so that all of them are never held twice
+            at += len(piece)
+            pieces[number] = _NONE
         self._starts = np.cumsum(lengths) - lengths
-        self._mask: Mask | None = None  # as long as every token is learned
+
+        # No mask is kept where every token is learned, as in a dataset of texts.
+        self._mask: Mask | None = None
         if not all(isinstance(mask, int) for mask in masks):
             whole = (np.ones(mask, np.bool_) if isinstance(mask, int) else mask for mask in masks)
             self._mask = np.concatenate(list(whole))
@@ -105,8 +110,9 @@ class MemoryTokenBuffer:
     @cached_property
     def fingerprint(self) -> str:
         digest = hashlib.sha256(self._tokens.dtype.str.encode())
-        for part in (self._tokens, self._starts, *(() if self._mask is None else (self._mask,))):
-            digest.update(hashlib.sha256(np.ascontiguousarray(part).data).digest())
+        for part in (self._tokens, self._starts, self._mask):
+            if part is not None:
+                digest.update(hashlib.sha256(np.ascontiguousarray(part).data).digest())
         return digest.hexdigest()
 
     def tokens(self, start: int, stop: int) -> Tokens:

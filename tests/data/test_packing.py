@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain.data.document import Document
-from shardtrain.data.first_fit import first_fit
-from shardtrain.data.fitted import pack
+from shardtrain.data.fitted import first_fit, pack
 from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.token_buffer import MemoryTokenBuffer
 from shardtrain.ops.cross_entropy import IGNORE
