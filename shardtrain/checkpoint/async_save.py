@@ -28,7 +28,7 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.utils.errors import StorageError
 
 LOOK_SECONDS = 0.5
-"""How long the first rank's thread waits between two looks for the words of the others, at most."""
+"""How long the first rank's thread waits between two looks for the markers of the others, at most."""
 NOTHING = [0.0, 0.0, 0.0]
 
 
@@ -84,9 +84,10 @@ class Writing:
             if self._cancelled.is_set():
                 raise Cancelled
 
+        # An error is kept, and raised by the trainer later: a thread has no caller to raise it to.
         try:
             self._action(check_cancelled)
-        except BaseException as error:  # raised by the trainer later: a thread has no caller to raise it to
+        except BaseException as error:
             self._error = error
         self.seconds = time.monotonic() - self._begun
         self._ended.set()
@@ -96,14 +97,15 @@ def ended_everywhere(writing: Writing, limit_seconds: float | None) -> bool:
     """Wait until the threads of all ranks have ended, or one has failed; False, on all, past a limit (a collective)."""
     deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
     while True:
-        # in short turns: no rank waits in a collective for as long as another writes
+        # In short turns: another rank may write for longer than a collective waits.
         writing.wait(1.0 if deadline is None else min(1.0, deadline - time.monotonic()))
         late = deadline is not None and time.monotonic() >= deadline
-        # failed before ended: it may end between the two
+        # Asked in this order, failed before ended, since the thread may end between the two.
         failed = writing.failed
         still_writing, has_failed, is_late = any_ranks([not writing.ended, failed, late])
         if not still_writing:
             return True
+        # Where one has failed nothing will come of the others: they are told to end, and waited for without a limit.
         if has_failed:
             writing.cancel()
             deadline = None
@@ -127,7 +129,7 @@ class Saving:
         writing = self.writing
         if writing is None:
             return [0.0, 0.0, float(self.is_time())]
-        # failed before ended: it may end between the two
+        # Failed before ended, as in ``ended_everywhere``.
         failed = writing.failed
         return [float(writing.ended), float(failed), float(self.is_time())]
 
@@ -159,8 +161,9 @@ class Staging:
 
     def copy(self, tensors: Iterable[Tensor], num_bytes: int) -> memoryview:
         """The bytes of this rank's part of tensors, one after the other; when this returns they may change again."""
+        # The old buffer is freed before a larger one is made: two at once may be too much.
         if self._buffer is None or self._buffer.numel() < num_bytes:
-            self._buffer = None  # free it first: two at once may be too much
+            self._buffer = None
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
         begin = 0
         devices = set()
@@ -169,6 +172,7 @@ class Staging:
             self._buffer[begin : begin + source.numel()].copy_(source, non_blocking=self._pinned)
             begin += source.numel()
             devices.add(source.device)
+        # Copies to pinned memory are asynchronous: what they read may change only when they are done.
         for device in devices:
             accelerator.finish_stream(device)
         return memoryview(self._buffer.numpy().data)[:begin]
@@ -183,13 +187,14 @@ def pieces(data: memoryview, check_cancelled: Callable[[], None]) -> Iterator[me
 
 def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None:
     """Tell the first rank's thread that this rank's file is on disk; ``token`` names this save and no other."""
-    path = _word_of(folder, rank)
+    path = _marker(folder, rank)
     text = json.dumps([token, file.name, file.bytes, file.sha256])
     if isinstance(path, ObjectPath):
         path.put(text.encode(), new=False)
         return
+    # Renamed, so that half a marker is never read. Not synced: it is read by the run that is alive, and is removed
+    # before the commit.
     part = path.with_suffix(".part")
-    # no fsync: a word is read by the run that is alive, and goes before the commit
     with files.naming(path):
         part.write_text(text)
         os.rename(part, path)
@@ -197,30 +202,25 @@ def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None
 
 def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Callable[[], None]) -> StoredFile:
     """The file that a rank has written, once it says so; raises what ``check_cancelled`` raises while it waits."""
-    path = _word_of(folder, rank)
+    path = _marker(folder, rank)
     pause = 0.005
     while True:
         check_cancelled()
         try:
-            return _read_word(path, token)
+            fields: list[Any] = json.loads(files.read_small(path))
+            # A marker with another token is of an attempt before this one, in the same draft.
+            if fields[0] == token:
+                path.unlink()
+                return StoredFile(str(fields[1]), int(fields[2]), str(fields[3]))
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE):  # not there yet, or seen while it changed
+            # Not there yet, or on a network filesystem seen while it was replaced.
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise StorageError(f"cannot write checkpoint {path}: it holds no word of a rank; start again") from error
         time.sleep(pause)
         pause = min(2 * pause, LOOK_SECONDS)
 
 
-def _read_word(path: Place, token: str) -> StoredFile:
-    text = files.read_small(path)
-    try:
-        said: list[Any] = json.loads(text)
-        if said[0] == token:
-            path.unlink()
-            return StoredFile(str(said[1]), int(said[2]), str(said[3]))
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise StorageError(f"cannot write checkpoint {path}: it holds no word of a rank; start again") from error
-    raise FileNotFoundError(errno.ENOENT, "is of an attempt before this one")
-
-
-def _word_of(folder: Place, rank: int) -> Place:
+def _marker(folder: Place, rank: int) -> Place:
     return folder / f"rank-{rank:05d}.done"

@@ -36,6 +36,7 @@ def all_gather_json(value: Any) -> list[Any]:
     """What every rank says, by rank (a collective); values are JSON. A process without peers needs no process group."""
     if _is_alone():
         return [json.loads(json.dumps(value))]
+    # Sizes first: all tensors of an all-gather have one shape, so shorter texts are filled up.
     data = bytearray(json.dumps(value).encode())
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather(list(sizes.view(-1, 1)), torch.tensor([len(data)]))
@@ -56,8 +57,9 @@ def gather_json(value: Any) -> list[Any]:
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     own = torch.full((int(longest),), ord(" "), dtype=torch.uint8)  # JSON may end in blanks
     own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
+    # Not a gather to the first rank, which would need a connection to every other: in an all-gather each rank gets all
+    # texts from its neighbour in a ring.
     texts = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
-    # each rank gets all texts from its neighbour in a ring: the first one alone would need a connection to every other
     dist.all_gather(list(texts), own)
     return [json.loads(bytes(text)) for text in texts.numpy()] if _own_rank() == 0 else []
 
@@ -77,11 +79,13 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
     said: list[str] = []
     numbers: list[int] = []
     for _ in range(_MOST_RUNS):
+        # A run of ranks begins at ``source`` and ends before the first rank after it that says something else.
         source = len(numbers)
         text = _broadcast(own, source)
         end = torch.tensor([size if own == text or rank <= source else rank])
         dist.all_reduce(end, op=dist.ReduceOp.MIN)
-        said += [text] if text not in said else []
+        if text not in said:
+            said.append(text)
         numbers += [said.index(text)] * (int(end) - source)
         if len(numbers) == size:
             return [json.loads(text) for text in said], numbers
@@ -89,6 +93,7 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
 
 
 def _gather_by_hash(value: Any) -> tuple[list[Any], list[int]]:
+    """The same, where ranks say the same in no order: each hash once, then a broadcast from the first who has it."""
     own = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(value).encode()).digest()), dtype=torch.uint8)
     digests = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
     dist.all_gather(list(digests), own)
@@ -196,14 +201,19 @@ def _broadcast(text: str, source: int) -> str:
 
 
 def _raise_alike(failure: Exception | None, description: list[str] | None) -> None:
-    # an error with a name of ours explains more than a bug that followed from it
+    """Raise the error of one rank on all (a collective); nothing where no rank has one."""
+    # The lowest number is heard: an error with a name of ours, by rank, before any bug, which may follow from it.
     is_bug = description is not None and description[0] == "PeerError"
     size = 1 if _is_alone() else dist.get_world_size()
-    chosen = _said(description, _own_rank() + (size if is_bug else 0) if description else _NOBODY)
+    number = _NOBODY
+    if description is not None:
+        number = _own_rank() + (size if is_bug else 0)
+    chosen = _said(description, number)
     if chosen is None:
         return
+    # A fault of the program: whoever met it shows it whole, with its traceback.
     if failure and is_bug:
-        raise failure  # a fault of the program: whoever met it shows it whole
+        raise failure
     kind, text = chosen
     raise _KINDS[kind](text) from failure
 

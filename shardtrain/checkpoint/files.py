@@ -74,6 +74,8 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
     """
     if isinstance(path, ObjectPath):
         return path.write_hashed(blocks)
+    # SHA-256 and write each let go of the GIL, so a thread hashes a piece while this one writes the next. One thread
+    # alone: a hash is of the pieces in their order.
     digest = hashlib.sha256()
     size = 0
     with naming(path), ThreadPoolExecutor(1, "checkpoint-hash") as pool:
@@ -88,8 +90,9 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
                         _write_all(descriptor, piece)
                         progress.tick()
                 finally:
-                    for one in hashing:  # whoever gives the blocks may use their memory again after this
-                        one.result()
+                    # Whoever gives the blocks may use their memory again after this.
+                    for future in hashing:
+                        future.result()
                 size += len(block)
             os.fsync(descriptor)
         finally:
@@ -224,10 +227,11 @@ class FileReader:
         return done
 
     def read_into_all(self, views: Sequence[memoryview], position: int) -> int:
+        # The system gives less than 2 GiB at once, or less than was asked for at the end of a file.
         wanted = sum(map(len, views))
         if os.preadv(self._descriptor, views, position) == wanted:
             return wanted
-        return _one_by_one(self, views, position)  # the system gives less than 2 GiB at once
+        return _one_by_one(self, views, position)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -41,6 +41,8 @@ class Checkpoints(Saver):
         """
         if not self._options.enable:
             return None
+
+        # The right to write the folder, before anything in it is looked at: a run that loads alone needs none.
         if not self._options.load_only:
 
             def take_folder() -> None:
@@ -51,14 +53,18 @@ class Checkpoints(Saver):
             if not self._relays:
                 rank0_storage.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
-        # the first rank decides: where a shared folder lags, ranks would start from different steps
+
+        # The first rank decides which steps there are: where a shared folder lags, ranks would start from different
+        # ones. A folder without a manifest is not a checkpoint, and is named below; an object store has no folders.
         found = self.steps()
         without = list[int]()
-        if isinstance(self._folder, Path):  # an object store has no folders: without a manifest there is no checkpoint
+        if isinstance(self._folder, Path):
             without = sorted({*retention.step_folders(self._folder)} - {*found})
         found, without = broadcast_json([found, without])
         if self._options.load_step != -1:
             return self._chosen(found)
+
+        # The newest that is good; what is skipped on the way is said once that is known.
         ways = [manifest.way_from_dcp(self._folder / f"step-{step}") for step in without]
         damages = [
             f"step-{step} has no {MANIFEST}{f': {way}' if way else ''}" for step, way in zip(without, ways, strict=True)
@@ -67,8 +73,8 @@ class Checkpoints(Saver):
             path = self._folder / f"step-{step}"
             damage = self._verify(path)
             if not damage:
-                for passed in damages:
-                    logger.warning(f"{passed}: skipped, continuing from step-{step} in {self._folder}")
+                for skipped in damages:
+                    logger.warning(f"{skipped}: skipped, continuing from step-{step} in {self._folder}")
                 return path
             damages.append(damage)
         if damages:
@@ -174,6 +180,7 @@ class Checkpoints(Saver):
 
     def _verify(self, path: Place) -> str:
         """What is wrong with a checkpoint's bytes, all read, shared out over the ranks; empty when nothing is."""
+        # The manifest is read once, by the first rank, and checked by all: latin-1 makes a text of any bytes.
         problem = ""
         text = None
         try:
@@ -189,11 +196,14 @@ class Checkpoints(Saver):
             return str(error)  # the same bytes on every rank: the same refusal
         if retention.step_of(path) not in (None, stored.step):
             return f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
-        found = first_word((rank0_storage if self._relays else tensor_files).find_damaged_file(stored, path))
-        damage = f"checkpoint {path}: {found}" if found else ""
-        if not damage:
-            self._verified = path, stored
-        return damage
+
+        # The files are hashed by all ranks together, each its share.
+        storage = rank0_storage if self._relays else tensor_files
+        damage = first_word(storage.find_damaged_file(stored, path))
+        if damage:
+            return f"checkpoint {path}: {damage}"
+        self._verified = path, stored
+        return ""
 
 
 def read_facts(path: Place) -> dict[str, Any]:

@@ -94,6 +94,8 @@ class Grid:
         wanted = overlap(self.box, box)
         if wanted is None:
             return None
+        # From the whole grid inwards: of what is left along an axis, keep the repeats that reach into what is wanted.
+        # ``files`` and ``offsets`` are of what is kept so far, ``extent`` is how large each of it is.
         low = np.array(wanted[0], np.int64)
         high = low + wanted[1]
         files = np.array([self.file])

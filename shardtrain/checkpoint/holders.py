@@ -77,13 +77,13 @@ def table_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
     """
     digits: dict[int, list[tuple[int, int] | None]] = {}
     known: dict[Any, Any] = {}  # layers are alike
-    found = {}
+    table = {}
     for name, tensor in tensors.items():
         key = _kind(tensor)
         if key not in known:
             known[key] = _rule(tensor, digits)
-        found[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), known[key]]
-    return found
+        table[name] = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), known[key]]
+    return table
 
 
 def find_holders(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
@@ -130,6 +130,7 @@ def unfold(lines: Sequence[Sequence[Any]]) -> dict[str, list[Any]]:
 
 def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[str, Held]:
     """Who holds what, where rank r says ``tables[table_of_rank[r]]``; needs no process group. Raises as above."""
+    # Which tables name each tensor, with what rule; those that do must agree on type and shape.
     ranks_of = [np.flatnonzero(np.asarray(table_of_rank) == number) for number in range(len(tables))]
     said: dict[str, list[tuple[int, Any]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -143,14 +144,16 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
                     f"{name} cannot be saved: it is {kind} on rank {ranks_of[number][0]}, and {kinds[name]} before"
                 )
             said.setdefault(name, []).append((number, rule))
-    known: dict[Any, tuple[Part, ...]] = {}  # layers are alike: a model has few shapes and rules
-    found = {}
+
+    # Layers are alike: a model has few shapes and rules, and the parts of each are worked out once.
+    known: dict[Any, tuple[Part, ...]] = {}
+    held = {}
     for name, (dtype, shape) in kinds.items():
         key = (shape, repr(said[name]))
         if key not in known:
             known[key] = _parts(shape, [(ranks_of[number], rule) for number, rule in said[name]])
-        found[name] = Held(dtype, shape, known[key])
-    return found
+        held[name] = Held(dtype, shape, known[key])
+    return held
 
 
 def num_replicated(held: Mapping[str, Held]) -> int:
@@ -176,6 +179,7 @@ def boxes_of(shape: Sequence[int], rule: Any, ranks: Ints) -> tuple[Ints, Ints]:
         starts[:] = rule["offsets"]
         sizes = rule["sizes"]
         return starts, np.broadcast_to(np.asarray(sizes, np.int64), starts.shape)
+    # Each split cuts what the ones before it left, as torch.chunk does: the last chunks may be smaller, or empty.
     for size, stride, dim in rule:
         at = ranks // stride % size
         chunk = -(-(stops[:, dim] - starts[:, dim]) // size)
@@ -199,12 +203,13 @@ def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> An
     mesh = tensor.device_mesh
     if id(mesh) not in digits:
         digits[id(mesh)] = _digits(mesh.mesh.numpy())
-    # in the order of ops.dtensor.local_slices: strided splits cut what the others left
+    # In the order of ops.dtensor.local_slices: strided splits (FSDP over tensor parallelism) cut what the others left.
     order = sorted(enumerate(tensor.placements), key=lambda item: type(item[1]).__name__ == "_StridedShard")
     splits = [(digits[id(mesh)][axis], sharded_dim(placement)) for axis, placement in order if mesh.size(axis) > 1]
     rule = [[*digit, dim] for digit, dim in splits if digit is not None and dim is not None]
-    own = boxes_of(tensor.shape, rule, np.array([dist.get_rank()]))
-    if (tuple(own[0][0].tolist()), tuple(own[1][0].tolist())) == (offsets, sizes):
+    # A rule counts only if it gives this rank's part as it is; else the part is said as it is.
+    by_rule = boxes_of(tensor.shape, rule, np.array([dist.get_rank()]))
+    if (tuple(by_rule[0][0].tolist()), tuple(by_rule[1][0].tolist())) == (offsets, sizes):
         return rule
     return {"offsets": offsets, "sizes": sizes}
 
@@ -220,6 +225,7 @@ def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
 
 
 def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[Part, ...]:
+    """The distinct boxes of a tensor, by how many ranks hold them; ``said`` are ranks with the rule that they say."""
     ranks = np.concatenate([ranks for ranks, _ in said])
     boxes = [boxes_of(shape, rule, ranks) for ranks, rule in said]
     offsets, sizes = (np.concatenate([box[i] for box in boxes]) for i in range(2))
@@ -230,16 +236,21 @@ def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[Pa
     sizes = sizes[full]
     if not len(ranks):
         return ()
+
+    # Sorted by offsets, sizes and rank, the holders of a box stand next to each other.
     both = np.concatenate([offsets, sizes], 1)
     order = np.lexsort((ranks, *both.T[::-1]))
     ranks = ranks[order]
     both = both[order]
     firsts = np.concatenate([[0], 1 + (both[1:] != both[:-1]).any(1).nonzero()[0]])
     counts = np.diff([*firsts, len(ranks)])
+
+    # One part for each number of holders, so that its ranks are a matrix.
+    dims = len(shape)
     parts = []
     for count in np.unique(counts):
-        own = firsts[counts == count]
-        dims = len(shape)
-        held = ranks[own[:, None] + np.arange(count)]
-        parts.append(Part(both[own, :dims], both[own, dims:], held, is_even and len(own) == len(firsts)))
+        boxes_at = firsts[counts == count]
+        ranks_of_boxes = ranks[boxes_at[:, None] + np.arange(count)]
+        all_alike = is_even and len(boxes_at) == len(firsts)
+        parts.append(Part(both[boxes_at, :dims], both[boxes_at, dims:], ranks_of_boxes, all_alike))
     return tuple(parts)

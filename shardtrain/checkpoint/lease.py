@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import errno
 import json
+import logging
 import os
 import secrets
 import socket
@@ -59,6 +60,7 @@ class Lease:
         if self._held:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        # Written beside it, then linked to its name: a lease is there whole, and of one of two that try at once.
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
         files.write_whole(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
         try:
@@ -71,7 +73,8 @@ class Lease:
     def _hold(self) -> None:
         self._held = True
         self._pid = os.getpid()
-        atexit.register(self.release)  # after an error too; a killed holder is found dead
+        # Given back after an error too; a killed holder is found dead.
+        atexit.register(self.release)
         threading.Thread(target=self._beat, name="checkpoint-lease", daemon=True).start()
 
     def check(self) -> None:
@@ -125,6 +128,7 @@ class Lease:
         """Give the lease back, so that the next run need not wait."""
         atexit.unregister(self.release)
         self._ended.set()
+        # A fork of the holder inherits ``atexit`` and this object, and must not give back what is not its own.
         if self._held and self._pid == os.getpid() and read(self._path).get("nonce") == self.nonce:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -138,6 +142,7 @@ class Lease:
         return True
 
     def _free_or_refuse(self, own: Path) -> None:
+        """Remove the lease of a holder that is dead, or raise FolderTaken."""
         holder = read(self._path)
         reason = why_free(holder)
         if not reason and must_be_watched(holder):
@@ -147,14 +152,17 @@ class Lease:
             reason = found
         if not reason:
             raise self._taken_by(holder)
-        say = logger.info if holder.get("pid") == os.getpid() else logger.warning
         if reason == DEAD:
             self.dead.add(str(holder.get("nonce")))
-        say(f"took over {self._path} of {describe(holder)}: {reason}")
+        level = logging.INFO if holder.get("pid") == os.getpid() else logging.WARNING
+        logger.log(level, f"took over {self._path} of {describe(holder)}: {reason}")
+
+        # Renamed and not removed: between the look and now a third run may have taken the lease over, and what was
+        # moved away is then given back to it.
         away = own.with_name(f"{own.name}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, away)
-            if read(away).get("nonce") != holder.get("nonce"):  # a third run was faster: give it back what is its own
+            if read(away).get("nonce") != holder.get("nonce"):
                 with contextlib.suppress(FileExistsError):
                     os.link(away, self._path)
         away.unlink(missing_ok=True)
@@ -181,6 +189,7 @@ class Lease:
         seen = _modified(self._path)
         start = time.monotonic()
         while seen is not None:
+            # Half the time is enough where the filesystem's own clock says too that nobody has touched it for a minute.
             silent = time.monotonic() - start
             age = _age_seconds(self._path, own) or 0.0
             if silent >= STALE_SECONDS or (silent >= STALE_SECONDS / 2 and age >= STALE_SECONDS):
@@ -282,7 +291,7 @@ def _is_alive(pid: int) -> bool:
         return False
     except OSError:
         return True
-    # a process that ended and whose parent has not looked yet is dead
+    # A process that ended and whose parent has not waited for it yet (a zombie) is dead.
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -317,7 +326,8 @@ def _boot() -> str:
 def _modified(path: Path) -> int | None:
     """When a file was touched, by the clock of its filesystem; None when it is gone."""
     try:
-        with open(path, "rb", opener=atomic_io.without_waiting) as file:  # opening asks a server that others have asked
+        # Opened, since NFS asks its server then; stat alone may be answered from this client's cache.
+        with open(path, "rb", opener=atomic_io.without_waiting) as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
         return None
@@ -329,6 +339,7 @@ def _modified(path: Path) -> int | None:
 
 def _age_seconds(path: Path, own: Path) -> float | None:
     """Seconds since a file was touched, by the clock of its filesystem; None when it is gone."""
+    # What time it is by that clock, a file of this run's tells that is touched now.
     os.utime(own)
     now = _modified(own)
     then = _modified(path)

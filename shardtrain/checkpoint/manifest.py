@@ -185,8 +185,9 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _parse(data: bytes) -> Manifest:
-    found = _FIRST_LINE.match(data)
-    if not found or hashlib.sha256(data[found.end() :]).hexdigest().encode() != found.group(1):
+    # The bytes are those that were written, and of a version that is known here.
+    first_line = _FIRST_LINE.match(data)
+    if not first_line or hashlib.sha256(data[first_line.end() :]).hexdigest().encode() != first_line.group(1):
         _refuse("is damaged: its bytes are not those that were written")
     try:
         body = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
@@ -198,6 +199,8 @@ def _parse(data: bytes) -> Manifest:
     if not 1 <= version <= VERSION:
         writer = _text(body.get("created_by"), "created_by")
         _refuse(f"has format version {version}, written by {writer}; this program reads up to {VERSION}")
+
+    # A hash protects from damage and not from intent: everything that is read is checked.
     files = tuple(_file(entry) for entry in _list(body.get("files"), "files"))
     if len({file.name for file in files}) != len(files):
         _refuse("names a file twice")
@@ -251,6 +254,7 @@ def _tensor(name: str, entry: Any, version: int, num_files: int) -> StoredTensor
         _refuse("has an invalid name of a tensor")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         _refuse(f"has a type of {name} that is not one of {', '.join(ITEM_BYTES)}")
+    # The size bounds what a load may allocate.
     whole = _counts(shape, name)
     if math.prod(whole) * ITEM_BYTES[dtype] > _MAX_SIZE:
         _refuse(f"has a shape of {name} that is too large")
@@ -291,27 +295,32 @@ def _check_places(files: tuple[StoredFile, ...], tensors: Mapping[str, StoredTen
             spans.setdefault((grid.file, grid.axes), []).append((grid.begin, end, name))
     if sum(math.prod(axis.repeats for axis in axes) for _, axes in spans) > _MAX_PLACES:
         _refuse("has pieces that are too many to check")
+
+    # The kind of a file says which grids reach it: the exclusive or of a random number for each of them, so that no
+    # manifest can be made in which two kinds look like one.
     reached: list[list[int]] = []
-    kinds = [0] * len(files)  # by which grids a file is reached: an exclusive or of numbers that nobody foresees
-    for (file, axes), own in spans.items():
-        found = file_numbers(file, axes)
-        reached.append(found)
-        furthest = max(end for _, end, _ in own)
+    kinds = [0] * len(files)
+    for (file, axes), pieces in spans.items():
+        numbers = file_numbers(file, axes)
+        reached.append(numbers)
+        furthest = max(end for _, end, _ in pieces)
         token = secrets.randbits(128)
-        if min(found) < 0 or max(found) >= len(files) or any(furthest > files[one].bytes for one in found):
-            _refuse(f"has a piece of {own[0][2]} that lies outside its file")
-        if len(set(found)) != len(found):
-            _refuse(f"has pieces of {own[0][2]} that share bytes")
-        for one in found:
-            kinds[one] ^= token
-    places: dict[int, list[tuple[int, int, str]]] = {}  # of one file of each kind
+        if min(numbers) < 0 or max(numbers) >= len(files) or any(furthest > files[one].bytes for one in numbers):
+            _refuse(f"has a piece of {pieces[0][2]} that lies outside its file")
+        if len(set(numbers)) != len(numbers):
+            _refuse(f"has pieces of {pieces[0][2]} that share bytes")
+        for number in numbers:
+            kinds[number] ^= token
+
+    # All pieces in a file of each kind, sorted by where they begin: none may begin before the last has ended.
+    places: dict[int, list[tuple[int, int, str]]] = {}
     left = _MAX_PLACES
-    for own, found in zip(spans.values(), reached, strict=True):
-        for kind in {kinds[one] for one in found}:
-            left -= len(own)
+    for pieces, numbers in zip(spans.values(), reached, strict=True):
+        for kind in {kinds[number] for number in numbers}:
+            left -= len(pieces)
             if left < 0:
                 _refuse("has pieces that are too many to check")
-            places.setdefault(kind, []).extend(own)
+            places.setdefault(kind, []).extend(pieces)
     for spans_of_kind in places.values():
         spans_of_kind.sort()
         for (_, end, _), (begin, _, _) in itertools.pairwise(spans_of_kind):

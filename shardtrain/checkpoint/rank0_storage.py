@@ -38,6 +38,7 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
     """
     if dist.get_world_size() == 1 or not isinstance(folder, Path):
         return  # an object store has one address for all
+    # The first rank leaves a file, or says why it cannot: an error of its own would keep the others waiting.
     sign = folder / f"probe-{broadcast_json(nonce)}"
     problem = ""
     if dist.get_rank() == 0:
@@ -48,6 +49,8 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
     problem = broadcast_json(problem)
     if problem:
         raise StorageError(problem)
+
+    # One rank of each node looks, where the launcher says which it is: the others would see the same.
     seen = os.environ.get("LOCAL_RANK", "0") != "0" or _appears(sign)
     blind = sorted({host for host, sees in all_gather_json([os.uname().nodename, seen]) if not sees})
     if dist.get_rank() == 0:
@@ -65,7 +68,8 @@ def _appears(sign: Path) -> bool:
     deadline = time.monotonic() + files.SEEN_SECONDS
     while True:
         try:
-            if sign.name in os.listdir(sign.parent):  # asked for by name, some filesystems answer from memory
+            # Listed, since some network filesystems answer from memory where they are asked for a name.
+            if sign.name in os.listdir(sign.parent):
                 return True
         except OSError:
             pass  # the folder itself may come late
@@ -81,6 +85,7 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[Sto
         OSError: on the first rank, when the others have sent everything.
     """
     written = []
+    # One rank after the other: the first rank takes what each sends while the others wait for their turn.
     for rank in range(dist.get_world_size()):
         own = rank == dist.get_rank()
         names = shares.names_of(rank)
@@ -91,12 +96,14 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[Sto
             try:
                 written.append(files.write_hashed(draft / f"rank-{rank:05d}.bin", blocks))
             finally:
-                for _ in blocks:  # a sender waits until all is taken, whatever became of it
+                # After an error too: a sender waits until all is taken, whatever became of it.
+                for _ in blocks:
                     pass
         elif own:
+            # In the pieces that ``_received`` takes.
             for name in names:
                 block = tensor_files.bytes_of(tensors[name])
-                for start in range(0, len(block), files.PIECE_BYTES):  # as _received takes them
+                for start in range(0, len(block), files.PIECE_BYTES):
                     piece = block[start : start + files.PIECE_BYTES]
                     dist.send(torch.frombuffer(piece, dtype=torch.uint8), 0)
     return written
@@ -124,6 +131,7 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
     Raises:
         OSError: on the first rank, when all have taken part to the end.
     """
+    # All ranks take part to the end, whatever the first one meets: it sends zeros after an error, which it then raises.
     failure: Exception | None = None
     for name in sorted({name for names in gather_distinct_json(sorted(tensors))[0] for name in names}):
         stored = manifest.tensors[name]

@@ -39,6 +39,7 @@ def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: 
     rank = dist.get_rank()
     if size == 1:
         return ""
+    # What this rank holds of that: the step's counters, and the checksum of each part that has other holders.
     everybody = np.arange(size)
     own: dict[str, tuple[Ints, int]] = {f"counter {name}": (everybody, counters.get(name, 0)) for name in COUNTERS}
     names = [*own, *(name for name, one in held.items() if any(part.holders > 1 for part in one.parts))]
@@ -50,19 +51,24 @@ def find_odd(tensors: Mapping[str, Tensor], held: Mapping[str, Held], counters: 
                 checked.append((name, part.ranks[row]))
     sums = torch.stack([checksum(tensors[name]) for name, _ in checked]).tolist() if checked else []
     own |= {name: (ranks, value) for (name, ranks), value in zip(checked, sums, strict=True)}
-    said = []
+
+    # Two numbers of each name, in one all-reduce; int64 wraps around, which is the sum modulo 2^64.
+    numbers = []
     for name in names:
         if name not in own:
-            said += [0, 0]
+            numbers += [0, 0]
             continue
         ranks, value = own[name]
         for balancing in (ranks[-1], ranks[0]):
-            said.append(_signed((1 - len(ranks) if rank == balancing else 1) * _mixed(value)))
-    found = torch.tensor(said)
-    dist.all_reduce(found)
-    odd = found.view(-1, 2).any(1).nonzero().reshape(-1).tolist()
+            factor = 1 - len(ranks) if rank == balancing else 1
+            numbers.append(_signed(factor * _mixed(value)))
+    totals = torch.tensor(numbers)
+    dist.all_reduce(totals)
+    odd = totals.view(-1, 2).any(1).nonzero().reshape(-1).tolist()
     if not odd:
         return ""
+
+    # Who differs: all holders of the first odd one say their checksums, by boxes, of which one is not of equals.
     first = names[odd[0]]
     holds = first in own
     values = all_gather_json([[int(own[first][0][0]), own[first][1] & _MASK] if holds else None])
@@ -82,6 +88,7 @@ def checksum(tensor: Tensor) -> Tensor:
     Exact, changed by every flip of a single bit, and by any two numbers that change places within 8 KiB.
     """
     data = local_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+    # A view as int64 needs bytes that begin at a multiple of 8.
     if data.storage_offset() % 8:
         data = data.clone()
     whole = len(data) - len(data) % (8 * _WIDTH)

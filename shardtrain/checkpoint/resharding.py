@@ -45,17 +45,14 @@ def check_tiling(shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
             return "lie outside of it or are empty"
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         return "do not cover it exactly"
-    # with as many elements as the whole, boxes that do not overlap cover it
-    return _find_overlap(boxes, len(shape))
-
-
-def _find_overlap(boxes: Sequence[Box], dims: int) -> str:
     if len(boxes) < 2:
         return ""
-    if dims == 0:
+    if not shape:
         return "overlap"
-    # along the dimension with most cuts, few boxes are side by side
-    along = max(range(dims), key=lambda dim: len({box[0][dim] for box in boxes}))
+
+    # With as many elements as the whole, boxes that do not overlap cover it. They are swept along the dimension with
+    # most cuts, where few are side by side, and each is compared with those that have not ended where it begins.
+    along = max(range(len(shape)), key=lambda dim: len({box[0][dim] for box in boxes}))
     open_boxes: list[Box] = []
     comparisons = 0
     for box in sorted(boxes, key=lambda box: box[0][along]):

@@ -71,7 +71,8 @@ def is_whole(path: Path | ObjectPath) -> bool:
     """Whether a checkpoint has a good manifest and every file at its size; contents are not read."""
     try:
         status = (path / MANIFEST).stat()
-        key = (str(path), status.st_size, getattr(status, "st_mtime_ns", 0))  # a store of objects does not tell
+        # A store of objects tells no time: see ``forget``.
+        key = (str(path), status.st_size, getattr(status, "st_mtime_ns", 0))
         if key not in _sizes:
             stored = read(path).files
             _sizes[key] = [file.name for file in stored], [file.bytes for file in stored]
@@ -113,10 +114,11 @@ def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, s
     """
     if not keep:
         return
-    # steps after this one are another history, which the user went back from: no part of what is counted here. Of
-    # those that stay for ever only names are looked at: there may be thousands, and a store asks for each apart
+    # Steps after this one are another history, which the user went back from, and are not counted here.
     found = (step_of(path) for path in folder.glob("step-*"))
     own = sorted(step for step in found if step is not None and step <= saved)
+    # From the newest on until there are enough: of those that stay for ever only names are looked at, since there may
+    # be thousands, and a store is asked for each apart.
     whole: list[int] = []
     for step in reversed(own):
         if len(whole) < keep and is_whole(folder / f"step-{step}"):
@@ -126,7 +128,8 @@ def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, s
             continue
         try:
             discard(folder / f"step-{step}")
-        except OSError as error:  # the new one is safe, and the next save tries again
+        except OSError as error:
+            # The new one is safe, and the next save tries again.
             logger.warning(f"cannot delete the old checkpoint {folder / f'step-{step}'}: {error.strerror}")
 
 
@@ -187,16 +190,22 @@ def sweep(folder: Path, own_nonce: str, now: float, dead: Collection[str] = ()) 
     """
     gone = []
     for path in sorted(folder.iterdir()):
-        if (small := _SMALL.fullmatch(path.name)) and small[1] != own_nonce:
+        # Small files that are written beside their place: leases and pointers of other holders.
+        small = _SMALL.fullmatch(path.name)
+        if small and small[1] != own_nonce:
             with contextlib.suppress(OSError):
                 if small[1] in dead or now - path.lstat().st_mtime > LEFTOVER_SECONDS:
                     path.unlink()
                     gone.append(path)
             continue
-        left = _LEFT.fullmatch(path.name)
-        if left and (left[1] == own_nonce or (left[1] not in dead and now - _touched(path) < LEFTOVER_SECONDS)):
-            continue
-        if left or _TRASH.fullmatch(path.name):
+
+        # Drafts: this holder's stay, and those of others who may still be writing.
+        draft = _LEFT.fullmatch(path.name)
+        if draft:
+            holder = draft[1]
+            if holder == own_nonce or (holder not in dead and now - _touched(path) < LEFTOVER_SECONDS):
+                continue
+        if draft or _TRASH.fullmatch(path.name):
             remove(path)
             gone.append(path)
     return gone

@@ -124,7 +124,10 @@ class Saver:
                 alike; names the tensor, the odd ranks, and the last checkpoint of which that is known not to be so.
         """
         begun = time.monotonic()
-        must = last or wait  # it cannot be skipped, and nobody is left to write it in the background
+        # The last save cannot be skipped, and nobody is left to write it in the background.
+        must = last or wait
+
+        # One save at a time: wait for the one in flight, or skip this one.
         if not self.finish(None if must or self.best.is_new(step) else self._options.max_stall_seconds):
             self.skipped += 1
             self.saving.clear_flags()
@@ -136,18 +139,26 @@ class Saver:
                 "less often, or to faster storage"
             )
             return
+
+        # What is saved: the last may be the weights alone, in the type that they are handed on in.
         if last and self._options.last_save_model_only:
             weights = tensor_files.cast(weights, self._options.export_dtype.replace("auto", "float32"))
             rest = {}
             facts = {**facts, "weights_only": True}
         tensors = {**weights, **rest}
         facts = {"weights_only": False, **facts}
-        # a collective; the plan of the last save is taken as long as every rank has the same tensors as then
+
+        # Who writes what (a collective). The plan of the last save is taken as long as every rank has the same tensors.
         shares = self._plan = save_plan.plan(tensors, self._plan)
+
+        # A part that several ranks hold is written by one of them: a replica with other bits would be lost in silence.
         if self._options.compare_replicas:
-            if odd := replica_comparison.find_odd(tensors, shares.held, facts.get("state") or {}):
+            odd = replica_comparison.find_odd(tensors, shares.held, facts.get("state") or {})
+            if odd:
                 self.refuse(step, odd)
             facts[COMPARED] = holders.num_replicated(shares.held)
+
+        # Write it, or copy it and begin. Errors are equal on all ranks, so all of them are tolerated or none.
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, last)
         self.export_seconds = 0.0
         self._number += 1
@@ -164,6 +175,7 @@ class Saver:
             if not in_background:
                 self._saved(step)
                 self._export_if_due(step, must or self._options.async_mode == "disabled", must)
+        # What ranks have heard of each other in this step is about the save before this one.
         self.saving.clear_flags()
         self.interval.note(time.monotonic() - begun - self.export_seconds)
         self.interval.restart()
@@ -184,13 +196,15 @@ class Saver:
             StorageError: as ``save`` does.
         """
         begun = time.monotonic()
-        while self.saving.writing is not None:  # the end of a save may be the beginning of an export
+        # A loop, since the end of a save may be the beginning of an export.
+        while self.saving.writing is not None:
             left = None if limit_seconds is None else limit_seconds - (time.monotonic() - begun)
             if not self._finish_one(left):
                 return False
         return True
 
     def _finish_one(self, limit_seconds: float | None = None) -> bool:
+        """Wait for the save or export in flight, and say what came of it (a collective); False past the limit."""
         writing = self.saving.writing
         assert writing is not None
         if not async_save.ended_everywhere(writing, limit_seconds):
@@ -234,6 +248,8 @@ class Saver:
 
     def close(self) -> None:
         """Let other runs write the folder; a save in flight gets a moment, for a run that ends with an error."""
+        # Not a collective: other ranks may be gone. The first rank's thread commits once all have written, so whether
+        # there is a checkpoint is known to it alone.
         writing = self.saving.writing
         if writing is not None:
             if not writing.wait(CRASH_SECONDS):
@@ -245,6 +261,7 @@ class Saver:
                 else:
                     self._abandon(writing.step)
             self.saving.writing = None
+        # The lease goes last: until then no other run may write the folder.
         if self._is_first:
             self._storage.abandon_all()
             self._lease.release()
@@ -260,20 +277,23 @@ class Saver:
     def _save_now(
         self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.Plan, facts: Mapping[str, Any]
     ) -> None:
+        """Write the checkpoint while all ranks wait (a collective)."""
         nonce, _ = first_rank(lambda: self._prepare(step, sum(shares.bytes_of)))
         draft = self._draft(step, nonce)
+        # Every rank writes its file, or sends it to the first rank where that alone sees the folder.
         if self._relays:
             written = all_ranks(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])
         else:
             written = all_ranks_to_first(lambda: _fields(tensor_files.write(tensors, shares, draft)))
-        found = [StoredFile(*fields) for fields in written if fields]
-        first_rank(lambda: self._commit(draft, self._manifest(step, found, shares, facts)))
+        stored_files = [StoredFile(*fields) for fields in written if fields]
+        # The commit comes when all have written, and old checkpoints go when the new one is there.
+        first_rank(lambda: self._commit(draft, self._manifest(step, stored_files, shares, facts)))
         first_rank(lambda: self._tidy(step, facts))
 
     def _begin(
         self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.Plan, facts: Mapping[str, Any]
     ) -> None:
-        """Copy what this rank writes, and leave the rest to a thread."""
+        """Copy what this rank writes, and leave the rest to a thread (a collective)."""
         rank = dist.get_rank()
         size = dist.get_world_size()
         staged: list[memoryview] = []
@@ -283,24 +303,23 @@ class Saver:
             staged.append(self._staging.copy(own, shares.bytes_of[rank]))
             return self._prepare(step, sum(shares.bytes_of)) if self._is_first else None
 
+        # When this returns every rank has its copy, so training may continue and change the tensors.
         nonce, token = all_ranks(ready)
         draft = self._draft(step, nonce)
-        others = [rank for rank in range(1, size) if shares.bytes_of[rank]]
+        others = [r for r in range(1, size) if shares.bytes_of[r]]
 
+        # In a thread, which uses no collective: theirs and the trainer's would meet in another order on each rank.
         def write(check_cancelled: Callable[[], None]) -> None:
-            file = None
-            blocks = async_save.pieces(staged[0], check_cancelled)
+            stored_files = []
             if shares.bytes_of[rank]:
-                file = tensor_files.write_blocks(blocks, rank, size, draft)
+                blocks = async_save.pieces(staged[0], check_cancelled)
+                stored_files.append(tensor_files.write_blocks(blocks, rank, size, draft))
             if not self._is_first:
-                if file:
+                for file in stored_files:
                     async_save.write_marker(draft, rank, token, file)
                 return
-            found = [
-                *([file] if file else []),
-                *(async_save.wait_for_marker(draft, r, token, check_cancelled) for r in others),
-            ]
-            self._commit(draft, self._manifest(step, found, shares, facts))
+            stored_files += [async_save.wait_for_marker(draft, r, token, check_cancelled) for r in others]
+            self._commit(draft, self._manifest(step, stored_files, shares, facts))
             self._tidy(step, facts)
 
         self.saving.writing = Writing(step, write)
@@ -313,6 +332,7 @@ class Saver:
         """
         with contextlib.suppress(StorageError):
             self.finish()
+        # The first rank looks, and tells all: a shared folder may lag, and all raise the same error.
         known = broadcast_json(self._newest_compared() if self._is_first and self._saves else None)
         advice = "no checkpoint is known to be without it: start from scratch"
         if known is not None:
@@ -334,14 +354,14 @@ class Saver:
         return None
 
     def _manifest(
-        self, step: int, found: list[StoredFile], shares: save_plan.Plan, facts: Mapping[str, Any]
+        self, step: int, stored_files: list[StoredFile], shares: save_plan.Plan, facts: Mapping[str, Any]
     ) -> Manifest:
         return Manifest(
             step=step,
             world_size=dist.get_world_size(),
             run=self._lease.nonce,
             created_by=f"shardtrain {__version__}, torch {torch.__version__}",
-            files=tuple(found),
+            files=tuple(stored_files),
             tensors=shares.tensors,
             facts=facts,
         )

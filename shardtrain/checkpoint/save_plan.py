@@ -64,6 +64,7 @@ def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
         CheckpointError: on all ranks, where ranks have tensors of one name that differ, or where the manifest would be
             larger than one that a start reads.
     """
+    # One flag from each rank in place of all tables: nearly always nothing has changed since the last save.
     own = holders.table_of(tensors)
     if not any_rank(earlier is None or earlier.own != own):
         assert earlier is not None
@@ -82,6 +83,7 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
     the least to write. Boxes of one tensor have no holder in common, so they are decided at once. What all hold evenly
     comes first in the files, so that it begins at the same byte of each and is one grid.
     """
+    # The order decides what is written where, so it must be the same on all ranks: by holders, evenness and name.
     order = sorted(
         ((part.holders, not part.is_even, name, part) for name, one in held.items() for part in one.parts),
         key=lambda item: item[:3],
@@ -98,7 +100,8 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
             load[writers] = begins + part.numels * item_bytes[name]
             yield name, part, writers, begins
 
-    # who writes at all numbers the files: whoever holds something alone, and where not everybody does it is tried out
+    # Files are numbered by the ranks that write at all: whoever holds something alone. Where not everybody does, all is
+    # placed once to see.
     load = np.zeros(num_ranks, np.int64)
     for part in {id(part): part for *_, part in order if part.holders == 1}.values():
         load[part.ranks] = 1
@@ -107,12 +110,15 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
         for _ in place(load):
             pass
     numbers = _file_numbers(load)
+
+    # Many tensors are cut alike, and lie in their files at other places: which places are the same decides how boxes
+    # become grids, and not where they are. So the grids of one such kind are found once, with numbers for places.
     load = np.zeros(num_ranks, np.int64)
     grids: dict[str, list[Grid]] = {name: [] for name in held}
-    known: dict[Any, list[Grid]] = {}  # many tensors are cut alike, and lie in their files at other places
+    known: dict[Any, list[Grid]] = {}
     for name, part, writers, begins in place(load):
         runs = np.concatenate([[0], 1 + np.flatnonzero(np.diff(begins))])
-        values, number = np.unique(begins[runs], return_inverse=True)  # of places it matters alone which are the same
+        values, number = np.unique(begins[runs], return_inverse=True)
         same = hashlib.sha256(runs.tobytes() + number.tobytes()).digest()
         key = (id(part), hashlib.sha256(writers.tobytes()).digest() if part.holders > 1 else None, same)
         if key not in known:
@@ -125,12 +131,12 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
 
 def _fewest(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]:
     """Boxes as few grids, tried with the first dimension outermost and with the last."""
-    found = compress(offsets, sizes, files, begins)
-    if len(found) > 2 and (offsets != offsets[0]).any(0).sum() > 1:
+    grids = compress(offsets, sizes, files, begins)
+    if len(grids) > 2 and (offsets != offsets[0]).any(0).sum() > 1:
         order = np.lexsort(offsets.T)
         other = compress(offsets[order], sizes[order], files[order], begins[order])
-        found = min(found, other, key=len)
-    return found
+        grids = min(grids, other, key=len)
+    return grids
 
 
 def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid]:
@@ -139,11 +145,13 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
     Neighbours of equal sizes and places, one behind the other along a dimension with a constant step between files,
     become one; then such runs of runs, until nothing more can be joined.
     """
+    # Of each run: its first box, what it covers, and the axes that repeat the box. At first every box is a run.
     firsts = np.arange(len(offsets))
-    whole = sizes.copy()  # what the run that begins there covers
+    whole = sizes.copy()
     axes: list[tuple[Axis, ...]] = [()] * len(offsets)
     dims = offsets.shape[1]
     while len(firsts) > 1:
+        # Which neighbours can be joined: equal in all but the file and a dimension, along which one follows the other.
         at = firsts[:-1]
         to = firsts[1:]
         moved = offsets[to] - offsets[at]
@@ -158,15 +166,18 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         joined = alike & moved_along & follows & (step != 0)
         if not joined.any():
             break
-        # a run ends where the next neighbour cannot be joined, or only in another way
+
+        # Links between neighbours that are joined in the same way, one number for each way (a dimension and a step).
         key = np.where(joined, dim * (2**40) + step, -(2**62))
         changes = np.flatnonzero(key[1:] != key[:-1]) + 1
+
+        # Links begin..end-1 are alike: they join the runs begin..end, of which the first may be taken already, by the
+        # links before. What is taken by none stays as it is. ``place`` is the first run that is not taken.
         kept = []
         new_whole = []
         new_axes = []
         place = 0
         for begin, end in zip([0, *changes.tolist()], [*changes.tolist(), len(key)], strict=True):
-            # links begin..end-1 are alike; they join the runs begin..end, of which the first may be taken already
             if not joined[begin]:
                 for single in range(max(begin, place), end):
                     kept.append(single)
@@ -192,8 +203,8 @@ def compress(offsets: Ints, sizes: Ints, files: Ints, begins: Ints) -> list[Grid
         whole = np.array(new_whole)
         axes = new_axes
     return [
-        Grid(tuple(offsets[i].tolist()), tuple(sizes[i].tolist()), int(files[i]), int(begins[i]), own)
-        for i, own in zip(firsts.tolist(), axes, strict=True)
+        Grid(tuple(offsets[i].tolist()), tuple(sizes[i].tolist()), int(files[i]), int(begins[i]), axes_of_run)
+        for i, axes_of_run in zip(firsts.tolist(), axes, strict=True)
     ]
 
 

@@ -101,14 +101,18 @@ class LocalStorage:
     def publish(self, draft: Place, stored: Manifest, check: Callable[[], None]) -> Place:
         assert isinstance(draft, Path)
         final = draft.with_name(f"step-{stored.step}")
+        # Everything in the draft is on disk, its names too, before the rename makes it a checkpoint.
         _check_sizes(draft, stored)
         files.write_whole(draft / MANIFEST, _readable(stored, draft))
         files.sync_folder(draft)
+        # The lease last: another run may have taken the folder over while this one wrote.
         check()
         with files.naming(final):
-            if final.exists():  # a run that went back to an older step writes its own history
+            # A run that went back to an older step writes its own history.
+            if final.exists():
                 retention.discard(final)
             files.rename(draft, final)
+        # The folder of checkpoints may be new itself.
         with contextlib.suppress(OSError):
             files.sync_folder(final.parents[1])
         return final
@@ -149,14 +153,17 @@ class ObjectStorage:
         _check_sizes(final, stored)
         text = _readable(stored, final)
         target = final / MANIFEST
-        replaces = target.is_file()  # a run that went back to an older step writes its own history
+        # A run that went back to an older step writes its own history: the new manifest takes the old one's place.
+        replaces = target.is_file()
         check()
         target.put(text, new=not replaces)
         retention.forget(final)
+        # Read back, since two runs that both believe to hold the lease may put theirs at one moment.
         if target.read_bytes() != text:
             raise StorageError(f"cannot write checkpoint {target}: what is there is not what was written; start again")
+        # Objects of the old one go now or, if the store does not answer, at the next start.
         if replaces:
-            with contextlib.suppress(OSError):  # at the next start, else
+            with contextlib.suppress(OSError):
                 self._remove_unnamed(final, {file.name for file in stored.files})
         return final
 

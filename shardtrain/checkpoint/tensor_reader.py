@@ -45,6 +45,7 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
     copied = _Copied()
     while pieces := _next_pieces(found):
         copied.forget()
+        # File by file, each opened once for all pieces that are known of it.
         changes = np.flatnonzero(pieces.files[1:] != pieces.files[:-1]) + 1
         for first, last in itertools.pairwise([0, *changes.tolist(), len(pieces.files)]):
             with contextlib.closing(files.open_stored(folder / manifest.files[pieces.files[first]].name)) as reader:
@@ -176,8 +177,9 @@ def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
     file = found.files - grid.file
     dims = len(own[0])
     row_bytes = [item * math.prod(grid.sizes[dim + 1 :]) for dim in range(dims)]
-    # rows that follow each other are read as one, but not too many bytes; where a row is too large, those of a later
-    # dimension
+
+    # Rows that follow each other are read as one, but not too many bytes; where a row is too large, those of a later
+    # dimension. So what is needed of a box is cut into pieces of at most PIECE_BYTES, all boxes at once.
     along = next((dim for dim in range(dims) if row_bytes[dim] <= files.PIECE_BYTES), 0)
     for dim in range(min(along + 1, dims)):
         most = files.PIECE_BYTES // row_bytes[dim] if dim == along else 1
@@ -189,6 +191,9 @@ def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
         of_box[:, dim] += number * most
         of_local[:, dim] += number * most
         sizes[:, dim] = np.minimum(sizes[:, dim] - number * most, most)
+
+    # Where the pieces lie in their files. Whole rows go where they belong in this rank's memory as they are read; of
+    # others more is read than is needed, and the needed part is copied.
     bytes_along = np.array(row_bytes[: along + 1], np.int64)
     begins = of_box[:, : along + 1] @ bytes_along
     num_bytes = sizes[:, along] * row_bytes[along] if dims else np.full(1, item)
@@ -204,14 +209,14 @@ def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
     columns = []
     count = 0
     for target, grid, cut in found:
-        number = len(cut.files)
-        count += len(cut.files)
         cuts.append((target, cut))
-        columns.append((cut.files + grid.file, cut.begins + grid.begin, cut.num_bytes, number))
+        columns.append((cut.files + grid.file, cut.begins + grid.begin, cut.num_bytes, len(cut.files)))
+        count += len(cut.files)
         if count >= MOST_PIECES:
             break
     if not cuts:
         return None
+    # One row for each piece of any cut, sorted by files and places in them.
     in_files, begins, num_bytes, numbers = zip(*columns, strict=True)
     row, which = ranges(np.zeros(len(cuts), np.int64), np.array(numbers))
     file, begin, size = (np.concatenate(column) for column in (in_files, begins, num_bytes))
@@ -223,6 +228,7 @@ def _read_of_file(reader: files.Reader, pieces: _Pieces, own: slice, copied: _Co
     which = pieces.cut[own].tolist()
     rows = pieces.row[own].tolist()
     sizes = pieces.num_bytes[own].tolist()
+    # Pieces that follow each other are one call of preadv, each into its own memory.
     for start, stop, position in _runs(pieces.begins[own], pieces.num_bytes[own]):
         views = []
         copies = []

@@ -57,10 +57,11 @@ def check_names(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place
         CheckpointError: for a missing name, another shape, a type that would lose what numbers mean, or a name that the
             checkpoint has and the run has not, where the run has others of the same section ("model", "optimizer").
     """
+    # What all ranks together hold, since a pipeline stage holds some of the names only.
     asked = {name: [str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()}
     everyone: dict[str, list[Any]] = {}
-    for said in tables_of_ranks(asked)[0]:  # a pipeline stage holds some of the names only
-        everyone.update(said)
+    for table in tables_of_ranks(asked)[0]:
+        everyone.update(table)
     for name, (dtype, shape) in sorted(everyone.items()):
         stored = manifest.tensors.get(name)
         if stored is None:
@@ -97,7 +98,8 @@ def read_part(manifest: Manifest, folder: Place, name: str, wanted: Sequence[sli
     tensor = torch.empty(box[1], dtype=getattr(torch, stored.dtype))
     for chunk, shared in stored.overlapping(box):
         with contextlib.closing(files.open_stored(folder / manifest.files[chunk.file].name)) as reader:
-            if shared == box and chunk.sizes[1:] == box[1][1:]:  # whole rows of one piece: nothing to put together
+            # Whole rows of one piece: there is nothing to put together.
+            if shared == box and chunk.sizes[1:] == box[1][1:]:
                 return read_box(reader, chunk, stored.dtype, shared)
             part(tensor, shared, offsets).copy_(read_box(reader, chunk, stored.dtype, shared))
     return tensor
@@ -122,8 +124,9 @@ def read_box(reader: files.Reader, chunk: Chunk, dtype: str, wanted: Box) -> Ten
     if shape:
         first = wanted[0][0] - chunk.offsets[0]
         rows = wanted[1][0]
+    # Rows are read whole, along the first dimension, and what is wanted of each is a view.
     row_bytes = ITEM_BYTES[dtype] * math.prod(shape[1:])
-    data = torch.empty(rows * row_bytes, dtype=torch.uint8)  # filled at once, and not with zeros before
+    data = torch.empty(rows * row_bytes, dtype=torch.uint8)
     if reader.read_into(memoryview(data.numpy().data), chunk.begin + first * row_bytes) != len(data):
         raise tensor_reader.shorter()
     rows_of = data.view(getattr(torch, dtype)).reshape((rows, *shape[1:]) if shape else ())

@@ -68,6 +68,8 @@ class Metrics:
         self._step = facts.start_step
         self._start_tokens = tokens_seen
         self._sinks = list(open_sinks(config, self._run_folder, facts))
+
+        # One guard each, so that a sink that fails is one warning, and the others are written.
         self._guards = [BestEffort(f"the metric sink {type(sink).__name__}") for sink in self._sinks]
         self._line = BestEffort("the live line")
         self._own = BestEffort("what the log and metrics.jsonl say of a step")
@@ -78,12 +80,16 @@ class Metrics:
             )
         self._closed = False
         self._own.call(lambda: summary.log_header(facts, self._peak_flops), None)
+
+        # A thread that tells of a step that takes long; closed in the reverse order, the thread before what it uses.
         self._waiting = ExitStack()
         self._waits: Waiting | None = None
         if facts.is_writer and asked_seconds():
             self._waits = Waiting(facts.total_steps, facts.start_step, phase, self._progress)
             self._waiting.callback(self._waits.close)
             self._waiting.enter_context(repeat(self._waits.tell))
+
+        # Last, so that opening sinks counts as no step's time.
         self._start_seconds = clock()
         self._window = Window(clock)
 
@@ -121,17 +127,21 @@ class Metrics:
         self._window.add(loss_sum, local_tokens, global_tokens, data_seconds)
         record = None
         if self.is_log_step(step):
-            means, norm = self._window.read(self._reduce), float(grad_norm)  # which other ranks take part in
+            # Collectives, which other ranks take part in: not within a guard, after whose error one would be missing.
+            means = self._window.read(self._reduce)
+            norm = float(grad_norm)
             record = self._own.call(lambda: self._record(step, means, norm, lr, extra or {}, order_hash), None)
             if record is not None:
                 self._first = self._first or record
                 self._last = record
+                # Every second one goes when there are many, but the first: a curve of the whole run stays small.
                 if math.isfinite(record.loss):
                     self._losses.append((record.step, record.loss))
                     if len(self._losses) > _MOST_LOSSES:
                         del self._losses[1::2]
                 self._to_sinks(lambda sink: sink.write(record))
-        if (progress := self._progress) is not None:
+        progress = self._progress
+        if progress is not None:
             self._line.call(lambda: progress.step(step, record), None)
         return record
 

@@ -84,21 +84,22 @@ def profiler(
     options = config.profiling
     folder = Path(run_folder)
     parts: list[_Trace | _MemorySnapshot] = []
-    found = Profiler(parts)
+    running = Profiler(parts)
     try:
         if options.enable_memory_snapshot:
             snapshots = folder / options.save_memory_snapshot_folder
             parts.append(_MemorySnapshot(snapshots, options.profile_freq, rank, start_step))
         if options.enable_profiling:
             parts.append(_Trace(config, folder, rank, device_type, start_step))
-        yield found if parts else None
+        yield running if parts else None
     except BaseException as error:
+        # What was allocated when memory ran out is what the snapshot was asked for.
         for part in parts:
             if isinstance(part, _MemorySnapshot) and _is_out_of_memory(error):
                 part.dump("_exit")
         raise
     finally:
-        found.close()
+        running.close()
 
 
 class _Trace:
@@ -112,8 +113,9 @@ class _Trace:
 
         options = config.profiling
         activities = [ProfilerActivity.CPU]
-        if (own := accelerator.profiler_activity(device_type)) is not None:
-            activities.append(own)
+        device_activity = accelerator.profiler_activity(device_type)
+        if device_activity is not None:
+            activities.append(device_activity)
         self._folder = run_folder / options.save_traces_folder
         self._rank = rank
         self._in_step = False
@@ -147,8 +149,9 @@ class _Trace:
 
     def _save(self, profile: torch.profiler.profile) -> None:
         """Write one trace whole or not at all; a full disk costs the trace, not the run."""
+        # PyTorch calls it from stop() too, where the recording is not complete.
         if not self._in_step:
-            return  # called by stop(), within a recording
+            return
         start = time.perf_counter()
         path = self._folder / f"iteration_{profile.step_num}" / f"rank{self._rank}_trace.json"
         temporary = path.with_name(f".{path.name}")

@@ -80,10 +80,11 @@ class Progress:
 
         words = texts(self._step, self._total_steps, self._record)
         words[0] = self._waits or words[0]
+        # Words go until the line fits, two columns between each: a line that wraps could not be drawn again.
         room = self._console.width - 2 * len(words)
         while len(words) > 1 and sum(map(len, words)) > room:
             room += 2
-            words.pop()  # a line that wraps could not be drawn again
+            words.pop()
         table = Table.grid(padding=(0, 2))
         bar = min(24, room - sum(map(len, words)))
         drawn = [ProgressBar(total=max(self._total_steps, 1), completed=self._step, width=bar)] if bar >= 4 else []

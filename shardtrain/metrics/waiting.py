@@ -60,6 +60,7 @@ class Waiting:
             self._since = now
         self._seen = phase
         waited = now - self._since
+        # On a terminal the live line counts the seconds; elsewhere a line comes after some seconds without any.
         if self._progress is not None:
             if waited >= _SHORT_SECONDS:
                 self._progress.wait(self.text(phase, waited))

@@ -75,7 +75,7 @@ class AnswerTask(TextTask):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.reference: nn.Module | None = None
-        self._width = config.parallelism.tensor_parallel_degree  # which deals equal parts of a row
+        self._width = config.parallelism.tensor_parallel_degree
 
     def check(self, stream: DataLoader, module: ModuleType, shape: Any) -> None:
         """The model must be causal, since what fills up rows comes after them."""
@@ -94,6 +94,7 @@ class AnswerTask(TextTask):
 
     def padded(self, sides: Sequence[Side]) -> tuple[Tensor, Tensor]:
         """Tokens and targets (R, T) of some sides; T is that of the longest."""
+        # Sequence parallelism deals equal parts of a row to the tensor ranks.
         width = -(-max(len(side.tokens) for side in sides) // self._width) * self._width
         tokens_RT = torch.zeros(len(sides), width, dtype=torch.int64)
         targets_RT = torch.full_like(tokens_RT, IGNORE)
@@ -115,19 +116,22 @@ class PairTask(AnswerTask):
     def read_rows(self, split: str) -> _files.FileRows[Pair]:
         """Read the files of a split; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)
-        found = _files.read(self.config, split, lambda rows: self._pairs(rows, section.seq_len))
+        pairs = _files.read(self.config, split, lambda rows: self._pairs(rows, section.seq_len))
+        sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+
+        # Where the loss compares with the weights that a run begins with, they are part of what its data are: a run
+        # continues only from the same.
         start = self.start()
-        found.files = {**found.files, **start}
-        rows = (
-            part for row in found for side in (row.chosen, row.rejected) for part in (s.tobytes() for s in side[:2])
-        )
-        found.fingerprint = digest(self.encoder.fingerprint, section.seq_len, *start.values(), digest(*rows))
-        cut = sum(len(side.tokens) == section.seq_len for row in found for side in (row.chosen, row.rejected))
+        pairs.files = {**pairs.files, **start}
+        content = digest(*(part.tobytes() for side in sides for part in (side.tokens, side.targets)))
+        pairs.fingerprint = digest(self.encoder.fingerprint, section.seq_len, *start.values(), content)
+
+        cut = sum(len(side.tokens) == section.seq_len for side in sides)
         logger.info(described(self.tokenizer, self.config.data))
-        logger.info(f"{split}: {len(found)} pairs of answers, of which {cut} are as long as seq_len or were cut to it")
-        if split == "train" and found:
-            self.tokens_per_target = sum(len(r.chosen.tokens) + len(r.rejected.tokens) for r in found) / len(found)
-        return found
+        logger.info(f"{split}: {len(pairs)} pairs of answers, of which {cut} are as long as seq_len or were cut to it")
+        if split == "train" and pairs:
+            self.tokens_per_target = sum(len(side.tokens) for side in sides) / len(pairs)
+        return pairs
 
     def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
         """Tokens and targets (B, 2, T), the chosen first; T is that of the longest answer with its prompt."""
@@ -152,9 +156,10 @@ class PairTask(AnswerTask):
         return [row.chosen.shown("chosen"), row.rejected.shown("rejected")]
 
     def _pairs(self, rows: Sequence[Mapping[str, Any] | BadRow], seq_len: int) -> Iterator[Pair | BadRow]:
+        # All prompts with an answer are tokenized together, and taken in the order of the rows, two for each good one.
         read = [row if isinstance(row, BadRow) else self._split(row) for row in rows]
-        flat = [side for one in read if not isinstance(one, BadRow) for side in one]
-        encoded = iter(self.encoder.encode(flat))
+        to_encode = [side for one in read if not isinstance(one, BadRow) for side in one]
+        encoded = iter(self.encoder.encode(to_encode))
         for one in read:
             if isinstance(one, BadRow):
                 yield one
@@ -190,13 +195,13 @@ def side_of(document: Document | BadRow, seq_len: int) -> Side | BadRow:
 def token_losses(model: nn.Module, tokens_RT: Tensor, targets_RT: Tensor) -> Tensor:
     """-log-probability of each target (R, T) in float32, 0 where there is none."""
     positions_RT = torch.arange(tokens_RT.size(1), device=tokens_RT.device).expand_as(tokens_RT)
-    # the last target of a row is that of its last token: an answer ends a text
+    # Experts must not count filler, which follows the last target of a row: an answer ends a text.
     documents = {}
     if has_experts(model):
         lengths_R = ((targets_RT != IGNORE) * (positions_RT + 1)).amax(1)
         documents["documents_BT"] = filler_documents(lengths_R, positions_RT)
     logits_RTV = model(tokens_RT, positions_RT, **documents)
-    # row by row: of the logits in float32 only those of one answer exist at a time in forward
+    # Row by row: of the logits in float32 only those of one answer exist at a time in forward.
     losses = [
         F.cross_entropy(logits_TV.float(), targets_T, ignore_index=IGNORE, reduction="none")
         for logits_TV, targets_T in zip(logits_RTV, targets_RT, strict=True)

@@ -30,18 +30,20 @@ class FileRows(list[T], Generic[T]):
 def section_of(config: Config, split: str) -> tuple[Training | Validation, NamedDataset]:
     """The options that name a split's files: "train", "validation" or "test"."""
     training = config.training
-    v = config.validation
+    validation = config.validation
     if split == "train":
         source = DataSource(training.dataset, training.dataset_path)
         return training, NamedDataset(training.dataset, source, "training.dataset", "training.dataset_path")
-    path = v.dataset_path
-    part = v.split
+    # A test set is read as the validation set is, from files of its own.
+    path = validation.dataset_path
+    part = validation.split
     option = "validation.dataset_path"
     if split == "test":
         path = config.task.test_dataset_path
         part = config.task.test_split
         option = "task.test_dataset_path"
-    return v, NamedDataset(v.dataset, DataSource(v.dataset, path, split=part), "validation.dataset", option)
+    source = DataSource(validation.dataset, path, split=part)
+    return validation, NamedDataset(validation.dataset, source, "validation.dataset", option)
 
 
 def open_files(config: Config, split: str) -> Table | Shards:

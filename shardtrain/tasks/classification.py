@@ -93,7 +93,8 @@ class Classification(ExampleTask):
         if hasattr(model, "kind"):  # a network of transformers, which knows itself where to read the scores
             return model(tokens_BT, lengths_B=lengths_B)  # type: ignore[no-any-return]
         positions_BT = torch.arange(tokens_BT.size(1), device=tokens_BT.device).expand_as(tokens_BT)
-        # what a causal model sees at the last token comes before the padding; experts must not count it
+        # What a causal model sees at the last token comes before the padding, so it need not be told of it; experts
+        # must not count it, though, and an encoder must not attend to it.
         needs_documents = not self._is_causal or has_experts(model)
         documents = {"documents_BT": filler_documents(lengths_B, positions_BT)} if needs_documents else {}
         scores_BTL = model(tokens_BT, positions_BT, **documents)
@@ -134,21 +135,23 @@ class Classification(ExampleTask):
         """The texts of a row and the number of its label."""
         if isinstance(row, BadRow):
             return row
-        fields = [self.config.data.text_field, *filter(None, [self.config.task.pair_field])]
+        task = self.config.task
+        fields = [self.config.data.text_field]
+        if task.pair_field:
+            fields.append(task.pair_field)
         try:
             texts = [columns.text(row, field) for field in fields]
-            return texts, self._label(columns.column(row, self.config.task.label_field)) if labelled else IGNORE
+            if not labelled:
+                return texts, IGNORE
+            value = columns.column(row, task.label_field)
         except Unusable as error:
             return BadRow(error.reason)
-
-    def _label(self, value: Any) -> int:
+        # Not isinstance: True is an int too, and not the name of a label.
         name = str(value) if type(value) in (int, str) else None
         if name not in self._numbers:
             known = ", ".join(self.labels[:8]) + (", ..." if self.num_labels > 8 else "")
-            raise Unusable(
-                f"label {str(value)[:40]!r} in column {self.config.task.label_field!r} is not one of {known}"
-            )
-        return self._numbers[name]
+            return BadRow(f"label {str(value)[:40]!r} in column {task.label_field!r} is not one of {known}")
+        return texts, self._numbers[name]
 
 
 Task = Classification

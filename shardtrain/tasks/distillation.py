@@ -52,25 +52,29 @@ class Distillation(LanguageModel):
     def check(self, stream: data.DataLoader, module: ModuleType, shape: Any) -> None:
         """Refuse data, a model and a teacher that do not fit together; raises ConfigError."""
         super().check(stream, module, shape)
-        teacher = self.teacher()
+        teacher = self.teacher().model
         path = self.config.task.teacher_path
-        its = models.find(teacher.model.name)
-        its_shape = models.shape_of(its, teacher.model.flavor, teacher.model.overrides, teacher.model.norm_type)
+        teacher_module = models.find(teacher.name)
+        teacher_shape = models.shape_of(teacher_module, teacher.flavor, teacher.overrides, teacher.norm_type)
         if stream.masks_documents:
             try:
-                models.check_documents(its, teacher.model.name)
+                models.check_documents(teacher_module, teacher.name)
             except ConfigError as error:
                 rule = "holds a model that cannot keep packed documents apart"
                 fix = 'set data.packing = "padded", or data.document_mask = "off"'
                 raise ConfigError(Problem(OPTION, path, rule, fix)) from error
-        rows, theirs = (int(getattr(one, "vocab_size", 0) or 0) for one in (shape, its_shape))
-        if 0 < theirs < stream.vocab:
-            rule = f"has rows for {theirs} ids, and the tokenizer {stream.vocab}"
+
+        # Vocabularies may be filled up to other multiples, but both must hold the tokenizer's ids. A model that does
+        # not say its size (0) is not compared.
+        own_ids = int(getattr(shape, "vocab_size", 0) or 0)
+        teacher_ids = int(getattr(teacher_shape, "vocab_size", 0) or 0)
+        if 0 < teacher_ids < stream.vocab:
+            rule = f"has rows for {teacher_ids} ids, and the tokenizer {stream.vocab}"
             raise ConfigError(Problem(OPTION, path, rule, "use a teacher with the model's own tokenizer"))
-        if rows and theirs and rows != theirs:
+        if own_ids and teacher_ids and own_ids != teacher_ids:
             logger.info(
-                f"teacher: {theirs} rows of vocabulary, and the model {rows}: compared over the first "
-                f"{min(rows, theirs)}, among which are the tokenizer's {stream.vocab} ids"
+                f"teacher: {teacher_ids} rows of vocabulary, and the model {own_ids}: compared over the first "
+                f"{min(own_ids, teacher_ids)}, among which are the tokenizer's {stream.vocab} ids"
             )
 
 

@@ -69,25 +69,31 @@ class KTO(AnswerTask):
         """Read the files of a split and put rows into groups; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)
         rows = _files.read(self.config, split, lambda rows: self._answers(rows, section.seq_len))
+
+        # Groups are made here, of rows in an order that the seed alone decides: who is in a group with whom decides KL.
         order = np.arange(len(rows))
         if split == "train" and len(rows):
             order = sample_at(order, len(rows), self.config.debug.seed)
-        found: _files.FileRows[Group] = _files.FileRows(_groups([rows[int(i)] for i in order], self._size))
+        groups: _files.FileRows[Group] = _files.FileRows(_groups([rows[int(i)] for i in order], self._size))
+
+        # The weights that a run begins with are the reference, and part of what its data are.
         start = self.start()
-        found.files = {**rows.files, **start}
-        facts = (
-            part for group in found for one in group for part in (one.side[0].tobytes(), one.side[1].tobytes(), one[1])
+        groups.files = {**rows.files, **start}
+        content: list[bytes | bool] = []
+        for group in groups:
+            for answer in group:
+                content += [answer.side.tokens.tobytes(), answer.side.targets.tobytes(), answer.is_good]
+        groups.fingerprint = digest(
+            self.encoder.fingerprint, section.seq_len, self._size, *start.values(), digest(*content)
         )
-        found.fingerprint = digest(
-            self.encoder.fingerprint, section.seq_len, self._size, *start.values(), digest(*facts)
-        )
-        good = sum(one.is_good for one in rows)
+
+        good = sum(answer.is_good for answer in rows)
+        bad = len(rows) - good
         logger.info(described(self.tokenizer, self.config.data))
-        text = f"{split}: {good} good and {len(rows) - good} bad answers, in {len(found)} groups of up to {self._size}"
-        logger.info(text)
+        logger.info(f"{split}: {good} good and {bad} bad answers, in {len(groups)} groups of up to {self._size}")
         if split == "train" and rows:
-            self.tokens_per_target = sum(len(one.side.tokens) for one in rows) / len(rows)
-        return found
+            self.tokens_per_target = sum(len(answer.side.tokens) for answer in rows) / len(rows)
+        return groups
 
     def collate(self, rows: list[Group]) -> dict[str, Tensor]:
         """Tokens and targets (B, 2N, T), those of N rows and then those that estimate KL, and labels (B, N)."""
@@ -95,16 +101,17 @@ class KTO(AnswerTask):
         sides = []
         labels = torch.full((len(rows), size), _NOTHING)
         for number, group in enumerate(rows):
-            own = [one.side for one in group]
+            own = [answer.side for answer in group]
             mixed = [_exchanged(side, before) for side, before in zip(own, [own[-1], *own[:-1]], strict=True)]
-            # without a target, so that experts know it for filler: how much there is depends on who shares a batch
+            # Groups are filled up to the largest of the batch, by a row without a target, so that experts know it for
+            # filler: how much there is depends on who shares a batch.
             filler = [own[0]._replace(targets=np.full_like(own[0].targets, IGNORE))] * (size - len(group))
             sides += [*own, *filler, *mixed, *filler]
-            labels[number, : len(group)] = torch.tensor([int(one.is_good) for one in group])
-        longest = self.config.training.seq_len
-        tokens_RT, targets_RT = self.padded(
-            [_cut(side, max(longest, self.config.validation.seq_len)) for side in sides]
-        )
+            labels[number, : len(group)] = torch.tensor([int(answer.is_good) for answer in group])
+
+        # A prompt with the completion of another row may be longer than seq_len.
+        longest = max(self.config.training.seq_len, self.config.validation.seq_len)
+        tokens_RT, targets_RT = self.padded([_cut(side, longest) for side in sides])
         return {
             "tokens_BMT": tokens_RT.unflatten(0, (-1, 2 * size)),
             "targets_BMT": targets_RT.unflatten(0, (-1, 2 * size)),
@@ -128,6 +135,8 @@ class KTO(AnswerTask):
             targets_RT = targets_BMT[:, part].flatten(0, 1)
             return log_probabilities(which, tokens_RT, targets_RT).unflatten(0, (-1, size))
 
+        # The first half of a group's entries are its rows, the second those that estimate KL: how much likelier a
+        # completion of another prompt has become. No gradient is taken of the estimate.
         own = slice(0, size)
         mixed = slice(size, 2 * size)
         with torch.no_grad():

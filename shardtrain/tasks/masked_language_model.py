@@ -52,9 +52,9 @@ class MaskedLanguageModel(ExampleTask):
     @cached_property
     def mask_id(self) -> int:
         """The token that stands for a hidden one."""
-        said = self.config.task.options.get("mask_token_id")
-        if isinstance(said, int):
-            return said
+        mask_id = self.config.task.options.get("mask_token_id")
+        if isinstance(mask_id, int):
+            return mask_id
         text = self.tokenizer.special_tokens.get("mask_token")
         ids = [] if text is None else self.tokenizer.encode_spans([text])[0][0].tolist()
         if len(ids) != 1:
@@ -125,6 +125,7 @@ class MaskedLanguageModel(ExampleTask):
         targets = np.full_like(shown, IGNORE)
         special = {self.tokenizer.bos_id, self.tokenizer.eos_id, *self.tokenizer.special_ids}
         places = [place for place, token in enumerate(shown.tolist()) if token not in special]
+        # By random() alone, whose numbers Python promises to keep for a seed; those of shuffle() may change.
         order = sorted((rng.random(), place) for place in places)
         for _, place in order[: max(1, round(self.fraction * len(places)))]:
             targets[place] = shown[place]

@@ -29,15 +29,18 @@ class ORPO(PairTask):
         """Mean log-probabilities of the answers (chosen, rejected), and the chosen text's mean loss: (B, 3)."""
         tokens_B2T = batch["tokens_B2T"]
         answers_B2T = batch["targets_B2T"]
-        # all tokens up to the last of an answer: what follows is filler
-        last_B21 = ((answers_B2T != IGNORE) * torch.arange(1, tokens_B2T.size(-1) + 1, device=tokens_B2T.device)).amax(
-            -1, keepdim=True
-        )
-        within_B2T = torch.arange(tokens_B2T.size(-1), device=tokens_B2T.device) < last_B21
-        every_B2T = torch.where(within_B2T, tokens_B2T.roll(-1, dims=-1), IGNORE)
-        every_B2T = torch.where(answers_B2T != IGNORE, answers_B2T, every_B2T)
-        losses_B2T = token_losses(model, tokens_B2T.flatten(0, 1), every_B2T.flatten(0, 1)).unflatten(0, (-1, 2))
         is_answer_B2T = answers_B2T != IGNORE
+        places_T = torch.arange(tokens_B2T.size(-1), device=tokens_B2T.device)
+
+        # The targets of whole texts, prompts too: all tokens up to the last of an answer, since filler follows it. The
+        # last target of an answer is not among the tokens, so those of answers are put in as they are.
+        last_B21 = (is_answer_B2T * (places_T + 1)).amax(-1, keepdim=True)
+        within_B2T = places_T < last_B21
+        every_B2T = torch.where(within_B2T, tokens_B2T.roll(-1, dims=-1), IGNORE)
+        every_B2T = torch.where(is_answer_B2T, answers_B2T, every_B2T)
+
+        # One forward pass gives the losses of both: of the answers' tokens, and of the whole chosen text.
+        losses_B2T = token_losses(model, tokens_B2T.flatten(0, 1), every_B2T.flatten(0, 1)).unflatten(0, (-1, 2))
         means_B2 = -(losses_B2T * is_answer_B2T).sum(-1, dtype=torch.float64) / is_answer_B2T.sum(-1)
         text_B = losses_B2T[:, 0].sum(-1, dtype=torch.float64) / within_B2T[:, 0].sum(-1)
         return torch.cat((means_B2, text_B[:, None]), dim=1)
@@ -55,9 +58,11 @@ class ORPO(PairTask):
 
 def _log_of_rest(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x below 0, whose two forms are each exact on their side of -log 2 (Maechler 2012)."""
-    x = x.clamp(max=-1e-12)  # a probability of 1 has infinite odds
+    # A probability of 1 has infinite odds.
+    x = x.clamp(max=-1e-12)
     near = x > -math.log(2)
-    # each form is given values that it can take, so that the gradient of the one not used is finite too
+    # Each form is given values that it can take, so that the gradient of the one not used is finite too: where() takes
+    # zero times it, and zero times infinity is NaN.
     small = torch.log(-torch.expm1(torch.where(near, x, -torch.ones_like(x))))
     large = torch.log1p(-torch.exp(torch.where(near, -torch.ones_like(x), x)))
     return torch.where(near, small, large)

@@ -58,19 +58,19 @@ class ExampleTask(TextTask):
         """Read the files of a split; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)
         labelled = self.is_labelled(split)
-        found = _files.read(self.config, split, lambda rows: self._examples(rows, labelled, section.seq_len))
+        rows = _files.read(self.config, split, lambda rows: self._examples(rows, labelled, section.seq_len))
         task = self.config.task
         facts = (self.tokenizer.fingerprint, section.seq_len, self.labels, task.label_field, task.pair_field)
-        rows = (part for row in found for part in (row.tokens.tobytes(), row.label))
-        found.fingerprint = digest(*facts, digest(*rows))
-        cut = sum(len(row.tokens) == section.seq_len for row in found)
+        content = (part for row in rows for part in (row.tokens.tobytes(), row.label))
+        rows.fingerprint = digest(*facts, digest(*content))
+
+        num_tokens = sum(len(row.tokens) for row in rows)
+        cut = sum(len(row.tokens) == section.seq_len for row in rows)
         logger.info(described(self.tokenizer, self.config.data))
-        logger.info(
-            f"{split}: {len(found)} rows of {sum(len(r.tokens) for r in found)} tokens, {cut} as long as seq_len"
-        )
-        if split == "train" and found:
-            self.tokens_per_target = sum(len(row.tokens) for row in found) / len(found)
-        return found
+        logger.info(f"{split}: {len(rows)} rows of {num_tokens} tokens, {cut} as long as seq_len")
+        if split == "train" and rows:
+            self.tokens_per_target = num_tokens / len(rows)
+        return rows
 
     def shown(self, row: Example) -> list[Shown]:
         """Its text, and what is to be found of it: nothing of the text itself is learned."""

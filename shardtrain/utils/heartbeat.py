@@ -87,8 +87,13 @@ def heartbeat(
     silence = _Silence(silent_since(), 0)
 
     def tell() -> float:
-        silence.since = max(silence.since, last_said())  # others may have spoken meanwhile
-        inner = len(_running) - 1 - next((at for at, one in enumerate(_running) if one is silence), len(_running) - 1)
+        # Others may have spoken meanwhile.
+        silence.since = max(silence.since, last_said())
+        # Each work inside of this one makes it wait half a second longer, so that the innermost speaks.
+        outermost_first = [id(one) for one in _running]
+        inner = 0
+        if id(silence) in outermost_first:
+            inner = len(outermost_first) - 1 - outermost_first.index(id(silence))
         limit = seconds + _PATIENCE_SECONDS * inner
         if time.monotonic() >= silence.since + limit:
             not_silent()

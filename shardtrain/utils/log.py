@@ -185,7 +185,7 @@ class _LineFormatter(logging.Formatter):
         color = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m"}.get(record.levelno, "") if self.color else ""
         lines: list[str] = []
         for line in f"{level}{record.message}".split("\n"):
-            # spaces within a line stay as they are, as in tables; paths and numbers are not cut
+            # Spaces within a line stay as they are, as in tables; paths and numbers are not cut.
             lines += textwrap.wrap(
                 line, width, subsequent_indent="    ", replace_whitespace=False, drop_whitespace=True,
                 break_long_words=False, break_on_hyphens=False,
@@ -216,9 +216,11 @@ class _FileHandler(logging.Handler):
                 if self._descriptor >= 0:
                     os.close(self._descriptor)
                 self._descriptor = descriptor
+            # One write for each line, so that lines of processes that share a file are whole. A full disk may take a
+            # part of one, which is taken back.
             size = os.fstat(self._descriptor).st_size
             written = os.write(self._descriptor, data)
-            if written != len(data):  # a full disk may take a part of a line
+            if written != len(data):
                 os.ftruncate(self._descriptor, size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
@@ -246,7 +248,8 @@ class _FileHandler(logging.Handler):
             own = os.fstat(self._descriptor)
         except FileNotFoundError:
             return True
-        except OSError:  # it cannot be seen at the moment, which does not make it gone
+        except OSError:
+            # It cannot be seen at the moment, which does not make it gone.
             return False
         return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
 

@@ -51,13 +51,15 @@ def run(path: str | Path, kind: str, option: str) -> ModuleType:
     Raises:
         ConfigError: when the file ends the program. What else it raises is not caught.
     """
-    name = f"shardtrain_{kind}_file_{Path(path).stem}"  # a prefix, so that no file can stand in for a package
+    # A prefix, so that no file can stand in for a package; and in sys.modules, where dataclasses look their module up.
+    name = f"shardtrain_{kind}_file_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None and spec.loader is not None  # a .py path always has a loader
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look their module up by name
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except SystemExit as error:  # else a run would end here with the status of one that was trained
+    except SystemExit as error:
+        # Else a run would end here with the status of one that was trained.
         rule = f"ends the program when it is loaded (sys.exit({'' if error.code is None else repr(error.code)}))"
         fix = 'write that under `if __name__ == "__main__":`'
         raise ConfigError(Problem(option, str(path), rule, fix)) from None

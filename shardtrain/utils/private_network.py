@@ -48,30 +48,36 @@ def made() -> Iterator[dict[str, str]]:
 
 
 def _make() -> tuple[int, int] | None:
-    """A namespace lives as long as a process in it or a descriptor of it: a child makes it, and is opened."""
+    """Descriptors of a user namespace (-1 where none is needed) and a network; None where the system gives none.
+
+    A namespace lives as long as a process in it or a descriptor of it: a child makes it, and this process opens it.
+    """
     done, tell = os.pipe()
     wait, release = os.pipe()
     child = os.fork()
     if child == 0:
+        # The child holds the namespaces until the parent has opened them, or has ended: either closes ``release``.
         try:
             os.close(release)
             kind = _build()
             os.write(tell, kind)
-            os.read(wait, 1)  # until the parent has opened it, or has ended
+            os.read(wait, 1)
         finally:
             os._exit(0)
     os.close(tell)
     os.close(wait)
     opened: list[int] = []
     try:
+        # Nothing is read where the child has ended: it could not make them.
         kind = os.read(done, 1)
         if not kind:
             return None
         for name in ("net", "user") if kind == b"u" else ("net",):
             opened.append(os.open(f"/proc/{child}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC))
-        found = (opened[1] if kind == b"u" else -1, opened[0])
-        if _can_enter(*found):
-            return found
+        network = opened[0]
+        user = opened[1] if kind == b"u" else -1
+        if _can_enter(user, network):
+            return user, network
     except OSError:
         pass
     finally:
@@ -105,16 +111,20 @@ def _build() -> bytes:
     user = os.geteuid()
     group = os.getegid()
     kind = b"n"
+    # Root may make a network as it is. Others need a user namespace around it, in which this user and this group are
+    # themselves; who has other capabilities would lose them there, over files that belong to others.
     try:
         _call("unshare", _NEW_NET)
     except OSError:
         if _capabilities():
-            raise  # in a user namespace they would be of no effect on files that belong to others
+            raise
         _call("unshare", _NEW_USER | _NEW_NET)
         for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
         kind = b"u"
+
+    # Bring ``lo`` up, which is down in a new network, and see that a socket can be bound: SIOCGIFFLAGS, SIOCSIFFLAGS.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sH14x", b"lo", 0)
         (flags,) = struct.unpack_from("H", fcntl.ioctl(any_socket, _GET_FLAGS, request), 16)
@@ -138,13 +148,14 @@ def enter_user() -> None:
     # Of all capabilities that a user namespace gives, one is kept, with which a network is entered. Another would pass
     # over the permissions of files: a folder that its owner has made read-only would be written.
     header = struct.pack("Ii", _CAPABILITIES_VERSION, 0)
+    # Six numbers: effective, permitted and inheritable of the first 32 capabilities, then of the others.
     kept = 1 << _SYS_ADMIN
-    # effective, permitted, inheritable; the first 32 and the others
     library = ctypes.CDLL(None, use_errno=True)
     if library.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)  # debuggers of this user still see this process
+    # A change of credentials hides a process from debuggers of its own user, unless it says otherwise.
+    _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def _capabilities() -> int:

@@ -98,7 +98,8 @@ def keep_streams() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free: this one
+            # The system gives the lowest number that is free, which is this one.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, closefd=False)
     if _is_of(1, sys.stdout, sys.__stdout__):

@@ -50,10 +50,13 @@ def kind(path: str | os.PathLike[str]) -> Literal["folder", "file", "other", ""]
     try:
         mode = os.stat(path).st_mode
     except OSError as error:
-        if failing := trouble(path, error):
+        failing = trouble(path, error)
+        if failing is not None:
             raise failing from error
         return ""
-    return "folder" if stat.S_ISDIR(mode) else "file" if stat.S_ISREG(mode) else "other"
+    if stat.S_ISDIR(mode):
+        return "folder"
+    return "file" if stat.S_ISREG(mode) else "other"
 
 
 def whole(path: str | os.PathLike[str], most: int) -> bytes:

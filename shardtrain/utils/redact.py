@@ -66,6 +66,7 @@ def visible(text: str, colors: bool = False, lines: bool = True) -> str:
     >>> visible("a\\x1b]0;title\\x07b\\r"), visible("\\x1b[31mred", colors=True) == "\\x1b[31mred"
     ('a\\\\x1b]0;title\\\\x07b\\\\x0d', True)
     """
+    # Colours are cut out, what is between them is made visible, and they are put back.
     if colors and "\x1b" in text:
         kept = zip(_COLOR.split(text), [*_COLOR.findall(text), ""], strict=True)
         return "".join(visible(part, lines=lines) + color for part, color in kept)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TextIO
 
-BARS, ASCII_BARS = "▁▂▃▄▅▆▇█", ".:-=+*#@"
+BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = ".:-=+*#@"
 
 
 def sparkline(places: Sequence[float], values: Sequence[float], width: int, bars: str = BARS) -> str:

@@ -239,7 +239,7 @@ def arrays_of(root: str, names: Sequence[str], sizes: _Numbers, mtimes: _Numbers
 
     ``has_twins``: whether a pattern (``**/**``) led to a file twice.
     """
-    # surrogateescape: as a system calls files whose names are not UTF-8
+    # surrogateescape, as Python itself has file names that are not UTF-8.
     encoded = "".join(f"{name}\0" for name in names).encode("utf-8", "surrogateescape")
     return {
         "root": root, "names": np.frombuffer(encoded, np.uint8),
@@ -419,7 +419,7 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
     """Relative POSIX paths of the files below a folder that have one of these endings."""
 
     def stop(error: OSError) -> None:
-        # a folder that one host cannot list would give its ranks another dataset
+        # Not left out: a folder that one host cannot list would give its ranks another dataset.
         rule = f"cannot be listed ({error.strerror})"
         unreadable = DataError(str(Problem(option, error.filename, rule, "make the folder readable")))
         raise reading.trouble(error.filename, error) or unreadable
@@ -433,6 +433,7 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         except OSError as error:
             stop(error)
             raise
+        # Links are followed, so one may lead back up: the walk would have no end, or rows would be read twice.
         if (status.st_dev, status.st_ino) in seen:
             rule = "is reached twice, by a link"
             raise DataError(str(Problem(option, folder, rule, "remove the link, or name the files by a pattern")))

@@ -105,8 +105,9 @@ class Index:
                 first, at, counts = np.unique(before, return_index=True, return_counts=True)
                 gaps.append(np.stack([first, block_starts[blank][at], counts]))
             rows += len(starts[-1])
+        # A run of blank records that crosses blocks was found once in each: it is new where a row came before it.
         gap_rows, gap_starts, counts = np.concatenate(gaps, axis=1)
-        is_new = np.diff(gap_rows, prepend=-1) > 0  # a run may cross blocks
+        is_new = np.diff(gap_rows, prepend=-1) > 0
         blanks = np.cumsum(counts)[np.append(np.flatnonzero(is_new)[1:], len(counts)) - 1] if len(counts) else none
         found = {"starts": np.concatenate([*starts, np.array([self.file.size])])}
         found |= dict(zip(_GAPS, (gap_rows[is_new], gap_starts[is_new], blanks), strict=True))
@@ -121,6 +122,7 @@ class Index:
 
     def read(self, row: int, max_bytes: int) -> bytes | BadRow:
         """Bytes of a row without its newline; a row above ``max_bytes`` is not read."""
+        # A row ends where the next begins, or where blank records between the two begin.
         start, stop = int(self._starts[row]), int(self._starts[row + 1])
         gap = int(self._gap_rows.searchsorted(row + 1)) if len(self._gap_rows) else 0
         if gap < len(self._gap_rows) and self._gap_rows[gap] == row + 1:
@@ -144,6 +146,8 @@ class Index:
             newlines = np.flatnonzero(block == _NEWLINE)
             numbers = np.arange(lines + 1, lines + 1 + len(newlines))
             lines += len(newlines)
+            # A newline after an odd number of quotes is within a value. A doubled quote, which stands for one, changes
+            # nothing: it counts twice.
             if quoted:
                 marks = np.flatnonzero(block == _QUOTE)
                 outside = (marks.searchsorted(newlines) + quotes) % 2 == 0
@@ -154,6 +158,7 @@ class Index:
             if base <= pending < base + count:
                 starts = np.concatenate([[pending], starts])
                 numbers = np.concatenate([[pending_line], numbers])
+            # What begins at the first byte of the next block, or at the end of the file, is left to that.
             if len(starts) and starts[-1] == base + count:
                 pending = int(starts[-1])
                 pending_line = int(numbers[-1])
@@ -162,15 +167,18 @@ class Index:
             yield starts, numbers, self._blank(block, base, starts)
 
     def _blank(self, block: npt.NDArray[np.uint8], base: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Which of the records that begin in a block are blank."""
         first = block[starts - base]
         blank = first == _NEWLINE
+        # Those that begin with white space are blank if nothing else comes before their newline.
         doubtful = np.flatnonzero((first == _RETURN) | (first == 32) | (first == 9))
         if len(doubtful):
             solid = np.flatnonzero((block != _RETURN) & (block != 32) & (block != 9))
             following = solid.searchsorted(starts[doubtful] - base)
             is_here = following < len(solid)
             blank[doubtful[is_here]] = block[solid[following[is_here]]] == _NEWLINE
-            for index in doubtful[~is_here]:  # the last, whose line ends in the next block
+            # The last one, whose line may end in the next block.
+            for index in doubtful[~is_here]:
                 blank[index] = self._is_blank(int(starts[index]))
         return blank
 

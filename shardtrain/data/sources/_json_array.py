@@ -81,6 +81,7 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
     starts = array("q")
     stops = array("q")
     lines = array("q")
+    # The text is gone through once: an element, a comma, an element, ... Lines are counted as far as that has come.
     place = _after(text, text.index("[") + 1)
     line = 1
     counted = 0
@@ -128,6 +129,7 @@ class _Ends:
 
     def after(self, place: int) -> int:
         """The place after the element at a place; raises JSONDecodeError where there is none, or it is too long."""
+        # The part moves on once the place is 4 MiB into it: it is copied for many elements, and not for each.
         is_last = self._first + len(self._part) == len(self._whole)
         if place - self._first > _MOVE_CHARACTERS and not is_last:
             self._part = self._whole[place : place + self._most + _MOVE_CHARACTERS]
@@ -138,6 +140,7 @@ class _Ends:
         except json.JSONDecodeError as error:
             message = error.msg
             at = error.pos + self._first
+            # What looks broken at the end of a part may be an element that continues behind it.
             if not is_last and (error.pos >= len(self._part) - 8 or message.startswith("Unterminated string")):
                 message = f"an element is longer than {self._most} characters"
                 at = place

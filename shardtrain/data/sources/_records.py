@@ -69,13 +69,14 @@ def _lines(stream: Stream, max_bytes: int) -> Iterator[bytes | _Long | _Blank]:
     begun = bytearray()
     long = None
     for block in _blocks(stream):
+        # Blank lines are given as one: a compressed file may hold a thousand million of them.
         if not begun and long is None and block[:64].isspace() and not block.strip(BLANKS + b"\n"):
-            # a compressed file may hold a thousand million of them
             cut = block.rfind(b"\n") + 1
             if cut:
                 yield _Blank(block[:cut])
             begun += block[cut:]
             continue
+        # The rest of a line that began in an earlier block; of one that is too long the length is kept, not the text.
         first, *others = block.split(b"\n")
         begun += first
         if long or len(begun) > max_bytes:
@@ -107,7 +108,8 @@ def _joined(lines: Iterator[bytes | _Long | _Blank], max_bytes: int) -> Iterator
             if not num_lines:
                 yield line, 0
                 continue
-            more = line.num_lines - 1  # within quotes they are of the record
+            # Within quotes they are of the record. The last of them is counted below, as any line.
+            more = line.num_lines - 1
             num_lines += more
             num_bytes -= more
             line = line.text[:-1]
@@ -119,6 +121,7 @@ def _joined(lines: Iterator[bytes | _Long | _Blank], max_bytes: int) -> Iterator
             pieces.clear()
         else:
             pieces.append(line)
+        # All quotes are closed: the record ends with this line.
         if num_quotes % 2 == 0:
             blank = isinstance(line, _Long) and line.blank and num_lines == 1
             yield _Long(num_bytes + num_lines - 1, 0, blank) if long else b"\n".join(pieces), num_lines

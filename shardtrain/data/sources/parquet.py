@@ -155,6 +155,7 @@ def _sizes(group: Any, number: int) -> tuple[int, int]:
 
 def _prove(file: File, parquet: Any) -> None:
     """Try what may be a bomb in a process with limits. Raises DataError where it is one."""
+    # What the footer says: columns that grow too much, or a small file in a codec that can lie about it.
     meta = parquet.metadata
     groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
     suspects = []

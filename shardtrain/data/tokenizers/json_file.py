@@ -43,11 +43,13 @@ class JsonTokenizer:
         self.spec = spec
         self.option = option
         self._tokenizer, self.prefix_ids, self.suffix_ids = _load(file, content, option)
-        # ids may have gaps, so the largest id decides the rows that an embedding needs
+        # Ids may have gaps, so the largest id decides the rows that an embedding needs.
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         if not 0 < self.vocab_size <= _MOST_IDS:
             rule = "has an empty vocabulary" if self.vocab_size == 0 else "has ids of 2**31 and above"
             raise ConfigError(Problem(option, str(file), rule, "use a trained tokenizer"))
+
+        # Special tokens: those of the file, and which of them begin and end a document, by the files beside it.
         beside = read_beside(file.parent, option)
         added = self._tokenizer.get_added_tokens_decoder()
         special = {token.content: i for i, token in added.items() if token.special}
@@ -62,6 +64,8 @@ class JsonTokenizer:
         self.chat_template = beside.chat_template
         self.tool_template = beside.tool_template
         _warn_of_idle_switch(beside.switches.get("add_bos_token"), self.prefix_ids, self.bos_id, str(file))
+
+        # Of the files beside it the ids alone decide tokens: templates have a fingerprint of their own.
         ends = f"{self.bos_id} {self.eos_id}".encode()
         ends += ends_facts(self.prefix_ids, self.suffix_ids, self.bos_id, self.eos_id)
         self.fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + ends).hexdigest()
@@ -73,7 +77,7 @@ class JsonTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[npt.NDArray[np.int32]]:
         """Ids of each text; the library's threads share the work."""
-        # the fast call does not work out offsets; libraries before 0.20.1 lack it
+        # The fast call does not work out offsets; libraries before 0.20.1 lack it.
         batch = self._encode_many(texts, getattr(self._tokenizer, "encode_batch_fast", self._tokenizer.encode_batch))
         return [np.array(one.ids, dtype=np.int32) for one in batch]
 
@@ -129,13 +133,13 @@ def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer
         reason = " ".join(str(error).split())[:200]
         rule = f"cannot be read as a tokenizer ({reason})"
         raise ConfigError(Problem(option, str(file), rule, "replace the file by a complete tokenizer.json")) from error
-    # a saved file may ask for cut and filled rows; documents must arrive whole
+    # A saved file may ask for cut and filled rows; documents must arrive whole.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if tokenizer.num_special_tokens_to_add(False) > _MOST_ADDED:
         raise _adds_too_many(file, option)
     prefix_ids, suffix_ids = _ends(tokenizer)
-    # It adds bos and eos, which is done elsewhere, and cuts spaces off the offsets, which would leave gaps.
+    # Post-processors add bos and eos, which is done elsewhere, and cut spaces off the offsets, which would leave gaps.
     tokenizer.post_processor = None  # type: ignore[assignment]
     return tokenizer, prefix_ids, suffix_ids
 
@@ -143,25 +147,27 @@ def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer
 def _check_growth(content: bytes, file: Path, option: str) -> None:
     """Stop where the normalizer would make a text many times longer: its rules are applied one after the other."""
     try:
-        said = json.loads(content)
+        spec = json.loads(content)
     except (ValueError, RecursionError):
         return  # the library says what is wrong with it
     growth = 1.0
-    rules = [said.get("normalizer")] if isinstance(said, dict) else []
+    rules = [spec.get("normalizer")] if isinstance(spec, dict) else []
     while rules:
         rule = rules.pop()
         if not isinstance(rule, dict):
             continue
         kind = rule.get("type")
-        content_ = rule.get("content")
+        replacement = rule.get("content")
         inner = rule.get("normalizers")
         if kind == "Sequence" and isinstance(inner, list):
             rules += inner
-        elif kind == "Replace" and isinstance(content_, str):
+        elif kind == "Replace" and isinstance(replacement, str):
             pattern = rule.get("pattern")
-            found = pattern.get("String") if isinstance(pattern, dict) else None
-            # an expression may match a single character, or between any two
-            grown = len(content_) / len(found) if isinstance(found, str) and found else len(content_) + 1
+            literal = pattern.get("String") if isinstance(pattern, dict) else None
+            # A regular expression may match a single character, or between any two.
+            grown = len(replacement) + 1.0
+            if isinstance(literal, str) and literal:
+                grown = len(replacement) / len(literal)
             growth *= max(1.0, grown)
         elif kind == "Prepend" and isinstance(rule.get("prepend"), str):
             growth *= 1 + len(rule["prepend"]) / _MOST_GROWTH
@@ -179,7 +185,8 @@ def _ends(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, 
     """Ids that the post-processor puts before and after a text."""
     if tokenizer.post_processor is None or not tokenizer.num_special_tokens_to_add(False):
         return (), ()
-    # a text that has tokens, since of one without them nothing is before or after; the vocabulary has its own words
+    # Tried on a text that has tokens, since of one without them nothing is before or after: a letter or a digit, or
+    # else words of the vocabulary.
     for text in ("a", "0", *sorted(tokenizer.get_vocab(with_added_tokens=False))[:100]):
         encoded = tokenizer.encode(text)
         places = [place for place, sequence in enumerate(encoded.sequence_ids) if sequence is not None]

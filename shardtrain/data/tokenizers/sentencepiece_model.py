@@ -31,8 +31,12 @@ class SentencePieceTokenizer:
     def __init__(self, file: Path, content: bytes, option: str, spec: str) -> None:
         self.spec = spec
         self.option = option
+        # The model as it is, and one that puts no space before a text, for what follows a special token.
         self._whole = _load(file, content, option)
         self._inner = _load(file, content + _NO_PREFIX, option)
+
+        # Tokens that the model lacks are added behind it. Those that are not special are found in every text, special
+        # ones in conversations alone.
         beside = read_beside(file.parent, option)
         pieces: int = self._whole.get_piece_size()
         self._added = self._added_tokens(beside, pieces, file)
@@ -42,18 +46,15 @@ class SentencePieceTokenizer:
         self._always = Splitter({text.content: i for i, text in beside.added.items() if not text.special})
         self._all = Splitter({**{text.content: i for i, text in beside.added.items()}, **special})
         self._texts = {i: text for text, i in special.items()} | self._added
+
+        # Which tokens begin and end a document, by the files beside it or else by the model.
         self.bos_id, self.eos_id, self.pad_id = (self._end(beside, name, special) for name in ("bos", "eos", "pad"))
         self.prefix_ids, self.suffix_ids = beside.ends(self.bos_id, self.eos_id)
         ends = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         ids = {name: i for name, i in ends.items() if i is not None}
         self.special_ids = frozenset(special.values()).union(ids.values())
-        self.special_tokens: Mapping[str, str] = {
-            **{
-                name: (self._texts[i] if i in self._texts else str(self._whole.id_to_piece(i)))
-                for name, i in ids.items()
-            },
-            **beside.named(),
-        }
+        texts = {name: self._texts.get(i) or str(self._whole.id_to_piece(i)) for name, i in ids.items()}
+        self.special_tokens: Mapping[str, str] = {**texts, **beside.named()}
         self.chat_template = beside.chat_template
         self.tool_template = beside.tool_template
         facts = f"sentencepiece {self.bos_id} {self.eos_id} {sorted(beside.added.items())}".encode()
@@ -83,6 +84,8 @@ class SentencePieceTokenizer:
         """
         parts: list[str] = []
         run: list[int] = []
+        # The model decodes runs of its own pieces, between tokens that have a text of their own. The None at the end
+        # closes the last run.
         for i in [*(int(i) for i in ids), None]:
             if i is not None and not 0 <= i < self.vocab_size:
                 raise ValueError(f"token id outside 0..{self.vocab_size - 1}")
@@ -122,7 +125,8 @@ class SentencePieceTokenizer:
         added = next((i for i, content in self._added.items() if content == text), None)
         if added is not None:
             return added
-        i = int(self._whole.piece_to_id(text))  # the unknown id for a text that is not a piece
+        # The library gives the unknown id for a text that is not a piece.
+        i = int(self._whole.piece_to_id(text))
         return i if self._whole.id_to_piece(i) == text else None
 
     def _with_spans(self, text: str, splitter: Splitter) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:

@@ -61,7 +61,8 @@ class TiktokenTokenizer:
         self.option = option
         ranks = _read_ranks(file, content, option)
         beside = read_beside(file.parent, option)
-        # special tokens by their text: Llama 3's 256, some of them under the names that tokenizer_config.json has
+
+        # Special tokens by their text: Llama 3's 256, some of them under the names that tokenizer_config.json has.
         num_ranks = len(ranks)
         others = (f"<|reserved_special_token_{i}|>" for i in range(5, _NUM_SPECIAL))
         names = dict(enumerate([*_FIRST_SPECIAL, *others][:_NUM_SPECIAL], start=num_ranks))
@@ -78,6 +79,9 @@ class TiktokenTokenizer:
         except ImportError as error:
             fix = 'pip install "shardtrain[hf]", or use a tokenizer.json'
             raise ConfigError(Problem(option, str(file), "needs the tiktoken library", fix)) from error
+
+        # The library is given no special tokens, so that a text that spells one out stays ordinary text; where they
+        # are meant (``encode_spans``), the splitter finds them.
         self._encoding = tiktoken.Encoding(file.name, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens={})
         self._tokens = sorted(ranks, key=ranks.__getitem__)
         self._lengths = np.array([len(token) for token in self._tokens], dtype=np.int64)
@@ -112,8 +116,14 @@ class TiktokenTokenizer:
         flat = [part for text in parts for part in text]
         if not flat:
             return [np.array([], dtype=np.int32) for _ in texts]
-        done = iter(self._encoding.encode_ordinary_batch(flat, num_threads=threads()))
-        return [np.array([i for _ in text for i in next(done)], dtype=np.int32) for text in parts]
+        encoded = iter(self._encoding.encode_ordinary_batch(flat, num_threads=threads()))
+        results = []
+        for text in parts:
+            ids: list[int] = []
+            for _ in text:
+                ids += next(encoded)
+            results.append(np.array(ids, dtype=np.int32))
+        return results
 
     def encode_spans(self, texts: Sequence[str]) -> list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]]:
         """Ids of each text, special tokens that it spells out among them, and the characters that they stand for."""

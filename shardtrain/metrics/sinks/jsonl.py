@@ -138,6 +138,8 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
     """Make the file on disk a rising history up to ``start_step``; returns it, thinned where the file is large."""
     if not path.exists():
         return []
+
+    # A large file that a start of this version left in order is cut where its history ends, and not read whole.
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         size = os.fstat(file.fileno()).st_size
         if start_step and size > _LARGE_BYTES and (end := _end_of_history(file, size, start_step)) is not None:
@@ -155,6 +157,8 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
         file.seek(0)
         content = b"" if not start_step and size > _LARGE_BYTES else file.read()
     records, bad = _parse(content)
+
+    # A run that begins: what another run has left there is put aside.
     if start_step == 0:
         if records or size > _LARGE_BYTES:
             aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
@@ -163,12 +167,15 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
         else:
             path.unlink()
         return []
+
+    # A run that continues: records after its step are of what it has not seen. Of a step that was written twice the
+    # later record belongs to the run that continued.
     kept: list[dict[str, Any]] = []
     for record in records:
         if record["step"] > start_step:
             continue
         while kept and kept[-1]["step"] >= record["step"]:
-            kept.pop()  # written twice: the later one belongs to the run that continued
+            kept.pop()
         kept.append(record)
     removed = len(records) - len(kept)
     if removed or bad or not content.endswith(b"\n"):
@@ -189,9 +196,11 @@ _THINNED = 2500
 def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
     """Where the last record up to ``start_step`` ends; None where what is before it has to be put in order first."""
     window = min(_TAIL_BYTES, size)
+    # From the end backwards, in windows that double until one has enough records up to the step.
     while True:
         file.seek(size - window)
         content = file.read(window)
+        # The first line of a window begins before it, and what follows the last line feed is torn.
         if window < size:
             content = content.partition(b"\n")[2]
         at = size - len(content)
@@ -199,7 +208,7 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
         last = -1
         num_kept = 0
         is_past = False
-        for line in content.split(b"\n")[:-1]:  # what follows the last line feed is torn
+        for line in content.split(b"\n")[:-1]:
             records, _ = _parse(line)
             at += len(line) + 1
             step = records[0]["step"] if records else None
@@ -211,10 +220,14 @@ def _end_of_history(file: BinaryIO, size: int, start_step: int) -> int | None:
                 end = at
                 last = step
                 num_kept += 1
-        if num_kept > 1 or window == size:  # one alone may be a step written twice
+        # Two at least: one alone may be a step written twice.
+        if num_kept > 1 or window == size:
             return end
-        if window == _TAIL_BYTES and (before := _place_before(file, size, start_step)) < size:
-            return _end_of_history(file, before, start_step)
+        # A run that went far back: samples of the whole file tell about where to look.
+        if window == _TAIL_BYTES:
+            before = _place_before(file, size, start_step)
+            if before < size:
+                return _end_of_history(file, before, start_step)
         window = min(2 * window, size)
 
 

@@ -80,7 +80,7 @@ class TensorBoardSink:
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         try:
-            # one event for all of a step: a tenth of the time of one for each
+            # One event for all of a step: a tenth of the time of one for each.
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
             self._writer.file_writer.add_summary(Summary(value=values), step)
         except Exception as error:
