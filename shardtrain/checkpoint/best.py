@@ -79,8 +79,9 @@ class Best:
         self.step = state["step"]
         self.without_improvement = state["without_improvement"]
         self.value = math.nan if self.step < 0 else float(state["value"])
-        there = [step for step in (self.step, state["kept"]) if retention.is_whole(folder / f"step-{step}")]
-        self.kept = there[0] if there else -1
+        # The best step's own checkpoint if it is whole, or else the one that was kept before it.
+        whole = [step for step in (self.step, state["kept"]) if retention.is_whole(folder / f"step-{step}")]
+        self.kept = whole[0] if whole else -1
 
     def point(self, folder: Place, saved: Mapping[str, Any] | None, nonce: str) -> None:
         """Let ``best.json`` name the best checkpoint, by the state that one just committed holds; first rank alone."""
@@ -93,7 +94,8 @@ class Best:
         fields = {"step": step, "metric": saved["metric"], "mode": saved["mode"], "value": saved["value"]}
         try:
             files.replace_whole(folder / POINTER, (json.dumps(fields) + "\n").encode(), nonce)
-        except OSError as error:  # the checkpoint is safe and says so itself; the next save tries again
+        except OSError as error:
+            # The checkpoint is safe, and its own facts say that it is the best; the next save tries again.
             logger.warning(f"cannot write {folder / POINTER}: {error.strerror}")
             return
         self.kept = step
@@ -102,11 +104,11 @@ class Best:
 def read_pointer(folder: Place) -> dict[str, Any]:
     """What ``best.json`` says, or nothing where it cannot be read: it is a note for people."""
     try:
-        found = json.loads(files.read_small(folder / POINTER))
+        pointer = json.loads(files.read_small(folder / POINTER))
     except (OSError, ValueError, RecursionError):
         return {}
-    fits = isinstance(found, dict) and isinstance(found.get("step"), int) and isinstance(found.get("metric"), str)
-    return found if fits and isinstance(found.get("value"), int | float) else {}
+    fits = isinstance(pointer, dict) and isinstance(pointer.get("step"), int) and isinstance(pointer.get("metric"), str)
+    return pointer if fits and isinstance(pointer.get("value"), int | float) else {}
 
 
 def _is_state(state: Any) -> bool:

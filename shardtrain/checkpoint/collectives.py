@@ -76,7 +76,7 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
     own = json.dumps(value)
     rank = dist.get_rank()
     size = dist.get_world_size()
-    said: list[str] = []
+    texts: list[str] = []
     numbers: list[int] = []
     for _ in range(_MOST_RUNS):
         # A run of ranks begins at ``source`` and ends before the first rank after it that says something else.
@@ -84,11 +84,11 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
         text = _broadcast(own, source)
         end = torch.tensor([size if own == text or rank <= source else rank])
         dist.all_reduce(end, op=dist.ReduceOp.MIN)
-        if text not in said:
-            said.append(text)
-        numbers += [said.index(text)] * (int(end) - source)
+        if text not in texts:
+            texts.append(text)
+        numbers += [texts.index(text)] * (int(end) - source)
         if len(numbers) == size:
-            return [json.loads(text) for text in said], numbers
+            return [json.loads(text) for text in texts], numbers
     return _gather_by_hash(value)
 
 
@@ -100,8 +100,8 @@ def _gather_by_hash(value: Any) -> tuple[list[Any], list[int]]:
     firsts: dict[bytes, int] = {}
     first_of = [firsts.setdefault(digest.tobytes(), rank) for rank, digest in enumerate(digests.numpy())]
     number_of = {rank: number for number, rank in enumerate(firsts.values())}
-    said = [_said(value, rank if dist.get_rank() == rank else _NOBODY) for rank in firsts.values()]
-    return said, [number_of[rank] for rank in first_of]
+    values = [_said(value, rank if dist.get_rank() == rank else _NOBODY) for rank in firsts.values()]
+    return values, [number_of[rank] for rank in first_of]
 
 
 def broadcast_json(value: Any) -> Any:
@@ -118,9 +118,9 @@ def any_ranks(flags: Sequence[bool]) -> list[bool]:
     """Of each flag, whether it holds on some rank (a collective)."""
     if _is_alone():
         return list(flags)
-    found = torch.tensor(list(map(int, flags)))
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [bool(one) for one in found]
+    totals = torch.tensor(list(map(int, flags)))
+    dist.all_reduce(totals, op=dist.ReduceOp.MAX)
+    return [bool(one) for one in totals]
 
 
 def first_word(word: str) -> str:

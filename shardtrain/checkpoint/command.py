@@ -115,23 +115,23 @@ def _line(path: Place, stored: Manifest) -> str:
 
 def _interval(words: Sequence[str]) -> int:
     """Young's and Daly's interval, and what is left of the time around it."""
-    found: dict[str, float] = {"restart": 0.0}
+    times: dict[str, float] = {"restart": 0.0}
     names = ("stall", "mttf", "restart")
     for name, value in zip(words[::2], [*words[1::2], ""], strict=False):
         if name not in [f"--{known}" for known in names]:
             fix = f"options are {', '.join(f'--{known}' for known in names)}"
             raise ConfigError(Problem("shardtrain checkpoint interval", name, "is not an option", fix, "command line"))
         try:
-            found[name[2:]] = parse_seconds(value)
+            times[name[2:]] = parse_seconds(value)
         except ValueError:
             fix = f"write it like {name} 90s, 2min or 7.9h"
             raise ConfigError(Problem(name, value, "is not a time", fix, "command line")) from None
     for known in names:
-        if not 0 < found.get(known, 0.0) < math.inf and known != "restart":
+        if not 0 < times.get(known, 0.0) < math.inf and known != "restart":
             rule = "must be a time above 0"
             fix = f"write it like --{known} {'1' if known == 'stall' else '7.9h'}"
-            raise ConfigError(Problem(f"--{known}", found.get(known), rule, fix, "command line"))
-    stall, mttf, restart = (found[known] for known in names)
+            raise ConfigError(Problem(f"--{known}", times.get(known), rule, fix, "command line"))
+    stall, mttf, restart = (times[known] for known in names)
     advised = interval.best_seconds(stall, mttf)
     print(f"save every {format_seconds(advised)} (sqrt(2 * stall * mttf) = {advised:.0f} s)")
     for factor in (0.25, 1, 4):
@@ -187,7 +187,8 @@ def _diff(one: Place, other: Place) -> int:
         damage = next((d for file in stored[-1].files if (d := files.find_damage(path, file))), "")
         if damage:
             raise CheckpointError(f"checkpoint {path}: {damage}")
-    a, b = (found.tensors for found in stored)
+    a = stored[0].tensors
+    b = stored[1].tensors
     different = 0
     for name in sorted({*a, *b}):
         if name not in a or name not in b:
@@ -208,6 +209,7 @@ def _diff(one: Place, other: Place) -> int:
 
 
 def _difference(name: str, a: Manifest, one: Place, b: Manifest, other: Place) -> str:
+    # Compared as bytes, so that torch is imported for tensors that differ alone.
     mine = weights_file.whole_bytes(a, one, a.tensors[name])
     theirs = weights_file.whole_bytes(b, other, b.tensors[name])
     if mine == theirs:

@@ -60,6 +60,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
         for other in range(1, size):
             async_save.wait_for_marker(draft, other, token, check_cancelled)
         exporter.write_rest(checkpoint, draft)
+        # As a checkpoint is published: all of it on disk, the lease still held, then one rename.
         files.sync_folder(draft)
         lease.check()
         retention.discard_hub(checkpoint)

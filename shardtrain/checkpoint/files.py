@@ -38,17 +38,17 @@ def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
     Many are asked for at a time: a network answers one question in about a millisecond, and a large run has thousands.
     """
     if isinstance(folder, ObjectPath):
-        found = folder.sizes_below()
-        return [found.get(name, -1) for name in names]
+        sizes = folder.sizes_below()
+        return [sizes.get(name, -1) for name in names]
 
     def few(start: int) -> list[int]:
-        found = []
+        sizes = []
         for name in names[start : start + _FEW]:
             try:
-                found.append(os.stat(os.path.join(folder, name)).st_size)
+                sizes.append(os.stat(os.path.join(folder, name)).st_size)
             except FileNotFoundError:
-                found.append(-1)
-        return found
+                sizes.append(-1)
+        return sizes
 
     if len(names) <= _FEW:
         return few(0)
@@ -191,8 +191,8 @@ def rename(old: Path, new: Path) -> None:
 
 def free_bytes(path: Path) -> int:
     """Bytes that this user may still write below a folder."""
-    found = os.statvfs(path)
-    return found.f_bavail * found.f_frsize
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize
 
 
 class Reader(Protocol):

@@ -56,20 +56,20 @@ class Checkpoints(Saver):
 
         # The first rank decides which steps there are: where a shared folder lags, ranks would start from different
         # ones. A folder without a manifest is not a checkpoint, and is named below; an object store has no folders.
-        found = self.steps()
+        steps = self.steps()
         without = list[int]()
         if isinstance(self._folder, Path):
-            without = sorted({*retention.step_folders(self._folder)} - {*found})
-        found, without = broadcast_json([found, without])
+            without = sorted({*retention.step_folders(self._folder)} - {*steps})
+        steps, without = broadcast_json([steps, without])
         if self._options.load_step != -1:
-            return self._chosen(found)
+            return self._chosen(steps)
 
         # The newest that is good; what is skipped on the way is said once that is known.
         ways = [manifest.way_from_dcp(self._folder / f"step-{step}") for step in without]
         damages = [
             f"step-{step} has no {MANIFEST}{f': {way}' if way else ''}" for step, way in zip(without, ways, strict=True)
         ]
-        for step in reversed(found):
+        for step in reversed(steps):
             path = self._folder / f"step-{step}"
             damage = self._verify(path)
             if not damage:
@@ -99,9 +99,11 @@ class Checkpoints(Saver):
         tensors = {**weights, **rest}
         tensor_files.check_names(tensors, stored, path)
 
+        reader = rank0_storage if self._relays else tensor_reader
+
         def read() -> None:
             try:
-                (rank0_storage if self._relays else tensor_reader).read(tensors, stored, path)
+                reader.read(tensors, stored, path)
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
@@ -154,11 +156,11 @@ class Checkpoints(Saver):
     def _check_writers(self, folder: Place) -> None:
         """Refuse what anybody may have put there: hashes find damage, and not whose checkpoint it is."""
         looks = self._is_first and isinstance(folder, Path)  # who may write a store, the store decides
-        found = broadcast_json(retention.open_to_all(Path(str(folder))) if looks else "")
-        if found and not self._options.allow_shared_writable:
+        writable = broadcast_json(retention.open_to_all(Path(str(folder))) if looks else "")
+        if writable and not self._options.allow_shared_writable:
             raise ConfigError(
-                f"checkpoint.folder: {found} can be written by every user, who could put weights of his there; run "
-                f'"chmod o-w {found}", or set checkpoint.allow_shared_writable=true'
+                f"checkpoint.folder: {writable} can be written by every user, who could put weights of his there; run "
+                f'"chmod o-w {writable}", or set checkpoint.allow_shared_writable=true'
             )
 
     def _chosen(self, found: list[int]) -> Place:

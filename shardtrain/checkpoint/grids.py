@@ -115,8 +115,8 @@ class Grid:
 
     def overlapping(self, box: Box) -> Iterator[tuple[Chunk, Box]]:
         """The same one by one."""
-        found = self.overlaps(box)
-        for file, *rows in zip(*(field.tolist() for field in found), strict=True) if found else ():
+        overlaps = self.overlaps(box)
+        for file, *rows in zip(*(field.tolist() for field in overlaps), strict=True) if overlaps else ():
             offsets, starts, sizes = map(tuple, rows)
             yield Chunk(offsets, self.sizes, file, self.begin), (starts, sizes)
 
@@ -153,10 +153,10 @@ def ranges(starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
 
 def file_numbers(first: int, axes: tuple[Axis, ...]) -> list[int]:
     """The file of each box of a grid whose first box is in file ``first``."""
-    found = [first]
+    numbers = [first]
     for axis in axes:
-        found = [number * axis.file_step + file for number in range(axis.repeats) for file in found]
-    return found
+        numbers = [number * axis.file_step + file for number in range(axis.repeats) for file in numbers]
+    return numbers
 
 
 @lru_cache(maxsize=64)

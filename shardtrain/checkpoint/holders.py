@@ -97,8 +97,8 @@ def find_holders(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
 
 def tables_of_ranks(own: Table) -> tuple[list[Table], list[int]]:
     """The distinct tables of all ranks, and which of them each rank says (a collective)."""
-    said, number_of = gather_distinct_json(fold(own))
-    return [unfold(one) for one in said], number_of
+    folded, number_of = gather_distinct_json(fold(own))
+    return [unfold(one) for one in folded], number_of
 
 
 def fold(table: Table) -> list[list[Any]]:
@@ -109,8 +109,8 @@ def fold(table: Table) -> list[list[Any]]:
     """
     lines: dict[tuple[str, str, str], list[Any]] = {}
     for name, value in table.items():
-        found = _LAYER.fullmatch(name)
-        before, number, after = found.groups() if found else (name, "", "")
+        match = _LAYER.fullmatch(name)
+        before, number, after = match.groups() if match else (name, "", "")
         runs = lines.setdefault((before, after, repr(value)), [before, after, value, []])[3]
         if number and runs and runs[-1][1] == int(number):
             runs[-1][1] += 1
@@ -132,7 +132,7 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
     """Who holds what, where rank r says ``tables[table_of_rank[r]]``; needs no process group. Raises as above."""
     # Which tables name each tensor, with what rule; those that do must agree on type and shape.
     ranks_of = [np.flatnonzero(np.asarray(table_of_rank) == number) for number in range(len(tables))]
-    said: dict[str, list[tuple[int, Any]]] = {}
+    rules: dict[str, list[tuple[int, Any]]] = {}
     kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
     for number, table in enumerate(tables):
         for name, (dtype, shape, rule) in table.items():
@@ -143,15 +143,15 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
                 raise CheckpointError(
                     f"{name} cannot be saved: it is {kind} on rank {ranks_of[number][0]}, and {kinds[name]} before"
                 )
-            said.setdefault(name, []).append((number, rule))
+            rules.setdefault(name, []).append((number, rule))
 
     # Layers are alike: a model has few shapes and rules, and the parts of each are worked out once.
     known: dict[Any, tuple[Part, ...]] = {}
     held = {}
     for name, (dtype, shape) in kinds.items():
-        key = (shape, repr(said[name]))
+        key = (shape, repr(rules[name]))
         if key not in known:
-            known[key] = _parts(shape, [(ranks_of[number], rule) for number, rule in said[name]])
+            known[key] = _parts(shape, [(ranks_of[number], rule) for number, rule in rules[name]])
         held[name] = Held(dtype, shape, known[key])
     return held
 
@@ -216,12 +216,12 @@ def _rule(tensor: Tensor, digits: dict[int, list[tuple[int, int] | None]]) -> An
 
 def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
     """Size and stride of each axis of a mesh, where its coordinates are digits of the ranks' numbers."""
-    found: list[tuple[int, int] | None] = []
+    digits: list[tuple[int, int] | None] = []
     for axis, size in enumerate(mesh.shape):
         line = np.moveaxis(mesh, axis, 0).reshape(size, -1)[:, 0]
         steps = np.unique(np.diff(line)).tolist()
-        found.append((size, steps[0]) if len(steps) == 1 and steps[0] > 0 else None)
-    return found
+        digits.append((size, steps[0]) if len(steps) == 1 and steps[0] > 0 else None)
+    return digits
 
 
 def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[Part, ...]:

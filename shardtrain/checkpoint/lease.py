@@ -146,10 +146,10 @@ class Lease:
         holder = read(self._path)
         reason = why_free(holder)
         if not reason and must_be_watched(holder):
-            found = self._wait_for_a_beat(own)
-            if found is None:
+            silence = self._wait_for_a_beat(own)
+            if silence is None:
                 return  # it was given back
-            reason = found
+            reason = silence
         if not reason:
             raise self._taken_by(holder)
         if reason == DEAD:
@@ -270,10 +270,10 @@ def _read(path: Path | ObjectPath) -> dict[str, Any]:
 def parse(data: bytes) -> dict[str, Any]:
     """The fields of a lease; none where it is not shardtrain's."""
     try:
-        found = json.loads(data)
+        fields = json.loads(data)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def describe(holder: dict[str, Any]) -> str:

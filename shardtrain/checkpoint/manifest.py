@@ -258,11 +258,11 @@ def _tensor(name: str, entry: Any, version: int, num_files: int) -> StoredTensor
     whole = _counts(shape, name)
     if math.prod(whole) * ITEM_BYTES[dtype] > _MAX_SIZE:
         _refuse(f"has a shape of {name} that is too large")
-    found = tuple(_grid(name, entry, version, len(whole), num_files) for entry in _list(grids, name))
-    problem = check_tiling(whole, [grid.box for grid in found])
+    checked = tuple(_grid(name, entry, version, len(whole), num_files) for entry in _list(grids, name))
+    problem = check_tiling(whole, [grid.box for grid in checked])
     if problem:
         _refuse(f"has pieces of {name} that {problem}")
-    return StoredTensor(dtype, whole, found)
+    return StoredTensor(dtype, whole, checked)
 
 
 def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Grid:

@@ -41,15 +41,16 @@ class ObjectLease(Lease):
         holder = self._found()
         if holder:
             self._wait_until_free(holder)
-        with contextlib.suppress(FileExistsError):  # another run was faster
+        # Where another run was faster, or the store cannot refuse a second writer, reading it back says whose it is.
+        with contextlib.suppress(FileExistsError):
             if not self._object.put(self._text(), new=not holder):
                 logger.info(
                     f"{self._object.parent}: this store cannot refuse a second writer; of two runs that start within a "
                     "second of each other one will stop at its next save"
                 )
-        found = self._found()
-        if found.get("nonce") != self.nonce:
-            self._refuse(found)
+        holder_now = self._found()
+        if holder_now.get("nonce") != self.nonce:
+            self._refuse(holder_now)
         self._hold()
 
     def check(self) -> None:
@@ -83,14 +84,15 @@ class ObjectLease(Lease):
             logger.info(
                 f"{self._object} belongs to another host: waiting {lease.STALE_SECONDS:.0f} s for a sign of life"
             )
+            # By this host's own clock: a holder that lives rewrites the object, with another count of beats.
             deadline = time.monotonic() + lease.STALE_SECONDS
             while time.monotonic() < deadline:
                 time.sleep(min(1.0, lease.BEAT_SECONDS))
-                found = self._found()
-                if not found:
+                current = self._found()
+                if not current:
                     return  # it was given back
-                if found != holder:
-                    self._refuse(found)
+                if current != holder:
+                    self._refuse(current)
             reason = f"no sign of life for {lease.STALE_SECONDS:.0f} s"
         logger.warning(f"took over {self._object} of {describe(holder)}: {reason}")
 

@@ -80,10 +80,10 @@ class ObjectPath:
         try:
             with _asking(self.address):
                 self.store.invalidate_cache()
-                found = self.store.ls(self._key, detail=False)
+                keys = self.store.ls(self._key, detail=False)
         except FileNotFoundError:
             return []
-        names = {str(key).rstrip("/").rpartition("/")[2] for key in found} - {self.name, ""}
+        names = {str(key).rstrip("/").rpartition("/")[2] for key in keys} - {self.name, ""}
         whole = ObjectPath(self.store, self.address)
         return [whole / name for name in sorted(names)]
 
@@ -94,10 +94,10 @@ class ObjectPath:
         try:
             with _asking(self.address):
                 self.store.invalidate_cache()
-                found = self.store.ls(self._key, detail=True)
+                entries = self.store.ls(self._key, detail=True)
         except FileNotFoundError:
             return {}
-        return {str(one["name"]).rpartition("/")[2]: int(one["size"] or 0) for one in found if one["type"] == "file"}
+        return {str(one["name"]).rpartition("/")[2]: int(one["size"] or 0) for one in entries if one["type"] == "file"}
 
     def glob(self, pattern: str) -> list[ObjectPath]:
         """Those directly below whose names match."""
@@ -106,10 +106,10 @@ class ObjectPath:
     def stat(self) -> SimpleNamespace:
         """``st_size`` in bytes. Raises OSError, also for a folder."""
         with _asking(self.address):
-            found = self.store.info(self._key)
-            if found.get("type") == "directory":
+            info = self.store.info(self._key)
+            if info.get("type") == "directory":
                 raise IsADirectoryError
-            return SimpleNamespace(st_size=int(found["size"]))
+            return SimpleNamespace(st_size=int(info["size"]))
 
     def is_file(self) -> bool:
         """Whether an object has this address. Raises OSError where the store does not answer."""
@@ -140,6 +140,8 @@ class ObjectPath:
         digest = hashlib.sha256()
         size = 0
         with _asking(self.address):
+            # Closed by hand, at the end alone: a context would close it after an error too, and closing is what makes
+            # an object of what was written.
             file = self.store.open(self._key, "wb")
             for block in blocks:
                 for start in range(0, len(block), PIECE_BYTES):
@@ -153,12 +155,13 @@ class ObjectPath:
     def put(self, data: bytes, new: bool) -> bool:
         """Write a small object at once. ``new`` fails where there is one; gives False for a store that cannot tell."""
         with _asking(self.address):
+            # A store without conditional writes refuses the word, each in its way; the object is then put as any other.
             if new:
                 try:
                     self.store.pipe_file(self._key, data, mode="create")
                     return True
                 except (TypeError, ValueError, RuntimeError):
-                    pass  # a store without conditional writes
+                    pass
             self.store.pipe_file(self._key, data)
             return not new
 

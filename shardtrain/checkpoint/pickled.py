@@ -121,8 +121,9 @@ class _Machine:
             self._container(list).extend(values)
         elif name in ("SETITEM", "SETITEMS"):
             values = [*reversed([self.pop(), self.pop()])] if name == "SETITEM" else self._since_mark()
+            # An OrderedDict is made before it is filled.
             into = self._stack[-1]
-            if isinstance(into, Made):  # an OrderedDict, which is made before it is filled
+            if isinstance(into, Made):
                 into.items.extend(values)
             else:
                 self._container(dict).update(_table(values))
@@ -157,17 +158,17 @@ class _Machine:
             module = self.pop()
         else:
             module, _, name = str(argument).partition(" ")
-        found = Name(module, name) if isinstance(module, str) and isinstance(name, str) else None
-        if found is None or str(found) not in self._names:
-            said = "".join(c if c.isprintable() else "?" for c in str(found))[:100]
-            raise _Refused(f"names {said}, which is not part of a checkpoint")
-        self._stack.append(found)
+        named = Name(module, name) if isinstance(module, str) and isinstance(name, str) else None
+        if named is None or str(named) not in self._names:
+            printable = "".join(c if c.isprintable() else "?" for c in str(named))[:100]
+            raise _Refused(f"names {printable}, which is not part of a checkpoint")
+        self._stack.append(named)
 
     def _since_mark(self) -> list[Any]:
-        found: list[Any] = []
+        values: list[Any] = []
         while not isinstance(value := self._stack.pop(), _Mark):
-            found.append(value)
-        return found[::-1]
+            values.append(value)
+        return values[::-1]
 
     def _container(self, kind: type) -> Any:
         value = self._stack[-1]
@@ -179,7 +180,7 @@ class _Machine:
 def _table(values: list[Any]) -> dict[Any, Any]:
     if len(values) % 2:
         raise ValueError("a table has a key without a value")
-    # a Made is told apart by what it is, not by what it says; to hash a tuple may take for ever, as parts are shared
+    # A Made is told apart by what it is, not by what it says. To hash a tuple may take for ever, as parts are shared.
     if not all(isinstance(key, str | int | Made) for key in values[::2]):
         raise _Refused("has a table whose keys are not names")
     return dict(zip(values[::2], values[1::2], strict=True))

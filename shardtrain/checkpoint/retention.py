@@ -32,8 +32,8 @@ _MOST_REMEMBERED = 64
 
 def step_of(path: Path | ObjectPath) -> int | None:
     """The step of a folder of a checkpoint by its name, or None."""
-    found = _STEP.fullmatch(path.name)
-    return int(found[1]) if found else None
+    match = _STEP.fullmatch(path.name)
+    return int(match[1]) if match else None
 
 
 def step_folders(folder: Path | ObjectPath) -> list[int]:
@@ -46,8 +46,8 @@ def step_folders(folder: Path | ObjectPath) -> list[int]:
 def steps(folder: Path | ObjectPath) -> list[int]:
     """Steps with a manifest, oldest first. A folder gets its name when all in it is on disk."""
     if isinstance(folder, ObjectPath):
-        found = {path: step for path in folder.glob("step-*") if (step := step_of(path)) is not None}
-        return sorted(step for path, step in found.items() if (path / MANIFEST).is_file())
+        folders = {path: step for path in folder.glob("step-*") if (step := step_of(path)) is not None}
+        return sorted(step for path, step in folders.items() if (path / MANIFEST).is_file())
     return [step for step in step_folders(folder) if (folder / f"step-{step}" / MANIFEST).is_file()]
 
 
@@ -115,8 +115,8 @@ def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, s
     if not keep:
         return
     # Steps after this one are another history, which the user went back from, and are not counted here.
-    found = (step_of(path) for path in folder.glob("step-*"))
-    own = sorted(step for step in found if step is not None and step <= saved)
+    all_steps = (step_of(path) for path in folder.glob("step-*"))
+    own = sorted(step for step in all_steps if step is not None and step <= saved)
     # From the newest on until there are enough: of those that stay for ever only names are looked at, since there may
     # be thousands, and a store is asked for each apart.
     whole: list[int] = []

@@ -39,13 +39,13 @@ class Plan:
     def pieces_of(self, rank: int) -> list[tuple[str, int]]:
         """Name and bytes of each piece that a rank writes, in the order of its file."""
         number = self.file_numbers[rank]
-        found = [
+        pieces = [
             (grid.begin, name, grid.numel * ITEM_BYTES[stored.dtype])
             for name, stored in self.tensors.items()
             for grid in stored.grids
             if grid.is_in(number)
         ]
-        return [(name, num_bytes) for _, name, num_bytes in sorted(found)]
+        return [(name, num_bytes) for _, name, num_bytes in sorted(pieces)]
 
     def names_of(self, rank: int) -> list[str]:
         """Tensors of which a rank writes a piece, in the order of its file."""

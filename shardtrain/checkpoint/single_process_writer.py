@@ -40,6 +40,7 @@ def write(
     """
     if folder.exists():
         raise ConfigError(f"{folder} exists; give a new folder")
+    # Where each tensor lies is known before one is read: all in one file, by their names.
     temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
     tensors: dict[str, StoredTensor] = {}
     begin = 0
@@ -53,6 +54,7 @@ def write(
             tensor = read(name).to(getattr(torch, types[name])).contiguous()
             yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
+    # Written beside its place and renamed, so that it is there whole or not at all.
     try:
         temporary.mkdir(parents=True)
         stored = files.write_hashed(temporary / "rank-00000.bin", blocks())
@@ -66,6 +68,7 @@ def write(
             tensors=tensors,
             facts={**facts, "weights_only": not with_optimizer},
         )
+        # What could not be read is not called written.
         text = whole.to_bytes()
         manifest.parse(text, temporary)
         files.write_whole(temporary / MANIFEST, text)

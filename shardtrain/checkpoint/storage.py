@@ -70,8 +70,8 @@ def folder_of(dump_folder: str, folder: str) -> Place:
 
 def storage_of(dump_folder: str, folder: str) -> Storage:
     """The storage of a run's checkpoints; touches nothing yet."""
-    found = folder_of(dump_folder, folder)
-    return LocalStorage(found) if isinstance(found, Path) else ObjectStorage(found)
+    place = folder_of(dump_folder, folder)
+    return LocalStorage(place) if isinstance(place, Path) else ObjectStorage(place)
 
 
 class LocalStorage:

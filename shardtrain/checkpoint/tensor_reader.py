@@ -41,9 +41,9 @@ _Place = tuple[tuple[int, ...], tuple[slice, ...], tuple[slice, ...]]
 @garbage_collection.paused()
 def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
     """Fill this rank's part of the tensors in place, converting floating-point types. Raises OSError."""
-    found = _find(tensors, manifest)
+    cuts = _find(tensors, manifest)
     copied = _Copied()
-    while pieces := _next_pieces(found):
+    while pieces := _next_pieces(cuts):
         copied.forget()
         # File by file, each opened once for all pieces that are known of it.
         changes = np.flatnonzero(pieces.files[1:] != pieces.files[:-1]) + 1
@@ -168,13 +168,13 @@ def _find(tensors: Mapping[str, Tensor], manifest: Manifest) -> Iterator[tuple[_
 
 
 def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
-    found = grid.overlaps(own)
-    if found is None:
+    overlaps = grid.overlaps(own)
+    if overlaps is None:
         return None
-    of_box = found.shared_offsets - found.offsets
-    sizes = found.shared_sizes
-    of_local = found.shared_offsets - np.array(own[0], np.int64)
-    file = found.files - grid.file
+    of_box = overlaps.shared_offsets - overlaps.offsets
+    sizes = overlaps.shared_sizes
+    of_local = overlaps.shared_offsets - np.array(own[0], np.int64)
+    file = overlaps.files - grid.file
     dims = len(own[0])
     row_bytes = [item * math.prod(grid.sizes[dim + 1 :]) for dim in range(dims)]
 
@@ -197,7 +197,7 @@ def _cut(grid: Grid, own: Box, item: int, is_direct: bool) -> _Cut | None:
     bytes_along = np.array(row_bytes[: along + 1], np.int64)
     begins = of_box[:, : along + 1] @ bytes_along
     num_bytes = sizes[:, along] * row_bytes[along] if dims else np.full(1, item)
-    if is_direct and grid.sizes[1:] == own[1][1:] and (found.shared_sizes[:, 1:] == own[1][1:]).all():
+    if is_direct and grid.sizes[1:] == own[1][1:] and (overlaps.shared_sizes[:, 1:] == own[1][1:]).all():
         return _Cut(file, begins, num_bytes, of_local[:, : along + 1] @ bytes_along, (), sizes[:0, None])
     of_box[:, : along + 1] = 0  # what lies before in a stored piece is not read
     return _Cut(file, begins, num_bytes, None, grid.sizes[along + 1 :], np.stack([of_box, of_local, sizes], 1))

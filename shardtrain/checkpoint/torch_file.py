@@ -195,8 +195,8 @@ def describe(
                 raise ValueError("a storage is of no known type")
             return Storage((key, _STORAGES.get(str(kind), "")))
 
-        found = parse(archive.read(f"{top}/data.pkl"), names, where, storage, max_steps=max_steps)
-        return found, {key: member.file_size for key, member in members.items()}
+        value = parse(archive.read(f"{top}/data.pkl"), names, where, storage, max_steps=max_steps)
+        return value, {key: member.file_size for key, member in members.items()}
 
 
 def read_storage(archive: zipfile.ZipFile, length: int, key: str, where: str) -> bytearray:
@@ -213,8 +213,9 @@ def stored(made: Any) -> Stored:
     storage, offset, shape, strides = made.arguments[:4]
     if isinstance(shape, Made) and str(shape.name) == "torch.Size":
         shape = shape.arguments[0] if len(shape.arguments) == 1 else None
+    # An untyped storage says no type: the tensor's own is the seventh argument then (_rebuild_tensor_v3).
     key, dtype = storage if isinstance(storage, Storage) else ("", None)
-    if dtype == "":  # of type uint8, and the tensor's type is at its end
+    if dtype == "":
         last = made.arguments[6] if len(made.arguments) > 6 else None
         dtype = last.name if isinstance(last, Name) and last.module == "torch" else ""
     tables = isinstance(shape, tuple) and isinstance(strides, tuple)
@@ -243,10 +244,11 @@ class _Plain:
         if id(value) in self._within or len(self._within) > _MAX_DEPTH:
             raise ValueError("its values are nested too deeply")
         self._within.add(id(value))
-        found = self._of(value)
+        plain = self._of(value)
         self._within.discard(id(value))
-        self._done[id(value)] = (value, found)  # kept, so that its id stays its own
-        return found
+        # With the value itself, which would else be freed, and its id be that of another.
+        self._done[id(value)] = (value, plain)
+        return plain
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, dict):
@@ -256,22 +258,25 @@ class _Plain:
         if isinstance(value, tuple):
             return tuple(self.of(one) for one in value)
         kind = str(value.name)
+        # A tensor must lie in its storage, and a storage may not be much larger than what is in it: whoever reads a
+        # tensor reads all of it.
         if kind in REBUILD or kind == _PARAMETER:
-            found = stored(value)
-            size = self._sizes.get(found.key)
+            tensor = stored(value)
+            size = self._sizes.get(tensor.key)
             if size is None:
-                raise ValueError(f"the storage {found.key[:40]!r} of a tensor is missing")
-            if found.last_byte > size:
+                raise ValueError(f"the storage {tensor.key[:40]!r} of a tensor is missing")
+            if tensor.last_byte > size:
                 raise ValueError("a tensor is longer than its storage")
-            own = math.prod(found.shape) * ITEM_BYTES[found.dtype]
+            own = math.prod(tensor.shape) * ITEM_BYTES[tensor.dtype]
             if own > size:
                 raise ValueError("a tensor repeats its storage (expanded, and not contiguous)")
             if size > _VIEWS_OF_A_STORAGE * own + 2**20:
                 raise ValueError(f"a tensor of {own} bytes lies in a storage of {size}")
-            return found
+            return tensor
         if kind in ("collections.OrderedDict", "collections.defaultdict"):
+            # Filled after it was made or, as older Pythons wrote it, made of a list of pairs.
             pairs = value.items
-            if not pairs and value.arguments and isinstance(value.arguments[0], list):  # as older Pythons wrote it
+            if not pairs and value.arguments and isinstance(value.arguments[0], list):
                 pairs = [one for pair in value.arguments[0] for one in pair]
             return {self._key(k): self.of(v) for k, v in zip(pairs[::2], pairs[1::2], strict=True)}
         if kind == "torch.Size" and len(value.arguments) == 1:
@@ -297,11 +302,12 @@ def _members(archive: zipfile.ZipFile, length: int, where: str) -> tuple[str, di
 
 def _bytes_of(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> bytearray:
     data = bytearray(member.file_size)
-    with archive.open(member) as file:  # compares its CRC-32
+    with archive.open(member) as file:
         view: memoryview = memoryview(data)
         opened: IO[bytes] = file
         while view and (count := opened.readinto(view)):  # type: ignore[attr-defined]
             view = view[count:]
+        # The CRC-32 is compared when the end of the member is read.
         opened.read(1)
     return data
 

@@ -35,10 +35,11 @@ def write(checkpoint: Place, output: Path) -> int:
         for tensor in weights.values():
             yield memoryview(whole_bytes(stored, checkpoint, tensor))
 
+    # Linked to its name and not renamed: an existing file is never replaced.
     temporary = output.with_name(f"{output.name}.tmp")
     temporary.unlink(missing_ok=True)
     files.write_hashed(temporary, blocks())
-    os.link(temporary, output)  # an existing file is never replaced
+    os.link(temporary, output)
     temporary.unlink()
     files.sync_folder(output.parent)
     return len(weights)
@@ -50,7 +51,7 @@ def whole_bytes(stored: Manifest, checkpoint: Place, tensor: StoredTensor) -> by
     whole = bytearray(math.prod(tensor.shape) * item)
     for chunk in tensor.chunks():
         with contextlib.closing(files.open_stored(checkpoint / stored.files[chunk.file].name)) as reader:
-            # the last dimensions that a piece holds whole are one run of bytes in both
+            # The last dimensions that a piece holds whole are one run of bytes in both.
             dims = len(tensor.shape)
             while dims and chunk.sizes[dims - 1] == tensor.shape[dims - 1]:
                 dims -= 1

@@ -43,7 +43,11 @@ class Batch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """The same batch on a device; with ``non_blocking`` the copy does not wait for the device's other work."""
-        moved = self._each(lambda tensor: to_device(tensor, device) if non_blocking else tensor.to(device))
+        if non_blocking:
+            moved = self._each(lambda tensor: to_device(tensor, device))
+        else:
+            moved = self._each(lambda tensor: tensor.to(device))
+        # Masks are built from what the host knows of the documents, without a copy back from the device.
         if self.documents_BT is not None and moved.documents_BT is not None:
             document_mask.remember(moved.documents_BT, self.documents_BT)
         return moved

@@ -129,10 +129,10 @@ class _Turns:
 
     def span(self, i: int) -> Span:
         """Characters of turn ``i`` of the assistant, from after the words that an answer follows to its end."""
-        found = self._by_growth(i) or self._by_place(i)
-        if found is None:
+        span = self._by_growth(i) or self._by_place(i)
+        if span is None:
             raise Unusable(_UNSURE.format(i + 1))
-        return found
+        return span
 
     def _by_growth(self, i: int) -> Span | None:
         """What the template writes more with the turn than without it, where all before and after stays the same."""

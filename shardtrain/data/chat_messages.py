@@ -102,6 +102,7 @@ def _message(value: Any, where: str) -> Message:
         raise Unusable(f"{where} is {kind(value)}, not an object with role and content")
     if "role" not in value and "from" in value:
         return _from_sharegpt(value, where)
+    # Null is as if it were not there: tables of Arrow have every key in every message.
     message = {str(key): _plain(item, where) for key, item in value.items() if item is not None}
     role = message.get("role")
     if not isinstance(role, str) or not role:
@@ -120,7 +121,7 @@ def _message(value: Any, where: str) -> Message:
         message["content"] = _content(message["content"], where)
     elif "tool_calls" not in message:
         raise Unusable(f"{where} has neither content nor tool_calls")
-    # templates read the reasoning of a turn under one of two names: it is given under both
+    # Templates read the reasoning of a turn under one of two names: it is given under both.
     reasoning = next((message[key] for key in _REASONING if key in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -133,8 +134,8 @@ def _content(value: Any, where: str) -> str:
     texts: list[str] = []
     for part in value:
         if not isinstance(part, Mapping) or part.get("type", "text") != "text":
-            found = part.get("type") if isinstance(part, Mapping) else kind(part)
-            raise Unusable(f"{where} has a part of type {str(found)[:40]!r}; only text can be trained")
+            part_type = part.get("type") if isinstance(part, Mapping) else kind(part)
+            raise Unusable(f"{where} has a part of type {str(part_type)[:40]!r}; only text can be trained")
         if not isinstance(part.get("text"), str):
             raise Unusable(f"{where} has a part of type 'text' without a text")
         texts.append(part["text"])
@@ -146,6 +147,7 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
     text = value.get("value")
     if not isinstance(text, str):
         raise Unusable(f"{where} has no value" if text is None else f"{where} has a value that is {kind(text)}")
+    # A call of a tool is JSON in the text, and its result is a turn of the tool.
     if speaker == "function_call":
         try:
             call = json.loads(text)

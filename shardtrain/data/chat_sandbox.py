@@ -101,6 +101,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return "".join(texts)
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            # "%" formats a text, "+" and "*" make longer texts and lists; large integers take time and memory too.
             numbers = isinstance(left, int | float) and isinstance(right, int | float)
             if operator == "%" and not numbers:
                 _check_form(str(left), star=True)
@@ -117,16 +118,19 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return super().call_binop(context, operator, left, right)
 
         def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+            # Not counted itself: it is put into each loop and macro, see ``_parse``.
             if function == self.shardtrain_count:
                 return work.count()
+            # What is joined is made a list first: an iterator could give one text any number of times.
             if isinstance(getattr(function, "__self__", None), str) and function.__name__ == "join" and args:
-                args = (list(args[0]), *args[1:])  # an iterator could give one text any number of times
+                args = (list(args[0]), *args[1:])
             _plan_call(work, function, args, kwargs)
             return super().call(context, function, *args, **kwargs)
 
         def getitem(self, obj: Any, argument: Any) -> Any:
+            # The message about an item that is missing would hold the key, whatever its size.
             if not isinstance(argument, str | int):
-                deep_size(argument)  # the message about one that is missing would hold it
+                deep_size(argument)
             return super().getitem(obj, argument)
 
         def wrap_str_format(self, value: Any) -> Any:
@@ -142,6 +146,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             return checked
 
         def _parse(self, source: str, name: Any, filename: Any) -> Any:
+            # A call that counts begins the body of each loop, macro and call block: Jinja offers no hook for these.
             template = super()._parse(source, name, filename)
             counters: tuple[Any, ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
             for kind in counters:
@@ -151,6 +156,7 @@ def sandbox(work: Work, *extensions: Any) -> Any:
             _replace_joins(template, nodes)
             return template.set_environment(self)
 
+    # The settings of Hugging Face's apply_chat_template. lipsum makes texts of any length, at random.
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions))
     del environment.globals["lipsum"]
     for name, function in environment.filters.items():
@@ -191,7 +197,9 @@ def _weight(name: str) -> int:
     """What each character counts as that a filter is given; 0 where it does not look at them."""
     if name in _ITEM_FILTERS:
         return _ITEM_CHARACTERS
-    return 0 if name in _AT_ONCE_FILTERS else 1 if name in _LINEAR_FILTERS else _SLOW_FILTER
+    if name in _AT_ONCE_FILTERS:
+        return 0
+    return 1 if name in _LINEAR_FILTERS else _SLOW_FILTER
 
 
 def deep_size(value: Any, depth: int = 0) -> int:
@@ -296,9 +304,12 @@ def bounded(function: Callable[..., Any], work: Work, weight: int, checks_widths
         given = (*args[own:], *kwargs.values())
         if checks_widths:
             _check_widths(given)
+        # A filter that gives items as they are: its work is their number.
         if weight == _ITEM_CHARACTERS:
             work.plan(weight * (len(given[0]) if given and isinstance(given[0], Sequence | Mapping) else 1))
             return function(*args, **kwargs)
+        # All others are counted by what they are given, and where a width or an indent says how long lines become, by
+        # that for each line; those that add items to a whole, once for each item.
         size = sum(map(deep_size, given)) if weight else 1
         if checks_widths:
             widths = [abs(value) for value in given if isinstance(value, int)]

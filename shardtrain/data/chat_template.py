@@ -58,6 +58,7 @@ class ChatTemplate:
         Raises:
             Unusable: as ``render``, and when the template works on what it has marked, so that the place is unsure.
         """
+        # Rendered twice, without marks and with them: they are taken out again, and must have changed nothing else.
         plain = self._write(messages, tools, prompt=False)
         if _OPEN in plain or _CLOSE in plain:
             raise Unusable("has the noncharacter U+FDD0 or U+FDD1, by which the assistant's turns are marked")
@@ -66,14 +67,15 @@ class ChatTemplate:
             marked = self._write(messages, tools, prompt=False)
         finally:
             self._marking = False
-        found, spans = _take_out(marked)
-        if found != plain:
+        unmarked, spans = _take_out(marked)
+        if unmarked != plain:
             raise Unusable(
                 "the chat template changes what its {% generation %} marks enclose, so their place is unsure"
             )
         return plain, spans
 
     def _write(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool) -> str:
+        # Written piece by piece, so that one that would fill the memory is stopped on the way.
         self._work.begin()
         pieces: list[str] = []
         size = 0
@@ -163,10 +165,12 @@ def _take_out(marked: str) -> tuple[str, list[Span]]:
     """Text without the marks, and the characters between them; a mark within a mark counts as its outer one."""
     spans: list[Span] = []
     pieces: list[str] = []
+    # ``place`` is where the text without marks has come to, ``start`` where the outermost mark began.
     place = depth = start = 0
     for part in re.split(f"([{_OPEN}{_CLOSE}])", marked):
         if part == _OPEN:
-            start = place if depth == 0 else start
+            if depth == 0:
+                start = place
             depth += 1
         elif part == _CLOSE:
             depth -= 1

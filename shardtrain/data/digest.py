@@ -19,10 +19,10 @@ def digest(*facts: object) -> str:
 def digest_of_files(files: Mapping[str, str], *facts: object) -> str:
     """As ``digest`` of the sorted items of ``files`` and of facts, at least one; no text of a million names is made."""
     pairs = files.pairs() if isinstance(files, Marks) else iter(sorted(files.items()))
-    found = hashlib.sha256(b"([")
+    digest_so_far = hashlib.sha256(b"([")
     comma = ""
     while texts := [repr(pair) for pair in islice(pairs, _PAIRS_AT_ONCE)]:
-        found.update(f"{comma}{', '.join(texts)}".encode())
+        digest_so_far.update(f"{comma}{', '.join(texts)}".encode())
         comma = ", "
-    found.update(f"], {repr(facts)[1:] if len(facts) > 1 else f'{facts[0]!r})'}".encode())
-    return found.hexdigest()
+    digest_so_far.update(f"], {repr(facts)[1:] if len(facts) > 1 else f'{facts[0]!r})'}".encode())
+    return digest_so_far.hexdigest()

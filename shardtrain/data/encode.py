@@ -64,18 +64,18 @@ class TextEncoder:
         """One document, or the reason why there is none, per row."""
 
         def text_of(row: Mapping[str, Any]) -> str:
-            found = text(row, self._field)
-            if not found:
+            value = text(row, self._field)
+            if not value:
                 raise Unusable("the text is empty", harmless=True)
-            return found
+            return value
 
         # The texts are tokenized together, and their ids taken in order between the rows that have none.
         texts = [_attempt(text_of, row) for row in rows]
-        batch = iter(self.tokenizer.encode_batch([found for found in texts if isinstance(found, str)]))
+        batch = iter(self.tokenizer.encode_batch([value for value in texts if isinstance(value, str)]))
         results: list[Document | BadRow] = []
-        for found in texts:
-            if isinstance(found, BadRow):
-                results.append(found)
+        for value in texts:
+            if isinstance(value, BadRow):
+                results.append(value)
                 continue
             ids = next(batch)
             if len(ids):

@@ -81,9 +81,9 @@ class Contents:
         for file in self._files.values():
             with contextlib.suppress(OSError):
                 stamp = _stamp(os.stat(file.path))
-                found = noted.get(os.path.abspath(file.path))
-                if isinstance(found, list) and found[:-1] == stamp and isinstance(found[-1], str):
-                    self._found(file, found[-1])
+                note = noted.get(os.path.abspath(file.path))
+                if isinstance(note, list) and note[:-1] == stamp and isinstance(note[-1], str):
+                    self._found(file, note[-1])
                 else:
                     left.append((stamp[0], file))
 
@@ -232,10 +232,10 @@ class Contents:
             with open(self._notes, "rb", opener=atomic_io.without_waiting) as file:
                 mark, _, text = file.read(_MAX_NOTES_BYTES).partition(b"\n")
             # Damaged notes would blame the data, so they carry a checksum.
-            found = json.loads(text) if mark == _mark(text) else {}
+            notes = json.loads(text) if mark == _mark(text) else {}
         except (OSError, ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        return notes if isinstance(notes, dict) else {}
 
     def _write_notes(self) -> None:
         """Note what the settled files hold; nothing depends on it but time."""

@@ -95,6 +95,8 @@ class FitTable:
         num_rows = int(self.rows_up_to[block + 1] - self.rows_up_to[block])
         if self._descriptor is None:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        # Read by position: forked processes share the descriptor. How many numbers there are follows from what is
+        # known of the block, and the bytes of each (2 or 4) from that.
         content = os.pread(self._descriptor, int(entry["bytes"]), int(entry["offset"]))
         count = num_pieces + num_rows
         size = len(content) // count if count else 0
@@ -126,8 +128,9 @@ def open_table(
         try:
             with open(path, "rb", opener=atomic_io.without_waiting) as file:
                 facts = _facts(file, path, option)
+                # Of other tokens, or of another version: those that are there now are fitted again.
                 if facts["fingerprint"] != fingerprint or facts["block_documents"] != block_documents:
-                    return None  # of other tokens, or of another version: those that are there now are fitted again
+                    return None
                 if facts["num_blocks"] != num_blocks or num_blocks > _MAX_BLOCKS:
                     raise damaged(
                         path, option, f"says that it has {facts['num_blocks']} blocks, and there are {num_blocks}"
@@ -206,6 +209,7 @@ class FitTableWriter:
             "num_targets": self._num_targets, "cut": self._cut, "dropped": self._dropped,
             "table_sha256": hashlib.sha256(content).hexdigest(),
         }  # fmt: skip
+        # The name comes last, when all is on disk: a table that was cut short has another one.
         text = json.dumps(facts).encode().ljust(_HEADER_BYTES - 65) + b"\n"
         self._file.seek(0)
         self._file.write(hashlib.sha256(text).hexdigest().encode() + text + content)

@@ -130,7 +130,7 @@ class DataLoader:
     ends_without_notice: whether the data end, and only reading tells where: filler rows come from readers at their end.
     fingerprint:     SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run may be continued
                      only where it is the same.
-    step_hash:       what the rows of this rank's current step add to the run's order hash (see ``order_hash``).
+    step_hash:       what the rows of this rank's current step add to the run's order hash (see ``checksum``).
     """
 
     hash_rows = staticmethod(hash_rows)

@@ -33,11 +33,15 @@ def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected
     """
     chosen = column(row, chosen_field)
     rejected = column(row, rejected_field)
+    # A row may lack the column "prompt", which is the option's default; one that the user names must be there.
     has_prompt = prompt_field in row or prompt_field != "prompt"
     prompt = column(row, prompt_field) if has_prompt else None
     sides = (chosen, rejected)
+
+    # Two texts, after a conversation, after a text, or with their prompt in them.
     if all(isinstance(side, str) for side in sides):
-        check_text(chosen, f"column {chosen_field!r}"), check_text(rejected, f"column {rejected_field!r}")
+        check_text(chosen, f"column {chosen_field!r}")
+        check_text(rejected, f"column {rejected_field!r}")
         if isinstance(prompt, list | tuple):
             before = messages_of(prompt, prompt_field)
             return before, *([{"role": "assistant", "content": side}] for side in sides)  # type: ignore[return-value]
@@ -49,6 +53,8 @@ def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected
         return chosen[:cut], chosen[cut:], rejected[cut:]
     if any(isinstance(side, str) for side in sides):
         raise Unusable(f"chosen is {kind(chosen)} and rejected {kind(rejected)}; both must be alike")
+
+    # Two lists of messages.
     return _messages(
         prompt,
         has_prompt,
@@ -61,10 +67,13 @@ def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected
 def _messages(
     prompt: Any, has_prompt: bool, chosen: list[Message], rejected: list[Message], prompt_field: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
+    """Lists of messages to a prompt and two answers; each side keeps one message at least, as its answer."""
+    # How many messages both begin with. The last message of a side is never counted: it is an answer.
     common = 0
     while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
         common += 1
     if isinstance(prompt, list | tuple):
+        # A list: answers that repeat it are cut, both or none.
         before = messages_of(prompt, prompt_field)
         n = len(before)
         repeats = [side[:n] == before and len(side) > n for side in (chosen, rejected)]
@@ -74,7 +83,7 @@ def _messages(
         elif any(repeats):
             raise Unusable(f"one answer repeats the messages of column {prompt_field!r} and the other does not")
     elif isinstance(prompt, str):
-        # answers alone, or whole conversations, whose last message in common is what was asked
+        # A text: of answers alone it is the user's turn; whole conversations have it among the messages in common.
         before = chosen[:common]
         if not before and chosen[0]["role"] == rejected[0]["role"] == "assistant":
             before = [{"role": "user", "content": check_text(prompt, f"column {prompt_field!r}")}]
@@ -108,8 +117,9 @@ def _end_of_prompt(chosen: str, rejected: str) -> int:
         return name + len(_SPEAKER)
     if chosen == rejected:
         raise Unusable("chosen and rejected are the same text, of which no part is the prompt")
+    # Back to the beginning of the word in which they part, and over the space before it: that is the answer's.
     cut = len(common)
-    while cut and not chosen[cut - 1].isspace():  # back to the beginning of the word in which they part
+    while cut and not chosen[cut - 1].isspace():
         cut -= 1
     cut = len(chosen[:cut].rstrip())
     if not cut:

@@ -106,6 +106,8 @@ _ARRAY = "array"
 
 def encode(value: Any) -> list[memoryview]:
     """The bytes of JSON values and arrays, as parts that follow each other."""
+    # The JSON has a place for each array, of its type and length; the arrays follow it in the order of their places.
+    # Dicts are lists of pairs there and lists are dicts, so that no key can look like a place.
     arrays: list[np.ndarray[Any, Any]] = []
 
     def plain(part: Any) -> Any:
@@ -118,8 +120,9 @@ def encode(value: Any) -> list[memoryview]:
             return {"list": [plain(one) for one in part]}
         return part
 
+    # All is filled up to multiples of 8, since arrays of eight-byte numbers are read where they lie.
     text = json.dumps(plain(value)).encode()
-    text += b" " * (-len(text) % 8)  # arrays begin where numbers of eight bytes may
+    text += b" " * (-len(text) % 8)
     parts = [memoryview(len(text).to_bytes(8, "little")), memoryview(text)]
     for array in arrays:
         parts += [array.view(np.uint8).data, memoryview(bytes(-array.nbytes % 8))]

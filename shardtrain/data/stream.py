@@ -128,7 +128,7 @@ class StreamFeed:
 
     def walk(self, reader: int) -> _Walk:
         """The rows of a reader."""
-        return (_TableWalk if isinstance(self.source, Table) else _ShardWalk)(self, reader)
+        return _TableWalk(self, reader) if isinstance(self.source, Table) else _ShardWalk(self, reader)
 
 
 def rows_of_reader(rows: int, reader: int, num_readers: int) -> int:

@@ -105,6 +105,8 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
         return OwnTokenizer(path, option)
     if assets.is_built_in(path):
         return open_content(*_read(path, option), option, path)
+
+    # The rank that looks opens what it has read, and sends the bytes of the files to the others.
     opened: list[Tokenizer] = []
 
     def look() -> Any:
@@ -113,14 +115,16 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
         files = {file.name: content, **files_beside(file.parent)}
         return {"name": file.name, "files": {name: np.frombuffer(data, np.uint8) for name, data in files.items()}}
 
-    told = shared_opening.once(path, look)
+    received = shared_opening.once(path, look)
     if opened:
         return opened[0]
+
+    # Those open them in a folder of their own, since a tokenizer reads what lies beside it.
     with tempfile.TemporaryDirectory(prefix="shardtrain-tokenizer-") as folder:
-        for name, data in told["files"].items():
+        for name, data in received["files"].items():
             (Path(folder) / name).parent.mkdir(exist_ok=True)
             (Path(folder) / name).write_bytes(data)
-        file = Path(folder) / told["name"]
+        file = Path(folder) / received["name"]
         return open_content(file, file.read_bytes(), option, path)
 
 
@@ -149,6 +153,8 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
     if content.startswith(b"version https://git-lfs"):
         fix = "fetch the file itself, with git lfs pull or shardtrain data download"
         raise ConfigError(Problem(option, str(file), "is a pointer of Git LFS in place of the file", fix))
+
+    # Opened first by a child with limits: a library may fill the memory, or crash, over a file of unknown origin.
     digest = hashlib.sha256(content).hexdigest()
     request = {"path": str(file.absolute()), "sha256": digest, "option": option, "spec": path}
     try:
@@ -175,6 +181,6 @@ def _by_reopening(tokenizer: Any) -> tuple[Callable[..., Tokenizer], tuple[str, 
     return reopen, (tokenizer.spec, tokenizer.option, tokenizer.fingerprint)
 
 
-# libraries' tokenizers cannot be pickled, or not without their files' content: the copy opens the same file again
+# Libraries' tokenizers cannot be pickled, or not without their files' content: the copy opens the same file again.
 for _kind in (JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, OwnTokenizer):
     copyreg.pickle(_kind, _by_reopening)

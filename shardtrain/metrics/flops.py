@@ -32,20 +32,32 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: in
     Within a window or chunk of an attention core a token attends to no more tokens than that.
     A model whose Config lacks num_layers, num_heads or head_dim is counted without the attention term.
     """
+    # Parameters that a token is multiplied with: all but the look-up and the experts that it does not choose.
     head = {id(p) for name in layout.last for p in model.get_submodule(name).parameters()}
     looked_up = [p for name in layout.first for p in model.get_submodule(name).parameters() if id(p) not in head]
     total = sum(p.numel() for p in model.parameters())
-    layers, heads, head_dim = (int(getattr(model_config, name, 0)) for name in ("num_layers", "num_heads", "head_dim"))
     used = total - sum(p.numel() for p in looked_up) - _idle_in_experts(model, layout, model_config)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad) - _idle_in_experts(
-        model, layout, model_config, trained=True
-    )
-    looked_up_trained = sum(p.numel() for p in looked_up if p.requires_grad)
-    frozen = used - (trained - looked_up_trained) if any(not p.requires_grad for p in model.parameters()) else 0
+
+    # Those of them that are frozen: what is left when the trained ones are counted in the same way.
+    frozen = 0
+    if any(not p.requires_grad for p in model.parameters()):
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        trained -= _idle_in_experts(model, layout, model_config, trained=True)
+        trained -= sum(p.numel() for p in looked_up if p.requires_grad)
+        frozen = used - trained
+
+    # Tokens that one attends to, over all layers; a model that does not name its attention cores has no windows.
+    num_layers = int(getattr(model_config, "num_layers", 0))
+    num_heads = int(getattr(model_config, "num_heads", 0))
+    head_dim = int(getattr(model_config, "head_dim", 0))
     cores = [core for path, core in model.named_modules() if layout.context and matches(path, layout.context)]
-    limits = [[int(getattr(core, name, 0) or 0) or seq_len for name in ("window", "chunk")] for core in cores]
-    attended = sum(min(seq_len, *limit) for limit in limits) if len(cores) == layers else layers * seq_len
-    return total, flops_per_token(used, 1, heads, head_dim, attended) - 2 * frozen
+    attended = num_layers * seq_len
+    if len(cores) == num_layers:
+        attended = 0
+        for core in cores:
+            limits = [int(getattr(core, name, 0) or 0) or seq_len for name in ("window", "chunk")]
+            attended += min(seq_len, *limits)
+    return total, flops_per_token(used, 1, num_heads, head_dim, attended) - 2 * frozen
 
 
 def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any, trained: bool = False) -> int:

@@ -80,7 +80,7 @@ class Record:
     """Time left at the speed of this window."""
     extra: Mapping[str, float] = field(default_factory=dict)
     order_hash: int = 0
-    """What the run has seen since its first step, as one number: see ``data.order_hash``."""
+    """What the run has seen since its first step, as one number: see ``data/checksum.py``."""
 
     def json_fields(self) -> dict[str, Any]:
         """The record of ``metrics.jsonl``; a number that is not finite becomes None, which JSON writes as null."""

@@ -69,13 +69,13 @@ def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
         return make([row if isinstance(row, BadRow) else completed(template, row) for row in rows])
 
     rows = Growth(named.name, source.total_bytes).rows(every_row(source))
-    found = FileRows(_good_rows(source, rows, split, make_of_columns, policy, tally))
+    good_rows = FileRows(_good_rows(source, rows, split, make_of_columns, policy, tally))
     if tally.num_bad:
         policy.judge(tally, f"dataset {named.name}")
         for reason in tally.reasons():
             logger.warning(f"dataset {named.name}: left out {reason}")
-    found.files = source.files()
-    return found
+    good_rows.files = source.files()
+    return good_rows
 
 
 def _good_rows(

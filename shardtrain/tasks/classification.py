@@ -52,14 +52,14 @@ class Classification(ExampleTask):
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
         """A network of ``transformers`` has the labels of its config."""
-        found = super().adapt(model, layout)
+        adapted = super().adapt(model, layout)
         network: Any = getattr(model, "hf", None)
         own = network.config.num_labels if self.num_labels and network is not None else self.num_labels
         if own != self.num_labels:
             rule = f"is {self.num_labels}, and the network classifies into {own}"
             fix = f"set model.overrides.num_labels to {self.num_labels}, or name as many labels"
             raise ConfigError(Problem("task.num_labels", None, rule, fix))
-        return found
+        return adapted
 
     def is_labelled(self, split: str) -> bool:
         """Whether the rows of a split have a label: those of a test set by the first of them that can be read."""

@@ -3,7 +3,7 @@
 The loss is a mix of cross-entropy and of the divergence of the teacher's distribution and the model's, at each target
 token, summed over tokens and divided once by those of the whole step (``distillation_loss.py`` has the formulas). The
 teacher reads the rows as they are: it writes none of its own (GKD with ``lmbda`` 0, Agarwal et al. 2023). It costs the
-memory of its weights, sharded as the model is (``reference.py``), and of its logits.
+memory of its weights, sharded as the model is (``train/reference_models.py``), and of its logits.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Distillation(LanguageModel):
 
     def teacher(self) -> Config:
         """The configuration of the teacher's model; raises ConfigError where its folder holds none."""
-        found = teacher_config(self.config)
-        if isinstance(found, Problem):
-            raise ConfigError(found)
-        return found
+        teacher = teacher_config(self.config)
+        if isinstance(teacher, Problem):
+            raise ConfigError(teacher)
+        return teacher
 
     def open_dataloader(self, **options: Any) -> data.DataLoader:
         """A run continues with no other teacher than its own."""

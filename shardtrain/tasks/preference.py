@@ -5,8 +5,8 @@ and under the reference, which is the model as the run began, frozen: an answer'
 the two, and a pair's loss is -log sigmoid(reward of the chosen - reward of the rejected), summed over pairs and divided
 once by the pairs of the whole step.
 
-The reference is a second copy of the weights on the same mesh (``reference.py``), so it costs their memory once more,
-without gradients. ``simpo.py`` and ``orpo.py`` need none; ``kto.py`` needs no pairs.
+The reference is a second copy of the weights on the same mesh (``train/reference_models.py``), so it costs their memory
+once more, without gradients. ``simpo.py`` and ``orpo.py`` need none; ``kto.py`` needs no pairs.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ class RowTask:
     vocab: int = 0
     """Ids of the tokenizer, where there is one."""
     kind: str = ""
-    """What a network of ``transformers`` must be for, to learn this task: one of ``hub.architecture.KINDS``."""
+    """What a network of ``transformers`` must be for, to learn this task: one of ``hf.architecture.KINDS``."""
 
     def check(self, stream: DataLoader, module: ModuleType, shape: Any) -> None:
         """Refuse data and a model that do not fit together; raises ConfigError."""
@@ -173,7 +173,9 @@ class RowTask:
         if loop is not None:
             return None if loop else 1
         training = self.config.training
-        return training.epochs or (None if training.on_data_end == "repeat" else 1)
+        if training.epochs:
+            return training.epochs
+        return None if training.on_data_end == "repeat" else 1
 
     def _lacks(self, method: str) -> ConfigError:
         fix = "define it, as shardtrain/tasks/classification.py does"

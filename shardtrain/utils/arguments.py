@@ -40,6 +40,7 @@ class Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line."""
+        # argparse gives a sentence alone: of an unknown option the word is taken out of it, to name the nearest.
         unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
         known = [name for name in self._option_string_actions if name.startswith("--")]
         near = [name for name in known if unknown.startswith("--") and name.startswith(unknown)]

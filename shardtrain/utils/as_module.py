@@ -37,11 +37,12 @@ def named(command: Sequence[str]) -> str:
     >>> named(["python", "-mshardtrain.train"]), named(["python", "run.py", "-m", "x"])
     ('shardtrain.train', '')
     """
+    # As Python reads its own options: they may be joined (-um), and the values of -X and -W are not options.
     words = list(command[1:])
     while words and words[0].startswith("-") and not words[0].startswith("--"):
         word = words.pop(0)
-        before, found, after = word.partition("m")
-        if found and "X" not in before and "W" not in before:
+        before, has_m, after = word.partition("m")
+        if has_m and "X" not in before and "W" not in before:
             return after or (words[0] if words else "")
         if word in ("-X", "-W") and words:
             words.pop(0)

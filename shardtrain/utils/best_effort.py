@@ -32,5 +32,5 @@ class BestEffort:
         """Tell of the first error."""
         if not self._warned:
             self._warned = True
-            told = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            logger.warning(f"{self._what} failed: {told}; training continues without it")
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            logger.warning(f"{self._what} failed: {reason}; training continues without it")

@@ -46,6 +46,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict):
         return None
+    # Only a line that ends with a checksum can have a wrong one.
     text, mark, rest = line.rstrip().rpartition(_MARK)
     if mark and rest != b'%08x"}' % zlib.crc32(text + b"}") and next(reversed(record)) == FIELD:
         return None

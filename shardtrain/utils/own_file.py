@@ -35,9 +35,9 @@ def load(path: str, kind: str, option: str, names: Sequence[str], fix: str) -> M
     Raises:
         ConfigError: when there is no such file, or it lacks one of them. What the file itself raises is not caught.
     """
-    found = fault(path, names, fix)
-    if found is not None:
-        raise ConfigError(Problem(option, path, *found))
+    rule_and_fix = fault(path, names, fix)
+    if rule_and_fix is not None:
+        raise ConfigError(Problem(option, path, *rule_and_fix))
     module = run(path, kind, option)
     missing = [name for name in names if not callable(getattr(module, name, None))]
     if missing:

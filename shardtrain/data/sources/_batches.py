@@ -61,6 +61,7 @@ def _is_simple(kind: Any) -> bool:
 def _size(array: Any) -> int:
     import pyarrow.compute
 
+    # A type at a time: what has bytes of its own, what is made of other arrays, and what names values of others.
     kind = array.type
     count = len(array)
     types = pyarrow.types
@@ -82,7 +83,7 @@ def _size(array: Any) -> int:
         return _ENTRY_BYTES * count + _size(array.flatten())
     if types.is_struct(kind):
         return _ENTRY_BYTES * count + sum(map(_size, array.flatten()))
-    # views, runs and unions may name one value any number of times
+    # Views, runs and unions may name one value any number of times.
     if isinstance(array, pyarrow.lib.ListViewArray | pyarrow.lib.LargeListViewArray):
         named = int(pyarrow.compute.sum(pyarrow.compute.list_value_length(array), min_count=0).as_py())
         each = -(-_size(array.values) // max(len(array.values), 1))

@@ -49,6 +49,7 @@ def open_stream(file: File) -> Iterator[Stream]:
         ConfigError: when the file changed since it was listed, or zstandard is not installed.
         DataError: when it cannot be read.
     """
+    # Only compressed files are under the clock: a plain one gives no more than its size.
     raw = os.fdopen(file.open(), "rb", buffering=0)
     with raw:
         if file.compression is None:
@@ -158,6 +159,7 @@ class _Zstd:
         while total < size and self._failed is None:
             if not self._compressed:
                 self._compressed = memoryview(self._raw.read(BLOCK_BYTES) or b"")
+            # The end of the file: within a frame it was cut, which is said once what came before has been given.
             if not self._compressed:
                 if self._frame is not None and not total:
                     raise EOFError

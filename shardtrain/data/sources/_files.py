@@ -329,8 +329,8 @@ class FileSource:
         def look() -> list[str]:
             return [self.members[number].fingerprint() for number in numbers]
 
-        found: list[str] = shared_opening.once(self.listed_at, look)
-        return found
+        fingerprints: list[str] = shared_opening.once(self.listed_at, look)
+        return fingerprints
 
     def whole_files(self) -> list[WholeFile]:
         """The files, to be hashed."""
@@ -425,7 +425,7 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         raise reading.trouble(error.filename, error) or unreadable
 
     allowed = tuple(ending + more for ending in endings for more in ("", *COMPRESSIONS))
-    found: list[str] = []
+    names: list[str] = []
     seen: set[tuple[int, int]] = set()
     for folder, subfolders, files in os.walk(root, onerror=stop, followlinks=True):
         try:
@@ -442,8 +442,8 @@ def _walk(root: str, endings: Sequence[str], option: str) -> list[str]:
         relative = Path(folder).relative_to(root).as_posix()
         before = "" if relative == "." else f"{relative}/"
         chosen = [name for name in files if name.lower().endswith(allowed) and not name.startswith(".")]
-        found += [f"{before}{name}" for name in chosen]
-    return found
+        names += [f"{before}{name}" for name in chosen]
+    return names
 
 
 def _match(pattern: str) -> tuple[str, list[str]]:

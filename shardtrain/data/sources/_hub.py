@@ -67,11 +67,12 @@ def open_hub(request: Request, dataset: HubSet) -> Table | Shards:
         files = [entry["filename"] for entry in own[0].cache_files]
         return {"revision": options["revision"], "files": files, "rows": len(own[0])}
 
-    # one rank asks the hub for the version and downloads it; the others open what lies in the cache then
-    found = shared_opening.once(dataset.name, look)
-    options["revision"] = found["revision"]
-    opened = own[0] if own else _cached(library, found["files"], found["rows"])
-    if opened is None:  # a stream, a part of a split, or a node with a cache of its own
+    # One rank asks the hub for the version and downloads it; the others open what lies in the cache then, or ask
+    # themselves: for a stream, a part of a split, or on a node with a cache of its own.
+    shared = shared_opening.once(dataset.name, look)
+    options["revision"] = shared["revision"]
+    opened = own[0] if own else _cached(library, shared["files"], shared["rows"])
+    if opened is None:
         try:
             opened = library.load_dataset(dataset.name, **options)
         except (Exception, SystemExit) as error:
@@ -100,8 +101,8 @@ def open_saved(request: Request) -> Table | Shards:
     folder = os.path.abspath(str(request.path))
 
     def look() -> list[str]:
-        found = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
-        kinds = {path: reading.kind(path) for path in sorted(found)}
+        paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
+        kinds = {path: reading.kind(path) for path in sorted(paths)}
         files = [path for path, kind in kinds.items() if kind not in ("", "folder")]
         for path in files:
             if kinds[path] != "file":
@@ -156,11 +157,11 @@ def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
 
 def _prove(what: Mapping[str, Any], paths: Sequence[str], request: Request) -> None:
     """Let a child open Arrow files first: they may be compressed, and may say any length. Raises DataError."""
-    found = [os.stat(path) for path in paths]
+    statuses = [os.stat(path) for path in paths]
     key = hashlib.sha256(
-        repr([(p, s.st_size, s.st_mtime_ns, s.st_ino) for p, s in zip(paths, found, strict=True)]).encode()
+        repr([(p, s.st_size, s.st_mtime_ns, s.st_ino) for p, s in zip(paths, statuses, strict=True)]).encode()
     )
-    asked = {**what, "file_bytes": sum(stat.st_size for stat in found), "max_row_bytes": request.max_row_bytes}
+    asked = {**what, "file_bytes": sum(stat.st_size for stat in statuses), "max_row_bytes": request.max_row_bytes}
     try:
         sandbox.prove("arrow", asked, f"{what} {key.hexdigest()}")
     except sandbox.Refused as refused:
@@ -194,8 +195,8 @@ class DatasetTable:
         paths = sorted({entry["filename"] for entry in dataset.cache_files})
         files = []
         for path in paths:
-            found = os.stat(path)
-            kept = File(os.path.basename(path), path, request.option, found.st_size, found.st_mtime_ns, found.st_ino)
+            status = os.stat(path)
+            kept = File(os.path.basename(path), path, request.option, status.st_size, status.st_mtime_ns, status.st_ino)
             files.append(kept)
         self._cached = FileSource(files)
 
@@ -246,7 +247,8 @@ class DatasetShards:
         Raises:
             DataError: when a shard cannot be read further; skipping the rest of it would be a loss without a count.
         """
-        # iter() and no loop over the dataset: in a worker process of PyTorch's that gives some workers nothing
+        # iter(), not a loop over the dataset: in a worker process of PyTorch's a loop gives some workers nothing, since
+        # the library believes that the others read it.
         batches = self._dataset.shard(num_shards=self.num_shards, index=shard).iter(batch_size=_ROWS_AT_ONCE)
         passed = 0
         while True:

@@ -29,11 +29,11 @@ def refusal(error: BaseException, request: Request, name: str, asked: Mapping[st
 
 
 def _reason(error: BaseException, name: str, asked: Mapping[str, Any]) -> tuple[str, str]:
+    # By names of classes, HTTP statuses and words, over all errors that this one was raised from: the library and the
+    # hub's client each wrap the other's, and their classes moved between versions.
     chain = _chain(error)
-    statuses = set()
     kinds = {kind.__name__ for link in chain for kind in type(link).__mro__}
-    for link in chain:
-        statuses.add(getattr(getattr(link, "response", None), "status_code", None))
+    statuses = {getattr(getattr(link, "response", None), "status_code", None) for link in chain}
     text = " ".join(str(link) for link in chain).lower()
     if "OfflineModeIsEnabled" in kinds or "offlinemodeisenabled" in text:
         fix = f"run once online, or: hf download {name} --repo-type dataset; then name that folder"

@@ -77,19 +77,20 @@ class Index:
         """``arrays`` is what ``arrays`` gave on another rank, and spares the scan."""
         self.file = file
         self._reader = reader
-        found = self._found(quoted) if arrays is None else arrays
-        self._starts = found["starts"]
-        self._lines = found.get("lines")
-        self._gap_rows, self._gap_starts, self._gap_blanks = (found[name] for name in _GAPS)
+        if arrays is None:
+            arrays = self._find(quoted)
+        self._starts = arrays["starts"]
+        self._lines = arrays.get("lines")
+        self._gap_rows, self._gap_starts, self._gap_blanks = (arrays[name] for name in _GAPS)
         self.num_rows = len(self._starts) - 1
 
     def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
         """What the scan found."""
         gaps = (self._gap_rows, self._gap_starts, self._gap_blanks)
-        found = {"starts": self._starts, **dict(zip(_GAPS, gaps, strict=True))}
-        return found if self._lines is None else {**found, "lines": self._lines}
+        result = {"starts": self._starts, **dict(zip(_GAPS, gaps, strict=True))}
+        return result if self._lines is None else {**result, "lines": self._lines}
 
-    def _found(self, quoted: bool) -> dict[str, npt.NDArray[np.int64]]:
+    def _find(self, quoted: bool) -> dict[str, npt.NDArray[np.int64]]:
         """Where rows start and, for each run of blank records, the rows before it, its start, and all blanks so far."""
         none = np.array([], np.int64)
         starts = [none]
@@ -105,13 +106,13 @@ class Index:
                 first, at, counts = np.unique(before, return_index=True, return_counts=True)
                 gaps.append(np.stack([first, block_starts[blank][at], counts]))
             rows += len(starts[-1])
-        # A run of blank records that crosses blocks was found once in each: it is new where a row came before it.
+        # A run of blank records that crosses blocks was result once in each: it is new where a row came before it.
         gap_rows, gap_starts, counts = np.concatenate(gaps, axis=1)
         is_new = np.diff(gap_rows, prepend=-1) > 0
         blanks = np.cumsum(counts)[np.append(np.flatnonzero(is_new)[1:], len(counts)) - 1] if len(counts) else none
-        found = {"starts": np.concatenate([*starts, np.array([self.file.size])])}
-        found |= dict(zip(_GAPS, (gap_rows[is_new], gap_starts[is_new], blanks), strict=True))
-        return {**found, "lines": np.concatenate(lines)} if quoted else found
+        result = {"starts": np.concatenate([*starts, np.array([self.file.size])])}
+        result |= dict(zip(_GAPS, (gap_rows[is_new], gap_starts[is_new], blanks), strict=True))
+        return {**result, "lines": np.concatenate(lines)} if quoted else result
 
     def line(self, row: int) -> int:
         """Line at which a row begins, from 1."""

@@ -39,8 +39,10 @@ def parse_text(text: str) -> Row:
         value = _DECODER.decode(text)
         if not isinstance(value, dict):
             return BadRow(f"is not a JSON object but {_TYPES[type(value)]}")
-        if "\\ud" in text or "\\uD" in text:  # half of a pair of escapes would fail in every tokenizer
+        # Half of a pair of escapes would fail in every tokenizer.
+        if "\\ud" in text or "\\uD" in text:
             json.dumps(value, ensure_ascii=False).encode()
+        # Counted first, since few rows have so many brackets that they could be nested so deeply.
         if text.count("{") + text.count("[") > _MAX_DEPTH and _too_deep(value):
             return _TOO_DEEP
     except _Refused as refused:

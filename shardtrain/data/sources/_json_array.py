@@ -113,8 +113,8 @@ def open_array(file: File, max_row_bytes: int) -> ArrayPart:
         raise _broken(file, text, place, "is nested too deeply") from error
     except ValueError as error:
         raise _broken(file, text, place, "holds a number of too many digits") from error
-    found = {"starts": starts, "stops": stops, "lines": lines}
-    return ArrayPart(file, {name: np.array(values, np.int64) for name, values in found.items()}, max_row_bytes, text)
+    elements = {"starts": starts, "stops": stops, "lines": lines}
+    return ArrayPart(file, {name: np.array(values, np.int64) for name, values in elements.items()}, max_row_bytes, text)
 
 
 class _Ends:

@@ -124,8 +124,8 @@ class FileShards(FileSource):
         if part is not None:
             return f"{self.members[shard].path}:{part.place(number)}"
         if shard not in self._lines or self._lines[shard].num_rows <= number:
-            for found, _ in self._records(shard):
-                if found == number:
+            for row, _ in self._records(shard):
+                if row == number:
                     break
         return f"{self.members[shard].path}:{self._lines[shard].of(number)}"
 
@@ -136,8 +136,9 @@ class FileShards(FileSource):
         """Rows of a shard with their numbers; notes their lines."""
         lines = self._lines.setdefault(shard, _Lines())
         with open_stream(self.members[shard]) as stream:
-            found = records(stream, self.max_row_bytes, quoted=self.quoted)
-            for number, (line, record) in enumerate(found, start=-self.skipped):
+            # The first records, such as the line of a table that names its columns, have numbers below 0.
+            numbered = records(stream, self.max_row_bytes, quoted=self.quoted)
+            for number, (line, record) in enumerate(numbered, start=-self.skipped):
                 if number >= 0:
                     lines.note(number, line)
                     yield number, record

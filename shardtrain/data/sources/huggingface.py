@@ -58,7 +58,7 @@ def open_source(request: Request) -> Table | Shards:
         fix = 'name a dataset of the hub ("org/name"), or a local folder'
         raise ConfigError(Problem(request.option, None, 'is not set, and the dataset "huggingface" needs it', fix))
     path = request.path
-    # a path is meant for this machine where it exists, or where it could not be the id of a dataset on the hub
+    # A path is meant for this machine where it exists, or where it could not be the id of a dataset on the hub.
     is_local = path.startswith(("/", "./", "../", "~")) or path.count("/") > 1 or any(mark in path for mark in "*?[")
     if is_local or shared_opening.once(path, lambda: bool(reading.kind(path))):
         return open_local(request)
@@ -105,11 +105,14 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
     kind = shared_opening.once(path, look)
     if kind["is_saved"]:
         return _hub.open_saved(replace(request, path=path))
+
+    # Files that hold data, of the split that is asked for, all of one kind.
     endings = [ending for group in _READERS for ending in group]
     files = list_files(replace(request, path=path), "huggingface", endings)
     if kind["is_folder"]:
         data = [n for n, name in enumerate(files.names()) if not _NO_DATA.fullmatch(os.path.basename(name))]
-        files = files.chosen(data) if len(data) < len(files) else files
+        if len(data) < len(files):
+            files = files.chosen(data)
     files = _of_split(files, request, sole_split, kind["is_file"])
     readers = {reader for group, reader in _READERS.items() for file in files if file.kind in group}
     if len(readers) != 1:

@@ -50,11 +50,11 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
 
     looked = shared_opening.once(place_listed(files), look)
     parts: dict[int, Part] = {}
-    for number, (file, found) in enumerate(zip(files, looked, strict=True)):
-        if "array" in found:
-            parts[number] = opened.get(number) or ArrayPart(file, found["array"], request.max_row_bytes)
+    for number, (file, looked_at) in enumerate(zip(files, looked, strict=True)):
+        if "array" in looked_at:
+            parts[number] = opened.get(number) or ArrayPart(file, looked_at["array"], request.max_row_bytes)
         elif not in_sequence:
-            parts[number] = RecordsPart(Index(file, reader, found["lines"]), parse_bytes, request.max_row_bytes)
+            parts[number] = RecordsPart(Index(file, reader, looked_at["lines"]), parse_bytes, request.max_row_bytes)
     if in_sequence:
         return FileShards(files, parse_bytes, request.max_row_bytes, parts=parts)
     return FileTable(files, list(parts.values()))

@@ -162,8 +162,8 @@ def _prove(file: File, parquet: Any) -> None:
     for number, group in enumerate(groups):
         pairs = [_sizes(group, column) for column in range(group.num_columns)]
         is_dense = any(group.column(column).compression in _DENSE for column in range(group.num_columns))
-        said = any(large > _BOMB_BYTES and large > _BOMB_RATIO * small for small, large in pairs)
-        if said or (is_dense and file.size <= _SMALL_BYTES):
+        grows = any(large > _BOMB_BYTES and large > _BOMB_RATIO * small for small, large in pairs)
+        if grows or (is_dense and file.size <= _SMALL_BYTES):
             suspects.append(number)
     if not suspects:
         return
@@ -185,7 +185,8 @@ def _open(file: File) -> Any:
     try:
         return parquet.ParquetFile(file.path)
     except (OSError, arrow.ArrowException) as error:
-        if isinstance(error, OSError) and (trouble := reading.trouble(file.path, error)) is not None:
+        trouble = reading.trouble(file.path, error) if isinstance(error, OSError) else None
+        if trouble is not None:
             raise trouble from error
         reason = str(error).splitlines()[0]
         raise file.unusable(f"cannot be read as Parquet ({reason})", "get the file again, or remove it") from error

@@ -122,11 +122,11 @@ def _source_files(root: Path) -> list[str]:
         # a folder that one host cannot list would give its ranks another dataset
         raise error
 
-    found: list[str] = []
+    names: list[str] = []
     if not root.is_dir():
-        return found
+        return names
     for folder, subfolders, files in os.walk(root, onerror=stop):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
         below = folder[len(os.path.join(root, "")) :].replace(os.sep, "/")
-        found += [f"{below}/{name}" if below else name for name in files if name.endswith(".py")]
-    return sorted(found)
+        names += [f"{below}/{name}" if below else name for name in files if name.endswith(".py")]
+    return sorted(names)

@@ -47,22 +47,25 @@ def open_source(request: Request) -> Table:
 
 def _rows(library: Library, parts: Container[int]) -> list[list[str]]:
     """Text, label and place of each row of a split, which are these of ten."""
-    found: dict[str, list[tuple[str, str]]] = {name: [] for name in PACKAGES}
+    lines_of: dict[str, list[tuple[str, str]]] = {name: [] for name in PACKAGES}
     count: dict[str, int] = {}
     for index, file in enumerate(library.members):
         package = file.name.partition("/")[0]
-        if package not in found:
+        if package not in lines_of:
             continue
         row = library.row(index)
         assert isinstance(row, Mapping)
         for number, line in enumerate(row["text"].splitlines(), start=1):
             line = line.strip()
             count[line] = count.get(line, 0) + 1
-            found[package].append((line, f"{file.path}:{number}"))
+            lines_of[package].append((line, f"{file.path}:{number}"))
+    # Lines that are in one place alone: one that two packages have would have two labels.
     rows = []
-    for package, lines in found.items():
-        own = [(line, place) for line, place in lines if len(line) >= MIN_CHARACTERS and count[line] == 1][:MAX_LINES]
-        rows += [[line, package, place] for i, (line, place) in enumerate(own) if i % 10 in parts]
+    for package, lines in lines_of.items():
+        unique = [(line, place) for line, place in lines if len(line) >= MIN_CHARACTERS and count[line] == 1]
+        for number, (line, place) in enumerate(unique[:MAX_LINES]):
+            if number % 10 in parts:
+                rows.append([line, package, place])
     return rows
 
 

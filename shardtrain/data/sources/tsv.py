@@ -112,7 +112,8 @@ def split(data: bytes, quoted: bool) -> list[str] | BadRow:
         return not_utf8(error)
     if not quoted:
         return text.split("\t")
-    if csv.field_size_limit() < len(text):  # 128 KiB; the option bounds rows
+    # The module's own limit is 128 KiB; data.max_row_bytes bounds rows here.
+    if csv.field_size_limit() < len(text):
         csv.field_size_limit(len(text))
     try:
         (fields,) = csv.reader([text], strict=True)

@@ -70,25 +70,28 @@ class OwnTokenizer:
         if not callable(getattr(self._tokenizer, "spans", None)):
             rule = "has a class Tokenizer without spans, which conversations and separators need"
             raise self._problem(rule, "define spans(text): a list of (first, after the last) characters of each id")
-        found = []
+        results = []
         for text in texts:
             ids = self.encode(text)
             spans = np.asarray(self._tokenizer.spans(text), np.int64).reshape(-1, 2)
             if len(ids) != len(spans):
                 rule = f"gives {len(ids)} ids and {len(spans)} spans of one text"
                 raise self._problem(rule, "give one span for each id of encode(text)")
-            found.append((ids, spans))
-        return found
+            results.append((ids, spans))
+        return results
 
     def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
         """Text of ids; bos, eos and pad have none, unless they are kept as ``<bos>``, ``<eos>`` and ``<pad>``."""
         plain: list[int] = np.asarray(ids, dtype=np.int64).tolist()
         if not keep_special:
             return str(self._tokenizer.decode([i for i in plain if i not in self.special_ids]))
+        # Runs of ordinary ids go to the tokenizer together: it may join tokens to characters.
         names = {self.pad_id: "<pad>", self.bos_id: "<bos>", self.eos_id: "<eos>"}
-        runs = groupby(plain, key=lambda i: names.get(i))
-        pieces = ((name, list(run)) for name, run in runs)
-        return "".join(str(self._tokenizer.decode(run)) if name is None else name * len(run) for name, run in pieces)
+        pieces = []
+        for name, run in groupby(plain, key=lambda i: names.get(i)):
+            run_ids = list(run)
+            pieces.append(str(self._tokenizer.decode(run_ids)) if name is None else name * len(run_ids))
+        return "".join(pieces)
 
     def _end(self, name: str) -> int | None:
         value = getattr(self._tokenizer, name, None)

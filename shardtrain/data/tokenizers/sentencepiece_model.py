@@ -93,7 +93,8 @@ class SentencePieceTokenizer:
                 run.append(i)
                 continue
             if run:
-                parts.append((self._inner if parts else self._whole).decode(run))
+                model = self._inner if parts else self._whole
+                parts.append(model.decode(run))
                 run = []
             if i is not None:
                 parts.append(self._texts[i] if keep_special or i not in self.special_ids else "")
@@ -135,9 +136,10 @@ class SentencePieceTokenizer:
         start = 0
         for piece, special in splitter.pieces(text):
             if special is None:
-                message = (self._inner if start else self._whole).encode(piece, out_type="serialized_proto")
-                found, where = _read_pieces(message)
-                ids += found
+                model = self._inner if start else self._whole
+                message = model.encode(piece, out_type="serialized_proto")
+                piece_ids, where = _read_pieces(message)
+                ids += piece_ids
                 spans.append(to_characters(piece, where) + start)
             else:
                 ids.append(special)

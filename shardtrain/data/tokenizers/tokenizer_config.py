@@ -71,11 +71,11 @@ class TokenizerConfig:
             usual = next((special[text] for text in _USUAL_NAMES[name] if text in special), None)
             return usual if number is None else number
         token = self.tokens[name]
-        found = None if token is None else find(token)
-        if token is not None and found is None:
+        token_id = None if token is None else find(token)
+        if token is not None and token_id is None:
             fix = "correct tokenizer_config.json and special_tokens_map.json beside it"
             raise ConfigError(Problem(option, None, f"names the {name} {token!r}, which has no id", fix))
-        return found
+        return token_id
 
     def ends(self, bos_id: int | None, eos_id: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """What comes before and after a text, of a model without a post-processor: bos, unless a file says otherwise.
@@ -152,45 +152,40 @@ def _read_config(file: Path, beside: TokenizerConfig, option: str) -> None:
         raise ConfigError(Problem(option, str(file), f"is not JSON ({error})", _FIX)) from error
     if not isinstance(content, dict):
         raise ConfigError(Problem(option, str(file), "is not a JSON object", _FIX))
+
+    # Named tokens: a text, an object with one, or null. add_bos_token and its like are switches, not tokens.
     for key, value in content.items():
-        if key.endswith("_token"):
-            _add_token(beside, key, value, file, option)
-        elif key.endswith("_token_id"):
+        if key.endswith("_token_id"):
             beside.token_ids[key] = value
-    _add_added_tokens(beside, content.get("added_tokens_decoder"), file, option)
-    _add_templates(beside, content.get("chat_template"), file, option)
+        elif key.endswith("_token"):
+            token = value.get("content") if isinstance(value, dict) else value
+            if isinstance(token, str) or value is None:
+                beside.tokens[key] = token
+            elif isinstance(value, bool):
+                beside.switches[key] = value
+            else:
+                raise ConfigError(Problem(option, str(file), f"has a {key} that is not text", _FIX))
 
-
-def _add_token(beside: TokenizerConfig, key: str, value: Any, file: Path, option: str) -> None:
-    token = value.get("content") if isinstance(value, dict) else value
-    if isinstance(token, str) or value is None:
-        beside.tokens[key] = token
-    elif isinstance(value, bool):  # add_bos_token and its like are switches, not tokens
-        beside.switches[key] = value
-    else:
-        raise ConfigError(Problem(option, str(file), f"has a {key} that is not text", _FIX))
-
-
-def _add_added_tokens(beside: TokenizerConfig, value: Any, file: Path, option: str) -> None:
-    if value is None:
-        return
-    try:
-        for number, token in value.items():
-            beside.added[int(number)] = AddedToken(str(token["content"]), bool(token.get("special", False)))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        rule = "has an added_tokens_decoder that is not an object of ids and tokens"
-        raise ConfigError(Problem(option, str(file), rule, _FIX)) from error
-    if any(number < 0 or not token.content for number, token in beside.added.items()):
-        rule = "has an added token without text, or with an id below 0"
-        raise ConfigError(Problem(option, str(file), rule, _FIX))
-
-
-def _add_templates(beside: TokenizerConfig, value: Any, file: Path, option: str) -> None:
-    if isinstance(value, str):
-        beside.templates["default"] = value
-    elif value is not None:
+    # Tokens that were added to the vocabulary, by their ids.
+    added = content.get("added_tokens_decoder")
+    if added is not None:
         try:
-            beside.templates.update({str(entry["name"]): entry["template"] for entry in value})
+            for number, token in added.items():
+                beside.added[int(number)] = AddedToken(str(token["content"]), bool(token.get("special", False)))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            rule = "has an added_tokens_decoder that is not an object of ids and tokens"
+            raise ConfigError(Problem(option, str(file), rule, _FIX)) from error
+        if any(number < 0 or not token.content for number, token in beside.added.items()):
+            rule = "has an added token without text, or with an id below 0"
+            raise ConfigError(Problem(option, str(file), rule, _FIX))
+
+    # One chat template, or several by their names.
+    template = content.get("chat_template")
+    if isinstance(template, str):
+        beside.templates["default"] = template
+    elif template is not None:
+        try:
+            beside.templates.update({str(entry["name"]): entry["template"] for entry in template})
         except (KeyError, TypeError) as error:
             rule = "has a chat_template that is neither a text nor a list of names and templates"
             raise ConfigError(Problem(option, str(file), rule, _FIX)) from error

@@ -52,21 +52,32 @@ class Table:
     def row(self, record: Record, columns: int, color: bool) -> str:
         """The row, below the names where they are due; ``columns`` is the width that there is."""
         cells = self._cells(record)
+
+        # Which columns fit, the most important first; they are printed in the order of the cells.
+        by_importance = [name for name in _COLUMNS if name in cells]
+        by_importance += [name for name in cells if name not in _COLUMNS]
         room = min(columns, self.MOST_COLUMNS) + 1
         kept: set[str] = set()
-        for name in [name for name in _COLUMNS if name in cells] + [name for name in cells if name not in _COLUMNS]:
+        for name in by_importance:
             width = cells[name][0] + 1
             if width <= room:
                 kept.add(name)
                 room -= width
         names = [name for name in cells if name in kept]
-        text = " ".join(_painted(cells[name], color) for name in names)
+
+        painted = []
+        for name in names:
+            width, text, code = cells[name]
+            cell = f"{text:>{width}}"
+            painted.append(f"{code}{cell}{_RESET}" if color and code else cell)
+        row = " ".join(painted)
+
         if names != self._names or self._rows % self.ROWS == 0:
             self._names = names
             self._rows = 0
-            text = " ".join(f"{_TITLES.get(name, name):>{cells[name][0]}}" for name in names) + "\n" + text
+            row = " ".join(f"{_TITLES.get(name, name):>{cells[name][0]}}" for name in names) + "\n" + row
         self._rows += 1
-        return text
+        return row
 
     def _cells(self, record: Record) -> dict[str, tuple[int, str, str]]:
         """Width, text and colour of each column by its name, from left to right."""
@@ -116,13 +127,10 @@ def _number(value: float, digits: int) -> str:
 
 def _seconds(value: float) -> str:
     """Four digits at most and a unit, so that the column keeps its width."""
-    return f"{value:.{3 if value < 1 else 2 if value < 10 else 1 if value < 100 else 0}f}s"
-
-
-def _painted(cell: tuple[int, str, str], color: bool) -> str:
-    width, text, code = cell
-    padded = f"{text:>{width}}"
-    return f"{code}{padded}{_RESET}" if color and code else padded
+    for limit, decimals in ((1, 3), (10, 2), (100, 1)):
+        if value < limit:
+            return f"{value:.{decimals}f}s"
+    return f"{value:.0f}s"
 
 
 def _is_shown(key: str, value: float) -> bool:

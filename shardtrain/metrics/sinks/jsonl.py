@@ -142,7 +142,8 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
     # A large file that a start of this version left in order is cut where its history ends, and not read whole.
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         size = os.fstat(file.fileno()).st_size
-        if start_step and size > _LARGE_BYTES and (end := _end_of_history(file, size, start_step)) is not None:
+        end = _end_of_history(file, size, start_step) if start_step and size > _LARGE_BYTES else None
+        if end is not None:
             history = _thinned(file, end)
             if all(one["step"] < other["step"] for one, other in itertools.pairwise(history)):
                 if end < size:
@@ -249,12 +250,12 @@ def _thinned(file: BinaryIO, end: int) -> list[dict[str, Any]]:
 
 def _samples(file: BinaryIO, end: int) -> list[tuple[int, dict[str, Any]]]:
     """Records before ``end`` at even distances, the first among them, and where their lines begin."""
-    found: list[tuple[int, dict[str, Any]]] = []
+    samples: list[tuple[int, dict[str, Any]]] = []
     for place in range(0, end, max(1, -(-end // _THINNED))):
         file.seek(place)
         if place:
             file.readline()
         begin = file.tell()
-        if begin < end and not (found and found[-1][0] == begin):
-            found += [(begin, record) for record in _parse(file.readline())[0]]
-    return found
+        if begin < end and not (samples and samples[-1][0] == begin):
+            samples += [(begin, record) for record in _parse(file.readline())[0]]
+    return samples

@@ -34,18 +34,23 @@ class _Run(Client):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        # the library warns that files are for small teams; that is what they are here
+        # Files are what a run without a server has, though the library warns that they are for small teams. A server
+        # that does not answer is asked for a minute, and not for many.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
         where = os.environ.get("MLFLOW_TRACKING_URI") or (request.folder / "mlruns").absolute().as_uri()
         self._client = MlflowClient(tracking_uri=where)
         kept = Path(request.folder) / (RUN_ID_FILE if request.rank is None else f"{RUN_ID_FILE}.{request.rank}")
+
+        # A run that continues is the same run of MLflow.
         known = kept.read_text().strip() if request.facts.start_step and kept.is_file() else ""
         if known:
             self._id = known
             self._client.set_terminated(self._id, "RUNNING")
             return
+
+        # A new one, with the configuration as its parameters, a hundred to a request.
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or "shardtrain"
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
@@ -64,14 +69,12 @@ class _Run(Client):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        # a name with only the characters that MLflow allows
-        metrics = [
-            Metric(
-                "".join(char if char.isalnum() or char in "_-. /" else "_" for char in name), float(value), now, step
-            )
-            for name, value in values.items()
-            if type(value) in (int, float) and math.isfinite(value) and name != "step"
-        ]
+        metrics = []
+        for name, value in values.items():
+            if type(value) in (int, float) and math.isfinite(value) and name != "step":
+                # A name with only the characters that MLflow allows.
+                legal = "".join(char if char.isalnum() or char in "_-. /" else "_" for char in name)
+                metrics.append(Metric(legal, float(value), now, step))
         self._client.log_batch(self._id, metrics=metrics)
 
     def finish(self) -> None:
@@ -79,10 +82,10 @@ class _Run(Client):
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    found = []
+    pairs = []
     for key, value in table.items():
         if isinstance(value, Mapping) and value:
-            found += _flat(value, f"{prefix}{key}.")
+            pairs += _flat(value, f"{prefix}{key}.")
         else:
-            found.append((prefix + key, str(value)))
-    return found
+            pairs.append((prefix + key, str(value)))
+    return pairs

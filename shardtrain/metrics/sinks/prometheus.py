@@ -42,7 +42,7 @@ class PrometheusSink:
         import prometheus_client
 
         self._labels = dict(labels)
-        # a registry of its own: the library's holds facts about the process that nobody asked for
+        # A registry of its own: the library's holds facts about the process that nobody asked for.
         self._registry = prometheus_client.CollectorRegistry()
         self._gauges: dict[str, Any] = {}
         self._server, self._thread = prometheus_client.start_http_server(port, address, self._registry)
@@ -72,5 +72,5 @@ class PrometheusSink:
                 self._gauges[legal] = Gauge(
                     f"shardtrain_{legal}", help_text, list(self._labels), registry=self._registry
                 )
-            # what is not known at this step is NaN, not the value of an earlier one
+            # What is not known at this step is NaN, not the value of an earlier one.
             self._gauges[legal].labels(**self._labels).set(math.nan if value is None else value)

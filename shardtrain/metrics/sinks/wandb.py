@@ -54,7 +54,7 @@ def open_sink(request: Request) -> TrackerSink | None:
     def open_client() -> Client:
         import wandb
 
-        # bounds on the client's own waiting, and no question at the terminal
+        # Bounds on the client's own waiting, and no question at the terminal.
         settings = wandb.Settings(init_timeout=INIT_SECONDS, login_timeout=INIT_SECONDS, console="off")
         return wandb.init(settings=settings, **options)  # type: ignore[return-value]
 
