@@ -81,6 +81,8 @@ def _list(folder: Place) -> int:
 
         print(listing.line(folder))
         return 0
+
+    # The checkpoints of a run, by the run's folder or by its folder of checkpoints.
     if not retention.step_folders(folder) and retention.step_folders(folder / "checkpoint"):
         folder = folder / "checkpoint"
     steps = retention.step_folders(folder)
@@ -181,6 +183,7 @@ def _damages(path: Place) -> list[str]:
 
 
 def _diff(one: Place, other: Place) -> int:
+    # Both are read whole first: of damaged ones nothing is compared.
     stored = []
     for path in (one, other):
         stored.append(manifest.read(path))
@@ -199,9 +202,9 @@ def _diff(one: Place, other: Place) -> int:
             text = _difference(name, stored[0], one, stored[1], other)
         different += text != "equal"
         print(f"{name}: {text}")
-    facts = sorted(
-        key for key in {*stored[0].facts, *stored[1].facts} if stored[0].facts.get(key) != stored[1].facts.get(key)
-    )
+    facts_a = stored[0].facts
+    facts_b = stored[1].facts
+    facts = sorted(key for key in {*facts_a, *facts_b} if facts_a.get(key) != facts_b.get(key))
     for key in facts:
         print(f"{key}: differs")
     print(f"{different} of {len({*a, *b})} tensors differ")

@@ -80,8 +80,9 @@ class Interval:
     def _plan(self) -> None:
         if self._kind != "automatic" or not self._stalls:
             return
+        # A median, so that one slow save does not change the plan; and never so short that the next save finds the one
+        # before it still on its way.
         stall = statistics.median(self._stalls)
-        # the next save never finds the one before still on its way
         least = max(SHORTEST_SECONDS, stall / LARGEST_SHARE, 1.5 * max(self._writes, default=0.0))
         self._seconds = max(least, min(best_seconds(stall, self._mttf_seconds), LONGEST_SECONDS))
         if not self._said or abs(self._seconds - self._said) > SAID_CHANGE * self._said:

@@ -65,10 +65,12 @@ class Saver:
         self._number = 0
         """Of the save that is begun or in flight: no two of this process have the same."""
         self._plan: save_plan.Plan | None = None
+        """Of the last save, for the next one."""
         self._staging = Staging(self._options.async_mode == "async_with_pinned_mem")
         self.best = Best(config)
         self.interval = Interval(self._options)
         self.saving = Saving()
+        # By the first rank's clock alone: ranks whose clocks differ would save at different steps.
         self.saving.by_clock = self._saves and self._options.interval_type != "steps"
         if self._is_first and self.saving.by_clock:
             self.saving.is_time = self.interval.is_time

@@ -234,15 +234,15 @@ class Conversations:
             # A token without characters of its own, such as a space put in front, goes with what follows it.
             inside = (starts < stop) & ((stops > start) | ((stops == start) & (starts == start)))
             special_inside = np.flatnonzero(inside & special)
-            special_behind = np.flatnonzero(special & (starts >= stop))
             if not written.exact:
                 # Leave out the line end that a template writes after the token that ends a turn: nobody asks for it.
                 if len(special_inside) and not text[stops[special_inside[-1]] : stop].strip():
                     inside[special_inside[-1] + 1 :] = False
-            elif len(special_behind) and not len(special_inside) and not self._logged_ending:
-                # The template's own marks are kept to, and told of where they leave out the token that ends a turn.
-                end = special_behind[0]
-                if not text[stop : starts[end]].strip():
+            elif not len(special_inside) and not self._logged_ending:
+                # The template's own marks are kept to; a warning says where they leave out the token that ends a turn.
+                special_behind = np.flatnonzero(special & (starts >= stop))
+                end = special_behind[0] if len(special_behind) else None
+                if end is not None and not text[stop : starts[end]].strip():
                     self._logged_ending = True
                     logger.warning(
                         f"the chat template's {{% generation %}} marks leave out the {text[starts[end] : stops[end]]} "

@@ -103,10 +103,13 @@ class ChatTemplate:
             raise ConfigError(
                 Problem(option, None, "needs the jinja2 library", 'pip install "shardtrain[hf]"')
             ) from error
+        # The sandbox is only as good as Jinja's own.
         version = importlib.metadata.version("jinja2")
         if tuple(int(part) for part in version.split(".")[:3] if part.isdecimal()) < _SAFE_JINJA:
             rule = f"needs jinja2 3.1.6, whose sandbox holds; here is {version}"
             raise ConfigError(Problem(option, None, rule, "pip install -U jinja2"))
+
+        # What templates of Hugging Face's expect beside Jinja's own words, each with its work counted.
         environment = sandbox(self._work, _generation_tag(self), loopcontrols)
         environment.filters["tojson"] = bounded(_tojson, self._work, 4)
         environment.globals |= {

@@ -24,6 +24,7 @@ def hash_rows(batch: Batch, first_position: int) -> int:
     total = 0
     tokens = batch.tokens_BT.numpy().astype("<i4")
     targets = batch.targets_BT.numpy().astype("<i4")
+    # Little-endian types of a fixed size, so that the hash is the same on every machine.
     for row, sample in enumerate(batch.sample_ids_B.tolist()):
         if sample < 0:
             continue
@@ -37,10 +38,12 @@ def hash_rows(batch: Batch, first_position: int) -> int:
 
 def hash_numbers(sample_ids: list[int], first_position: int) -> int:
     """The same of rows whose content another fingerprint holds: by their positions and sample ids alone."""
-    keys = (np.array([first_position + i, sample], dtype="<i8").tobytes() for i, sample in enumerate(sample_ids))
-    digests = [hashlib.blake2b(key, digest_size=8).digest() for key in keys]
-    own = [d for d, sample in zip(digests, sample_ids, strict=True) if sample >= 0]
-    return sum(int.from_bytes(d, "little") for d in own) % _MODULUS
+    total = 0
+    for row, sample in enumerate(sample_ids):
+        if sample >= 0:
+            key = np.array([first_position + row, sample], dtype="<i8").tobytes()
+            total += int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+    return total % _MODULUS
 
 
 def split(number: int) -> list[float]:

@@ -36,10 +36,13 @@ def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
     Raises:
         ConfigError: when an end is asked for that the tokenizer has not, or the separator has no tokens.
     """
+    # The tokenizer's own ends, and eos where it has one, unless an option says otherwise.
     prefix = tokenizer.prefix_ids
     suffix = tokenizer.suffix_ids or _known(tokenizer.eos_id)
-    if data.add_bos is not None:
-        prefix = (prefix or _known(tokenizer.bos_id)) if data.add_bos else ()
+    if data.add_bos:
+        prefix = prefix or _known(tokenizer.bos_id)
+    elif data.add_bos is False:
+        prefix = ()
     if data.add_eos is False:
         suffix = ()
     for option, value, found, name in (
@@ -49,6 +52,8 @@ def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:
         if value and not found:
             rule = f"asks for what the tokenizer {tokenizer.spec} has not, a token that {name} a text"
             raise ConfigError(Problem(option, value, rule, "remove it, or name the token in tokenizer_config.json"))
+
+    # Between documents: a text, in which special tokens may be spelled out.
     separator: tuple[int, ...] = ()
     if data.separator is not None:
         separator = tuple(tokenizer.encode_spans([data.separator])[0][0].tolist())

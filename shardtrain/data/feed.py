@@ -151,6 +151,7 @@ class IndexedFeed:
             ConfigError: when a file was changed under the run.
         """
         self._watch()
+        # Behind the end of the data nothing is written: the row stays filler.
         if self.passes is not None and k >= self.passes * self.num_rows:
             return -1, None
         sample = k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))

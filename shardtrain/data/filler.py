@@ -19,6 +19,7 @@ def mark_filler(batches: Sequence[Batch]) -> list[Batch]:
     the gradients of rows that are not. Text sees no filler either way, which comes after it. Of the micro-batches of a
     step either all have documents afterwards or, where none has filler, those that had.
     """
+    # Documents cost a mask: they are added where some batch of the step has filler, and then to all.
     has_filler = any(b.lengths_B is not None and bool((b.lengths_B < b.tokens_BT.size(1)).any()) for b in batches)
     if not has_filler:
         return list(batches)

@@ -70,6 +70,8 @@ class MemoryTokenBuffer:
             masks.append(len(document.tokens) if document.learned is None else document.learned)
             if growth is not None:
                 growth.keep(pieces[-1].nbytes + ROW_BYTES + (0 if document.learned is None else len(document.learned)))
+
+        # A document begins where the one before it ends.
         lengths = np.fromiter((len(piece) for piece in pieces), dtype=np.int64, count=len(pieces))
 
         # Not np.concatenate: each piece is let go once it is copied, so that all of them are never held twice.

@@ -57,6 +57,8 @@ def log_summary(
     if not steps:
         logger.info("no step was trained")
         return
+
+    # What was trained, how fast, and the curve of the loss.
     loss = f"loss {first.loss:.4f} -> {last.loss:.4f}, " if first and last else ""
     speed = f"{done.tokens / done.seconds:,.0f} tokens/s" if done.seconds > 0 else "-"
     logger.info(

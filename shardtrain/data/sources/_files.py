@@ -381,6 +381,7 @@ def list_files(request: Request, dataset: str, endings: Sequence[str], *, empty:
 
 def _list(place: str, request: Request, wanted: str, endings: Sequence[str], empty: bool) -> dict[str, Any]:
     """The root of the files that a path names, and ``arrays_of`` them."""
+    # A folder, a pattern, or one file. What exists is taken as it is called, even if it has a "*" in its name.
     names: Sequence[str]
     option = request.option
     path = request.path
@@ -402,6 +403,8 @@ def _list(place: str, request: Request, wanted: str, endings: Sequence[str], emp
     if len(names) > MAX_FILES:
         rule = f"is {len(names):,} files, and a run looks at each of them when it starts: at most {MAX_FILES:,}"
         raise ConfigError(Problem(option, path, rule, "put many documents into one file"))
+
+    # What each of them is, in columns: an object for each of a million files would be half a gigabyte.
     before = os.path.join(root, "")
     names = sorted(names)
     sizes = array("q")

@@ -100,6 +100,7 @@ def open_saved(request: Request) -> Table | Shards:
     library = _datasets(request)
     folder = os.path.abspath(str(request.path))
 
+    # A pipe among the files would be waited for, and a file of unknown origin may fill the memory: looked at first.
     def look() -> list[str]:
         paths = glob.glob(os.path.join(glob.escape(folder), "**", "*"), recursive=True)
         kinds = {path: reading.kind(path) for path in sorted(paths)}
@@ -117,6 +118,8 @@ def open_saved(request: Request) -> Table | Shards:
     except Exception as error:
         rule = f"cannot be opened as a saved dataset ({one_line(error)})"
         raise ConfigError(Problem(request.option, request.path, rule, "save it again by save_to_disk")) from error
+
+    # A folder of several splits has one asked for; a single one must be it.
     if isinstance(saved, Mapping):
         if request.split not in saved:
             rule = f'has no split "{request.split}"'

@@ -35,18 +35,19 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     in_sequence = any(file.compression for file in files)
     opened: dict[int, ArrayPart] = {}  # of the rank that looks
 
+    # Where the rows of each file begin, found by one rank for all: of arrays, which are read whole, and of lines. Where
+    # a file is compressed, lines are read in sequence.
     def look() -> list[dict[str, Any]]:
         for file in files:
             check_text(file)
+        places: list[dict[str, Any]] = []
         for number, file in enumerate(files):
             if is_array(file):
                 opened[number] = open_array(file, request.max_row_bytes)
-        return [
-            {"array": opened[number].elements}
-            if number in opened
-            else {"lines": None if in_sequence else Index(file, reader).arrays()}
-            for number, file in enumerate(files)
-        ]
+                places.append({"array": opened[number].elements})
+            else:
+                places.append({"lines": None if in_sequence else Index(file, reader).arrays()})
+        return places
 
     looked = shared_opening.once(place_listed(files), look)
     parts: dict[int, Part] = {}

@@ -39,8 +39,9 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     skipped = int(request.header)
     look = Look(files[0], request)
     reader = Reader()
-    in_sequence = False if is_many(files) else any(file.compression for file in files)
+    in_sequence = not is_many(files) and any(file.compression for file in files)
 
+    # The columns and where rows begin, found by one rank for all; of very many files those of the first alone.
     def first_look() -> dict[str, Any]:
         for file in files:
             if (file.kind == ".csv") != quoted:

@@ -173,6 +173,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
+    """Tokens and their ranks, which must count from 0; raises ConfigError naming the line that is wrong."""
     ranks: dict[bytes, int] = {}
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
@@ -189,6 +190,8 @@ def _read_ranks(file: Path, content: bytes, option: str) -> dict[bytes, int]:
             rule = "has a token that was there before" if token in ranks else f"has a rank other than {len(ranks)}"
             raise ConfigError(Problem(option, f"{file}:{number}", rule, "copy or download the file again"))
         ranks[token] = len(ranks)
+
+    # A file does not say how texts are split before their parts are looked up: its size tells whose it is.
     if len(ranks) in _OTHERS:
         rule = f"has {len(ranks)} ranks, those of {_OTHERS[len(ranks)]}; only Llama 3's way to split a text is known"
         raise ConfigError(Problem(option, str(file), rule, "use the tokenizer.json of that model"))
