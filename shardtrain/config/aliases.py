@@ -288,7 +288,8 @@ def rewrite(settings: list[Setting]) -> Rewritten:
 
 def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
     """Return the setting under its new name, or None where it has no counterpart or cannot be translated."""
-    old, where = setting.option, setting.where
+    old = setting.option
+    where = setting.where
     try:
         kind = alias.kind
         if kind == list[str] and isinstance(setting.value, str):
@@ -314,7 +315,9 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
 
 def _respell(setting: Setting, done: Rewritten) -> Setting:
     """Return a setting of today's name with its value of today."""
-    option, value, where = setting.option, setting.value, setting.where
+    option = setting.option
+    value = setting.value
+    where = setting.where
     word = value[0] if setting.is_text and len(value) == 1 else value
     if isinstance(word, str) and (option, word) in _VALUES:
         new = _VALUES[option, word]
@@ -385,7 +388,8 @@ def _warmup(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Set
         _add(done, "lr_scheduler.name", "linear_linear", used.where, why)
     if "training.warmup_pct" not in given:
         return
-    used, steps = given["training.warmup_pct"], new.get("training.steps")
+    used = given["training.warmup_pct"]
+    steps = new.get("training.steps")
     shares = [s for s in done.settings if s.option == "lr_scheduler.warmup_steps" and isinstance(s.value, float)]
     for share in shares:
         done.settings.remove(share)
@@ -463,7 +467,8 @@ def _one_implementation(done: Rewritten, given: Mapping[str, Setting]) -> None:
 
 def _experts_of_qwen3(done: Rewritten, new: Mapping[str, Setting]) -> None:
     """Find the flavors of torchtitan's qwen3 that have experts in their own model file."""
-    name, flavor = new.get("model.name"), new.get("model.flavor")
+    name = new.get("model.name")
+    flavor = new.get("model.flavor")
     if name and flavor and name.shown == "qwen3" and flavor.shown in _QWEN3_MOE:
         done.settings.remove(name)
         _add(done, "model.name", "qwen3_moe", name.where, f"the flavor {flavor.shown} has experts")
@@ -471,10 +476,12 @@ def _experts_of_qwen3(done: Rewritten, new: Mapping[str, Setting]) -> None:
 
 def _flavor(done: Rewritten, new: Mapping[str, Setting]) -> None:
     """Find flavors that only a name tells apart: torchtrain's 40B, and those of torchtitan that chose a kernel."""
-    name, flavor = new.get("model.name"), new.get("model.flavor")
+    name = new.get("model.name")
+    flavor = new.get("model.flavor")
     if flavor is None or not isinstance(flavor.shown, str):
         return
-    model, word = str(name.shown) if name else Model.name, flavor.shown
+    model = str(name.shown) if name else Model.name
+    word = flavor.shown
     if (model, word) in _FLAVORS:
         done.settings.remove(flavor)
         today, why = _FLAVORS[model, word]
@@ -525,7 +532,8 @@ def _cuts(done: Rewritten) -> None:
 def _num_layers(new: Mapping[str, Setting]) -> int | None:
     """Layers of the model that these settings name, None where they name none that is known."""
     given = new.get("model.overrides.num_layers")
-    name, flavor = new.get("model.name"), new.get("model.flavor")
+    name = new.get("model.name")
+    flavor = new.get("model.flavor")
     try:
         facts = read_model_file(str(name.shown) if name else Model.name)
         overrides = {} if given is None else {"num_layers": _integer(given)}
@@ -537,7 +545,8 @@ def _num_layers(new: Mapping[str, Setting]) -> int | None:
 
 def _dataset_of_path(done: Rewritten, new: Mapping[str, Setting]) -> None:
     """Read an empty dataset beside a path as the folder that ``datasets`` saved there, as torchtitan of 2024 did."""
-    dataset, path = new.get("training.dataset"), new.get("training.dataset_path")
+    dataset = new.get("training.dataset")
+    path = new.get("training.dataset_path")
     if dataset is None or path is None or dataset.shown != "" or not path.shown:
         return
     done.settings.remove(dataset)
@@ -546,7 +555,8 @@ def _dataset_of_path(done: Rewritten, new: Mapping[str, Setting]) -> None:
 
 def _validation_set(done: Rewritten, given: Mapping[str, Setting], new: Mapping[str, Setting]) -> None:
     """Name torchtitan's own held-out set where a file of torchtitan's turns validation on without one."""
-    switch, training = new.get("validation.enable"), new.get("training.dataset")
+    switch = new.get("validation.enable")
+    training = new.get("training.dataset")
     if switch is None or {"validation.dataset", "validation.dataset_path"} & new.keys():
         return
     if switch.shown not in (True, "true", "True"):

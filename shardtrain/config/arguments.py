@@ -33,7 +33,9 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
     an underscore.
     """
     kinds = {name: option.kind for name, option in options().items()} | dict(older)
-    read, seen, at = Arguments(), set[str](), 0
+    read = Arguments()
+    seen = set[str]()
+    at = 0
     while at < len(arguments):
         word = arguments[at]
         if not word.startswith("--") or word == "--":
@@ -77,7 +79,8 @@ def _expanded(arguments: Sequence[str], at: int) -> list[str]:
 
 def _pattern(option: str, files: Sequence[str]) -> Problem:
     """The problem of an option of one path to which the shell gave several."""
-    folder, suffix = Path(files[0]).parent, Path(files[0]).suffix
+    folder = Path(files[0]).parent
+    suffix = Path(files[0]).suffix
     rule = f"is followed by {len(files) - 1} more files, as the shell writes a pattern without quotes"
     return Problem(option, files[0], rule, f'write {option} "{folder / f"*{suffix}"}"', COMMAND_LINE)
 
@@ -85,19 +88,23 @@ def _pattern(option: str, files: Sequence[str]) -> Problem:
 def _stray(word: str, before: str, kinds: Mapping[str, Any]) -> Problem:
     """The problem of a word that is neither an option nor the value of one, and what was probably meant."""
     if before.startswith("--") and (word.endswith(".toml") or word in presets.names()):
-        rule, fix = "stands after an option, where no configuration is looked for", f"write {word} before all options"
+        rule = "stands after an option, where no configuration is looked for"
+        fix = f"write {word} before all options"
         return Problem("argument", word, rule, fix, COMMAND_LINE)
     if word.endswith(".toml"):
         return Problem("argument", word, "is a second file", "give one configuration file, and options after it", "")
-    rule, fix = "belongs to no option", "write options as --section.key VALUE"
+    rule = "belongs to no option"
+    fix = "write options as --section.key VALUE"
     meant = nested.underscored(word.lstrip("-").partition("=")[0])
     previous = nested.underscored(before[2:])
     if meant in kinds:
         fix = f"write --{word.lstrip('-')}"
     elif word in presets.names():
-        rule, fix = "is a second configuration", "name one, and options after it"
+        rule = "is a second configuration"
+        fix = "name one, and options after it"
     elif before.startswith("--") and _is_bool(kinds.get(previous)):
-        rule, fix = f"is neither true nor false, for --{previous}", f"write --{previous} or --{previous} false"
+        rule = f"is neither true nor false, for --{previous}"
+        fix = f"write --{previous} or --{previous} false"
     return Problem("argument", word, rule, fix, COMMAND_LINE)
 
 

@@ -27,7 +27,8 @@ def coerce(value: Value, kind: Kind) -> Value:
 
     An integer may be written 1e6; a number may be written as an integer; a boolean is never a number.
     """
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Literal:
         if any(value == item and type(value) is type(item) for item in args):
             return value
@@ -50,7 +51,8 @@ def coerce(value: Value, kind: Kind) -> Value:
 
 def from_text(text: str, kind: Kind) -> Value:
     """Turn the text of one command-line value into a value of the type ``kind``; raises Unfit."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin in (Union, types.UnionType) and type(None) in args:
         if text.lower() in ("none", "null"):
             return None

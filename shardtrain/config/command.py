@@ -46,7 +46,8 @@ def _schema(words: list[str], _open: Opener) -> int:
     from shardtrain.config.json_schema import json_schema_text
 
     if words:
-        rule, fix = "takes no argument", "shardtrain config schema > shardtrain.schema.json"
+        rule = "takes no argument"
+        fix = "shardtrain config schema > shardtrain.schema.json"
         raise ConfigError(Problem("shardtrain config schema", words[0], rule, fix, "command line"))
     print(json_schema_text(), end="")
     return 0

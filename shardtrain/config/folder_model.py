@@ -34,8 +34,13 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
 
     What the user sets in ``model.overrides`` goes before what the folder says.
     """
-    model, named = config.model, lambda option: origins.get(option, DEFAULT) != DEFAULT
-    folder, asked = Path(model.hf_assets_path), model.flavor == FROM_FOLDER
+    model = config.model
+
+    def named(option: str) -> bool:
+        return origins.get(option, DEFAULT) != DEFAULT
+
+    folder = Path(model.hf_assets_path)
+    asked = model.flavor == FROM_FOLDER
     where = origins.get("model.flavor", "") if asked else ""
     has = bool(model.hf_assets_path) and (folder / "config.json").is_file()
     if asked and model.name.endswith(".py"):

@@ -50,7 +50,8 @@ def _entries(text: str) -> list[_Entry]:
         if line.strip() and before and indent >= _DEEP and before.first.startswith("usage:"):
             before.first += f" {line.strip()}"
         elif line.strip() and before and indent >= _DEEP:
-            before.second, before.column = f"{before.second} {line.strip()}".strip(), before.column or indent
+            before.second = f"{before.second} {line.strip()}".strip()
+            before.column = before.column or indent
         elif line.strip() and before and before.is_prose and not indent:
             before.first += f" {line.strip()}"
         elif gap:

@@ -58,9 +58,11 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
         print(USAGE.format(presets=known), end="")
         return 0
     if not arguments or arguments[0].startswith("--"):
-        rule, fix = "needs the file to write", "shardtrain init my_run.toml"
+        rule = "needs the file to write"
+        fix = "shardtrain init my_run.toml"
         raise ConfigError(Problem("shardtrain init", None, rule, fix, "command line"))
-    path, rest = Path(arguments[0]), list(arguments[1:])
+    path = Path(arguments[0])
+    rest = list(arguments[1:])
     if path.suffix != ".toml":
         raise ConfigError(
             Problem(

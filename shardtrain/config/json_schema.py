@@ -51,7 +51,8 @@ def _option(option: Any) -> dict[str, Any]:
 
 def _kind(kind: Any) -> dict[str, Any]:
     """The schema of one type; None needs no word, for in TOML a value that is not set is not there."""
-    origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
+    origin = get_origin(kind)
+    args = [arg for arg in get_args(kind) if arg is not type(None)]
     if origin is Literal:
         return {"enum": list(args)}
     if origin in (Union, types.UnionType):

@@ -31,8 +31,10 @@ from shardtrain.utils.errors import Problem
 
 MAX_RANKS = 65_536
 """Four times what was measured: there the ranks that judge heartbeats would need half a core each (docs/scale.md)."""
-BEATS_PER_HANG_TIMEOUT, NODES_PER_SECOND = 10.0, 700.0
-"""Heartbeats of a node within the time in which a hang is named, and of how many nodes a store hears in a second."""
+BEATS_PER_HANG_TIMEOUT = 10.0
+"""Heartbeats of a node within the time in which a hang is named."""
+NODES_PER_SECOND = 700.0
+"""Of how many nodes a store hears in a second."""
 BYTE_TOKENIZER_IDS = 258  # 256 bytes, begin and end of a document
 
 
@@ -57,7 +59,8 @@ def machine_notes(
 
 def watching_problem(loaded: Loaded, world_size: int, local_ranks: int) -> Problem | None:
     """The problem of more nodes than one store hears as often as a hang that is named in time asks for."""
-    option, limit = "comm.hang_timeout_seconds", loaded.config.comm.hang_timeout_seconds
+    option = "comm.hang_timeout_seconds"
+    limit = loaded.config.comm.hang_timeout_seconds
     nodes = math.ceil(world_size / max(1, local_ranks))
     least = math.ceil(BEATS_PER_HANG_TIMEOUT * nodes / NODES_PER_SECOND)
     if not limit or limit >= least:
@@ -81,10 +84,12 @@ def is_for_training(problem: Problem) -> bool:
 
 def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
     """The degrees multiply to the number of ranks, and the global batch divides over them."""
-    p, others = loaded.config.parallelism, other_degrees(loaded.config)
+    p = loaded.config.parallelism
+    others = other_degrees(loaded.config)
     if others < 1 or world_size < 1:
         return
-    shard, option = p.data_parallel_shard_degree, "parallelism.data_parallel_shard_degree"
+    shard = p.data_parallel_shard_degree
+    option = "parallelism.data_parallel_shard_degree"
     if world_size > MAX_RANKS:
         rule = f"is a run of more than {MAX_RANKS:,} ranks, above which watching them takes more than a run can spare"
         yield Problem("--nproc", world_size, rule, "use fewer ranks, and give each more work", "")
@@ -109,13 +114,15 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         return
     yield from check_experts_of_world(loaded, world_size)
     if p.pipeline_parallel_degree > 1 and p.data_parallel_shard_degree == -1:
-        layers, rows = (model_shape(loaded) or {}).get("num_layers"), known_rows(loaded, world_size)
+        layers = (model_shape(loaded) or {}).get("num_layers")
+        rows = known_rows(loaded, world_size)
         # where the rows are known without the number of ranks, the rules of the file have looked already
         if known_rows(loaded) is None and rows and isinstance(layers, int):
             yield from check_microbatches(loaded, rows, num_stages(loaded.config.parallelism, layers))
     shard = world_size // others if shard == -1 else shard
     yield from _accumulation(loaded, p.data_parallel_replicate_degree * shard)
-    t, data_ranks = loaded.config.training, p.data_parallel_replicate_degree * shard
+    t = loaded.config.training
+    data_ranks = p.data_parallel_replicate_degree * shard
     per_pass = t.local_batch_size * data_ranks
     if t.global_batch_size >= 1 and per_pass >= 1 and t.global_batch_size % per_pass:
         size = t.global_batch_size
@@ -126,7 +133,8 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
 
 def _accumulation(loaded: Loaded, data_ranks: int) -> Iterator[Problem]:
     """An update in backward sees the gradients of one pass alone."""
-    config, size = loaded.config, loaded.config.training.global_batch_size
+    config = loaded.config
+    size = loaded.config.training.global_batch_size
     if config.optimizer.early_step_in_backward and size > config.training.local_batch_size * data_ranks >= 1:
         rule = f"is more than one pass of {data_ranks} data-parallel ranks, and early_step_in_backward updates in each"
         yield problem(loaded, "training.global_batch_size", rule, "set it to -1, or raise local_batch_size")
@@ -167,7 +175,8 @@ def without_effect_on_a_cpu(config: Config) -> list[str]:
 
 def _split_sequences(loaded: Loaded) -> Iterator[Problem]:
     """Attention to a part of the keys needs a flash kernel, which accelerators have for 16-bit types alone."""
-    p, option = loaded.config.parallelism, "training.mixed_precision_param"
+    p = loaded.config.parallelism
+    option = "training.mixed_precision_param"
     ring = p.context_parallel_degree > 1 and p.context_parallel_method == "ring"
     if ring and compute_dtype(loaded.config) == "float32":
         rule = "has no flash attention kernel on an accelerator, which splitting a sequence needs"
@@ -187,7 +196,8 @@ def _compiler(loaded: Loaded, device: str | None) -> Iterator[Problem]:
 def _paths(loaded: Loaded) -> Iterator[Problem]:
     """Files and folders that the config names are there."""
     for name, source in datasets(loaded).items():
-        path, option = source.dataset_path, f"{name}.dataset_path"
+        path = source.dataset_path
+        option = f"{name}.dataset_path"
         if path and not _found(path, on_hub=source.dataset == "huggingface"):
             rule, fix = ("matches no file", "correct the pattern") if _is_pattern(path) else _ABSENT
             yield problem(loaded, option, rule, fix)

@@ -158,7 +158,8 @@ def _literal(node: ast.expr | None) -> Value:
     except ValueError:
         pass
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
-        left, right = _literal(node.left), _literal(node.right)
+        left = _literal(node.left)
+        right = _literal(node.right)
         if isinstance(left, int | float) and isinstance(right, int | float):
             return _ARITHMETIC[type(node.op)](left, right)
     return None

@@ -59,7 +59,8 @@ def options() -> Mapping[str, Option]:
 def options_of(section: str, cls: type) -> dict[str, Option]:
     """Return the options of one dataclass by their dotted names, not those of the sections below it."""
     found: dict[str, Option] = {}
-    hints, own = get_type_hints(cls), inspect.get_annotations(cls)
+    hints = get_type_hints(cls)
+    own = inspect.get_annotations(cls)
     texts = {name: text for owner in cls.__mro__ for name, text in _help_texts().get(owner.__name__, {}).items()}
     for field in sorted(dataclasses.fields(cls), key=lambda field: field.name not in own):  # inherited ones come last
         kind = hints[field.name]
@@ -111,7 +112,8 @@ def kind_text(kind: Kind) -> str:
     >>> kind_text(list[str]), kind_text(int | None), kind_text(Literal["a", "b"])
     ('list of text', 'integer or unset', '"a" | "b"')
     """
-    origin, args = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    args = get_args(kind)
     if origin is Literal:
         return " | ".join(f'"{arg}"' for arg in args)
     if origin in (Union, types.UnionType):
@@ -229,7 +231,8 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
     if name in _WAYS or (key in _WAYS and section.count(".") == 0):
         return _WAYS.get(name) or _WAYS[key]
     for tables in (option.name for option in options().values() if option.entry):
-        beginning, rest = name.split(".")[:2], name.split(".")[2:]
+        beginning = name.split(".")[:2]
+        rest = name.split(".")[2:]
         if rest and nearest(".".join(beginning), [tables], 0.85):
             return f"did you mean {'.'.join([tables, *rest])}?"
     within = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}

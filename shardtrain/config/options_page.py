@@ -9,7 +9,8 @@ from typing import get_origin
 from shardtrain.config.json_schema import FILE, json_schema_text
 from shardtrain.config.options import Option, default_text, kind_text, options, options_of, sections
 
-PAGE, SCHEMA = Path("docs") / "options.md", Path("configs") / FILE
+PAGE = Path("docs") / "options.md"
+SCHEMA = Path("configs") / FILE
 _HEAD = """# Options
 
 Every option of a run, as `[section]` and `key` in a TOML file or `--section.key VALUE` on the command line. The command

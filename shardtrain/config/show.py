@@ -73,7 +73,8 @@ def _render(config: Config, comment: Callable[[str, Any], str], wanted: Callable
         lines: list[str] = [f"[{section}]"]
         tables: list[str] = []
         for name in names:
-            value, key = value_of(config, name), name.rpartition(".")[2]
+            value = value_of(config, name)
+            key = name.rpartition(".")[2]
             if options()[name].entry and (value or isinstance(value, Mapping)):
                 tables += _entries(options()[name], value, comment)
             elif options()[name].is_table:

@@ -42,7 +42,8 @@ def read_task_file(name: str) -> TaskFacts:
             if base in task_names() and base != name:
                 facts = read_task_file(base)
                 found = {"METRICS": facts.metrics, "DEGREES": facts.degrees, **found}
-    metrics, degrees = found.get("METRICS", {}), found.get("DEGREES", ())
+    metrics = found.get("METRICS", {})
+    degrees = found.get("DEGREES", ())
     if not isinstance(metrics, dict) or not set(metrics.values()) <= {"max", "min"} or not isinstance(degrees, tuple):
         rule = "has METRICS or DEGREES that are not literals of names"
         fix = 'write METRICS = {"accuracy": "max"} and DEGREES = ("tensor_parallel_degree",)'

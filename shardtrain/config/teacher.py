@@ -92,7 +92,8 @@ def check_distillation(loaded: Loaded) -> Iterator[Problem]:
 
 def _check_vocabulary(loaded: Loaded, teacher: Config) -> Iterator[Problem]:
     c = loaded.config
-    path, where = c.task.teacher_path, loaded.where(OPTION)
+    path = c.task.teacher_path
+    where = loaded.where(OPTION)
     rows, theirs = (_rows(one) for one in (loaded, Loaded(teacher)))
     split = c.parallelism.tensor_parallel_degree > 1 and not c.parallelism.disable_loss_parallel
     if split and rows and theirs and rows != theirs:
@@ -124,7 +125,8 @@ def _difference(own: str, teacher: str) -> str:
     if ours is not None and theirs is not None:
         if filecmp.cmp(ours, theirs, shallow=False):
             return ""
-        words, known = _words(ours), _words(theirs)
+        words = _words(ours)
+        known = _words(theirs)
         if words is None or known is None:
             return ""  # what is wrong with the file is said where it is opened
         for id_, word in words.items():
@@ -133,7 +135,8 @@ def _difference(own: str, teacher: str) -> str:
                 return f"id {id_} is {word!r} here and {there} there"
         return ""
     for name in _OTHER_TOKENIZERS:
-        ours, theirs = _file(own, name), _file(teacher, name)
+        ours = _file(own, name)
+        theirs = _file(teacher, name)
         if ours is not None and theirs is not None:
             return "" if filecmp.cmp(ours, theirs, shallow=False) else f"{name} is another file"
     if own == "bytes" and any(_file(teacher, name) for name in (_TOKENIZER, *_OTHER_TOKENIZERS)):

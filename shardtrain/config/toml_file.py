@@ -75,7 +75,8 @@ _DATASETS = {
 
 def _meant(file: Path) -> str:
     """What to do with a file that is another thing than TOML, by its name; empty where that tells nothing."""
-    suffix, name = file.suffix.lower(), shlex.quote(str(file))
+    suffix = file.suffix.lower()
+    name = shlex.quote(str(file))
     if suffix in (".json", ".yml", ".yaml"):
         return f"write it as TOML: shardtrain config migrate {name} -o new.toml"
     if suffix in _DATASETS:

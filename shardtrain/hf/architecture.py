@@ -58,7 +58,8 @@ def read(folder: str) -> Any:
     """
     path = Path(folder) / CONFIG
     found = dict(read_json(path))
-    kind, code = found.get("model_type"), sorted(set(_keys(found, CODE)))
+    kind = found.get("model_type")
+    code = sorted(set(_keys(found, CODE)))
     mapping = _transformers().models.auto.configuration_auto.CONFIG_MAPPING
     if not isinstance(kind, str) or kind not in mapping:
         rule = f"is of model_type {kind!r}, which transformers {_transformers().__version__} does not have"
@@ -147,8 +148,10 @@ def _listening() -> Iterator[list[str]]:
                 said.append(text)
 
     theirs = logging.getLogger("transformers")
-    handlers, theirs.handlers = theirs.handlers, [Listener(logging.WARNING)]
-    propagates, theirs.propagate = theirs.propagate, False
+    handlers = theirs.handlers
+    theirs.handlers = [Listener(logging.WARNING)]
+    propagates = theirs.propagate
+    theirs.propagate = False
     quiet = [logging.getLogger(name) for name in _QUIET]
     levels = [one.level for one in quiet]
     for one in quiet:
@@ -156,7 +159,8 @@ def _listening() -> Iterator[list[str]]:
     try:
         yield said
     finally:
-        theirs.handlers, theirs.propagate = handlers, propagates
+        theirs.handlers = handlers
+        theirs.propagate = propagates
         for one, level in zip(quiet, levels, strict=True):
             one.setLevel(level)
 

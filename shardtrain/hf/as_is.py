@@ -94,8 +94,11 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     Raises:
         CheckpointError: for two names of one tensor whose values differ, or names that ``transformers`` would convert.
     """
-    plain, there = translation(model, config), set(weights.names())
-    hf, sources, again = model.hf, dict(plain.sources), []
+    plain = translation(model, config)
+    there = set(weights.names())
+    hf = model.hf
+    sources = dict(plain.sources)
+    again = []
     prefix = f"{hf.base_model_prefix}."
     aliases = {names[0]: names[1:] for names in tied_names(model)}
     for ours, theirs in plain.sources.items():
@@ -200,7 +203,8 @@ def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT:
     if model.kind == "classification" and isinstance(eos, int):  # some, as BART, are read at the only one of a row
         tokens_BT = tokens_BT.masked_fill(tokens_BT == eos, 0 if eos else 1)
         tokens_BT[:, -1] = eos
-    inputs, decoded_BS = {"input_ids": tokens_BT}, None
+    inputs = {"input_ids": tokens_BT}
+    decoded_BS = None
     if model.kind == "sequence_to_sequence":
         decoded_BS = tokens_BT.flip(1)
         first_B1 = torch.full_like(tokens_BT[:, :1], opened.config.decoder_start_token_id)

@@ -18,7 +18,8 @@ from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
 from shardtrain.utils import reading
 from shardtrain.utils.errors import CheckpointError
 
-BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+BIN = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
 
 
 class BinWeights(HubWeights):
@@ -51,7 +52,8 @@ class BinWeights(HubWeights):
                     raise CheckpointError(f"{folder / file}: {str(name)[:100]} is not a tensor; use another file")
                 if name in self._stored:
                     raise CheckpointError(f"{name} is both in {self._file_of[name]} and in {file} of {folder}")
-                self._stored[name], self._file_of[name] = stored, file
+                self._stored[name] = stored
+                self._file_of[name] = file
 
     def _names_of_files(self) -> list[str]:
         index = self.folder / BIN_INDEX

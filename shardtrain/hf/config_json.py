@@ -38,7 +38,8 @@ def block_of(config: Mapping[str, Any], where: str) -> Quantised:
     said = said if isinstance(said, dict) else {}
     if said.get("quant_method") == MXFP4 and not set(said) - {"quant_method", "modules_to_not_convert"}:
         return "mxfp4"
-    block, unknown = said.get("weight_block_size"), sorted(map(str, set(said) - _FP8_KEYS))
+    block = said.get("weight_block_size")
+    unknown = sorted(map(str, set(said) - _FP8_KEYS))
     is_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and 1 <= n <= 2**20 for n in block)
     if said.get("quant_method") != "fp8" or said.get("fmt", "e4m3") != "e4m3" or not is_block:
         kind = str(said.get("quant_method") or ("MLX" if "bits" in said else "an unnamed method"))

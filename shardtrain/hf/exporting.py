@@ -76,7 +76,8 @@ class Writer:
             ConfigError: when the model has no form in this format.
             CheckpointError: when the checkpoint cannot be read, or is of another model.
         """
-        self.wanted, self.stored = wanted, manifest.read(wanted.checkpoint)
+        self.wanted = wanted
+        self.stored = manifest.read(wanted.checkpoint)
         self.translation = translation_of(wanted.module, wanted.config, str(wanted.checkpoint))
         if as_is.is_as_is(wanted.module) and wanted.source is not None:
             self.translation = _named_as_before(self.translation, wanted)
@@ -143,7 +144,8 @@ class Writer:
 
     def _their_types(self) -> dict[str, str]:
         """The type of each of their tensors."""
-        wanted, found = self.wanted, {}
+        wanted = self.wanted
+        found = {}
         known = source.dtypes_of(wanted.source.where, self.translation) if wanted.source and not wanted.dtype else {}
         for theirs, parts in self._made_of.items():
             ours = parts[0][0]
@@ -162,13 +164,16 @@ class Writer:
             return self.read_part(self._made_of[name][0][0], ())
         rows = box[0]
         ours, piece = self._made_of[name][0]
-        whole, same = piece.theirs[0], piece.ours == piece.theirs and not piece.transposed
+        whole = piece.theirs[0]
+        same = piece.ours == piece.theirs and not piece.transposed
         if len(self._made_of[name]) == 1 and same and whole.start == 0 == piece.ours[0].start:
             return self.read_part(ours, box)  # the same tensor under another name
         block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(self._made_of[name][0][0]))
         for ours, piece in self._made_of[name]:
-            whole, experts = piece.theirs[0], len(piece.ours) - len(piece.theirs)
-            begin, end = max(rows.start, whole.start), min(rows.stop, whole.stop)
+            whole = piece.theirs[0]
+            experts = len(piece.ours) - len(piece.theirs)
+            begin = max(rows.start, whole.start)
+            end = min(rows.stop, whole.stop)
             if begin >= end:
                 continue
             shift = piece.ours[experts].start - whole.start

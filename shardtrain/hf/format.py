@@ -178,7 +178,8 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Pi
         for expert in range(shape[0]):
             yield Piece(source.name.replace("#", str(expert)), whole[1:], (slice(expert, expert + 1), *whole[1:]))
     elif isinstance(source, Merged):
-        rows, rest = shape[1] // len(source.names), whole[2:]
+        rows = shape[1] // len(source.names)
+        rest = whole[2:]
         for expert in range(shape[0]):
             for part, name in enumerate(source.names):
                 own = (slice(expert, expert + 1), slice(part * rows, (part + 1) * rows), *rest)
@@ -236,7 +237,9 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], where: str, defaults: Mapping[str, Any] | None = None) -> None:
         """``defaults`` are the values of keys that are missing; one that is there and null is not missing."""
-        self._values, self._where, self._used = {**(defaults or {}), **values}, where, set(_HARMLESS)
+        self._values = {**(defaults or {}), **values}
+        self._where = where
+        self._used = set(_HARMLESS)
         self._used |= set(defaults or {}) - set(values)
 
     def take(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:

@@ -32,7 +32,8 @@ def _kinds(layers: int, window: int) -> list[str]:
 
 def _read(f: Fields) -> dict[str, Any]:
     f.only("attention_bias", True)
-    layers, window = f.integer("num_hidden_layers"), f.integer("sliding_window", 0, 0)
+    layers = f.integer("num_hidden_layers")
+    window = f.integer("sliding_window", 0, 0)
     kinds = f.take("layer_types", list, _kinds(layers, window))
     if "sliding_attention" not in kinds:
         window = 0

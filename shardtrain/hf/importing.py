@@ -46,7 +46,8 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
         if found.hub is None:
             translation, passed_over = as_is.fit(models.build(module, found.config), found.config, weights)
         else:
-            translation, passed_over = translation_of(module, found.config, str(folder)), found.passed_over
+            translation = translation_of(module, found.config, str(folder))
+            passed_over = found.passed_over
         _tell(mapping.check(translation, weights, passed_over))
         types = source.dtypes_of(folder, translation)
         if dtype:
@@ -102,7 +103,8 @@ def fill(
     else:
         own = sized_as(found, config) if resize else config
         check_same(module, own, found, folder)
-        translation, passed_over = translation_of(module, own, str(folder)), found.passed_over
+        translation = translation_of(module, own, str(folder))
+        passed_over = found.passed_over
     block = found.block if found else None
     if quantized is not None and quantized != (block is not None):
         rule = "is for quantised weights, and these are not" if quantized else "is needed: these weights are quantised"
@@ -142,7 +144,8 @@ def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, w
     mapping.fill({name: tensor for name, tensor in tensors.items() if name not in grown}, translation, weights)
     for name, tensor in grown.items():
         rows, *rest = translation.shapes[name]
-        local, (own, *others) = local_tensor(tensor).detach(), local_slices(tensor)
+        local = local_tensor(tensor).detach()
+        (own, *others) = local_slices(tensor)
         old = slice(min(own.start, rows), min(own.stop, rows))
         if old.start < old.stop:
             part = mapping.read_part(name, (old, *others), translation, weights, tensor.dtype)

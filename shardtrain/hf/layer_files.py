@@ -87,7 +87,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 def family_of(folder: Path) -> tuple[Family, int]:
     """The family and the number of layers that config.json of a folder names; raises CheckpointError for others."""
     said = read_json(folder / CONFIG)
-    kind, count = said.get("model_type"), said.get("num_hidden_layers")
+    kind = said.get("model_type")
+    count = said.get("num_hidden_layers")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
             f"{folder / CONFIG}: model_type {str(kind)[:40]!r} has no files per layer; they are those of "
@@ -247,7 +248,8 @@ class LayerWeights(HubWeights):
         return self._last[1][tuple(box)] if len(box) else self._last[1]
 
     def _read(self, name: str) -> Tensor:
-        parts, dim = self._parts[name], self._family.divided(name)
+        parts = self._parts[name]
+        dim = self._family.divided(name)
         first = parts[0][0].tensor(parts[0][1])
         if len(parts) == 1:
             return first

@@ -22,9 +22,12 @@ from shardtrain.hf.source import of_folder
 from shardtrain.hf.weights import INDEX, SINGLE
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 
-BIN, BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_BASE_BYTES, _BASE_SECONDS = 16 * 2**30, 120
-"""Address space that PyTorch itself reserves, and time that it may need on a busy machine."""
+BIN = "pytorch_model.bin"
+BIN_INDEX = "pytorch_model.bin.index.json"
+_BASE_BYTES = 16 * 2**30
+"""Address space that PyTorch itself reserves."""
+_BASE_SECONDS = 120
+"""Time that PyTorch may need to start on a busy machine."""
 _SLOWEST_BYTES_PER_SECOND = 10 * 2**20
 _PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """What of the environment a process needs to find Python and its packages: no token, no proxy."""

@@ -15,8 +15,10 @@ from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.units import format_bytes
 
 INDEX = "model.safetensors.index.json"
-_MOST_CHARACTERS, _MOST_NAMES = 100, 20
-"""Of a name, and of names in a line: a file may say any."""
+_MOST_CHARACTERS = 100
+"""Shown of a name: a file may say any."""
+_MOST_NAMES = 20
+"""Shown in a line."""
 _MAX_HEADER_BYTES = 100 * 10**6
 """As much as safetensors itself reads."""
 
@@ -27,7 +29,9 @@ def line(folder: Path) -> str:
     Raises:
         CheckpointError: for a config.json or an index that cannot be read.
     """
-    said, sizes, types = read_json(folder / CONFIG), 0, Counter[str]()
+    said = read_json(folder / CONFIG)
+    sizes = 0
+    types = Counter[str]()
     named = said.get("architectures")
     name = named[0] if isinstance(named, list) and named else said.get("model_type")
     architecture = "no architecture" if name is None else _short(str(name))

@@ -80,7 +80,9 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
     Raises:
         CheckpointError: names the first ten missing, surplus and differently shaped tensors, with their shapes.
     """
-    hub, expected, there = translation.hub, translation.their_shapes(), set(weights.names())
+    hub = translation.hub
+    expected = translation.their_shapes()
+    there = set(weights.names())
     missing = sorted(set(expected) - there)
     surplus: list[str] = []
     ignored: list[str] = []
@@ -178,11 +180,13 @@ def _read(piece: Piece, theirs: tuple[slice, ...], weights: HubWeights) -> Tenso
 
 def _overlap(piece: Piece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """What of a piece lies in a rank's part: where in their tensor, and where in the rank's memory."""
-    theirs, place = [], []
+    theirs = []
+    place = []
     extra = len(piece.ours) - len(piece.theirs)  # the number of the expert
     in_our_order = (*piece.theirs[:-2], *piece.theirs[:-3:-1]) if piece.transposed else piece.theirs
     for dim, (mine, whole) in enumerate(zip(own, piece.ours, strict=True)):
-        start, stop = max(mine.start, whole.start), min(mine.stop, whole.stop)
+        start = max(mine.start, whole.start)
+        stop = min(mine.stop, whole.stop)
         if start >= stop:
             return None
         place.append(slice(start - mine.start, stop - mine.start))

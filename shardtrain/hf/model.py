@@ -63,7 +63,8 @@ def recognise(folder: Path, name: str = "") -> HubModel:
     except OnlyInTransformers as reason:
         return _as_it_is(folder, reason)
     config = models.find(found.name).Config(**found.values)
-    layers, more = config.num_layers, found.config.get("num_nextn_predict_layers") or 0
+    layers = config.num_layers
+    more = found.config.get("num_nextn_predict_layers") or 0
     beyond = tuple(rf"model\.layers\.{layers + i}\..*" for i in range(min(more, 8)) if isinstance(more, int))
     return HubModel(found.name, found.flavor, found.overrides, config, found.hub, beyond, found.block, found.notices)
 
@@ -104,7 +105,8 @@ def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path) -
     own = found.hub.own_config(read_json(folder / CONFIG))
     said = found.hub.read(Fields(own, str(folder / CONFIG), found.hub.defaults))
     unused = FREE | (found.hub.unused(said) & found.hub.unused(dataclasses.asdict(config)))
-    window, own = getattr(config, "sliding_window", 0), said.get("sliding_window", 0)
+    window = getattr(config, "sliding_window", 0)
+    own = said.get("sliding_window", 0)
     flavors = {fields.get("sliding_window") for fields in module.FLAVORS.values()}
     if window and (not own or window < own) and window not in flavors:  # asked for, and not taken from another model
         logger.warning(f"tokens see {window} tokens (sliding_window), where {folder} says {own or 'all before them'}")

@@ -16,7 +16,8 @@ from torch import Tensor
 from shardtrain.hf.weights import HubWeights
 from shardtrain.utils.errors import CheckpointError
 
-_BLOCKS, _SCALES = "_blocks", "_scales"
+_BLOCKS = "_blocks"
+_SCALES = "_scales"
 _SHARED = 32
 """Inputs that share a scale."""
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

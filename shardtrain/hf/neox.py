@@ -34,7 +34,8 @@ def _read(f: Fields) -> dict[str, Any]:
     act = f.take("hidden_act", str, "gelu")
     f.only("hidden_act", *_ACTIVATIONS)
     rope = f.plain_rope("rotary_emb_base", "rotary_pct")
-    dim, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
+    dim = f.integer("hidden_size")
+    heads = f.integer("num_attention_heads")
     return {
         "vocab_size": f.integer("vocab_size"),
         "dim": dim,

@@ -31,7 +31,8 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
         ConfigError: for a model that is neither ours nor one of ``transformers``, or where there is no tokenizer.
         CheckpointError: when ``config.json`` cannot be read.
     """
-    found, said = recognise(folder), read_json(folder / CONFIG)
+    found = recognise(folder)
+    said = read_json(folder / CONFIG)
     said = found.hub.own_config(said) if found.hub is not None else said
     for notice in found.notices:
         logger.info(notice)

@@ -73,7 +73,8 @@ def describe(folder: Path, name: str = "") -> Description:
     said = found = read_json(path)
     for one in HUBS.values():
         found = one.own_config(found)
-    kind, architectures = found.get("model_type"), found.get("architectures") or []
+    kind = found.get("model_type")
+    architectures = found.get("architectures") or []
     fitting = [one for one, hub in HUBS.items() if hub.model_type == kind]
     if not fitting:
         known = sorted({hub.model_type for hub in HUBS.values()})
@@ -119,5 +120,6 @@ def nearest(hub: Hub, names: list[str], values: Mapping[str, Any]) -> tuple[str,
 
 def overrides_of(hub: Hub, name: str, flavor: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """What makes a flavor the model of ``values``: every field that differs and takes part in what is computed."""
-    has, aside = shape(read_model_file(name), flavor, {}), FREE | hub.unused(values)
+    has = shape(read_model_file(name), flavor, {})
+    aside = FREE | hub.unused(values)
     return {key: value for key, value in values.items() if has[key] != value and key not in aside}

@@ -24,7 +24,8 @@ class HubSaves:
 
     def __init__(self, config: Config) -> None:
         """Raises ConfigError or CheckpointError, before the first step, for a model that has no such form."""
-        model, self._options = config.model, config.checkpoint
+        model = config.model
+        self._options = config.checkpoint
         module = models.find(model.name)
         shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
         assets = tokenizer_folder(model.tokenizer_path or model.hf_assets_path)

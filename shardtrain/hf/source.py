@@ -27,7 +27,9 @@ from shardtrain.hf.weights import INDEX, SINGLE
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 
-FACT, FILE, NAMES = "hub_files", "hub-files.bin", "hub_names"
+FACT = "hub_files"
+FILE = "hub-files.bin"
+NAMES = "hub_names"
 TOKENIZERS = re.compile(
     r"tokenizer.*\.(json|model)|[\w-]*\.(model|tiktoken)|tekken\.json|vocab\.(json|txt)|merges\.txt"
 )
@@ -149,7 +151,8 @@ def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
         ConfigError: for more bytes than a model has.
         StorageError: where one cannot be read.
     """
-    data, places = bytearray(), {}
+    data = bytearray()
+    places = {}
     texts = {CONFIG: (json.dumps(source.config, indent=2) + "\n").encode()} if source.config else {}
     if sum(size for _, _, size in source.files.values()) > MAX_JSON_BYTES:
         raise ConfigError(

@@ -16,7 +16,8 @@ from shardtrain.hf.config_json import MAX_JSON_BYTES
 from shardtrain.utils import reading
 from shardtrain.utils.errors import CheckpointError
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
 _TYPES = {word: getattr(torch, name) for name, word in TYPES.items()}
 
 

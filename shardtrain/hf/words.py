@@ -55,7 +55,8 @@ DEFAULTS: dict[str, Any] = {
 
 def read_decoder(f: Fields) -> dict[str, Any]:
     """The fields of a decoder with grouped-query attention."""
-    dim, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
+    dim = f.integer("hidden_size")
+    heads = f.integer("num_attention_heads")
     f.only("hidden_act", "silu", "swish")
     return {
         "vocab_size": f.integer("vocab_size"),

@@ -85,7 +85,8 @@ def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tens
                     weight = weight.to(device, getattr(torch, config.training.dtype))
                     weight = weight.t().contiguous() if linear.transposed else weight
                     linear.low_bits = packed = quantize.Packed(weight, config.lora.base_dtype)
-                    packed_size, whole = packed_size + packed.bytes, whole + weight.nbytes
+                    packed_size = packed_size + packed.bytes
+                    whole = whole + weight.nbytes
     logger.info(
         f"frozen weights in {config.lora.base_dtype}: {format_bytes(packed_size)} in place of {format_bytes(whole)}"
     )
@@ -113,7 +114,8 @@ def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
             f"checkpoint {path} holds a whole model and no adapters; start from it with {PATH}, in another folder"
         )
     base = saved.get("base")
-    old, new = base.get("fingerprint") if isinstance(base, dict) else None, run.lora["base"]["fingerprint"]
+    old = base.get("fingerprint") if isinstance(base, dict) else None
+    new = run.lora["base"]["fingerprint"]
     if old != new:
         rule = f"holds other weights than those beside which the adapters of {path} were trained"
         where = base.get("path") if isinstance(base, dict) else None
@@ -122,7 +124,8 @@ def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
 
 def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     model = config.model
-    module, quantized = models.find(model.name), config.checkpoint.initial_load_in_hf_quantized
+    module = models.find(model.name)
+    quantized = config.checkpoint.initial_load_in_hf_quantized
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
     folder = Path(str(derived.initial_weights(config)))
     if tensors:

@@ -52,7 +52,8 @@ class Frozen:
         Raises:
             CheckpointError: for a file that is missing, damaged or of another model.
         """
-        self.path, self._stack = path, ExitStack()
+        self.path = path
+        self._stack = ExitStack()
         model = models.build(module, shape)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         own = {name: tuple(tensor.shape) for name, tensor in named.items()}
@@ -60,19 +61,22 @@ class Frozen:
         self.transposed = {f"{path}.weight" for path, m in model.named_modules() if is_transposed(m)}
         """Weights of linear modules that are (I, O)."""
         self.stacks = stacks.find(model)
-        self._kind, self._rounded = kind, set()
+        self._kind = kind
+        self._rounded = set()
         self._packed_from = getattr(torch, config.training.dtype if config is not None else "float32")
         if kind != quantize.WHOLE:
             self._rounded = {f"{path}.weight" for path in quantize.names(model, module.LAYOUT)}
         self._stored, self._weights = None, None
         self.dtype: str
-        self._draws, self._seed = {}, 0
+        self._draws = {}
+        self._seed = 0
         if path is None:
             assert config is not None
             layers = len(getattr(model, module.LAYOUT.layers))
             rules = {**module.initial(shape), **dict.fromkeys(module.LAYOUT.buffers, Draw("zeros"))}
             self._draws = init_weights.plan(self.shapes, rules, module.LAYOUT, layers)
-            self._seed, self.dtype = config.debug.seed, config.training.dtype
+            self._seed = config.debug.seed
+            self.dtype = config.training.dtype
         elif (path / manifest.MANIFEST).exists():
             self._stored = manifest.read(path)
             if FACT in self._stored.facts:

@@ -40,7 +40,8 @@ class FrozenLinear(nn.Linear):
     def __init__(self, base: nn.Module) -> None:
         nn.Module.__init__(self)  # not nn.Linear's, which would make weights of its own
         self.transposed = is_transposed(base)
-        self.weight, self.bias = base.weight, base.bias
+        self.weight = base.weight
+        self.bias = base.bias
         rows, columns = self.weight.shape
         self.out_features, self.in_features = (columns, rows) if self.transposed else (rows, columns)
         self.low_bits: Callable[[Tensor], Tensor] | None = None
@@ -75,7 +76,8 @@ class LoraLinear(FrozenLinear):
 
     def __init__(self, base: nn.Module, rank: int, scale: float, dropout: float = 0.0, use_dora: bool = False) -> None:
         super().__init__(base)
-        self.scale, self.dropout = scale, dropout
+        self.scale = scale
+        self.dropout = dropout
         self.lora_a = nn.Parameter(self.weight.new_empty(rank, self.in_features))
         self.lora_b = nn.Parameter(self.weight.new_empty(self.out_features, rank))
         magnitude = nn.Parameter(self.weight.new_empty(self.out_features)) if use_dora else None
@@ -121,7 +123,8 @@ class LoraLinear(FrozenLinear):
         every rank, a rank's gradient of it is a share of the sum.
         """
         assert isinstance(x, DTensor)
-        share, own = (Partial(),), None
+        share = (Partial(),)
+        own = None
         by_outputs = isinstance(b_OR.placements[0], Shard)
         x_local = x.to_local(grad_placements=share if by_outputs else own)
         a_local = a_RI.to_local(grad_placements=share if by_outputs else own)

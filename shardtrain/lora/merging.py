@@ -29,7 +29,8 @@ class Adapters:
 
     def __init__(self, checkpoint: Path) -> None:
         """Raises CheckpointError when it is damaged, or holds no adapters."""
-        self._folder, self.stored = checkpoint, manifest.read(checkpoint)
+        self._folder = checkpoint
+        self.stored = manifest.read(checkpoint)
         for file in self.stored.files:
             if damage := files.find_damage(checkpoint, file):
                 raise CheckpointError(f"checkpoint {checkpoint}: {damage}; use another one")
@@ -104,7 +105,8 @@ def merge(
         weight = frozen.read(name)
         if name in stacked:
             stack, part = stacked[name]
-            a_ERI, b_EOR = factor(f"{stack.path}_lora_a"), factor(f"{stack.path}_lora_b")
+            a_ERI = factor(f"{stack.path}_lora_a")
+            b_EOR = factor(f"{stack.path}_lora_b")
             sizes = ((stack.experts, spec.rank, stack.inputs), (stack.experts, stack.outputs, spec.rank))
             if (tuple(a_ERI.shape), tuple(b_EOR.shape)) != sizes:
                 raise CheckpointError(f"the adapter of {stack.path} is for other shapes than {sizes[0]}, {sizes[1]}")
@@ -113,7 +115,8 @@ def merge(
             return weight
         path = name.removesuffix(".weight")
         turned = name in frozen.transposed
-        a_RI, b_OR = factor(f"{path}.lora_a"), factor(f"{path}.lora_b")
+        a_RI = factor(f"{path}.lora_a")
+        b_OR = factor(f"{path}.lora_b")
         weight_OI = weight.t() if turned else weight
         if tuple(weight_OI.shape) != (b_OR.shape[0], a_RI.shape[1]):
             raise CheckpointError(f"the adapter of {path} is for another shape than {list(weight.shape)}")

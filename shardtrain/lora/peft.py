@@ -35,7 +35,8 @@ from shardtrain.utils.log import logger
 if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _LISTS = {"modules": "modules", "parameters": "target_parameters", "saved": "modules_to_save"}
 _FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
@@ -134,7 +135,9 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tupl
             f"{unmapped[0]} is not a module of its own in the Hugging Face format of this model, so its adapter has no "
             "form there; merge the adapters (shardtrain merge) and export the sum"
         )
-    found, shapes, experts = {}, {}, {}
+    found = {}
+    shapes = {}
+    experts = {}
     for path in spec.modules:
         linear: Any = FrozenLinear(known[path])
         sizes = {
@@ -160,7 +163,8 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tupl
         for own, sizes_of in (("lora_a", (spec.rank, stack.inputs)), ("lora_b", (stack.outputs, spec.rank))):
             name = f"{path}_{own}"
             found[name] = f"{PREFIX}{stack_name(path).rpartition('.')[0]}{inner}.{_FACTORS[own]}"
-            experts[name], shapes[name] = stack.experts, (stack.experts, *sizes_of)
+            experts[name] = stack.experts
+            shapes[name] = (stack.experts, *sizes_of)
     saved = _saved_names(module, shape, model, spec.task_type == CLASSIFIES, spec)
     for name, word in saved.items():
         first = next((names[0] for names in tied_names(model) if name in names), name)
@@ -180,7 +184,8 @@ def _saved_names(
     """
     found = {}
     names = [name for name, _ in model.named_parameters(remove_duplicate=False) if spec is None or spec.holds(name)]
-    hub, new_head = getattr(module, "HUB", None), module.LAYOUT.last[-1]
+    hub = getattr(module, "HUB", None)
+    new_head = module.LAYOUT.last[-1]
     for name in names:
         owner, _, leaf = name.rpartition(".")
         if as_is.is_as_is(module):

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 OPTION = "lora.base_dtype"
 WHOLE = "training"
 """The word for weights that are held as ``training.dtype`` says."""
-_BLOCK, _SCALES = 64, 256
-"""Weights with a scale in common, and scales that are themselves kept in 8 bits together: the paper's sizes."""
+_BLOCK = 64
+"""Weights with a scale in common, as in the paper."""
+_SCALES = 256
+"""Scales that are themselves kept in 8 bits together, as in the paper."""
 
 
 class Packed:
@@ -54,7 +56,8 @@ class Counted(Packed):
     """A weight in low bits as a dry run has it: its bytes are known, and what it restores has a shape alone."""
 
     def __init__(self, shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
-        self._shape, self._bytes = shape_OI, packed_bytes(shape_OI, kind, dtype)
+        self._shape = shape_OI
+        self._bytes = packed_bytes(shape_OI, kind, dtype)
 
     def restored(self, dtype: torch.dtype) -> Tensor:
         return torch.empty(self._shape, dtype=dtype)
@@ -93,7 +96,8 @@ def names(model: nn.Module, layout: Layout) -> list[str]:
 
 def packed_bytes(shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> int:
     """What ``Packed`` holds of a weight (O, I) that had this dtype: bits, scales, and scales of scales."""
-    rows, numel = shape_OI[0], shape_OI[0] * shape_OI[1]
+    rows = shape_OI[0]
+    numel = shape_OI[0] * shape_OI[1]
     if kind == "int8":
         return numel + rows * (torch.float32.itemsize + 1)  # a scale and a zero point for each row
     blocks = numel // _BLOCK
@@ -138,7 +142,8 @@ def held(module: nn.Module) -> list[FrozenLinear]:
 
 def count(module: nn.Module, config: Config) -> int:
     """For a dry run, let what was taken out be there in shape alone; the bytes that it would hold."""
-    dtype, total = getattr(torch, config.training.dtype), 0
+    dtype = getattr(torch, config.training.dtype)
+    total = 0
     for one in held(module):
         one.low_bits = packed = Counted((one.out_features, one.in_features), config.lora.base_dtype, dtype)
         total += packed.bytes

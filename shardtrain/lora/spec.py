@@ -21,7 +21,8 @@ from shardtrain.utils.log import logger
 if TYPE_CHECKING:
     from shardtrain.config.schema.lora import Lora
 
-CAUSAL, CLASSIFIES = "CAUSAL_LM", "SEQ_CLS"
+CAUSAL = "CAUSAL_LM"
+CLASSIFIES = "SEQ_CLS"
 TASK_TYPES = {"causal": CAUSAL, "classification": CLASSIFIES, "sequence_to_sequence": "SEQ_2_SEQ_LM"}
 """What a network of transformers is for, and PEFT's word for it."""
 _MAX_MODULES = 100_000

@@ -64,7 +64,8 @@ def find(model: nn.Module) -> dict[str, Stack]:
 def apply(model: nn.Module, stacks: list[Stack], rank: int, scale: float) -> None:
     """Put the factors beside the weights, in place; the other parameters of their owners are frozen already."""
     for stack in stacks:
-        owner, name = model.get_submodule(stack.owner), stack.path.rpartition(".")[2]
+        owner = model.get_submodule(stack.owner)
+        name = stack.path.rpartition(".")[2]
         weight = getattr(owner, stack.weights[0])
         if isinstance(owner, moe.Experts) and not isinstance(owner, LoraExperts):
             above, _, leaf = stack.owner.rpartition(".")
@@ -89,7 +90,11 @@ class LoraExperts(moe.Experts):
 
     def __init__(self, base: moe.Experts, scale: float) -> None:
         nn.Module.__init__(self)  # not that of Experts, which would make weights of its own
-        self.w1, self.w2, self.w3, self.scale, self.gate = base.w1, base.w2, base.w3, scale, base.gate
+        self.w1 = base.w1
+        self.w2 = base.w2
+        self.w3 = base.w3
+        self.scale = scale
+        self.gate = base.gate
         for name in ("w1_bias", "w2_bias", "w3_bias"):
             self.register_parameter(name, getattr(base, name))
 
@@ -102,14 +107,16 @@ class LoraExperts(moe.Experts):
         added = self._added("gate_up_proj", x_RD, count_E)
         if added is not None:
             more_gate_RF, more_up_RF = added.chunk(2, dim=-1)
-            gate_RF, up_RF = gate_RF + more_gate_RF, up_RF + more_up_RF
+            gate_RF = gate_RF + more_gate_RF
+            up_RF = up_RF + more_up_RF
         hidden_RF = self.gate(gate_RF, up_RF)
         out_RD = moe.add_bias(moe.product(hidden_RF, count_E, self.w2), count_E, self.w2_bias)
         added = self._added("down_proj", hidden_RF, count_E)
         return out_RD if added is None else out_RD + added
 
     def _added(self, name: str, x_RI: Tensor, count_E: Tensor) -> Tensor | None:
-        a_ERI, b_EOR = getattr(self, f"{name}_lora_a", None), getattr(self, f"{name}_lora_b", None)
+        a_ERI = getattr(self, f"{name}_lora_a", None)
+        b_EOR = getattr(self, f"{name}_lora_b", None)
         if a_ERI is None or b_EOR is None:
             return None
         return moe.product(moe.product(x_RI, count_E, a_ERI), count_E, b_EOR) * self.scale

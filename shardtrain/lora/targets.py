@@ -16,7 +16,9 @@ from shardtrain.lora.stacks import Stack
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
 
-OPTION, PARAMETERS, SAVED = "lora.target_modules", "lora.target_parameters", "lora.modules_to_save"
+OPTION = "lora.target_modules"
+PARAMETERS = "lora.target_parameters"
+SAVED = "lora.modules_to_save"
 SCORE = "score"
 """The head of a decoder that classifies, in transformers."""
 ALL = "all-linear"
@@ -112,7 +114,8 @@ def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequenc
     theirs = {path: "" for path in paths} | their_names(paths, module, shape)
     if head and not hasattr(model, "hf"):
         theirs[head] = SCORE
-    found, problems = {head} - {""}, []
+    found = {head} - {""}
+    problems = []
     for name in wanted:
         ends = {path for path in paths if _fits(path, name) or _fits(theirs[path], name)}
         if not ends:

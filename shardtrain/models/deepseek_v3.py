@@ -122,7 +122,9 @@ class LatentAttention(nn.Module):
 
     def __init__(self, c: Config) -> None:
         super().__init__()
-        self.nope_dim, self.rope_dim, self.v_dim = c.qk_nope_head_dim, c.qk_rope_head_dim, c.v_head_dim
+        self.nope_dim = c.qk_nope_head_dim
+        self.rope_dim = c.qk_rope_head_dim
+        self.v_dim = c.v_head_dim
         qk_dim = self.nope_dim + self.rope_dim
         latent = c.q_lora_rank > 0
         self.wq_a = nn.Linear(c.dim, c.q_lora_rank, bias=False) if latent else nn.Identity()

@@ -143,7 +143,8 @@ class ClampedGate:
 
     def __call__(self, gate_RF: Tensor, up_RF: Tensor) -> Tensor:
         """(up + 1) gate sigmoid(alpha gate), of bounded inputs (R, F)."""
-        gate_RF, up_RF = gate_RF.clamp(max=self.limit), up_RF.clamp(-self.limit, self.limit)
+        gate_RF = gate_RF.clamp(max=self.limit)
+        up_RF = up_RF.clamp(-self.limit, self.limit)
         return (up_RF + 1.0) * (gate_RF * torch.sigmoid(gate_RF * self.alpha))
 
 

@@ -52,8 +52,12 @@ class RotaryAngles(nn.Module):
         super().__init__()
         if scaling not in ("none", "linear", "llama3"):
             raise ValueError(f"rope_scaling={scaling!r} is unknown; use none, linear or llama3")
-        self.head_dim, self.theta, self.scaling, self.factor = head_dim, theta, scaling, factor
-        self.low_freq_factor, self.high_freq_factor = low_freq_factor, high_freq_factor
+        self.head_dim = head_dim
+        self.theta = theta
+        self.scaling = scaling
+        self.factor = factor
+        self.low_freq_factor = low_freq_factor
+        self.high_freq_factor = high_freq_factor
         self.original_seq_len = original_seq_len
 
     def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
@@ -64,7 +68,8 @@ class RotaryAngles(nn.Module):
             return frequencies_h / self.factor
         if self.scaling == "llama3":
             wavelengths_h = 2 * math.pi / frequencies_h
-            low, high = self.low_freq_factor, self.high_freq_factor
+            low = self.low_freq_factor
+            high = self.high_freq_factor
             turns_h = self.original_seq_len / wavelengths_h
             # Llama 4 has both factors 1: a step in place of the ramp
             ramp_h = ((turns_h - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns_h >= low).float()
@@ -119,7 +124,9 @@ class AttentionCore(nn.Module):
     ) -> None:
         super().__init__()
         self.chunk = chunk
-        self.window, self.scale, self.softcap = window, scale, softcap
+        self.window = window
+        self.scale = scale
+        self.softcap = softcap
         self.alibi_slopes = None if alibi_slopes is None else tuple(alibi_slopes)
 
     def forward(self, q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None = None) -> Tensor:
@@ -211,7 +218,8 @@ class NormedAttention(Attention):
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
         q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        q_BTNH, k_BTKH = rotate(self.q_norm(q_BTNH), angles), rotate(self.k_norm(k_BTKH), angles)
+        q_BTNH = rotate(self.q_norm(q_BTNH), angles)
+        k_BTKH = rotate(self.k_norm(k_BTKH), angles)
         out_BTNH = self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
 

@@ -117,7 +117,8 @@ class Angles(nn.Module):
             c.rope_high_freq_factor,
             c.rope_original_seq_len,
         )
-        self.floor_scale, self.attn_scale = c.floor_scale, c.attn_scale if c.attn_temperature_tuning else 0.0
+        self.floor_scale = c.floor_scale
+        self.attn_scale = c.attn_scale if c.attn_temperature_tuning else 0.0
 
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, ...]:
         """Cosines and sines (B, T, 1, H/2) and the temperature (B, T, 1, 1), float32, for integer positions (B, T)."""
@@ -130,7 +131,8 @@ class Llama4Attention(nn.Module):
 
     def __init__(self, c: Config, has_rope: bool) -> None:
         super().__init__()
-        self.head_dim, self.has_rope = c.head_dim, has_rope
+        self.head_dim = c.head_dim
+        self.has_rope = has_rope
         self.norm_eps = c.norm_eps if c.use_qk_norm and has_rope else None
         self.wq = nn.Linear(c.dim, c.num_heads * c.head_dim, bias=False)
         self.wk = nn.Linear(c.dim, c.num_kv_heads * c.head_dim, bias=False)

@@ -134,7 +134,8 @@ class Router(nn.Module):
         return scores_BTE.topk(r.top_k, dim=-1).indices
 
     def _in_turn(self, scores_BTE: Tensor) -> Tensor:
-        (B, T, _), r = scores_BTE.shape, self.routing
+        B, T, _ = scores_BTE.shape
+        r = self.routing
         first_T = self.places(T).to(scores_BTE.device) * r.top_k
         expert_TK = first_T.unsqueeze(-1) + torch.arange(r.top_k, device=scores_BTE.device)
         return expert_TK.remainder(r.num_experts).expand(B, T, r.top_k)
@@ -215,7 +216,8 @@ class Balance(nn.Module):
         loss = sum of f_i P_i; the mean over T times T tokens leaves the sum of the scores. z-loss: squared
         log-sum-exp of the logits (Zoph et al. 2022, equation 5).
         """
-        r, losses = self.routing, []
+        r = self.routing
+        losses = []
         if r.balance_loss_coeff:
             total_BE = self.sum_over_sequence(count_BE)
             share_BE = total_BE * r.num_experts / total_BE.sum(1, keepdim=True).clamp_min(1)  # a row may be all filler
@@ -244,7 +246,9 @@ class _Attach(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, loss: Tensor | None, weight: Tensor | None, record: Callable[[Tensor | None], None]
     ) -> Tensor:
-        ctx.loss, ctx.weight, ctx.record = None if loss is None else loss.detach(), weight, record
+        ctx.loss = None if loss is None else loss.detach()
+        ctx.weight = weight
+        ctx.record = record
         return x.view_as(x)
 
     @staticmethod

@@ -73,7 +73,8 @@ class Attention(nn.Module):
 
     def __init__(self, c: Config) -> None:
         super().__init__()
-        self.head_dim, self.rotary_dim = c.head_dim, c.rotary_dim
+        self.head_dim = c.head_dim
+        self.rotary_dim = c.rotary_dim
         self.wq = nn.Linear(c.dim, c.num_heads * c.head_dim)
         self.wk = nn.Linear(c.dim, c.num_heads * c.head_dim)
         self.wv = nn.Linear(c.dim, c.num_heads * c.head_dim)
@@ -145,7 +146,8 @@ def initial(c: Config) -> dict[str, Draw]:
     sqrt(2 / 5 D) (Nguyen and Salazar 2019), and 2 / (L sqrt(D)) for what is added to the residual stream (Wang and
     Komatsuzaki 2021); GPT-NeoX, section 3.2.
     """
-    small, last = Draw("normal", std=(2 / (5 * c.dim)) ** 0.5), Draw("normal", std=2 / (c.num_layers * c.dim**0.5))
+    small = Draw("normal", std=(2 / (5 * c.dim)) ** 0.5)
+    last = Draw("normal", std=2 / (c.num_layers * c.dim**0.5))
     return {
         "norm.weight": Draw("ones"),
         "norm.bias": Draw("zeros"),

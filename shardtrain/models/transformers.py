@@ -135,7 +135,8 @@ class Model(nn.Module):
         padding.
         """
         self._follow(tokens_BT.device)
-        config, inputs = self.hf.config, {"input_ids": tokens_BT}
+        config = self.hf.config
+        inputs = {"input_ids": tokens_BT}
         pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
         if documents_BT is not None:
             assert positions_BT is not None

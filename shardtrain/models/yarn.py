@@ -29,15 +29,19 @@ class YarnAngles(RotaryAngles):
         truncate: bool = True,
     ) -> None:
         super().__init__(head_dim, theta, factor=factor, original_seq_len=original_seq_len)
-        self.beta_fast, self.beta_slow, self.truncate = beta_fast, beta_slow, truncate
+        self.beta_fast = beta_fast
+        self.beta_slow = beta_slow
+        self.truncate = truncate
 
     def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
         """Radians per position of each pair of features, float32, shape (H/2,)."""
         frequencies_h = super().inverse_frequencies(device)
         first, last = (self._pair_that_turns(times) for times in (self.beta_fast, self.beta_slow))
         if self.truncate:
-            first, last = math.floor(first), math.ceil(last)
-        low, high = max(0, first), min(self.head_dim - 1, last)
+            first = math.floor(first)
+            last = math.ceil(last)
+        low = max(0, first)
+        high = min(self.head_dim - 1, last)
         pairs_h = torch.arange(self.head_dim // 2, device=device, dtype=torch.float32)
         stretched_h = ((pairs_h - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
         return frequencies_h * (1.0 - stretched_h) + frequencies_h / self.factor * stretched_h

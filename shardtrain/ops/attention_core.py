@@ -72,7 +72,8 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
             rest = [] if tuple(rest[0].shape) == (heads,) else rest
         found[path] = Given(shapes, len(rest), fourth is documents_BT, strange)
 
-    handles, experts = [], []
+    handles = []
+    experts = []
     for path, module in model.named_modules():
         if layout.context and matches(path, layout.context):
             handles.append(
@@ -300,8 +301,10 @@ def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: attention_sco
     """
     tokens, heads, width = q.shape[1:]
     k = k.repeat_interleave(heads // k.size(2), dim=2)
-    first, last = torch.zeros_like(k), torch.zeros_like(k)
-    first[:, 0], last[:, -1] = 1.0, 1.0
+    first = torch.zeros_like(k)
+    last = torch.zeros_like(k)
+    first[:, 0] = 1.0
+    last[:, -1] = 1.0
 
     def differences(size: float) -> tuple[Tensor, Tensor]:
         p_BN = got(k=k * size, v=first)[:, 1, :, 0].double()

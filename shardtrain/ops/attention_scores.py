@@ -40,7 +40,8 @@ PLAIN = Scores()
 
 def scores_of(core: Any) -> Scores:
     """What an attention core's attributes ``scale``, ``softcap`` and ``alibi_slopes`` say; it may have any of them."""
-    scale, slopes = getattr(core, "scale", None), getattr(core, "alibi_slopes", None)
+    scale = getattr(core, "scale", None)
+    slopes = getattr(core, "alibi_slopes", None)
     softcap = getattr(core, "softcap", None) or 0.0
     return Scores(
         None if scale is None else float(scale), float(softcap), tuple(float(slope) for slope in slopes or ())
@@ -151,8 +152,10 @@ def _score(
     slope_of_cap = None
     if scores.softcap:
         tanh_BNls = (score_BNls / scores.softcap).tanh()
-        score_BNls, slope_of_cap = scores.softcap * tanh_BNls, 1.0 - tanh_BNls.square()
-    queries, keys = q_BNlH.size(2), k_BNsH.size(2)
+        score_BNls = scores.softcap * tanh_BNls
+        slope_of_cap = 1.0 - tanh_BNls.square()
+    queries = q_BNlH.size(2)
+    keys = k_BNsH.size(2)
     if scores.slopes:
         if len(scores.slopes) != q_BNlH.size(1):
             raise ValueError(f"alibi_slopes has {len(scores.slopes)} numbers for {q_BNlH.size(1)} heads")
@@ -172,7 +175,8 @@ def _scale(q_BNlH: Tensor, scores: Scores) -> float:
 
 def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All with the heads of the queries, (B, N, tokens, H), in float32 at least."""
-    groups, dtype = q_BlNH.size(2) // k_BsKH.size(2), torch.promote_types(q_BlNH.dtype, torch.float32)
+    groups = q_BlNH.size(2) // k_BsKH.size(2)
+    dtype = torch.promote_types(q_BlNH.dtype, torch.float32)
     k, v = (x.repeat_interleave(groups, dim=2) if groups > 1 else x for x in (k_BsKH, v_BsKH))
     q, k, v = (x.transpose(1, 2).to(dtype) for x in (q_BlNH, k, v))
     return q, k, v

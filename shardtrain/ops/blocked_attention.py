@@ -30,7 +30,9 @@ CAUSAL = Band(-(1 << 62), 0)
 
 def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band = CAUSAL, scale: float | None = None) -> Tensor:
     """Attention (B, l, N, H) of queries to the keys that ``band`` lets them see; each query must see one."""
-    q_PGlH, k_PsH, v_PsH = _pairs(q_BlNH, k_BsKH), _heads_first(k_BsKH), _heads_first(v_BsKH)
+    q_PGlH = _pairs(q_BlNH, k_BsKH)
+    k_PsH = _heads_first(k_BsKH)
+    v_PsH = _heads_first(v_BsKH)
     k_PsH = k_PsH * _scale(q_BlNH, scale)
     out_PGlH = torch.empty_like(q_PGlH)
     for block in _blocks(q_PGlH, k_PsH, band):
@@ -53,11 +55,14 @@ def attend_backward(
     Those of keys and values are sums over blocks of queries, in float32.
     """
     scale = _scale(q_BlNH, scale)
-    q_PGlH, k_PsH, v_PsH = _pairs(q_BlNH, k_BsKH), _heads_first(k_BsKH) * scale, _heads_first(v_BsKH)
+    q_PGlH = _pairs(q_BlNH, k_BsKH)
+    k_PsH = _heads_first(k_BsKH) * scale
+    v_PsH = _heads_first(v_BsKH)
     gradient_PGlH = _pairs(gradient_BlNH, k_BsKH)
     exact = torch.promote_types(q_BlNH.dtype, torch.float32)
     dq_PGlH = torch.empty_like(q_PGlH)
-    dk_PsH, dv_PsH = torch.zeros_like(k_PsH, dtype=exact), torch.zeros_like(v_PsH, dtype=exact)
+    dk_PsH = torch.zeros_like(k_PsH, dtype=exact)
+    dv_PsH = torch.zeros_like(v_PsH, dtype=exact)
     for block in _blocks(q_PGlH, k_PsH, band):
         pairs, queries, keys, _ = block
         p_PXm = _probabilities(q_PGlH, k_PsH, block)
@@ -86,7 +91,8 @@ def _blocks(q_PGlH: Tensor, k_PsH: Tensor, band: Band) -> Iterator[Block]:
     num_keys = k_PsH.size(1)
     for start in range(0, num_queries, _QUERIES):
         stop = min(start + _QUERIES, num_queries)
-        low, high = max(0, band.first + start), min(num_keys, band.last + stop)
+        low = max(0, band.first + start)
+        high = min(num_keys, band.last + stop)
         # keys that all queries of the block see need no mask
         open_low = min(max(low, band.first + stop - 1), high)
         open_high = min(max(open_low, band.last + start + 1), high)

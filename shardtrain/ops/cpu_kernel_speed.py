@@ -26,9 +26,11 @@ from shardtrain.ops.cpu_kernels import FAILED, NARROW_HEAD, Kernels
 from shardtrain.utils import user_cache
 from shardtrain.utils.log import logger
 
-_CLEAR, _ENOUGH_SECONDS, _MOST_ROUNDS = 1.25, 0.06, 100
-"""A kernel that is 1.25 times as fast after two rounds, or as slow, is not measured any longer. Others are for 60 ms:
-what a machine measures while others work on it is remembered, too."""
+_CLEAR = 1.25
+"""A kernel that is so many times as fast after two rounds, or as slow, is not measured any longer."""
+_ENOUGH_SECONDS = 0.06
+"""Others are measured so long: what a machine measures while others work on it is remembered, too."""
+_MOST_ROUNDS = 100
 
 
 def remembered_or_measured() -> Kernels:
@@ -39,7 +41,8 @@ def remembered_or_measured() -> Kernels:
     threads = torch.get_num_threads()
     if (found := remembered(threads)) is not None:
         return found
-    found, path = measure(), _cache_file(threads)
+    found = measure()
+    path = _cache_file(threads)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -127,7 +130,8 @@ def _times_as_fast(one: Callable[[], object], other: Callable[[], object]) -> fl
     """How many times as fast ``other`` is, by the best of a few rounds in turns: a busy machine slows both."""
     # others take a core away within a round; several threads wait for each other, which no CPU time shows
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
-    seconds, spent = [float("inf"), float("inf")], 0.0
+    seconds = [float("inf"), float("inf")]
+    spent = 0.0
     with torch.no_grad():
         for number in range(_MOST_ROUNDS):
             for place, function in enumerate((one, other)):
@@ -135,7 +139,8 @@ def _times_as_fast(one: Callable[[], object], other: Callable[[], object]) -> fl
                 function()
                 passed = clock() - began
                 if number:  # the first warms up
-                    seconds[place], spent = min(seconds[place], passed), spent + passed
+                    seconds[place] = min(seconds[place], passed)
+                    spent += passed
             is_clear = number >= 2 and not 1 / _CLEAR < seconds[0] / seconds[1] < _CLEAR
             if is_clear or (number >= 3 and spent > _ENOUGH_SECONDS):
                 break

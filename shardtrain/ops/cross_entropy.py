@@ -32,7 +32,8 @@ def few_chunks(count: int = 2) -> Iterator[None]:
     All chunks need the same, and each gives it back before the next begins; tracing thousands takes minutes.
     """
     global _most_chunks
-    before, _most_chunks = _most_chunks, count
+    before = _most_chunks
+    _most_chunks = count
     try:
         yield
     finally:
@@ -65,7 +66,8 @@ def cross_entropy_sum(
     weight = torch.as_tensor(weight, dtype=torch.float32, device=logits_BTV.device)
     numel = CPU_CHUNK_NUMEL if chunk is None and logits_BTV.device.type == "cpu" else CHUNK_NUMEL
     rows = max(1, numel // max(1, logits_BTV.size(-1)))
-    logits_NV, targets_N = logits_BTV.flatten(0, -2), targets_BT.flatten()
+    logits_NV = logits_BTV.flatten(0, -2)
+    targets_N = targets_BT.flatten()
     chunks = _chunks(logits_NV.size(0), rows)
     if vocabulary is not None:
         return SplitCrossEntropySum.apply(logits_NV, targets_N, weight, vocabulary, chunks)  # type: ignore[no-any-return]

@@ -74,7 +74,9 @@ def distillation_sum(
         vocabulary = WholeVocabulary(logits_BTV.size(-1))
     weight = torch.as_tensor(weight, dtype=torch.float32, device=logits_BTV.device)
     rows = max(1, CHUNK_NUMEL // vocabulary.columns)
-    logits_NV, teacher_NV, targets_N = logits_BTV.flatten(0, -2), teacher_BTV.flatten(0, -2), targets_BT.flatten()
+    logits_NV = logits_BTV.flatten(0, -2)
+    teacher_NV = teacher_BTV.flatten(0, -2)
+    targets_N = targets_BT.flatten()
     found: tuple[Tensor, Tensor] = _DistillationSum.apply(  # type: ignore[no-untyped-call]
         logits_NV, teacher_NV, targets_N, weight, mix, vocabulary, rows
     )
@@ -85,7 +87,8 @@ def _chunk(
     logits_nV: Tensor, teacher_nV: Tensor, targets_n: Tensor, mix: Mix, vocabulary: Vocabulary
 ) -> tuple[Tensor, Tensor]:
     """Sums (2,) of cross-entropy and D of n tokens, float64, and the gradient (n, V) of their mix, float32."""
-    logits_nV, teacher_nV = logits_nV.float(), teacher_nV.float()
+    logits_nV = logits_nV.float()
+    teacher_nV = teacher_nV.float()
     kept_n = targets_n != IGNORE
     log_nV = _log_softmax(logits_nV, vocabulary)
     local_n = targets_n - vocabulary.offset
@@ -94,7 +97,8 @@ def _chunk(
     losses_n = -vocabulary.sum(log_nV.gather(1, index_n1).squeeze(1) * here_n)
     gradient_nV = log_nV.exp().scatter_add_(1, index_n1, -here_n.float().unsqueeze(1)).mul_(1 - mix.ratio)
 
-    both, temperature = min(logits_nV.size(-1), teacher_nV.size(-1)), mix.temperature
+    both = min(logits_nV.size(-1), teacher_nV.size(-1))
+    temperature = mix.temperature
     if temperature != 1.0 or both < logits_nV.size(-1):
         log_nV = _log_softmax(logits_nV[:, :both] / temperature, vocabulary)
     log_teacher_nV = _log_softmax(teacher_nV[:, :both] / temperature, vocabulary)
@@ -107,7 +111,8 @@ def _chunk(
 
 def _divergence(log_p_nV: Tensor, log_q_nV: Tensor, mix: Mix, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
     """D of the teacher's p and the student's q, (n,), and its gradient by what q is the softmax of."""
-    p_nV, q_nV = log_p_nV.exp(), log_q_nV.exp()
+    p_nV = log_p_nV.exp()
+    q_nV = log_q_nV.exp()
     if mix.divergence == "forward_kl":
         return vocabulary.sum(_expected(p_nV, log_p_nV - log_q_nV).sum(-1)), q_nV - p_nV
     if mix.divergence == "reverse_kl":

@@ -83,7 +83,8 @@ def masked_attention(
     # heads are repeated: with grouped heads and a mask PyTorch falls back to (B, N, T, T) numbers
     k_BTNH, v_BTNH = flash_attention.repeat_heads(q_BTNH, k_BTKH, v_BTKH)
     q_BNTH, k_BNTH, v_BNTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTNH, v_BTNH))
-    tokens, outputs = q_BTNH.size(1), []
+    tokens = q_BTNH.size(1)
+    outputs = []
     for start in range(0, tokens, _QUERIES_AT_ONCE):
         stop = min(start + _QUERIES_AT_ONCE, tokens)
         low = max(0, start - window + 1) if window else 0
@@ -224,7 +225,8 @@ _ragged_copies = WeakTensorKeyDictionary()
 
 def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterator[tuple[slice, slice, slice, Any]]:
     """What the kernel of a CPU is given at a time: rows, queries, keys, and the mask."""
-    tokens, at_once = slice(0, q_BTNH.size(1)), queries_at_once(window, q_BTNH.device)
+    tokens = slice(0, q_BTNH.size(1))
+    at_once = queries_at_once(window, q_BTNH.device)
     rows = [Shared(slice(None), tokens, tokens)] if documents_BT is None else shared(documents_BT, documents_BT)
     for row, document, _ in rows:
         length = document.stop - document.start
@@ -277,7 +279,9 @@ def _without_sinks(
         return out_SNH.view_as(q_BTNH), lse_NS.unflatten(1, q_BTNH.shape[:2]).transpose(0, 1).contiguous()
     out_BTNH, lse_BNT = _like_attention(q_BTNH)
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
-        q, k, v = q_BTNH[row, queries], k_BTKH[row, keys], v_BTKH[row, keys]
+        q = q_BTNH[row, queries]
+        k = k_BTKH[row, keys]
+        v = v_BTKH[row, keys]
         out_BTNH[row, queries], lse_BNT[row, :, queries] = flash_attention.attend(
             q, k, v, **sight, scores=Scores(scale)
         )
@@ -328,7 +332,9 @@ def _attention_backward(
     dq, dk, dv = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in inputs)
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
         gradient, q, out = (x[row, queries] for x in (gradient_BTNH, q_BTNH, out_BTNH))
-        k, v, lse = k_BTKH[row, keys], v_BTKH[row, keys], lse_BNT[row, :, queries]
+        k = k_BTKH[row, keys]
+        v = v_BTKH[row, keys]
+        lse = lse_BNT[row, :, queries]
         part = flash_attention.attend_backward(gradient, q, k, v, out, lse, **sight, scores=Scores(scale))
         dq[row, queries] = part[0]
         dk[row, keys] += part[1]
@@ -366,7 +372,9 @@ def _blocked(
 ) -> Tensor:
     out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
-        q, k, v = q_BTNH[row, queries], k_BTKH[row, keys], v_BTKH[row, keys]
+        q = q_BTNH[row, queries]
+        k = k_BTKH[row, keys]
+        v = v_BTKH[row, keys]
         out_BTNH[row, queries] = blocked_attention.attend(q, k, v, sight.get("band", blocked_attention.CAUSAL), scale)
     return out_BTNH
 
@@ -389,8 +397,10 @@ def _blocked_backward(
     # stretches of a window share keys, whose gradients are then summed in float32
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32 if window else x.dtype) for x in (q_BTNH, k_BTKH, v_BTKH))
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
-        gradient, q = gradient_BTNH[row, queries], q_BTNH[row, queries]
-        k, v = k_BTKH[row, keys], v_BTKH[row, keys]
+        gradient = gradient_BTNH[row, queries]
+        q = q_BTNH[row, queries]
+        k = k_BTKH[row, keys]
+        v = v_BTKH[row, keys]
         band = sight.get("band", blocked_attention.CAUSAL)
         part = blocked_attention.attend_backward(gradient, q, k, v, band, scale)
         dq[row, queries] = part[0]

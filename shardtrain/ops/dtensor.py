@@ -54,7 +54,8 @@ def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[sl
     if not is_distributed(tensor):
         return tuple(slice(0, size) for size in tensor.shape)
     slices = [(0, size) for size in tensor.shape]
-    mesh, placements = tensor.device_mesh, list(enumerate(tensor.placements))
+    mesh = tensor.device_mesh
+    placements = list(enumerate(tensor.placements))
     at = mesh.get_coordinate() if place is None else place
     assert at is not None, "a rank asks about a tensor of a mesh that it is not part of"
     strided_last = sorted(placements, key=lambda item: type(item[1]).__name__ == "_StridedShard")

@@ -38,7 +38,8 @@ def attend(
             raise ConfigError(
                 Problem("training.mixed_precision_param", str(q_BlNH.dtype).removeprefix("torch."), rule, fix)
             )
-        (q, k, v), rows = _end_to_end(q_BlNH, k_BsKH, v_BsKH), _Rows(q_BlNH, k_BsKH, band)
+        q, k, v = _end_to_end(q_BlNH, k_BsKH, v_BsKH)
+        rows = _Rows(q_BlNH, k_BsKH, band)
         out_SNH, lse_NS, *_ = torch.ops.aten._flash_attention_forward(
             q, k, v, *rows.starts, *rows.lengths, 0.0, causal and band is None, False, scale=scores.scale, **rows.window
         )
@@ -66,10 +67,8 @@ def attend_backward(
         assert band is not None
         return attention_scores.attend_backward(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, band, scores)
     if accelerator.is_accelerator(q_BlNH.device):
-        (gradient, q, k, v, out), rows = (
-            _end_to_end(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH),
-            _Rows(q_BlNH, k_BsKH, band),
-        )
+        gradient, q, k, v, out = _end_to_end(gradient_BlNH, q_BlNH, k_BsKH, v_BsKH, out_BlNH)
+        rows = _Rows(q_BlNH, k_BsKH, band)
         lse_NS = lse_BNl.transpose(0, 1).flatten(1).contiguous()
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
             gradient,
@@ -102,7 +101,8 @@ def attend_backward(
 
 def has_flash(x_BTNH: Tensor) -> bool:
     """Whether an accelerator has a flash kernel for heads of this type and width."""
-    half, width = x_BTNH.dtype in (torch.float16, torch.bfloat16), x_BTNH.size(-1)
+    half = x_BTNH.dtype in (torch.float16, torch.bfloat16)
+    width = x_BTNH.size(-1)
     return half and width % 8 == 0 and width <= 256 and device_kernels.has_flash_attention(x_BTNH.device)
 
 
@@ -151,7 +151,8 @@ def attend_ragged(
     one. This is what ``torch.nn.attention.varlen`` calls, with its log-sum-exp. ``window`` 0 is none.
     """
     q, k, v = (x.contiguous() for x in (q_SNH, k_SKH, v_SKH))
-    lengths, causal = (starts, starts, longest, longest), not window
+    lengths = (starts, starts, longest, longest)
+    causal = not window
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, *lengths, 0.0, causal, False, scale=scale, **_ragged_window(window)
     )
@@ -172,7 +173,8 @@ def attend_ragged_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values of ``attend_ragged``."""
     gradient, q, k, v, out = (x.contiguous() for x in (gradient_SNH, q_SNH, k_SKH, v_SKH, out_SNH))
-    lengths, causal = (starts, starts, longest, longest), not window
+    lengths = (starts, starts, longest, longest)
+    causal = not window
     return torch.ops.aten._flash_attention_backward(  # type: ignore[no-any-return]
         gradient,
         q,

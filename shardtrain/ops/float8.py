@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.nn import functional as F
 
-E4M3, E5M2 = "e4m3", "e5m2"
+E4M3 = "e4m3"
+E5M2 = "e5m2"
 _MAX_POWER = 63
 """Largest exponent of a scale: the product of the inverses of two of them is still a normal float32."""
 _MULTIPLE = 16
@@ -101,7 +102,8 @@ def rounded(x: Tensor, dim: int | None, name: str, amax: Tensor | None = None) -
 def product(a_MK: Tensor, b_KN: Tensor, kinds: tuple[Operand, Operand], emulate: bool, fast: bool = False) -> Tensor:
     """The product (M, N) of two matrices in float8. ``fast`` lets a device add with fewer bits, as is usual forward."""
     (a_name, a_rows), (b_name, b_rows) = kinds
-    a_dim, b_dim = (1 if a_rows else None), (0 if b_rows else None)
+    a_dim = 1 if a_rows else None
+    b_dim = 0 if b_rows else None
     if emulate:
         return rounded(a_MK, a_dim, a_name) @ rounded(b_KN, b_dim, b_name)
     a8_MK, a_inverse = to_float8(a_MK, a_dim, a_name)
@@ -132,12 +134,14 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_RI: Tensor, weight_OI: Tensor, recipe: str, emulate: bool) -> Tensor:
         ctx.save_for_backward(x_RI, weight_OI)
-        ctx.recipe, ctx.emulate = recipe, emulate
+        ctx.recipe = recipe
+        ctx.emulate = emulate
         return product(x_RI, weight_OI.t(), RECIPES[recipe][0], emulate, fast=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        (gradient_RO,), (x_RI, weight_OI) = gradients, ctx.saved_tensors
+        (gradient_RO,) = gradients
+        x_RI, weight_OI = ctx.saved_tensors
         _, of_input, of_weight = RECIPES[ctx.recipe]
         dx_RI = dweight_OI = None
         if ctx.needs_input_grad[0]:
@@ -171,7 +175,8 @@ class Float8Linear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
     def _split(self, x: Tensor) -> Tensor:
-        weight, mesh = self.weight, self.weight.device_mesh  # type: ignore[attr-defined]
+        weight = self.weight
+        mesh = weight.device_mesh  # type: ignore[attr-defined]
         assert isinstance(weight, DTensor) and isinstance(x, DTensor)
         (placement,) = weight.placements
         by_outputs = placement.is_shard(0)
@@ -192,7 +197,8 @@ class Float8Linear(nn.Linear):
 def convert(module: nn.Linear, recipe: str, emulate: bool) -> None:
     """Let a plain linear layer compute in float8, in place."""
     module.__class__ = Float8Linear
-    module.recipe, module.emulate = recipe, emulate  # type: ignore[assignment]
+    module.recipe = recipe  # type: ignore[assignment]
+    module.emulate = emulate  # type: ignore[assignment]
 
 
 class _Grouped(torch.autograd.Function):
@@ -203,14 +209,16 @@ class _Grouped(torch.autograd.Function):
         ctx: Any, x_RI: Tensor, count_E: Tensor, weight_EOI: Tensor, multiply: Multiply, emulate: bool
     ) -> Tensor:
         ctx.save_for_backward(x_RI, count_E, weight_EOI)
-        ctx.multiply, ctx.emulate = multiply, emulate
+        ctx.multiply = multiply
+        ctx.emulate = emulate
         if emulate:
             return multiply(rounded(x_RI, -1, E4M3), count_E, rounded(weight_EOI, -1, E4M3))
         return _grouped_mm(x_RI, count_E, weight_EOI)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None, Tensor | None, None, None]:
-        (gradient_RO,), (x_RI, count_E, weight_EOI) = gradients, ctx.saved_tensors
+        (gradient_RO,) = gradients
+        x_RI, count_E, weight_EOI = ctx.saved_tensors
         dx_RI = dweight_EOI = None
         if ctx.needs_input_grad[0]:
             weight_EIO = weight_EOI.transpose(1, 2)
@@ -254,16 +262,20 @@ def _grouped_outer(gradient_RO: Tensor, x_RI: Tensor, count_E: Tensor, emulate: 
         return torch.stack([g.t() @ x for g, x in parts])
     # sums of a device are of 16 rows at a time: each expert's rows begin at a multiple of that, zeros fill the rest
     room_E = (count_E + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
-    stop_E, rows = room_E.cumsum(0), -(-x_RI.size(0) // _MULTIPLE) * _MULTIPLE + _MULTIPLE * count_E.numel()
+    stop_E = room_E.cumsum(0)
+    rows = -(-x_RI.size(0) // _MULTIPLE) * _MULTIPLE + _MULTIPLE * count_E.numel()
     place_R = torch.arange(x_RI.size(0), device=x_RI.device) + (stop_E - room_E - count_E.cumsum(0) + count_E)[expert_R]
-    operands, inverses = [], []
+    operands = []
+    inverses = []
     for x, amax in ((gradient_RO, g_amax_EO), (x_RI, x_amax_EI)):
         x8, _ = to_float8(x, 0, E4M3, amax[expert_R])
         wide = x.new_zeros(rows, x.size(1), dtype=torch.uint8).index_copy_(0, place_R, x8.view(torch.uint8))
         operands.append(wide.view(x8.dtype).t().contiguous())
         inverses.append(two_to_the(-powers(amax, x8.dtype)).flatten())
     options: dict[str, Any] = {"out_dtype": torch.bfloat16, "use_fast_accum": True}
-    (g8_OP, x8_IP), (g_inverse, x_inverse), stop_E = operands, inverses, stop_E.to(torch.int32)
+    g8_OP, x8_IP = operands
+    g_inverse, x_inverse = inverses
+    stop_E = stop_E.to(torch.int32)
     out_EOI = torch._scaled_grouped_mm(g8_OP, x8_IP.t(), g_inverse, x_inverse, stop_E, **options)
     return torch.where((count_E > 0)[:, None, None], out_EOI, 0.0).to(gradient_RO.dtype)
 

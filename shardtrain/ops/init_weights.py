@@ -50,7 +50,8 @@ def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_la
 @torch.no_grad()
 def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
     """Fill this rank's part of a parameter in place; equal on every mesh of one device type."""
-    local, slices = local_tensor(parameter), local_slices(parameter)
+    local = local_tensor(parameter)
+    slices = local_slices(parameter)
     if draw.distribution in ("ones", "zeros"):
         local.fill_(1.0 if draw.distribution == "ones" else 0.0)
         return
@@ -62,7 +63,8 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
         return
     rows, *rest = parameter.shape
     rows_per_block = max(1, BLOCK_NUMEL // max(1, math.prod(rest)))
-    first, stop = slices[0].start, slices[0].stop
+    first = slices[0].start
+    stop = slices[0].stop
     blocks = range(first // rows_per_block, -(-stop // rows_per_block))
     together = TOGETHER_NUMEL if is_accelerator(local.device) else BLOCK_NUMEL
     for some in _groups(blocks, max(1, together // max(1, rows_per_block * math.prod(rest)))):
@@ -72,7 +74,8 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
         for block, part in zip(some, values.split(rows_per_block), strict=True):
             _fill_block(part, draw, _generator(seed, name, block, local.device))
         _shape_(values, draw)
-        low, high = max(first, start), min(stop, start + size)
+        low = max(first, start)
+        high = min(stop, start + size)
         local[low - first : high - first].copy_(values[(slice(low - start, high - start), *slices[1:])])
 
 

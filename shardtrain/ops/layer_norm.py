@@ -43,13 +43,15 @@ class _LayerNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, bias_D: Tensor | None, eps: float) -> Tensor:
         x_RD = x.contiguous().view(-1, x.size(-1))
         out_RD = torch.empty_like(x_RD)
-        mean_R1, inverse_R1 = torch.empty(x_RD.size(0), 1), torch.empty(x_RD.size(0), 1)
+        mean_R1 = torch.empty(x_RD.size(0), 1)
+        inverse_R1 = torch.empty(x_RD.size(0), 1)
         for rows in chunks(x_RD):
             x_rD = x_RD[rows].float()
             mean_r1 = x_rD.mean(-1, keepdim=True)
             x_rD = x_rD - mean_r1
             inverse_r1 = x_rD.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
-            mean_R1[rows], inverse_R1[rows] = mean_r1, inverse_r1
+            mean_R1[rows] = mean_r1
+            inverse_R1[rows] = inverse_r1
             scaled_rD = (x_rD * inverse_r1).mul_(weight_D)
             out_RD[rows] = scaled_rD if bias_D is None else scaled_rD.add_(bias_D)
         ctx.save_for_backward(x_RD, weight_D, mean_R1, inverse_R1)
@@ -62,9 +64,11 @@ class _LayerNorm(torch.autograd.Function):
         x_RD, weight_D, mean_R1, inverse_R1 = ctx.saved_tensors
         gradient_RD = gradients[0].contiguous().view(x_RD.shape)
         dx_RD = torch.empty_like(x_RD)
-        dweight_D, dbias_D = torch.zeros(x_RD.size(1)), torch.zeros(x_RD.size(1))
+        dweight_D = torch.zeros(x_RD.size(1))
+        dbias_D = torch.zeros(x_RD.size(1))
         for rows in chunks(x_RD):
-            gradient_rD, inverse_r1 = gradient_RD[rows].float(), inverse_R1[rows]
+            gradient_rD = gradient_RD[rows].float()
+            inverse_r1 = inverse_R1[rows]
             normed_rD = (x_RD[rows].float() - mean_R1[rows]).mul_(inverse_r1)
             dweight_D += (gradient_rD * normed_rD).sum(0)
             dbias_D += gradient_rD.sum(0)

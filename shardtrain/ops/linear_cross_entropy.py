@@ -43,7 +43,8 @@ def linear_cross_entropy_sum(
     Logits have the type of their factors, and their gradients are rounded to it as there; the gradient of ``weight_VD``
     is a float32 sum of the chunks' products, rounded once.
     """
-    hidden_ND, targets_N = hidden_BTD.flatten(0, -2), targets_BT.flatten()
+    hidden_ND = hidden_BTD.flatten(0, -2)
+    targets_N = targets_BT.flatten()
     return _LinearCrossEntropySum.apply(hidden_ND, weight_VD, targets_N, weight, chunk or chunk_loss)  # type: ignore[no-any-return]
 
 

@@ -49,7 +49,8 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
         x_RD = x.contiguous().view(-1, x.size(-1))
-        out_RD, inverse_R1 = torch.empty_like(x_RD), torch.empty(x_RD.size(0), 1)
+        out_RD = torch.empty_like(x_RD)
+        inverse_R1 = torch.empty(x_RD.size(0), 1)
         for rows in chunks(x_RD):
             x_rD = x_RD[rows].float()
             inverse_r1 = x_rD.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
@@ -63,9 +64,11 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x_RD, weight_D, inverse_R1 = ctx.saved_tensors
         gradient_RD = gradients[0].contiguous().view(x_RD.shape)
-        dx_RD, dweight_D = torch.empty_like(x_RD), torch.zeros(x_RD.size(1))
+        dx_RD = torch.empty_like(x_RD)
+        dweight_D = torch.zeros(x_RD.size(1))
         for rows in chunks(x_RD):
-            gradient_rD, inverse_r1 = gradient_RD[rows].float(), inverse_R1[rows]
+            gradient_rD = gradient_RD[rows].float()
+            inverse_r1 = inverse_R1[rows]
             normed_rD = x_RD[rows] * inverse_r1
             product_rD = gradient_rD * normed_rD
             dweight_D += product_rD.sum(0)

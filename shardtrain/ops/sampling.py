@@ -51,7 +51,8 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> 
         best_B = logits_BV.max(-1)
         _require_finite(best_B.values)
         return best_B.indices.tolist()  # type: ignore[no-any-return]
-    scores_BV, ids_BV = logits_BV.float() / sampling.temperature, None
+    scores_BV = logits_BV.float() / sampling.temperature
+    ids_BV = None
     if sampling.top_k:
         scores_BV, ids_BV = scores_BV.topk(min(sampling.top_k, scores_BV.size(-1)), dim=-1)
     elif sampling.top_p < 1:

@@ -49,10 +49,12 @@ def blocks(num_queries: int, num_keys: int, offset: int, window: int, at_once: i
     [(slice(0, 128, None), slice(0, 128, None)), (slice(128, 130, None), slice(126, 130, None))]
     """
     # before its first and after its last query that sees a key, a stretch has none that do
-    begin, end = max(0, -offset), min(num_queries, num_keys + window - 1 - offset)
+    begin = max(0, -offset)
+    end = min(num_queries, num_keys + window - 1 - offset)
     for start in range(begin, end, at_once):
         stop = min(start + at_once, end)
-        low, high = max(0, start + offset - window + 1), min(num_keys, stop + offset)
+        low = max(0, start + offset - window + 1)
+        high = min(num_keys, stop + offset)
         last = start + offset - low
         yield Block(slice(start, stop), slice(low, high), Band(last - window + 1, last))
 

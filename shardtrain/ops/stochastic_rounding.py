@@ -13,8 +13,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_GOLDEN, _FIRST, _SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
-"""The constants of SplitMix64 (Steele et al. 2014) as signed integers."""
+# The constants of SplitMix64 (Steele et al. 2014) as signed integers
+_GOLDEN = -0x61C8864680B583EB
+_FIRST = -0x40A7B892E31B1A47
+_SECOND = -0x6B2FB644ECCEEE15
+
 LEVELS = 1 << 16
 """The resolution of the random numbers: 16 bits, as many as a float32 has more than a bfloat16."""
 
@@ -61,5 +64,6 @@ def to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
 def to_code(x: Tensor, code: Tensor, chance: Tensor) -> Tensor:
     """Numbers between the first and the last of a sorted table of 256 as indices of the two around them, uint8."""
     low = (torch.bucketize(x, code, right=True) - 1).clamp_(0, code.numel() - 2)
-    below, above = code[low], code[low + 1]
+    below = code[low]
+    above = code[low + 1]
     return (low + (chance < (x - below) / (above - below) * LEVELS)).to(torch.uint8)

@@ -51,7 +51,8 @@ def _first(whole: nn.Module, layout: Layout, allowed: set[str], where: str, fix:
     length = next((length for length in _LENGTHS if not any(size % length == 0 for size in sizes)), None)
     if length is None:
         return None
-    model, watch = copy.deepcopy(whole), _Watch(length, allowed, where, fix)
+    model = copy.deepcopy(whole)
+    watch = _Watch(length, allowed, where, fix)
 
     def enter(path: str) -> None:
         watch.stack.append(path)
@@ -75,7 +76,9 @@ def _first(whole: nn.Module, layout: Layout, allowed: set[str], where: str, fix:
 class _Watch(TorchFunctionMode):
     def __init__(self, length: int, allowed: set[str], where: str, fix: str) -> None:
         super().__init__()
-        self._allowed, self._where, self._fix = allowed, where, fix
+        self._allowed = allowed
+        self._where = where
+        self._fix = fix
         self.found: Broken | None = None
         self.stack: list[str] = []
         self._length = length

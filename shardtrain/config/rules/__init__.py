@@ -155,7 +155,8 @@ def notes(loaded: Loaded) -> list[str]:
         ]
         if waiting:
             found.append(f"{', '.join(waiting)}: without effect unless {switch}")
-    schedule, steps = loaded.config.lr_scheduler, loaded.config.training.steps
+    schedule = loaded.config.lr_scheduler
+    steps = loaded.config.training.steps
     if loaded.config.training.epochs is None and schedule.name != "linear_by_proportion":  # it reads no warmup_steps
         if schedule.warmup_steps > steps >= 1:
             found.append(
@@ -171,7 +172,8 @@ def notes(loaded: Loaded) -> list[str]:
         found.append(
             f"lr_scheduler.total_steps={schedule.total_steps} is below {steps} steps: the rest keeps the last rate"
         )
-    compiled, p = loaded.config.compile, loaded.config.parallelism
+    compiled = loaded.config.compile
+    p = loaded.config.parallelism
     split_logits = p.tensor_parallel_degree > 1 and not p.disable_loss_parallel
     if compiled.enable and "loss" in compiled.components and split_logits:
         found.append("compile.components: the loss on logits split by tensor parallelism is not compiled")

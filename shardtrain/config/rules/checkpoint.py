@@ -23,7 +23,8 @@ def _metrics(loaded: Loaded) -> list[str]:
 
 def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
     """Options of checkpoints that contradict others, or that would have no effect."""
-    options, validation = loaded.config.checkpoint, loaded.config.validation
+    options = loaded.config.checkpoint
+    validation = loaded.config.validation
     metrics = _metrics(loaded) if options.keep_best else []
     if options.keep_best and options.keep_best not in metrics:
         near = nearest(options.keep_best, metrics)
@@ -48,7 +49,8 @@ def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
 
 def _check_hub(loaded: Loaded) -> Iterator[Problem]:
     """Hugging Face weights: in at the start, out beside the checkpoints."""
-    options, model = loaded.config.checkpoint, loaded.config.model
+    options = loaded.config.checkpoint
+    model = loaded.config.model
     begins = "checkpoint.initial_load_in_hf"
     if options.initial_load_in_hf and not options.initial_load_model_only:
         rule = "starts from weights, and checkpoint.initial_load_model_only=false asks for more than a folder has"
@@ -115,7 +117,8 @@ _EMBEDDINGS = {
 
 def _check_resized(loaded: Loaded) -> Iterator[Problem]:
     """New rows are said to be wanted, can be read, and are trained."""
-    c, option = loaded.config, "checkpoint.initial_load_resize_embeddings"
+    c = loaded.config
+    option = "checkpoint.initial_load_resize_embeddings"
     if not c.checkpoint.initial_load_in_hf:
         rule = "is for the weights of a Hugging Face folder"
         yield problem(loaded, option, rule, "set checkpoint.initial_load_in_hf = true, or remove it")

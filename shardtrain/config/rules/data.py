@@ -120,13 +120,15 @@ def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
 
 def check_sources(loaded: Loaded) -> Iterator[Problem]:
     """Each source of a mixture, and what may not be set beside them."""
-    data, training = loaded.config.data, loaded.config.training
+    data = loaded.config.data
+    training = loaded.config.training
     if not data.sources:
         return
     for name, source in data.sources.items():
         option = f"data.sources.{name}"
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            rule, fix = "is a name of other characters than letters, digits, _ and -", "use another name"
+            rule = "is a name of other characters than letters, digits, _ and -"
+            fix = "use another name"
             yield Problem(option, None, rule, fix, loaded.where(option))
         yield from _check_weight(loaded, f"{option}.weight", source.weight)
         if source.epochs is not None and source.epochs < 1:
@@ -149,9 +151,11 @@ def check_sources(loaded: Loaded) -> Iterator[Problem]:
 
 def check_stages(loaded: Loaded) -> Iterator[Problem]:
     """Stages name sources, rise in tokens, and only the last may be open."""
-    stages, names = loaded.config.data.stages, list(loaded.config.data.sources)
+    stages = loaded.config.data.stages
+    names = list(loaded.config.data.sources)
     if stages and len(names) < 2:
-        where, rule = loaded.where("data.stages"), f"needs several sources, and there {'is 1' if names else 'are none'}"
+        where = loaded.where("data.stages")
+        rule = f"needs several sources, and there {'is 1' if names else 'are none'}"
         yield Problem("data.stages", None, rule, "write [data.sources.NAME] for each, or remove it", where)
         return
     before = 0
@@ -174,7 +178,8 @@ def check_stages(loaded: Loaded) -> Iterator[Problem]:
                 yield problem(loaded, f"{option}.weights.{name}", "is the weight of no source", fix)
             yield from _check_weight(loaded, f"{option}.weights.{name}", weight)
         if not any(weight > 0 for weight in stage.weights.values()):
-            rule, fix = "has no weight above 0", "give a source a positive weight"
+            rule = "has no weight above 0"
+            fix = "give a source a positive weight"
             yield Problem(
                 f"{option}.weights", None, rule, fix, loaded.where(f"{option}.weights") or loaded.where(option)
             )
@@ -187,7 +192,8 @@ def _check_weight(loaded: Loaded, option: str, weight: float) -> Iterator[Proble
 
 def check_kinds(loaded: Loaded) -> Iterator[Problem]:
     """Options of [data] that the rest of it leaves without effect, or that need what a stream has not."""
-    data, training = loaded.config.data, loaded.config.training
+    data = loaded.config.data
+    training = loaded.config.training
     used = formats(loaded)
     by_the_task = _READ_BY_TASKS.get(loaded.config.task.name, ())
     for kind, fields in _FIELDS.items():
@@ -206,7 +212,8 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
         fix = 'set data.packing = "first_fit" or "padded", or remove it'
         yield problem(loaded, "data.long_documents", "has no effect on packing = concat, which cuts documents", fix)
     if data.bad_rows != "skip" and is_changed(loaded, "data.bad_rows_max_fraction"):
-        rule, fix = "has no effect while bad_rows stops the run", 'set data.bad_rows = "skip", or remove it'
+        rule = "has no effect while bad_rows stops the run"
+        fix = 'set data.bad_rows = "skip", or remove it'
         yield problem(loaded, "data.bad_rows_max_fraction", rule, fix)
     if data.mode == "memory" and is_changed(loaded, "data.readers"):
         rule = "has no effect on data in memory, which have an index"
@@ -228,10 +235,12 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
 
 def check_templates(loaded: Loaded) -> Iterator[Problem]:
     """Entries of a template make columns that are read, and turns of a conversation that it can have."""
-    data, task = loaded.config.data, loaded.config.task
+    data = loaded.config.data
+    task = loaded.config.task
     found = {"data": (data.template, data.format, data.text_field)}
     for name, source in data.sources.items():
-        form, field = source.format or data.format, source.text_field or data.text_field
+        form = source.format or data.format
+        field = source.text_field or data.text_field
         found[f"data.sources.{name}"] = (source.template, form, field)
     for option, (entries, form, text_field) in found.items():
         if not entries:
@@ -265,7 +274,8 @@ def _check_jinja(option: str, entries: dict[str, str], where: str) -> Iterator[P
             jinja2.Environment().parse(text)
         except (jinja2.TemplateSyntaxError, RecursionError) as error:
             message = error.message if isinstance(error, jinja2.TemplateSyntaxError) else "it nests too deeply"
-            rule, fix = f"is not a Jinja template ({message})", "write columns like {{ question }}"
+            rule = f"is not a Jinja template ({message})"
+            fix = "write columns like {{ question }}"
             yield Problem(f"{option}.{name}", text, rule, fix, where)
 
 
@@ -290,7 +300,8 @@ def check_validation(loaded: Loaded) -> Iterator[Problem]:
 
 def data_notes(loaded: Loaded) -> list[str]:
     """Return what about data is not an error and still worth a line."""
-    c, found = loaded.config, datasets(loaded)
+    c = loaded.config
+    found = datasets(loaded)
     notes = []
     if c.data.packing == "concat" and formats(loaded) != {"text"}:
         notes.append(
@@ -325,7 +336,8 @@ def data_notes(loaded: Loaded) -> list[str]:
 
 
 def _validation_notes(loaded: Loaded, found: dict[str, DataSource]) -> list[str]:
-    c, held_out = loaded.config, found.get("validation")
+    c = loaded.config
+    held_out = found.get("validation")
     if held_out is None:
         return []
     notes = []

@@ -16,7 +16,8 @@ _DEGREE = "parallelism.expert_parallel_degree"
 
 def check_experts(loaded: Loaded) -> Iterator[Problem]:
     """Each token finds enough experts; the experts are dealt evenly over the expert-parallel ranks."""
-    config, sizes = loaded.config, model_shape(loaded)
+    config = loaded.config
+    sizes = model_shape(loaded)
     p = config.parallelism
     if p.expert_tensor_parallel_degree not in (1, p.tensor_parallel_degree):
         rule = "would split each expert over other ranks than those of tensor parallelism, which torchtitan refuses too"
@@ -62,8 +63,10 @@ def check_experts_of_world(loaded: Loaded, world_size: int) -> Iterator[Problem]
 
 
 def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
-    p, sizes = loaded.config.parallelism, model_shape(loaded) or {}
-    ranks, degree = shard_degree * p.context_parallel_degree * p.tensor_parallel_degree, p.expert_parallel_degree
+    p = loaded.config.parallelism
+    sizes = model_shape(loaded) or {}
+    ranks = shard_degree * p.context_parallel_degree * p.tensor_parallel_degree
+    degree = p.expert_parallel_degree
     if ranks < 1 or degree < 1:
         return
     if ranks % degree:

@@ -11,7 +11,8 @@ from shardtrain.config.rules.values import any_of, problem
 from shardtrain.utils.errors import Problem
 
 OPTION = "model.converters"
-LINEAR, GROUPED = "quantize.linear.float8", "quantize.grouped_mm.float8"
+LINEAR = "quantize.linear.float8"
+GROUPED = "quantize.grouped_mm.float8"
 _MULTIPLE = 16
 """Of the rows and columns of a matrix of experts, as devices need it."""
 CONVERTERS = (LINEAR, "quantize.linear.mx", GROUPED, "quantize.grouped_mm.mx")
@@ -50,7 +51,8 @@ def check_float8(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _linear(loaded: Loaded) -> Iterator[Problem]:
-    options, gather = loaded.config.quantize.linear.float8, f"{LINEAR}.enable_fsdp_float8_all_gather"
+    options = loaded.config.quantize.linear.float8
+    gather = f"{LINEAR}.enable_fsdp_float8_all_gather"
     if options.enable_fsdp_float8_all_gather and options.recipe_name not in (None, "tensorwise"):
         rule = f"needs one scale for a weight, and recipe_name = {options.recipe_name} has one for each row and column"
         yield problem(loaded, gather, rule, 'set it to false, or recipe_name = "tensorwise"')
@@ -65,7 +67,8 @@ def _linear(loaded: Loaded) -> Iterator[Problem]:
 
 def _grouped(loaded: Loaded) -> Iterator[Problem]:
     """Experts are there, of sizes that devices take; a model file of the user's own says so when it is built."""
-    sizes, option = model_shape(loaded), f"{GROUPED}.fqns"
+    sizes = model_shape(loaded)
+    option = f"{GROUPED}.fqns"
     if sizes is None or loaded.config.model.name.endswith(".py"):
         return
     if "num_experts" not in sizes:
@@ -81,7 +84,8 @@ def _grouped(loaded: Loaded) -> Iterator[Problem]:
 
 def needs_products(loaded: Loaded) -> bool:
     """Whether the device has to multiply in float8 itself."""
-    wanted, quantize = loaded.config.model.converters, loaded.config.quantize
+    wanted = loaded.config.model.converters
+    quantize = loaded.config.quantize
     return (LINEAR in wanted and not quantize.linear.float8.emulate) or (
         GROUPED in wanted and not quantize.grouped_mm.float8.emulate
     )

@@ -35,7 +35,8 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _base(loaded: Loaded) -> Iterator[Problem]:
-    lora, checkpoint = loaded.config.lora, loaded.config.checkpoint
+    lora = loaded.config.lora
+    checkpoint = loaded.config.checkpoint
     initial = derived.initial_weights(loaded.config)
     if initial is None and not lora.random_base:
         rule = "trains adapters beside given weights, and none are given"
@@ -53,7 +54,8 @@ def _base(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _task(loaded: Loaded) -> Iterator[Problem]:
-    lora, task = loaded.config.lora, loaded.config.task
+    lora = loaded.config.lora
+    task = loaded.config.task
     if task.name in WITH_REFERENCE and lora.initial_load_path is not None:
         rule = f'begins with adapters, which the frozen reference of task.name="{task.name}" would not have'
         yield problem(loaded, "lora.initial_load_path", rule, "merge them first (shardtrain merge)")

@@ -16,8 +16,9 @@ from shardtrain.config.settings import Value
 from shardtrain.utils.errors import ConfigError, Problem
 
 _PARTS = ("num_layers", "num_experts", "num_shared_experts")
-_MOST_PARTS, _MOST_SIZE = 4096, 2**31 - 1
+_MOST_PARTS = 4096
 """As of a Hugging Face folder: each part is built, if without memory."""
+_MOST_SIZE = 2**31 - 1
 _KINDS = {"int": int, "float": float, "bool": bool, "str": str}
 
 
@@ -105,7 +106,8 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
             yield wrong(name, "must be above 0", "use a number above 0")
     if small:
         return
-    heads, key_heads = _size(sizes, "num_heads"), _size(sizes, "num_kv_heads")
+    heads = _size(sizes, "num_heads")
+    key_heads = _size(sizes, "num_kv_heads")
     if heads and key_heads and heads % key_heads:
         legal = [n for n in range(1, heads + 1) if heads % n == 0]
         yield wrong("num_kv_heads", f"does not divide the {heads} attention heads", f"use {any_of(legal)}")
@@ -120,7 +122,8 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
         yield wrong("v_head_dim", rule, f"use at most {width}")
     if sizes.get("rope_scaling") not in (None, "none", "linear", "llama3"):
         yield wrong("rope_scaling", "is not a way to scale rotary angles", 'use "none", "linear" or "llama3"')
-    low, high = number("rope_low_freq_factor"), number("rope_high_freq_factor")
+    low = number("rope_low_freq_factor")
+    high = number("rope_high_freq_factor")
     if sizes.get("rope_scaling") == "llama3" and low is not None and high is not None and low > high:
         yield wrong("rope_low_freq_factor", f"is above rope_high_freq_factor {high}", "use a smaller one")
     theta = number("rope_theta")
@@ -133,7 +136,8 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
 
 def check_tensor_parallel(loaded: Loaded) -> Iterator[Problem]:
     """Tensor parallelism deals whole heads and equal shares of the feed-forward and vocabulary dimensions."""
-    sizes, tp = model_shape(loaded), loaded.config.parallelism.tensor_parallel_degree
+    sizes = model_shape(loaded)
+    tp = loaded.config.parallelism.tensor_parallel_degree
     if sizes is None or tp < 2:
         return
     heads = _size(sizes, "num_heads")
@@ -161,7 +165,8 @@ def _has_dense_layers(sizes: dict[str, Any]) -> bool:
 
 def dense_layers(sizes: dict[str, Any]) -> int:
     """How many layers of a model with experts have none."""
-    layers, step = _size(sizes, "num_layers"), _size(sizes, "interleave_moe_layer_step")
+    layers = _size(sizes, "num_layers")
+    step = _size(sizes, "interleave_moe_layer_step")
     return layers - layers // step if step else min(layers, _size(sizes, "num_dense_layers"))
 
 
@@ -174,7 +179,8 @@ def rotary_notes(loaded: Loaded) -> list[str]:
     Its files are known by older names of options and by its datasets. v0.2 scales the angles of every Llama 3 and the
     versions before it of none; it stretches DeepSeek-V3's where ``training.seq_len`` is above the original length.
     """
-    config, sizes = loaded.config, model_shape(loaded) or {}
+    config = loaded.config
+    sizes = model_shape(loaded) or {}
     is_toml = loaded.path is not None and loaded.path.suffix == ".toml"  # not a file of torchtune's, say
     of_torchtitan = loaded.renames or config.training.dataset in _OF_TORCHTITAN
     if not (is_toml and of_torchtitan and loaded.is_set("model.name")):
@@ -182,7 +188,8 @@ def rotary_notes(loaded: Loaded) -> list[str]:
     set_by_hand = {"model.overrides.rope_scaling", "model.overrides.rope_factor"} & loaded.origins.keys()
     if set_by_hand or config.model.flavor == "folder":
         return []
-    scaling, factor = sizes.get("rope_scaling", "none"), sizes.get("rope_factor", 1.0)
+    scaling = sizes.get("rope_scaling", "none")
+    factor = sizes.get("rope_factor", 1.0)
     if config.model.name == "llama3" and scaling == "none":
         return [
             "rotary angles: torchtitan v0.2 scales those of every Llama 3, its debugmodel too, and this model's are "
@@ -204,8 +211,10 @@ def rotary_notes(loaded: Loaded) -> list[str]:
 
 def check_sequence(loaded: Loaded) -> Iterator[Problem]:
     """Each context-parallel rank holds a part of the sequence, or two with a balanced load, cut again over tp ranks."""
-    p, c = loaded.config.parallelism, loaded.config
-    tp, cp = p.tensor_parallel_degree, p.context_parallel_degree
+    p = loaded.config.parallelism
+    c = loaded.config
+    tp = p.tensor_parallel_degree
+    cp = p.context_parallel_degree
     if min(tp, cp) < 1:
         return
     if any(check_tensor_parallel(loaded)):
@@ -218,14 +227,16 @@ def check_sequence(loaded: Loaded) -> Iterator[Problem]:
     for option, used in (("training.seq_len", True), ("validation.seq_len", c.validation.enable)):
         seq_len = loaded.value(option)
         if used and seq_len >= 1 and seq_len % cuts:
-            low, high = seq_len // cuts * cuts, -(-seq_len // cuts) * cuts
+            low = seq_len // cuts * cuts
+            high = -(-seq_len // cuts) * cuts
             rule = f"is not a multiple of {cuts} ({what})"
             yield problem(loaded, option, rule, f"use {any_of([n for n in (low, high) if n])}")
 
 
 def check_layers(loaded: Loaded) -> Iterator[Problem]:
     """Every pipeline rank needs a layer, where stages are not named: those may be an end of the model alone."""
-    sizes, pp = model_shape(loaded), loaded.config.parallelism.pipeline_parallel_degree
+    sizes = model_shape(loaded)
+    pp = loaded.config.parallelism.pipeline_parallel_degree
     layers = _size(sizes or {}, "num_layers")
     if layers and pp > layers and loaded.config.parallelism.module_fqns_per_model_part is None:
         rule = f"is more than the {layers} layers of the model"
@@ -234,7 +245,8 @@ def check_layers(loaded: Loaded) -> Iterator[Problem]:
 
 def check_batch(loaded: Loaded) -> Iterator[Problem]:
     """The global batch is a whole number of local batches on every data-parallel rank that is known of."""
-    t, p = loaded.config.training, loaded.config.parallelism
+    t = loaded.config.training
+    p = loaded.config.parallelism
     ranks = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
     per_pass = t.local_batch_size * ranks
     if t.global_batch_size < 1 or per_pass < 1 or t.global_batch_size % per_pass == 0:

@@ -13,7 +13,8 @@ OF_REWINDS = ("training.spike_rewind_steps", "training.spike_skip_steps", "train
 
 def check_numbers(loaded: Loaded) -> Iterator[Problem]:
     """A detector needs values to compare with, and going back needs checkpoints that are old enough."""
-    training, checkpoint = loaded.config.training, loaded.config.checkpoint
+    training = loaded.config.training
+    checkpoint = loaded.config.checkpoint
     if training.spike_window < 2:
         yield problem(loaded, "training.spike_window", "has no spread", "use 2 steps or more, such as 128")
     if training.spike_policy != "rewind":

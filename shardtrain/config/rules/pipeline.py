@@ -20,7 +20,8 @@ _MODULES = "parallelism.module_fqns_per_model_part"
 
 def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
     """The stages of the schedule are there, none is empty, and there are micro-batches enough for them."""
-    p, sizes = loaded.config.parallelism, model_shape(loaded)
+    p = loaded.config.parallelism
+    sizes = model_shape(loaded)
     schedule = stages.schedule_name(p.pipeline_parallel_schedule)
     if schedule is None:
         near = nearest(p.pipeline_parallel_schedule, stages.SCHEDULES)
@@ -107,7 +108,8 @@ def _check_layers(loaded: Loaded, layers: int, count: int) -> Iterator[Problem]:
 
 def known_rows(loaded: Loaded, world_size: int | None = None) -> int | None:
     """Sequences of one step on a data-parallel rank, or None where that depends on the number of ranks."""
-    t, p = loaded.config.training, loaded.config.parallelism
+    t = loaded.config.training
+    p = loaded.config.parallelism
     if t.global_batch_size == -1:
         return t.local_batch_size
     if world_size is None and p.data_parallel_shard_degree == -1:
@@ -120,10 +122,12 @@ def known_rows(loaded: Loaded, world_size: int | None = None) -> int | None:
 def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Problem]:
     """A step has at least as many micro-batches as stages, and whole rounds of them where it goes in rounds."""
     p = loaded.config.parallelism
-    size, degree = p.pipeline_parallel_microbatch_size, p.pipeline_parallel_degree
+    size = p.pipeline_parallel_microbatch_size
+    degree = p.pipeline_parallel_degree
     if size < 1 or loaded.config.training.local_batch_size % size:
         return  # reported by itself
-    option, batches = "parallelism.pipeline_parallel_microbatch_size", rows // size
+    option = "parallelism.pipeline_parallel_microbatch_size"
+    batches = rows // size
     if batches < count:
         rule = f"makes {batches} micro-batches of the {rows} sequences of a step, fewer than the {count} stages"
         fix = f"raise training.local_batch_size or training.global_batch_size to {count * size} per data rank"
@@ -138,8 +142,10 @@ def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Proble
 
 def check_context(loaded: Loaded) -> Iterator[Problem]:
     """What the ways of context parallelism need."""
-    p, sizes = loaded.config.parallelism, model_shape(loaded) or {}
-    cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
+    p = loaded.config.parallelism
+    sizes = model_shape(loaded) or {}
+    cp = p.context_parallel_degree
+    tp = p.tensor_parallel_degree
     if cp < 2 or tp < 1:
         return
     if p.context_parallel_load_balancer == "ptrr":

@@ -24,7 +24,8 @@ _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int | None) -> Iterator[Problem]:
     """Each stage is on its rank, and forward and backward of each micro-batch are there; unknown numbers are None."""
-    p, c = loaded.config.parallelism, loaded.config.compile
+    p = loaded.config.parallelism
+    c = loaded.config.compile
     path = Path(p.pipeline_parallel_schedule_csv).expanduser()
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -47,7 +48,9 @@ def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int |
                     fix = "write stage, F, B, I or W, and micro-batch: 0F1"
                     yield problem(loaded, _OPTION, f"holds {cell!r}, which is not an action", fix)
                     return
-                stage, kind, microbatch = int(action[1]), action[2], int(action[3])
+                stage = int(action[1])
+                kind = action[2]
+                microbatch = int(action[3])
                 if stage >= num_stages or stage % degree != rank:
                     own = ", ".join(str(n) for n in range(rank, num_stages, degree))
                     rule = f"has {text.strip()} in the row of rank {rank}, which holds the stages {own}"

@@ -11,8 +11,13 @@ from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.task_file import has_task, read_task_file
 from shardtrain.utils.errors import ConfigError, Problem
 
-LANGUAGE_MODEL, CLASSIFICATION, PREFERENCE = "language_model", "classification", "preference"
-KTO, ORPO, SIMPO, REWARD_MODEL = "kto", "orpo", "simpo", "reward_model"
+LANGUAGE_MODEL = "language_model"
+CLASSIFICATION = "classification"
+PREFERENCE = "preference"
+KTO = "kto"
+ORPO = "orpo"
+SIMPO = "simpo"
+REWARD_MODEL = "reward_model"
 DISTILLATION = "distillation"
 OF_PAIRS = (PREFERENCE, ORPO, SIMPO, REWARD_MODEL)
 WITH_REFERENCE = (PREFERENCE, KTO)
@@ -112,7 +117,8 @@ def _check_rows(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _check_answers(loaded: Loaded) -> Iterator[Problem]:
-    task, data = loaded.config.task, loaded.config.data
+    task = loaded.config.task
+    data = loaded.config.data
     yield from _check_rows(loaded)
     if not 0 < task.beta < float("inf"):
         yield problem(loaded, "task.beta", "must be above 0", "use 0.1")
@@ -144,7 +150,8 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _check_classification(loaded: Loaded) -> Iterator[Problem]:
-    task, parallelism = loaded.config.task, loaded.config.parallelism
+    task = loaded.config.task
+    parallelism = loaded.config.parallelism
     yield from _check_rows(loaded)
     if not task.label_field:
         yield problem(loaded, "task.label_field", "must not be empty", "name the column of the label")

@@ -10,7 +10,8 @@ from shardtrain.config.rules.task import OF_DOCUMENTS
 from shardtrain.config.rules.values import problem
 from shardtrain.utils.errors import Problem
 
-MASKED, SEQUENCES = "masked_language_model", "sequence_to_sequence"
+MASKED = "masked_language_model"
+SEQUENCES = "sequence_to_sequence"
 _LABELS = ("task.labels", "task.num_labels", "task.label_field", "task.pair_field")
 _COLUMNS = {MASKED: ("data.prompt_field", "data.completion_field"), SEQUENCES: ("data.text_field",)}
 

@@ -47,7 +47,8 @@ def check_transformers(loaded: Loaded) -> Iterator[Problem]:
     if isinstance(found, str):
         yield Problem(option, folder, found, "name a folder with config.json, weights and tokenizer", where)
         return
-    kind, code = found.get("model_type"), sorted(key for key in found if CODE.search(key))
+    kind = found.get("model_type")
+    code = sorted(key for key in found if CODE.search(key))
     if code and not in_transformers(kind):
         rule = f"is of model_type {kind!r}, which transformers does not have, and its own code is never run here"
         yield Problem(option, folder, rule, "write a model file, or install a version that has it", where)
