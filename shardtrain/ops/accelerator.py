@@ -84,6 +84,7 @@ class Reading:
         self._event: Any = None
         self._numbers = tensor.detach()
         if is_accelerator(tensor.device):
+            # The event is behind the copy in the queue: to wait for it is not to wait for what was queued later
             self._numbers = self._numbers.to("cpu", non_blocking=True)  # into page-locked memory
             self._event = module(tensor.device).Event()
             self._event.record()

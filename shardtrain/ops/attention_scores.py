@@ -54,6 +54,7 @@ def with_sinks(out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> tuple[Tens
     A sink is one more key that every query of a head scores alike and whose value is zero: it takes part in the sum of
     the softmax, and in nothing else. Given what this gives, the backward pass of attention is what it is without.
     """
+    # Of all the weights the keys have the share exp(lse) / (exp(lse) + exp(sink)); the rest goes to a value of zero
     both_BNl = torch.logaddexp(lse_BNl, sinks_N.to(lse_BNl.dtype)[:, None])
     share_BlN1 = (lse_BNl - both_BNl).exp().transpose(1, 2)[..., None]
     return (out_BlNH * share_BlN1).to(out_BlNH.dtype), both_BNl
@@ -61,7 +62,8 @@ def with_sinks(out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> tuple[Tens
 
 def sinks_gradient(gradient_BlNH: Tensor, out_BlNH: Tensor, lse_BNl: Tensor, sinks_N: Tensor) -> Tensor:
     """Gradient (N,) of sinks, from the output and log-sum-exp that ``with_sinks`` gave and the output's gradient."""
-    # d softmax: p (dp - sum of p dp); the sink's value is zero, and so is its dp
+    # Of a softmax: ds = p (dp - sum of p dp). The sink's value is zero, and so is its dp. The sum over
+    # all keys is that of gradient times output
     sum_BNl = (gradient_BlNH.to(lse_BNl.dtype) * out_BlNH).sum(-1).transpose(1, 2)
     weight_BNl = (sinks_N.to(lse_BNl.dtype)[:, None] - lse_BNl).exp()
     return -(weight_BNl * sum_BNl).sum((0, 2)).to(sinks_N.dtype)
@@ -131,7 +133,7 @@ def attend_backward(
     score_BNls, slope_of_cap = _score(q, k, band.last, scores, band)
     weight_BNls = (score_BNls - lse_BNl[..., None]).exp()
     dv = weight_BNls.transpose(-2, -1) @ gradient
-    # d softmax: p (dp - sum of p dp), the sum over all keys being that of gradient times output
+    # Of a softmax: ds = p (dp - sum of p dp), the sum over all keys being that of gradient times output
     d_score = weight_BNls * (gradient @ v.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True))
     if slope_of_cap is not None:
         d_score = d_score * slope_of_cap

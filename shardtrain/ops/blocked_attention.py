@@ -31,9 +31,9 @@ CAUSAL = Band(-(1 << 62), 0)
 def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band = CAUSAL, scale: float | None = None) -> Tensor:
     """Attention (B, l, N, H) of queries to the keys that ``band`` lets them see; each query must see one."""
     q_PGlH = _pairs(q_BlNH, k_BsKH)
-    k_PsH = _heads_first(k_BsKH)
+    # The keys are scaled once here, in place of each block of scores
+    k_PsH = _heads_first(k_BsKH) * _scale(q_BlNH, scale)
     v_PsH = _heads_first(v_BsKH)
-    k_PsH = k_PsH * _scale(q_BlNH, scale)
     out_PGlH = torch.empty_like(q_PGlH)
     for block in _blocks(q_PGlH, k_PsH, band):
         pairs, queries, keys, _ = block
@@ -59,6 +59,8 @@ def attend_backward(
     k_PsH = _heads_first(k_BsKH) * scale
     v_PsH = _heads_first(v_BsKH)
     gradient_PGlH = _pairs(gradient_BlNH, k_BsKH)
+
+    # A block holds all keys of its queries, so dq is written once. A key is met by several blocks: dk and dv are sums
     exact = torch.promote_types(q_BlNH.dtype, torch.float32)
     dq_PGlH = torch.empty_like(q_PGlH)
     dk_PsH = torch.zeros_like(k_PsH, dtype=exact)
@@ -68,11 +70,13 @@ def attend_backward(
         p_PXm = _probabilities(q_PGlH, k_PsH, block)
         q_PXH, gradient_PXH = (x[pairs, :, queries].flatten(1, 2) for x in (q_PGlH, gradient_PGlH))
         dv_PsH[pairs, keys] += torch.bmm(p_PXm.transpose(1, 2), gradient_PXH)
+        # Of p = softmax(s): ds = p (dp - sum of p dp), which this operation computes in one pass
         dp_PXm = torch.bmm(gradient_PXH, v_PsH[pairs, keys].transpose(1, 2))
         ds_PXm = torch.ops.aten._softmax_backward_data(dp_PXm, p_PXm, -1, p_PXm.dtype)
         dq_PGlH[pairs, :, queries] = torch.bmm(ds_PXm, k_PsH[pairs, keys]).unflatten(1, (q_PGlH.size(1), -1))
         dk_PsH[pairs, keys] += torch.bmm(ds_PXm.transpose(1, 2), q_PXH)
-    dk_PsH *= scale  # dq has met it in the scaled keys
+    # The scale is missing in dk alone: dq has met it in the scaled keys
+    dk_PsH *= scale
     return _as_given(dq_PGlH.flatten(0, 1), q_BlNH), _as_given(dk_PsH, k_BsKH), _as_given(dv_PsH, v_BsKH)
 
 
@@ -93,7 +97,8 @@ def _blocks(q_PGlH: Tensor, k_PsH: Tensor, band: Band) -> Iterator[Block]:
         stop = min(start + _QUERIES, num_queries)
         low = max(0, band.first + start)
         high = min(num_keys, band.last + stop)
-        # keys that all queries of the block see need no mask
+        # Keys that all queries of the block see need no mask. They are a stretch in the middle, from the first key that
+        # the last query sees to the last that the first one does; a window hides keys before it, causality those after
         open_low = min(max(low, band.first + stop - 1), high)
         open_high = min(max(open_low, band.last + start + 1), high)
         hidden = [
@@ -104,6 +109,7 @@ def _blocks(q_PGlH: Tensor, k_PsH: Tensor, band: Band) -> Iterator[Block]:
             for begin, end in ((low, open_low), (open_high, high))
             if begin < end
         ]
+        # As many pairs of row and head at a time as have scores that the cache holds, but one at least
         scores_bytes = groups * (stop - start) * (high - low) * q_PGlH.element_size()
         at_once = max(1, _SCORES_BYTES // scores_bytes)
         for pair in range(0, num_pairs, at_once):

@@ -39,22 +39,25 @@ def remembered_or_measured() -> Kernels:
     What was measured is kept in a small file of the user's cache folder, where one can be written.
     """
     threads = torch.get_num_threads()
-    if (found := remembered(threads)) is not None:
-        return found
-    found = measure()
+    kernels = remembered(threads)
+    if kernels is not None:
+        return kernels
+    kernels = measure()
     path = _cache_file(threads)
+    # Written beside and renamed: runs that start together write the same file, and none may read half of it
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(asdict(found), file)
+            json.dump(asdict(kernels), file)
         os.replace(file.name, path)
     except OSError:  # a home that cannot be written costs each start the measurement
         pass
-    return found
+    return kernels
 
 
 def remembered(threads: int) -> Kernels | None:
     """What this machine has measured with so many threads; None where it has not."""
+    # A file of another version, or one that was cut short, is not an error: the machine is measured again
     try:
         content = _cache_file(threads).read_bytes()[:4096]
         return Kernels(**{name: float(value) for name, value in json.loads(content).items()})
@@ -65,6 +68,8 @@ def remembered(threads: int) -> Kernels | None:
 def measure() -> Kernels:
     """Time each kernel beside PyTorch's own, forward and backward, on a small layer: some 400 ms on one core."""
     generator = torch.Generator().manual_seed(0)
+
+    # Linear layers in float32, and the gradients of their weights
     linear = weight_gradient = 0.0
     if onednn_linear.is_available():
         x_RI, weight_OI, gradient_RO = (
@@ -80,6 +85,8 @@ def measure() -> Kernels:
             lambda: gradient_RO.t() @ x_RI,
             lambda: onednn_linear.product(gradient_RO.t(), x_RI.t()),
         )
+
+    # Attention by blocks, in both types
     attention = {}
     for dtype, times in ((torch.bfloat16, 1), (torch.float32, 2)):  # few rows say little of float32
         q, k, v, gradient = (
@@ -91,9 +98,14 @@ def measure() -> Kernels:
             partial(_in_blocks, q, k, v, gradient),
         )
         attention[dtype] = round(speed, 2)
+
+    # RMSNorm
     x_RD = torch.randn(1024, 256, generator=generator).requires_grad_()
-    norms = torch.nn.RMSNorm(256, eps=1e-5), rms_norm.RowwiseRMSNorm(256, eps=1e-5)
-    norm = _measured("RMSNorm by rows", *(partial(_forward_backward, one, x_RD) for one in norms))
+    norm = _measured(
+        "RMSNorm by rows",
+        partial(_forward_backward, torch.nn.RMSNorm(256, eps=1e-5), x_RD),
+        partial(_forward_backward, rms_norm.RowwiseRMSNorm(256, eps=1e-5), x_RD),
+    )
     return Kernels(
         round(linear, 2), round(weight_gradient, 2), attention[torch.bfloat16], attention[torch.float32], round(norm, 2)
     )
@@ -114,10 +126,10 @@ def _in_blocks(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> None:
     blocked_attention.attend_backward(gradient, q, k, v)
 
 
-def _measured(words: str, one: Callable[[], object], other: Callable[[], object]) -> float:
+def _measured(words: str, pytorch: Callable[[], object], ours: Callable[[], object]) -> float:
     """``_times_as_fast``, or FAILED with a warning: a build of PyTorch or a processor may lack what a kernel calls."""
     try:
-        return _times_as_fast(one, other)
+        return _times_as_fast(pytorch, ours)
     except (RuntimeError, AttributeError, TypeError) as error:
         reason = str(error).strip().splitlines() or [""]
         logger.warning(
@@ -126,15 +138,16 @@ def _measured(words: str, one: Callable[[], object], other: Callable[[], object]
         return FAILED
 
 
-def _times_as_fast(one: Callable[[], object], other: Callable[[], object]) -> float:
-    """How many times as fast ``other`` is, by the best of a few rounds in turns: a busy machine slows both."""
-    # others take a core away within a round; several threads wait for each other, which no CPU time shows
+def _times_as_fast(pytorch: Callable[[], object], ours: Callable[[], object]) -> float:
+    """How many times as fast ``ours`` is, by the best of a few rounds in turns: a busy machine slows both."""
+    # On one thread CPU time, since other processes may take the core away within a round. Several threads wait for each
+    # other, which CPU time does not show
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
     seconds = [float("inf"), float("inf")]
     spent = 0.0
     with torch.no_grad():
         for number in range(_MOST_ROUNDS):
-            for place, function in enumerate((one, other)):
+            for place, function in enumerate((pytorch, ours)):
                 began = clock()
                 function()
                 passed = clock() - began

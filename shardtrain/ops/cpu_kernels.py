@@ -56,7 +56,7 @@ def use(kernels: Kernels) -> None:
 
 def describe(kernels: Kernels) -> str:
     """The choice in words, for the log."""
-    titles = {
+    phrases = {
         "onednn_linear": "linear layers in float32 by oneDNN",
         "onednn_weight_gradient": "gradients of their weights too",
         "blocked_attention": "attention in bfloat16 by blocks",
@@ -64,8 +64,10 @@ def describe(kernels: Kernels) -> str:
         "rms_norm": "RMSNorm by rows",
     }
     taken = [
-        f"{words} ({getattr(kernels, name):.1f} x as fast)" for name, words in titles.items() if kernels.uses(name)
+        f"{words} ({getattr(kernels, name):.1f} x as fast)" for name, words in phrases.items() if kernels.uses(name)
     ]
-    failed = [words for name, words in titles.items() if getattr(kernels, name) == FAILED]
-    said = f"CPU kernels: {', '.join(taken)}" if taken else "CPU kernels: PyTorch's own, none here is faster"
-    return f"{said}; failed when measured, so PyTorch's own: {', '.join(failed)}" if failed else said
+    failed = [words for name, words in phrases.items() if getattr(kernels, name) == FAILED]
+    sentence = f"CPU kernels: {', '.join(taken)}" if taken else "CPU kernels: PyTorch's own, none here is faster"
+    if failed:
+        sentence += f"; failed when measured, so PyTorch's own: {', '.join(failed)}"
+    return sentence

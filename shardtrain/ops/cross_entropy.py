@@ -64,6 +64,7 @@ def cross_entropy_sum(
     replaces the function that handles one chunk of whole rows, for example by a compiled one.
     """
     weight = torch.as_tensor(weight, dtype=torch.float32, device=logits_BTV.device)
+    # Small chunks on a CPU, where chunk_loss reads and writes each several times; large ones elsewhere, for fewer calls
     numel = CPU_CHUNK_NUMEL if chunk is None and logits_BTV.device.type == "cpu" else CHUNK_NUMEL
     rows = max(1, numel // max(1, logits_BTV.size(-1)))
     logits_NV = logits_BTV.flatten(0, -2)
@@ -78,8 +79,10 @@ def chunk_loss(logits_nV: Tensor, targets_n: Tensor, weight: Tensor) -> tuple[Te
     """The ChunkFunction that is used unless another is given: in place, where it can be."""
     log_probabilities_nV = torch.log_softmax(logits_nV.float(), dim=-1)
     kept_n1 = (targets_n != IGNORE).unsqueeze(1)
+    # IGNORE is not a column: such a token takes column 0, and kept_n1 makes its loss and its gradient zero
     index_n1 = targets_n.clamp_min(0).unsqueeze(1)
     loss = -(log_probabilities_nV.gather(1, index_n1) * kept_n1).sum(dtype=torch.float64)
+    # The gradient is softmax - one_hot(target), written over the log-probabilities, which nobody needs any longer
     gradient_nV = log_probabilities_nV.exp_().scatter_add_(1, index_n1, -torch.ones_like(index_n1, dtype=torch.float32))
     return loss, gradient_nV.mul_(kept_n1 * weight)
 
@@ -100,7 +103,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NV: Tensor, targets_N: Tensor, weight: Tensor, chunk: ChunkFunction, chunks: list[slice]
     ) -> Tensor:
-        # a million tokens are thousands of chunks: added one by one in float32, they would lose the last digits
+        # A million tokens are thousands of chunks: added one by one in float32, they would lose the last digits
         loss = torch.zeros((), dtype=torch.float64, device=logits_NV.device)
         gradient_NV = torch.empty_like(logits_NV) if ctx.needs_input_grad[0] else None
         for part in chunks:

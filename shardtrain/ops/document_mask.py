@@ -80,11 +80,12 @@ def masked_attention(
     scale: float | None = None,
 ) -> Tensor:
     """The same by boolean masks: works on any device and type, and does the work of all that it masks."""
-    # heads are repeated: with grouped heads and a mask PyTorch falls back to (B, N, T, T) numbers
+    # Heads are repeated: with grouped heads and a mask PyTorch falls back to (B, N, T, T) numbers
     k_BTNH, v_BTNH = flash_attention.repeat_heads(q_BTNH, k_BTKH, v_BTKH)
     q_BNTH, k_BNTH, v_BNTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTNH, v_BTNH))
     tokens = q_BTNH.size(1)
     outputs = []
+    # A stretch of queries at a time, each with the keys that it may see: those before it, from the window's begin on
     for start in range(0, tokens, _QUERIES_AT_ONCE):
         stop = min(start + _QUERIES_AT_ONCE, tokens)
         low = max(0, start - window + 1) if window else 0
@@ -109,13 +110,15 @@ def chunked(documents_BT: Tensor | None, chunk: int, shape: tuple[int, int], dev
     """
     if not 0 < chunk < shape[1]:
         return documents_BT
+    # A compiler cannot trace a dictionary keyed by tensors, and numbers on the meta device do not exist: cut in place
     if torch.compiler.is_compiling() or device.type == "meta":
         whole_BT = torch.zeros(shape, dtype=torch.int64, device=device) if documents_BT is None else documents_BT
         return _cut(whole_BT, chunk)
     if documents_BT is None:
         return _on_device(_cut(torch.zeros(shape, dtype=torch.int64), chunk), device)
+    # Once for all layers, on the host, where kernels of ragged rows will ask for the numbers
     known = _chunks.setdefault(documents_BT, {})
-    if chunk not in known:  # once for all layers
+    if chunk not in known:
         known[chunk] = _on_device(_cut(on_host(documents_BT), chunk), device)
     return known[chunk]
 
@@ -134,6 +137,7 @@ def _cut(documents_BT: Tensor, chunk: int) -> Tensor:
     place_T = torch.arange(documents_BT.size(1), device=documents_BT.device)
     begins_BT = torch.ones_like(documents_BT, dtype=torch.bool)
     begins_BT[:, 1:] = documents_BT[:, 1:] != documents_BT[:, :-1]
+    # Where the document of each token begins: the last place so far at which one did
     first_BT = torch.where(begins_BT, place_T, 0).cummax(1).values
     return (begins_BT | ((place_T - first_BT) % chunk == 0)).cumsum(1) - 1
 
@@ -187,6 +191,7 @@ def on_host(documents_BT: Tensor) -> Tensor:
     """
     if documents_BT.device.type == "cpu":
         return documents_BT
+    # Keyed weakly by the tensor: a copy is gone when the batch is
     if documents_BT not in _host_copies:
         whole_BT = documents_BT._base
         if whole_BT is not None and whole_BT in _host_copies and documents_BT.shape[1:] == whole_BT.shape[1:]:
@@ -265,27 +270,25 @@ def _attention(
     window: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor]:
-    out_BTNH, lse_BNT = _without_sinks(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
-    return (out_BTNH, lse_BNT) if sinks_N is None else attention_scores.with_sinks(out_BTNH, lse_BNT, sinks_N)
-
-
-def _without_sinks(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
-) -> tuple[Tensor, Tensor]:
     if is_accelerator(q_BTNH.device):
+        # All documents of all rows laid end to end, in one call
         starts, longest = _ragged_rows(q_BTNH, documents_BT)
         q_SNH, k_SKH, v_SKH = (x.flatten(0, 1) for x in (q_BTNH, k_BTKH, v_BTKH))
         out_SNH, lse_NS = flash_attention.attend_ragged(q_SNH, k_SKH, v_SKH, starts, longest, window, scale)
-        return out_SNH.view_as(q_BTNH), lse_NS.unflatten(1, q_BTNH.shape[:2]).transpose(0, 1).contiguous()
-    out_BTNH, lse_BNT = _like_attention(q_BTNH)
-    for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
-        q = q_BTNH[row, queries]
-        k = k_BTKH[row, keys]
-        v = v_BTKH[row, keys]
-        out_BTNH[row, queries], lse_BNT[row, :, queries] = flash_attention.attend(
-            q, k, v, **sight, scores=Scores(scale)
-        )
-    return out_BTNH, lse_BNT
+        out_BTNH = out_SNH.view_as(q_BTNH)
+        lse_BNT = lse_NS.unflatten(1, q_BTNH.shape[:2]).transpose(0, 1).contiguous()
+    else:
+        # The kernel of a CPU knows no documents, and is called for each
+        out_BTNH, lse_BNT = _like_attention(q_BTNH)
+        for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
+            q = q_BTNH[row, queries]
+            k = k_BTKH[row, keys]
+            v = v_BTKH[row, keys]
+            out_BlNH, lse_BNl = flash_attention.attend(q, k, v, **sight, scores=Scores(scale))
+            out_BTNH[row, queries] = out_BlNH
+            lse_BNT[row, :, queries] = lse_BNl
+    # Sinks take part in the sum of the softmax alone, so that they can be added to what any kernel gives
+    return (out_BTNH, lse_BNT) if sinks_N is None else attention_scores.with_sinks(out_BTNH, lse_BNT, sinks_N)
 
 
 @_attention.register_fake
@@ -327,7 +330,7 @@ def _attention_backward(
         grads = flash_attention.attend_ragged_backward(gradient, q, k, v, out, lse_NS, starts, longest, window, scale)
         dq, dk, dv = (grad.view_as(x) for grad, x in zip(grads, inputs, strict=True))
         return dq, dk, dv
-    # blocks of queries share keys, whose gradients are then summed in float32
+    # With a window, blocks of queries share keys, whose gradients are then summed in float32
     exact = torch.promote_types(q_BTNH.dtype, torch.float32) if window else q_BTNH.dtype
     dq, dk, dv = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in inputs)
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
@@ -351,6 +354,7 @@ def _(gradient_BTNH: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:3], *output, inputs[3], inputs[4])
     ctx.window, ctx.scale = inputs[5:]
+    # Nothing is differentiated by the log-sum-exp, and no zeros need to be made for its gradient
     ctx.set_materialize_grads(False)
 
 
@@ -394,7 +398,7 @@ def _blocked_backward(
     window: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # stretches of a window share keys, whose gradients are then summed in float32
+    # Stretches of a window share keys, whose gradients are then summed in float32
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32 if window else x.dtype) for x in (q_BTNH, k_BTKH, v_BTKH))
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
         gradient = gradient_BTNH[row, queries]

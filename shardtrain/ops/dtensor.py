@@ -55,17 +55,20 @@ def local_slices(tensor: Tensor, place: Sequence[int] | None = None) -> tuple[sl
         return tuple(slice(0, size) for size in tensor.shape)
     slices = [(0, size) for size in tensor.shape]
     mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate() if place is None else place
+    assert coordinate is not None, "a rank asks about a tensor of a mesh that it is not part of"
+
+    # The sort is stable: plain shards keep the order of their axes, and strided ones come after them
     placements = list(enumerate(tensor.placements))
-    at = mesh.get_coordinate() if place is None else place
-    assert at is not None, "a rank asks about a tensor of a mesh that it is not part of"
     strided_last = sorted(placements, key=lambda item: type(item[1]).__name__ == "_StridedShard")
     for axis, placement in strided_last:
         dim = sharded_dim(placement)
         if dim is None:
             continue
+        # As torch.chunk: equal parts rounded up, so that the last ranks may have less or nothing
         start, stop = slices[dim]
         chunk = -(-(stop - start) // mesh.size(axis))
-        first = min(start + chunk * at[axis], stop)
+        first = min(start + chunk * coordinate[axis], stop)
         slices[dim] = (first, min(first + chunk, stop))
     return tuple(slice(start, stop) for start, stop in slices)
 
@@ -74,9 +77,10 @@ def to_full(tensor: Tensor) -> Tensor:
     """The whole tensor on every rank (a collective when it is distributed); for tests, export and verification."""
     if not is_distributed(tensor):
         return tensor
-    # two gathers where FSDP cuts what tensor parallelism left are right here; the hint about their speed is noise
+    # Two gathers where FSDP cuts what tensor parallelism left are right here, and PyTorch's hint about their speed is
+    # noise. The level is set once only, because setting it empties the caches of all loggers
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    if logger.level != logging.ERROR:  # to set it empties the caches of all loggers
+    if logger.level != logging.ERROR:
         logger.setLevel(logging.ERROR)
     return tensor.full_tensor()
 
@@ -96,6 +100,7 @@ def squared_norm(tensors: list[Tensor]) -> Tensor:
     device = tensors[0].device
     if device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2.0, dtype=torch.float32)).double().square().sum()
+    # One buffer in float64 for all chunks of all tensors: the copy converts, the dot product squares and adds
     total = torch.zeros((), dtype=torch.float64)
     buffer = torch.empty(min(NORM_CHUNK_NUMEL, max(tensor.numel() for tensor in tensors)), dtype=torch.float64)
     for tensor in tensors:

@@ -31,6 +31,7 @@ def attend(
     if not scores.has_kernel:
         assert band is not None
         return attention_scores.attend(q_BlNH, k_BsKH, v_BsKH, band, scores)
+
     if accelerator.is_accelerator(q_BlNH.device):
         if q_BlNH.dtype not in (torch.float16, torch.bfloat16):
             rule = "has no flash attention kernel on CUDA, which splitting a sequence needs"
@@ -44,6 +45,7 @@ def attend(
             q, k, v, *rows.starts, *rows.lengths, 0.0, causal and band is None, False, scale=scores.scale, **rows.window
         )
         return out_SNH.view_as(q_BlNH), lse_NS.unflatten(1, q_BlNH.shape[:2]).transpose(0, 1).contiguous()
+
     q, k, v = _heads_first(q_BlNH, k_BsKH, v_BsKH)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, 0.0, causal, attn_mask=_mask(q, k, band), scale=scores.scale
@@ -101,9 +103,9 @@ def attend_backward(
 
 def has_flash(x_BTNH: Tensor) -> bool:
     """Whether an accelerator has a flash kernel for heads of this type and width."""
-    half = x_BTNH.dtype in (torch.float16, torch.bfloat16)
+    is_short = x_BTNH.dtype in (torch.float16, torch.bfloat16)
     width = x_BTNH.size(-1)
-    return half and width % 8 == 0 and width <= 256 and device_kernels.has_flash_attention(x_BTNH.device)
+    return is_short and width % 8 == 0 and width <= 256 and device_kernels.has_flash_attention(x_BTNH.device)
 
 
 def _mask(q_BNlH: Tensor, k_BNsH: Tensor, band: Band | None) -> Tensor | None:
@@ -124,7 +126,8 @@ class _Rows:
         self.window: dict[str, int] = {}
         if band is None:
             return
-        past = self.lengths[1] - self.lengths[0]  # kernels count from where the last query meets the last key
+        # Kernels count from where the last query meets the last key; a band counts from the first of both
+        past = self.lengths[1] - self.lengths[0]
         self.window = {"window_size_left": past - band.first, "window_size_right": band.last - past}
 
 
@@ -203,5 +206,6 @@ def _heads_first(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> tuple[Tensor
 
 
 def _no_randomness(q: Tensor) -> tuple[Tensor, Tensor]:
+    # Seed and offset of dropout, which is 0 here. The operation wants tensors and reads nothing of them
     random_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return random_state, random_state

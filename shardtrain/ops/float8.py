@@ -62,7 +62,9 @@ def dtype_of(name: str) -> torch.dtype:
 
 def powers(amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Largest exponents k, int32, with amax 2^k <= the largest number of ``dtype``, at most 63."""
-    fraction, exponent = math.frexp(torch.finfo(dtype).max)  # 448 = 0.875 * 2^9
+    # The largest number is fraction 2^exponent: 448 = 0.875 * 2^9. Exponents of amax are read from its bits, since
+    # log2 would round at powers of two; where amax has a larger fraction than the largest number, k is one less
+    fraction, exponent = math.frexp(torch.finfo(dtype).max)
     bits = amax.float().view(torch.int32)
     exceeds = (bits & 0x7FFFFF) > int((2 * fraction - 1) * 2**23)
     return (exponent - 1 - ((bits >> 23) - 127) - exceeds.int()).clamp(max=_MAX_POWER)
@@ -108,24 +110,25 @@ def product(a_MK: Tensor, b_KN: Tensor, kinds: tuple[Operand, Operand], emulate:
         return rounded(a_MK, a_dim, a_name) @ rounded(b_KN, b_dim, b_name)
     a8_MK, a_inverse = to_float8(a_MK, a_dim, a_name)
     b8_KN, b_inverse = to_float8(b_KN, b_dim, b_name)
-    a8_MK, b8_KN = _with_whole_sums(a8_MK.contiguous(), b8_KN.t().contiguous())
+
+    # A device takes (M, K) in rows and (K, N) in columns, and sums of whole 16: zeros are added to both until K is one
+    a8_MK = a8_MK.contiguous()
+    b8_NK = b8_KN.t().contiguous()
+    missing = -a8_MK.size(1) % _MULTIPLE
+    if missing:
+        # As bytes, for which padding is defined; the byte 0 is the number 0
+        a8_MK, b8_NK = (F.pad(x8.view(torch.uint8), (0, missing)).view(x8.dtype) for x8 in (a8_MK, b8_NK))
+    b8_KN = b8_NK.t()
+
     options: dict[str, Any] = {"out_dtype": a_MK.dtype, "use_fast_accum": fast}
     if not (a_rows or b_rows):
         return torch._scaled_mm(a8_MK, b8_KN, a_inverse, b_inverse, **options)
     if fast and a_rows and b_rows and a_MK.dtype == torch.bfloat16:  # the kernel of row scales gives this type alone
         return torch._scaled_mm(a8_MK, b8_KN, a_inverse, b_inverse, **options)
-    # without fast sums that kernel is slow; powers of two may as well be multiplied afterwards, and change no bit
+    # Without fast sums that kernel is slow. Powers of two may as well be multiplied afterwards, and change no bit
     one = torch.ones((), dtype=torch.float32, device=a_MK.device)
     out_MN = torch._scaled_mm(a8_MK, b8_KN, one, one, **options)
     return out_MN * a_inverse.to(out_MN.dtype) * b_inverse.to(out_MN.dtype)
-
-
-def _with_whole_sums(a8_MK: Tensor, b8_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """Operands as a device takes them: (M, K) in rows, (K, N) in columns, zeros added until K is a multiple of 16."""
-    missing = -a8_MK.size(1) % _MULTIPLE
-    if missing:
-        a8_MK, b8_NK = (F.pad(one.view(torch.uint8), (0, missing)).view(one.dtype) for one in (a8_MK, b8_NK))
-    return a8_MK, b8_NK.t()
 
 
 class _Linear(torch.autograd.Function):
@@ -157,7 +160,7 @@ class _Linear(torch.autograd.Function):
 def linear(x: Tensor, weight_OI: Tensor, recipe: str, emulate: bool) -> Tensor:
     """``x @ weight.T`` (..., O) of (..., I), in float8 as a recipe of RECIPES says, with gradients."""
     out_RO = _Linear.apply(x.reshape(-1, x.size(-1)), weight_OI, recipe, emulate)
-    # not a view, of which FSDP would warn, and which a network may change in place
+    # Not a view, of which FSDP would warn, and which a network may change in place
     return torch.ops.aten._unsafe_view(out_RO, (*x.shape[:-1], weight_OI.size(0)))  # type: ignore[no-any-return]
 
 
@@ -178,6 +181,8 @@ class Float8Linear(nn.Linear):
         weight = self.weight
         mesh = weight.device_mesh  # type: ignore[attr-defined]
         assert isinstance(weight, DTensor) and isinstance(x, DTensor)
+        # A weight that is split by outputs gives a part of them, and the gradient of the input is a sum over ranks. One
+        # that is split by inputs gives a share of each output, and the output is a sum over ranks
         (placement,) = weight.placements
         by_outputs = placement.is_shard(0)
         share: tuple[Placement, ...] = (Partial(),)
@@ -185,7 +190,7 @@ class Float8Linear(nn.Linear):
         out = linear(x_local, weight.to_local(), self.recipe, self.emulate)
         if self.bias is not None and by_outputs:
             out = out + self.bias.to_local()  # type: ignore[attr-defined]
-        elif self.bias is not None:  # of shares of a sum, in one
+        elif self.bias is not None:  # added once, by one rank: the outputs of all ranks are summed
             out = out + self.bias.to_local(grad_placements=share) * float(mesh.get_local_rank() == 0)  # type: ignore[attr-defined]
         return DTensor.from_local(out, mesh, (Shard(out.ndim - 1),) if by_outputs else share, run_check=False)
 
@@ -260,11 +265,13 @@ def _grouped_outer(gradient_RO: Tensor, x_RI: Tensor, count_E: Tensor, emulate: 
         x_RI = rounded(x_RI, 0, E4M3, x_amax_EI[expert_R])
         parts = zip(g_RO.split(count_E.tolist()), x_RI.split(count_E.tolist()), strict=True)
         return torch.stack([g.t() @ x for g, x in parts])
-    # sums of a device are of 16 rows at a time: each expert's rows begin at a multiple of that, zeros fill the rest
+    # Sums of a device are of 16 rows at a time: each expert's rows begin at a multiple of that, zeros fill the rest
     room_E = (count_E + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
     stop_E = room_E.cumsum(0)
     rows = -(-x_RI.size(0) // _MULTIPLE) * _MULTIPLE + _MULTIPLE * count_E.numel()
     place_R = torch.arange(x_RI.size(0), device=x_RI.device) + (stop_E - room_E - count_E.cumsum(0) + count_E)[expert_R]
+
+    # Both operands with room, transposed: the rows are what is summed over
     operands = []
     inverses = []
     for x, amax in ((gradient_RO, g_amax_EO), (x_RI, x_amax_EI)):
@@ -277,6 +284,7 @@ def _grouped_outer(gradient_RO: Tensor, x_RI: Tensor, count_E: Tensor, emulate: 
     g_inverse, x_inverse = inverses
     stop_E = stop_E.to(torch.int32)
     out_EOI = torch._scaled_grouped_mm(g8_OP, x8_IP.t(), g_inverse, x_inverse, stop_E, **options)
+    # An expert without rows has no sum, and what a device writes for it is not zero
     return torch.where((count_E > 0)[:, None, None], out_EOI, 0.0).to(gradient_RO.dtype)
 
 

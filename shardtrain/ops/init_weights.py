@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -38,6 +38,7 @@ def plan(names: Iterable[str], rules: Mapping[str, Draw], layout: Layout, num_la
         rule = next((draw for pattern, draw in rules.items() if layouts.matches(name, pattern)), None)
         if rule is None:
             raise KeyError(name)
+        # Each layer adds two branches to the residual stream, hence the 2: scaled so, the sum grows little with depth
         layer = re.match(rf"{re.escape(layout.layers)}\.(\d+)\.", name)
         if rule.depth == "layer" and layer:
             rule = replace(rule, std=rule.std / math.sqrt(2 * (int(layer[1]) + 1)), depth="none")
@@ -61,37 +62,44 @@ def draw_(parameter: Tensor, name: str, draw: Draw, seed: int) -> None:
         _shape_(value, draw)
         local.copy_(value[0])
         return
+
+    # Which blocks of rows this rank's part touches. A block is a fixed number of rows, whatever the mesh is
     rows, *rest = parameter.shape
     rows_per_block = max(1, BLOCK_NUMEL // max(1, math.prod(rest)))
     first = slices[0].start
     stop = slices[0].stop
     blocks = range(first // rows_per_block, -(-stop // rows_per_block))
-    together = TOGETHER_NUMEL if is_accelerator(local.device) else BLOCK_NUMEL
-    for some in _groups(blocks, max(1, together // max(1, rows_per_block * math.prod(rest)))):
-        start = some.start * rows_per_block
-        size = min(len(some) * rows_per_block, rows - start)
+    at_once_numel = TOGETHER_NUMEL if is_accelerator(local.device) else BLOCK_NUMEL
+    at_once = max(1, at_once_numel // max(1, rows_per_block * math.prod(rest)))
+
+    for index in range(0, len(blocks), at_once):
+        # Draw whole blocks, each by a generator of its own, though a rank may need a part of the first and last alone:
+        # a generator cannot skip to the middle of a block
+        group = blocks[index : index + at_once]
+        start = group.start * rows_per_block
+        size = min(len(group) * rows_per_block, rows - start)
         values = torch.empty((size, *rest), dtype=torch.float32, device=local.device)
-        for block, part in zip(some, values.split(rows_per_block), strict=True):
+        for block, part in zip(group, values.split(rows_per_block), strict=True):
             _fill_block(part, draw, _generator(seed, name, block, local.device))
         _shape_(values, draw)
+
+        # Keep this rank's rows, and its part of the other dimensions
         low = max(first, start)
         high = min(stop, start + size)
         local[low - first : high - first].copy_(values[(slice(low - start, high - start), *slices[1:])])
 
 
-def _groups(blocks: range, size: int) -> Iterator[range]:
-    return (blocks[start : start + size] for start in range(0, len(blocks), size))
-
-
 def _fill_block(block: Tensor, draw: Draw, generator: torch.Generator) -> None:
     # Drawn in float32 whatever the parameter's type, so that a bfloat16 run starts from the same weights, rounded.
-    if math.isnan(draw.std):  # nobody knows how it starts: what is loaded stands, and nothing else goes unnoticed
+    if math.isnan(draw.std):
+        # Nobody knows how this parameter starts. If nothing is loaded into it either, the loss becomes NaN at once
         block.fill_(math.nan)
     elif draw.distribution == "normal":
         block.normal_(0.0, draw.std, generator=generator)
     elif draw.distribution == "uniform":
         block.uniform_(-draw.std * math.sqrt(3), draw.std * math.sqrt(3), generator=generator)
     else:
+        # A truncated normal begins as uniform numbers, of which _shape_ makes one for many blocks together
         edge = math.erf(draw.cutoff / math.sqrt(2))
         block.uniform_(-edge, edge, generator=generator)
 
@@ -101,9 +109,11 @@ def _shape_(values: Tensor, draw: Draw) -> None:
     if draw.distribution in ("normal", "uniform") or math.isnan(draw.std):
         return
     values.erfinv_().mul_(draw.std * math.sqrt(2))
+    # erfinv may round a number at the edge to beyond it, or to infinity
     values.clamp_(-draw.cutoff * draw.std, draw.cutoff * draw.std)
 
 
 def _generator(seed: int, name: str, block: int, device: torch.device) -> torch.Generator:
+    # 56 bits, which every generator takes. A hash of all three, so that no two blocks share a stream
     digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=7).digest()
     return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "big"))

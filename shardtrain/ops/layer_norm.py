@@ -23,10 +23,13 @@ class Float32SumLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., D)."""
-        ends = [input, self.weight, *([] if self.bias is None else [self.bias])]
-        plain = all(type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu" for one in ends)
-        is_short = all(one.dtype in (torch.bfloat16, torch.float16) for one in ends)
-        if torch.compiler.is_compiling() or not plain or not is_short or len(self.normalized_shape) != 1:
+        tensors = [input, self.weight]
+        if self.bias is not None:
+            tensors.append(self.bias)
+        # A DTensor, or a tensor of another device, is left to PyTorch
+        are_plain = all(type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu" for x in tensors)
+        are_short = all(x.dtype in (torch.bfloat16, torch.float16) for x in tensors)
+        if torch.compiler.is_compiling() or not are_plain or not are_short or len(self.normalized_shape) != 1:
             return super().forward(input)
         return _LayerNorm.apply(input, self.weight, self.bias, self.eps)  # type: ignore[no-any-return]
 

@@ -29,10 +29,14 @@ def saved_bytes(tokens: int, dim: int, vocabulary: int, element_bytes: int) -> i
 
     Saved are all logits and their gradients but those of a chunk; a chunk has float32 copies either way.
     """
-    rows = _rows(tokens, vocabulary)
+    # Apart: all logits and their gradients in the type of the model, and of one chunk a float32 copy of either
     usual_rows = min(tokens, max(1, cross_entropy.CHUNK_NUMEL // vocabulary))
-    usual = 2 * tokens * vocabulary * element_bytes + 8 * usual_rows * vocabulary
-    return usual - (2 * rows * vocabulary * element_bytes + 8 * rows * vocabulary + 4 * vocabulary * dim)
+    apart = 2 * tokens * vocabulary * element_bytes + 8 * usual_rows * vocabulary
+
+    # Together: the same of one chunk alone, and the gradient of the weight in float32
+    rows = _rows(tokens, vocabulary)
+    together = 2 * rows * vocabulary * element_bytes + 8 * rows * vocabulary + 4 * vocabulary * dim
+    return apart - together
 
 
 def linear_cross_entropy_sum(
@@ -53,14 +57,6 @@ def _rows(tokens: int, vocabulary: int) -> int:
     return min(tokens, max(-(-tokens // CHUNKS), cross_entropy.CHUNK_NUMEL // vocabulary, 1))
 
 
-def _add_product(sum_VD: Tensor, a_Vn: Tensor, b_nD: Tensor) -> None:
-    """Add a product to a sum in float32, in one kernel where a device has it: it reads and writes the sum once."""
-    if device_kernels.has_matmul_into_float32(sum_VD.device) and a_Vn.dtype in (torch.bfloat16, torch.float16):
-        torch.ops.aten.addmm.dtype_out(sum_VD, a_Vn, b_nD, sum_VD.dtype, out=sum_VD)
-    else:
-        sum_VD += a_Vn @ b_nD
-
-
 class _LinearCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -69,8 +65,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         loss = torch.zeros((), dtype=torch.float64, device=hidden_ND.device)
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         dhidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
+
+        # The gradient of the weight is a sum over chunks: in the model's own type each addition would round it
         exact = torch.promote_types(weight_VD.dtype, torch.float32)
         dweight_VD = torch.zeros_like(weight_VD, dtype=exact) if needs_weight else None
+        is_short = hidden_ND.dtype in (torch.bfloat16, torch.float16)
+        adds_in_one_kernel = is_short and device_kernels.has_matmul_into_float32(weight_VD.device)
+
         rows = _rows(len(hidden_ND), len(weight_VD))
         for start in range(0, len(hidden_ND), rows):
             hidden_nD = hidden_ND[start : start + rows]
@@ -79,9 +80,12 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             gradient_nV = gradient_nV.to(hidden_nD.dtype)
             if dhidden_ND is not None:
                 dhidden_ND[start : start + rows] = gradient_nV @ weight_VD
-            if dweight_VD is not None:
-                _add_product(dweight_VD, gradient_nV.t(), hidden_nD)
-            del gradient_nV  # before the next chunk has one
+            if dweight_VD is not None and adds_in_one_kernel:  # which reads and writes the sum once
+                torch.ops.aten.addmm.dtype_out(dweight_VD, gradient_nV.t(), hidden_nD, dweight_VD.dtype, out=dweight_VD)
+            elif dweight_VD is not None:
+                dweight_VD += gradient_nV.t() @ hidden_nD
+            # Freed before the next chunk makes its own, or two chunks of the vocabulary's width would exist at the peak
+            del gradient_nV
         dweight = None if dweight_VD is None else dweight_VD.to(weight_VD.dtype)
         ctx.save_for_backward(dhidden_ND, dweight)
         return (loss * weight).float()

@@ -34,6 +34,7 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O)."""
+        # A subclass of Tensor (a DTensor, one of the compiler or of a test) has its own matrix product
         rows = x.numel() // max(x.size(-1), 1)
         if (
             x.device.type != "cpu"
@@ -78,6 +79,7 @@ def _differentiate(ctx: Any, gradient_xO: Tensor) -> tuple[Tensor | None, Tensor
     dx_xI = dweight_OI = dbias_O = None
     if needs_x:
         dx_xI = _product(gradient_xO, weight_OI.t(), None)
+    # Transposing both factors for oneDNN may cost more than its product gains, so that this is measured apart
     gradient_RO = gradient_xO.flatten(0, -2)
     if needs_weight:
         x_RI = x_xI.flatten(0, -2)

@@ -29,10 +29,11 @@ class RowwiseRMSNorm(nn.RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise (..., D)."""
-        plain = all(type(one) in (Tensor, nn.Parameter) and one.device.type == "cpu" for one in (x, self.weight))
-        short = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
-        large = x.numel() >= _SMALLEST_NUMEL and len(self.normalized_shape) == 1
-        if torch.compiler.is_compiling() or not plain or not short or not large:
+        # A DTensor, a tensor of another device or another type, and small ones are left to PyTorch
+        are_plain = all(type(t) in (Tensor, nn.Parameter) and t.device.type == "cpu" for t in (x, self.weight))
+        has_type = x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        is_large = x.numel() >= _SMALLEST_NUMEL and len(self.normalized_shape) == 1
+        if torch.compiler.is_compiling() or not are_plain or not has_type or not is_large:
             return super().forward(x)
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         return _RMSNorm.apply(x, self.weight, eps)  # type: ignore[no-any-return]

@@ -41,6 +41,7 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse_R,) = ctx.saved_tensors
+        # A gather by the inverse: each row's gradient comes from one place, and copies of a row then lie side by side
         gradient_RD = gradients[0].index_select(0, inverse_R)
         if ctx.copies > 1:
             gradient_RD = gradient_RD.unflatten(0, (-1, ctx.copies)).sum(dim=1)
@@ -56,15 +57,16 @@ class Groups:
     """
 
     def __init__(self, count_E: Tensor, num_rows: int) -> None:
+        # Room after each group, so that its end is a multiple, and where each row and each free place then lies
         self.multiple = 1 << max(0, (num_rows // max(8 * count_E.numel(), 1)).bit_length() - 1)
         room_E = -count_E % self.multiple
         self.count_E = count_E + room_E
         before_E = room_E.cumsum(0) - room_E
         rows_R = torch.arange(num_rows)
         self._place_R = rows_R + torch.repeat_interleave(before_E, count_E, output_size=num_rows)
-        self._num_places = num_rows + int(room_E.sum())
-        self._row_P = torch.zeros(self._num_places, dtype=torch.int64).index_copy_(0, self._place_R, rows_R)
-        is_room_P = torch.ones(self._num_places, dtype=torch.bool).index_fill_(0, self._place_R, False)
+        num_places = num_rows + int(room_E.sum())
+        self._row_P = torch.zeros(num_places, dtype=torch.int64).index_copy_(0, self._place_R, rows_R)
+        is_room_P = torch.ones(num_places, dtype=torch.bool).index_fill_(0, self._place_R, False)
         self._room = is_room_P.nonzero().flatten()
 
     def spread(self, x_RD: Tensor) -> Tensor:
@@ -97,4 +99,5 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         row_P, room = ctx.saved_tensors
+        # The free places were computed from copies of row 0, whose gradient they must not have
         return gradients[0].index_select(0, row_P).index_fill_(0, room, 0.0), None, None, None

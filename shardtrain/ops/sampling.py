@@ -57,16 +57,21 @@ def choose(logits_BV: Tensor, sampling: Sampling, uniforms: Sequence[float]) -> 
         scores_BV, ids_BV = scores_BV.topk(min(sampling.top_k, scores_BV.size(-1)), dim=-1)
     elif sampling.top_p < 1:
         scores_BV, ids_BV = scores_BV.sort(dim=-1, descending=True)
+
+    # In float64, so that the running sum of a large vocabulary keeps the last tokens' shares apart
     shares_BV = scores_BV.softmax(-1).double()
     if sampling.top_p < 1:
+        # A token stays if those before it have less than top_p together: the first one always does
         before_BV = shares_BV.cumsum(-1) - shares_BV
         shares_BV = shares_BV.masked_fill(before_BV >= sampling.top_p, 0.0)
+
+    # Inverse transform sampling: the first token whose running sum is above the row's number times the sum of all
     upto_BV = shares_BV.cumsum(-1)
     total_B1 = upto_BV[:, -1:]
     _require_finite(total_B1)
     drawn_B1 = torch.tensor(uniforms, dtype=torch.float64, device=total_B1.device)[:, None] * total_B1
     place_B1 = torch.searchsorted(upto_BV, drawn_B1, right=True)
-    # rounding may put a number at the very end past the last token that can be drawn
+    # Rounding may put a number at the very end past the last token that can be drawn
     place_B1 = torch.minimum(place_B1, (upto_BV < total_B1).sum(-1, keepdim=True))
     chosen_B1 = place_B1 if ids_BV is None else ids_BV.gather(-1, place_B1)
     return chosen_B1[:, 0].tolist()  # type: ignore[no-any-return]

@@ -48,7 +48,7 @@ def blocks(num_queries: int, num_keys: int, offset: int, window: int, at_once: i
     >>> [(block.queries, block.keys) for block in blocks(130, 130, 0, 3, at_once=128)]
     [(slice(0, 128, None), slice(0, 128, None)), (slice(128, 130, None), slice(126, 130, None))]
     """
-    # before its first and after its last query that sees a key, a stretch has none that do
+    # Before its first and after its last query that sees a key, a stretch has none that do
     begin = max(0, -offset)
     end = min(num_queries, num_keys + window - 1 - offset)
     for start in range(begin, end, at_once):

@@ -38,12 +38,17 @@ class SplitCrossEntropySum(torch.autograd.Function):
         ctx: Any, logits_Nv: Tensor, targets_N: Tensor, weight: Tensor, vocabulary: Vocabulary, chunks: list[slice]
     ) -> Tensor:
         num_tokens, columns = logits_Nv.shape
+
+        # Of the targets, those that this rank has a column for; the others take some column, and here_N drops it
         kept_N = targets_N != IGNORE
         local_N = targets_N - vocabulary.offset
         here_N = kept_N & (local_N >= 0) & (local_N < columns)
         index_N1 = local_N.clamp(0, max(0, columns - 1)).unsqueeze(1)
+
+        # Of each token: the largest logit, the sum of exponentials below it, and the logit of its target. Columns that
+        # are all minus infinity, and a rank without columns, add nothing: the lowest finite number stands for these,
+        # since exp(-inf - -inf) would be NaN
         own_3N = torch.zeros(3, num_tokens, dtype=torch.float32, device=logits_Nv.device)
-        # columns that are all minus infinity, and no columns at all, add nothing
         lowest = torch.finfo(torch.float32).min
         own_3N[0] = lowest
         for part in chunks if columns else ():
@@ -52,12 +57,16 @@ class SplitCrossEntropySum(torch.autograd.Function):
             own_3N[0, part] = largest_n1.squeeze(1)
             own_3N[1, part] = (logits_nv - largest_n1).exp_().sum(dim=-1)
             own_3N[2, part] = torch.where(here_N[part], logits_nv.gather(1, index_N1[part]).squeeze(1), 0.0)
+
+        # The one collective. All ranks of the split enter it, also one that has no column
         largest_RN, sums_RN, target_RN = vocabulary.gather(own_3N).unbind(1)
         largest_N = largest_RN.amax(0)
         total_N = (sums_RN * (largest_RN - largest_N).exp_()).sum(0)
-        # the target is the logit of one rank, and zero on the others
+        # The target is the logit of one rank, and zero on the others
         losses_N = (total_N.log() - (target_RN.sum(0) - largest_N)) * kept_N
         loss = losses_N.sum(dtype=torch.float64)
+
+        # softmax - one_hot(target) for this rank's columns, which needs nothing more of the others
         if ctx.needs_input_grad[0]:
             gradient_Nv = torch.empty_like(logits_Nv)
             scale_N1 = (kept_N / total_N).mul_(weight).unsqueeze(1)
@@ -71,4 +80,5 @@ class SplitCrossEntropySum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradient_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient_Nv,) = ctx.saved_tensors
+        # In place: the trainer calls backward once, with an output gradient of exactly one.
         return gradient_Nv.mul_(gradient_outputs[0].to(gradient_Nv.dtype)), None, None, None, None

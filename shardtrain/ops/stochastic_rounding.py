@@ -30,6 +30,7 @@ def key_of(seed: int, name: str) -> int:
 
 def _mixed(x: Tensor) -> Tensor:
     """SplitMix64's output function: int64 to int64, arithmetic modulo 2^64."""
+    # PyTorch's >> of int64 repeats the sign; the masks clear those bits, as a shift of unsigned numbers would
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * _FIRST
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * _SECOND
     return x ^ ((x >> 31) & ((1 << 33) - 1))
@@ -40,11 +41,11 @@ def places(shape: Sequence[int], strides: Sequence[int], first: Tensor) -> Tenso
 
     ``strides`` are those of the whole tensor in a row, and ``first``, an int64 scalar, is where the part begins in it.
     """
-    found = first
+    place = first
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         along = torch.arange(size, device=first.device) * stride
-        found = found + along.view(-1, *[1] * (len(shape) - 1 - dim))
-    return found
+        place = place + along.view(-1, *[1] * (len(shape) - 1 - dim))
+    return place
 
 
 def chances(key: int | Tensor, step: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -56,6 +57,8 @@ def chances(key: int | Tensor, step: Tensor, place: Tensor) -> tuple[Tensor, Ten
 
 def to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
     """Finite float32 numbers as one of the two bfloat16 around them; what is one already stays."""
+    # The lower 16 bits of a float32 are what a bfloat16 lacks. A number from 0 to 65,535 is added to them, which carries
+    # into the upper bits the more often the larger they are; then they are cut off
     bits = x.view(torch.int32) + chance.to(torch.int32)
     up_or_down = (bits & -LEVELS).view(torch.float32)
     return torch.where(torch.isfinite(x), up_or_down, x).to(torch.bfloat16)

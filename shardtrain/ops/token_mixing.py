@@ -37,20 +37,22 @@ def outside_of_cores(whole: nn.Module, layout: Layout) -> Broken | None:
             return Broken(
                 f"has {path}, of the class {name} of its cores, which LAYOUT.context does not name", "name it"
             )
-    return _first(whole, layout, cores, "the attention core", "do it in the core")
+    return _first_mix(whole, layout, cores, "the attention core", "do it in the core")
 
 
 def outside_of_gathered(whole: nn.Module, layout: Layout) -> Broken | None:
     """The same for modules in which a tensor-parallel rank has all tokens: the word "gather" says which."""
     gathered = {path for path, _ in whole.named_modules() if word_of(layout, path) == "gather"}
-    return _first(whole, layout, gathered, 'modules with the word "gather"', "do it in one of these")
+    return _first_mix(whole, layout, gathered, 'modules with the word "gather"', "do it in one of these")
 
 
-def _first(whole: nn.Module, layout: Layout, allowed: set[str], where: str, fix: str) -> Broken | None:
+def _first_mix(whole: nn.Module, layout: Layout, allowed: set[str], where: str, fix: str) -> Broken | None:
     sizes = {size for parameter in whole.parameters() for size in parameter.shape}
     length = next((length for length in _LENGTHS if not any(size % length == 0 for size in sizes)), None)
     if length is None:
         return None
+
+    # A copy whose cores and experts do nothing, and whose modules say when they are entered and left
     model = copy.deepcopy(whole)
     watch = _Watch(length, allowed, where, fix)
 
@@ -64,6 +66,8 @@ def _first(whole: nn.Module, layout: Layout, allowed: set[str], where: str, fix:
             module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
         module.register_forward_pre_hook(lambda *_, path=path: enter(path))
         module.register_forward_hook(lambda *_: watch.stack.pop() and None, always_call=True)
+
+    # Tokens and positions are zeros: no number is looked at
     row_1T = torch.zeros(1, length, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad(), torch.device("meta"), watch:
@@ -92,17 +96,16 @@ class _Watch(TorchFunctionMode):
     def _look(self, name: str, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         given = [leaf for leaf in tree_leaves([args, kwargs]) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        # The model's own forward has all tokens under tensor parallelism, and may count them
+        may_not_count = "core" in self._where or len(self.stack) > 1
         place = f"in {self.stack[-1]}" if self.stack and self.stack[-1] else "in the model's forward"
-        if made and not given and any(self._length in x.shape for x in made) and self._may_not_count():
+        if made and not given and any(self._length in x.shape for x in made) and may_not_count:
             rule = f"counts the tokens that it is given, by {name} {place}: a rank has a part of them"
             self.found = Broken(rule, "take positions from the argument of forward")
         floats = [x for x in given if x.is_floating_point() and self._length in x.shape]
         if floats and made and self._mixes(name, floats[0], args, kwargs, made):
             rule = f"mixes tokens outside of {self._where}, by {name} {place}: a rank has a part of them"
             self.found = Broken(rule, self._fix)
-
-    def _may_not_count(self) -> bool:
-        return "core" in self._where or len(self.stack) > 1  # the model's own forward has all under tp
 
     def _mixes(self, name: str, x: Tensor, args: Any, kwargs: dict[str, Any], made: list[Tensor]) -> bool:
         if name in _ALWAYS:
@@ -115,9 +118,12 @@ class _Watch(TorchFunctionMode):
         if name in _ALONG:
             place = 2 if name == "roll" else 1
             dims = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else None))
-            dims = [dims] if isinstance(dims, int) else dims if isinstance(dims, tuple | list) else []
+            if isinstance(dims, int):
+                dims = [dims]
+            elif not isinstance(dims, tuple | list):
+                dims = []
             return any(isinstance(dim, int) and x.shape[dim] == self._length for dim in dims)
         results = [y for y in made if y.is_floating_point()]
-        # a product of tokens with tokens, or tokens that are summed or left out
+        # Tokens that are summed or left out, or a product of tokens with tokens
         lost = any(not any(size and size % self._length == 0 for size in y.shape) for y in results)
         return lost or any(list(y.shape).count(self._length) > 1 for y in results)
