@@ -304,11 +304,16 @@ def _rename(setting: Setting, alias: Alias, done: Rewritten) -> Setting | None:
     if alias.new is None or value is None:
         done.notices.append(f"{where}: {old} is ignored: {alias.why if alias.new is None else 'it is empty'}")
         return None
-    why = f": {alias.why}" if alias.why else (" (its opposite)" if alias.translate is _inverted else "")
-    if alias.translate is _mask and value == "on":
+    masks_documents = alias.translate is _mask and value == "on"
+    why = ""
+    if masks_documents:
         why = ": here positions restart in each document, too"
+    elif alias.why:
+        why = f": {alias.why}"
+    elif alias.translate is _inverted:
+        why = " (its opposite)"
     done.notices.append(f"{where}: {old} is called {alias.new} now{why}")
-    if alias.translate is _mask and value == "on":
+    if masks_documents:
         done.changes.append(done.notices[-1])
     return Setting(alias.new, value, where)
 
@@ -361,6 +366,7 @@ def _finish(done: Rewritten, old: list[Setting]) -> None:
     """Apply the rules of older files that take more than one option."""
     given = {setting.option: setting for setting in old}
     new = {setting.option: setting for setting in done.settings}
+    # In this order: the number of layers, which cuts need, follows from the flavor that _flavor finds
     _warmup(done, given, new)
     _folder(done, given, new)
     _microbatches(done, given, new)

@@ -39,15 +39,19 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
     while at < len(arguments):
         word = arguments[at]
         if not word.startswith("--") or word == "--":
+            # A word that is neither an option nor a value. All files of a pattern are one problem, and so are an option
+            # with one dash and its value
             read.problems.append(_stray(word, arguments[at - 1] if at else "", kinds))
-            at += 1
-            files = _expanded(arguments, at - 1)
+            files = _expanded(arguments, at)
             if len(files) > 1:
-                read.problems[-1] = _pattern(arguments[at - 3], files)
+                read.problems[-1] = _pattern(arguments[at - 2], files)
                 at += len(files) - 2
-            if word.startswith("-") and len(word) > 2 and "=" not in word:  # and what was meant to be its value
-                at += at < len(arguments) and not arguments[at].startswith("-")
+            at += 1
+            is_option = word.startswith("-") and len(word) > 2 and "=" not in word
+            if is_option and at < len(arguments) and not arguments[at].startswith("-"):
+                at += 1
             continue
+
         name, equals, attached = word[2:].partition("=")
         name = nested.underscored(name)
         at += 1
@@ -56,7 +60,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
         option = _option_of(name, kinds)
         kind = _kind(name, option, kinds)
         if not equals and not negated:
-            # a list takes every word up to the next option, a bool only a word that can be one: a file may follow it
+            # A list takes every word up to the next option, a bool only a word that can be one: a file may follow it
             limit = _most_values(kind)
             while at < len(arguments) and not arguments[at].startswith("--") and len(values) < limit:
                 if _is_bool(kind) and arguments[at].lower() not in ("true", "false", "none"):
@@ -69,6 +73,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
 
 def _expanded(arguments: Sequence[str], at: int) -> list[str]:
     """The words of a pattern that the shell has replaced by files, where ``arguments[at]`` is the second of them."""
+    # The first file was taken as the option's value, so the option is two words before
     if at < 2 or not arguments[at - 2].startswith("--") or "=" in arguments[at - 2]:
         return []
     suffix = Path(arguments[at - 1]).suffix
@@ -172,7 +177,9 @@ def _kind(name: str, option: str | None, kinds: Mapping[str, Any]) -> Kind:
         place = nested.find(name)
     except Unfit:
         return None  # reported when the setting is taken
-    return place.kind if place is not None and place.field is not None else None
+    if place is None or place.field is None:
+        return None
+    return place.kind
 
 
 def _is_bool(kind: Kind) -> bool:

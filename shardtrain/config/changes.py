@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -185,7 +185,7 @@ def class_of(option: str) -> Class | None:
 def to_record(config: Config, world_size: int) -> dict[str, Any]:
     """What a checkpoint keeps of its configuration: every option whose change matters, as JSON."""
     kept = {name: _plain(value_of(config, name)) for name in options() if class_of(name) != "ignore"}
-    # what was written as "whatever this mesh gives" is the number that it gave
+    # -1 means whatever this mesh gives: kept is the number that it gave, or another mesh would change it unnoticed
     kept["training.global_batch_size"] = derived.global_batch_size(config, world_size)
     return kept
 
@@ -199,13 +199,23 @@ def find(saved: Any, config: Config, world_size: int, excluded: Sequence[str] = 
     if not isinstance(saved, Mapping):
         return []
     now = to_record(config, world_size)
-    freed = tuple(start for part in excluded for start in FREED.get(part, ()))
-    same = tuple(name for is_same, names in _SPELT_OUT for name in names if is_same(saved, now))
-    found = []
-    for name, new in now.items():
-        if name in saved and saved[name] != new and name not in same and not (freed and name.startswith(freed)):
-            found.append(Change(name, saved[name], new, class_of(name) or "error"))
-    return found
+    # An option that no table knows is an error: a new one has to be given a class before its change is let through
+    differing = {
+        name: Change(name, saved[name], new, class_of(name) or "error")
+        for name, new in now.items()
+        if name in saved and saved[name] != new
+    }
+    for part in excluded:
+        for start in FREED.get(part, ()):
+            differing = {name: change for name, change in differing.items() if not name.startswith(start)}
+    # Options that together say one thing, and say the same as before in another way
+    if _same_schedule(saved, now):
+        for name in ("lr_scheduler.total_steps", "training.steps"):
+            differing.pop(name, None)
+    if _same_sizes(saved, now):
+        for name in ("model.flavor", "model.overrides"):
+            differing.pop(name, None)
+    return list(differing.values())
 
 
 def _same_schedule(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -226,13 +236,6 @@ def _same_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     except (ConfigError, KeyError, TypeError):
         return False
     return sizes[0] == sizes[1]
-
-
-_SPELT_OUT: tuple[tuple[Callable[[Mapping[str, Any], Mapping[str, Any]], bool], tuple[str, ...]], ...] = (
-    (_same_schedule, ("lr_scheduler.total_steps", "training.steps")),
-    (_same_sizes, ("model.flavor", "model.overrides")),
-)
-"""Options that together say one thing, with whether it is the same thing."""
 
 
 def check_accepted(loaded: Loaded) -> Iterator[Problem]:

@@ -67,8 +67,6 @@ def from_text(text: str, kind: Kind) -> Value:
         return coerce(text, kind)
     if kind is bool:
         return coerce({"true": True, "false": False}.get(text.lower(), text), bool)
-    if origin is dict:
-        return coerce(_toml_value(text, text), kind)
     return coerce(_toml_value(text, text), kind)
 
 
@@ -138,9 +136,13 @@ def _boolean(value: Value) -> bool:
     """Return true or false; 0, 1 and words are neither."""
     if isinstance(value, bool):
         return value
-    word = {"yes": "true", "on": "true", "1": "true", "true": "true"}.get(str(value).lower())
-    word = word or {"no": "false", "off": "false", "0": "false", "false": "false"}.get(str(value).lower())
-    raise Unfit("must be true or false", f"write {word}" if word else "write true or false")
+    text = str(value).lower()
+    fix = "write true or false"
+    if text in ("yes", "on", "1", "true"):
+        fix = "write true"
+    elif text in ("no", "off", "0", "false"):
+        fix = "write false"
+    raise Unfit("must be true or false", fix)
 
 
 def _text(value: Value) -> str:

@@ -80,11 +80,19 @@ def take(words: Sequence[str], options: Mapping[str, Option], flags: Sequence[st
             continue
         option = options.get(name)
         if option is None:
+            # A word for the configuration. One that is spelt like an option of this verb is refused, if it cannot be
+            # another's: options of the configuration have a dot, and OWN are those of ``split``
             rest.append(word)
-            _refuse_misspelt(name, [*options, *flags])
+            if name.startswith("--") and "." not in name and name not in OWN:
+                near = difflib.get_close_matches(name, [*options, *flags], 1, 0.8)
+                if near and name[2:] not in sections():
+                    raise _wrong(name, None, "is not an option", f"did you mean {near[0]}?")
             continue
         if option.once and name in own:
             raise _wrong(name, None, "is given twice", "give it once")
+
+        # Its value is what follows "=", or the next word, which may begin with a dash as a negative number does. A list
+        # takes all words up to the next option
         texts = [value] if equals else []
         while not equals and remaining and (option.is_list or not texts):
             if remaining[0].startswith("-" if option.is_list else "--"):
@@ -98,15 +106,6 @@ def take(words: Sequence[str], options: Mapping[str, Option], flags: Sequence[st
             raise _wrong(name, texts[0], str(error), f"write it like {name} {option.example}") from None
         own[name] = [*own.get(name, []), *values] if option.is_list else values[0]
     return Taken(own, tuple(rest))
-
-
-def _refuse_misspelt(word: str, own: Sequence[str]) -> None:
-    """Raise ConfigError for a word that is spelt like one of a verb's own options; the configuration's have a dot."""
-    if not word.startswith("--") or "." in word or word in OWN:  # the configuration's and those of ``split``
-        return
-    near = difflib.get_close_matches(word, own, 1, 0.8)
-    if near and word[2:] not in sections():
-        raise _wrong(word, None, "is not an option", f"did you mean {near[0]}?")
 
 
 def number_of(what: str = "", least: int = 1) -> Callable[[str], int]:
@@ -165,12 +164,10 @@ def two_files(named: str, path: str) -> Problem:
 def with_variable(arguments: CommandLine, environment: Mapping[str, str]) -> CommandLine:
     """Take the file of CONFIG_FILE where the command line names none, as torchtitan's scripts and images do."""
     file = environment.get("CONFIG_FILE")
-    if (
-        not file
-        or arguments.path
-        or any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides)
-    ):
+    is_deepspeed = any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides)
+    if not file or arguments.path or is_deepspeed:
         return arguments
+    # One line of the whole run: not of each rank that a launcher starts, nor of a process that we started ourselves
     if environment.get("RANK", "0") == "0" and "SHARDTRAIN_PARENT" not in environment:
         shown = "".join(char if char.isprintable() else "?" for char in file)
         print(f"configuration: {shown} (as CONFIG_FILE says)", file=sys.stderr, flush=True)

@@ -43,6 +43,8 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
     asked = model.flavor == FROM_FOLDER
     where = origins.get("model.flavor", "") if asked else ""
     has = bool(model.hf_assets_path) and (folder / "config.json").is_file()
+
+    # What asks for a folder, and names none that could say sizes
     if asked and model.name.endswith(".py"):
         rule = f"takes sizes from a folder, and {model.name} is a model file of yours"
         return Problem("model.flavor", model.flavor, rule, "name one of its flavors", where)
@@ -54,14 +56,18 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
         if not is_there:  # as a recipe is before its first command
             fix = "fetch it (shardtrain data download --repo_id OWNER/NAME), export it, or name a flavor"
         return Problem("model.flavor", model.flavor, rule, fix, where)
+
+    # A class of transformers takes the folder as it is. Where nothing asks for a folder, the model stays as it is named
     if named("model.name") and model.name == NAME:
         return _as_it_is(config, {}, _FOLDER_FLAVOR if asked else model.flavor)
     wanted = not named("model.flavor") and named("model.hf_assets_path") and has
     if not asked and (not wanted or model.name.endswith(".py")):
         return Followed(config)
+
+    # Late, because these files read model files by what this package has, and import config themselves
     from shardtrain.hf.config_json import in_transformers, read_json
     from shardtrain.hf.format import OnlyInTransformers
-    from shardtrain.hf.reading import HUBS, describe  # which read model files by what this package has
+    from shardtrain.hf.reading import HUBS, describe
 
     is_free = not named("model.name")
     if not asked and not is_free and model.name not in HUBS:
@@ -87,15 +93,17 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
         rule = f"is not what {folder} holds, which is {found.name}"
         fix = f'set it to "{found.name}", or leave it out'
         return Problem("model.name", model.name, rule, fix, origins.get("model.name", ""))
+
+    # The model of the folder, with the user's overrides above what its config.json says
     overrides = {**found.overrides, **model.overrides}
     taken = dataclasses.replace(model, name=found.name, flavor=found.flavor, overrides=overrides)
-    said = f"{folder / 'config.json'}"
-    more = {f"model.overrides.{key}": said for key in found.overrides if key not in model.overrides}
+    file = f"{folder / 'config.json'}"
+    from_file = {f"model.overrides.{key}": file for key in found.overrides if key not in model.overrides}
     changed = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
-    notice = f"model {found.name}/{found.flavor}{' with ' + changed if changed else ''}: the sizes of {said}"
+    notice = f"model {found.name}/{found.flavor}{' with ' + changed if changed else ''}: the sizes of {file}"
     return Followed(
         dataclasses.replace(config, model=taken),
-        {"model.name": said, "model.flavor": said, **more},
+        {"model.name": file, "model.flavor": file, **from_file},
         (notice, *found.notices),
     )
 

@@ -45,8 +45,10 @@ def _entries(text: str) -> list[_Entry]:
     for line in text.splitlines():
         indent = len(line) - len(line.lstrip())
         before = found[-1] if found and found[-1].first else None
+        # Columns are apart by the widest gap within an indented line
         gaps = [gap for gap in re.finditer(r" {2,}(?=\S)", line) if gap.start()] if indent else []
-        gap = max(gaps, key=lambda found: len(found[0]), default=None)
+        gap = max(gaps, key=lambda gap: len(gap[0]), default=None)
+        # A line that continues the one above (a usage, a second column, a paragraph), or a row, or one alone
         if line.strip() and before and indent >= _DEEP and before.first.startswith("usage:"):
             before.first += f" {line.strip()}"
         elif line.strip() and before and indent >= _DEEP:

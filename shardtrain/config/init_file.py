@@ -64,11 +64,8 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     path = Path(arguments[0])
     rest = list(arguments[1:])
     if path.suffix != ".toml":
-        raise ConfigError(
-            Problem(
-                "NEW.toml", str(path), "does not end in .toml", f"write {path.with_suffix('.toml')}", "command line"
-            )
-        )
+        fix = f"write {path.with_suffix('.toml')}"
+        raise ConfigError(Problem("NEW.toml", str(path), "does not end in .toml", fix, "command line"))
     if path.exists():
         raise ConfigError(Problem("NEW.toml", str(path), "exists", "name a new file", "command line"))
     if not rest and sys.stdin.isatty() and sys.stdout.isatty():
@@ -76,7 +73,13 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     found = split(rest)
     loaded = load(found.path, found.overrides, preset=presets.FIRST)
     name = presets.name_of(Path(loaded.path)) if loaded.path else "the defaults"
-    text = "\n".join([*_head(path, name), *_explained(loaded)]) + "\n"
+    head = [
+        DIRECTIVE,
+        f"# Written by `shardtrain init` from {name}. Train it with `shardtrain train {shlex.quote(path.name)}`.",
+        "# Override options there, for example --training.steps 100. All options: `shardtrain config help`.",
+        "",
+    ]
+    text = "\n".join([*head, *_explained(loaded)]) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_io.write(path, text)
@@ -100,13 +103,6 @@ def _asked(ask: Callable[[str], str]) -> list[str]:
         if option == "--training.dataset_path" and answer:
             words += ["--training.dataset", "jsonl" if re.search(r"\.jsonl?(\.\w+)?$", answer) else "text"]
     return words
-
-
-def _head(path: Path, name: str) -> Iterator[str]:
-    yield DIRECTIVE
-    yield f"# Written by `shardtrain init` from {name}. Train it with `shardtrain train {shlex.quote(path.name)}`."
-    yield "# Override options there, for example --training.steps 100. All options: `shardtrain config help`."
-    yield ""
 
 
 def _explained(loaded: Loaded) -> Iterator[str]:

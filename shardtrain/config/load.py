@@ -82,20 +82,28 @@ def load(
     """
     line = read_arguments(arguments, old_kinds())
     problems = list(line.problems)
-    named = [s for s in line.settings if s.option == CONFIG_FILE]
-    file = Path(named[-1].value[0]) if named else (Path(path) if path is not None else None)
+
+    # Which file: that of --job.config_file, that of ``path``, or the preset where neither is given
+    named = [setting for setting in line.settings if setting.option == CONFIG_FILE]
+    file: Path | None = None
+    if named:
+        file = Path(named[-1].value[0])
+    elif path is not None:
+        file = Path(path)
     if named and path is not None and file != Path(path):
         raise ConfigError([*problems, two_files(str(file), str(path))])
-    is_ours = file is None and preset is not None
-    if is_ours:
+    is_preset_of_ours = file is None and preset is not None
+    if is_preset_of_ours:
         file = Path(str(preset))
     if file is not None:
         file = presets.find(file)
+
+    # A file that cannot be read at all is an error even where problems are kept: all of it would be defaults
     unread: list[Problem] = []
     settings = _read_file(file, unread) if file is not None else []
     problems += unread
     loaded = _resolve(settings, line.settings, problems, file, keep_problems=keep_problems and not unread)
-    if not is_ours:
+    if not is_preset_of_ours:
         return loaded
     notice = f"no configuration is named: this is the preset {preset}; the presets are {', '.join(presets.names())}"
     return replace(loaded, notices=(notice, *loaded.notices))
@@ -130,18 +138,22 @@ def _resolve(
     keep_problems: bool = False,
 ) -> Loaded:
     """Rename, type and merge the settings of the file and of the command line; raise all problems, or keep them."""
-    # what the command line sets under the same name replaces what the file says of it, a list with all its entries
-    given = {s.option for s in from_line}
+    # What the command line sets under the same name replaces what the file says of it, a list with all its entries
+    given = {setting.option for setting in from_line}
     lists = tuple(f"{name}." for name in given if nested.names_list(name))
-    from_file = [s for s in from_file if s.option not in given and not s.option.startswith(lists)]
-    both = [from_file, [one for setting in from_line for one in nested.spread_text(setting)]]
-    values: dict[str, Any] = {}
-    origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)
-    rewritten = rewrite([s for group in both for s in group])
+    kept = [s for s in from_file if s.option not in given and not s.option.startswith(lists)]
+    spread = [part for setting in from_line for part in nested.spread_text(setting)]
+
+    # Older names become those of today
+    rewritten = rewrite([*kept, *spread])
     problems += rewritten.problems
     renames = tuple(notice for notice in rewritten.notices if notice not in rewritten.changes)
+
+    # Type and enter each setting. The file first: what the command line sets is entered over it. What one of the two
+    # gives twice, it gives under an older name and today's
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)
     seen: dict[tuple[str, bool], Setting] = {}
-    # the file first: what the command line sets is entered over it
     for setting in sorted(rewritten.settings, key=lambda s: s.where == COMMAND_LINE):
         place = (setting.option, setting.where == COMMAND_LINE)
         if place in seen and seen[place].value == setting.value and seen[place].is_text == setting.is_text:
@@ -159,7 +171,8 @@ def _resolve(
     if problems and not keep_problems:
         raise ConfigError(problems)
     config = _build("", values)
-    # model.name may be a folder of Hugging Face, whose config.json sets options that nobody has given
+
+    # The model may be that of a Hugging Face folder, whose config.json sets options that nobody has given
     followed = with_folder(config, origins) if follow else Followed(config)
     if isinstance(followed, Problem):
         if not keep_problems:
@@ -167,8 +180,8 @@ def _resolve(
         problems.append(followed)
         followed = Followed(config)
     notices = (*rewritten.notices, *followed.notices)
-    found = MappingProxyType({**origins, **followed.origins})
-    return Loaded(followed.config, found, notices, file, renames, tuple(problems))
+    all_origins = MappingProxyType({**origins, **followed.origins})
+    return Loaded(followed.config, all_origins, notices, file, renames, tuple(problems))
 
 
 def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> None:
@@ -179,22 +192,27 @@ def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], pro
     try:
         place = nested.find(name)
         if place is not None:
+            # A key of an entry of a table of tables, as data.sources.web.weight
             nested.take(place, setting, values.setdefault(place.option.name, {}))
             if place.entry:
-                # an entry has many keys: it is said to be from where the first one was
+                # An entry has many keys: its origin is that of the first one
                 origins.setdefault(f"{place.option.name}.{place.entry}", setting.where)
             if origins[place.option.name] == DEFAULT or setting.where == COMMAND_LINE:
                 origins[place.option.name] = setting.where
         elif option is not None:
             kind = option.kind
             value = from_texts(setting.value, kind) if setting.is_text else coerce(setting.value, kind)
-            values[name] = {**values.get(name, {}), **value} if option.is_table else value
             if option.is_table:
+                values[name] = {**values.get(name, {}), **value}
                 origins |= {f"{name}.{inner}": setting.where for inner in value}
+            else:
+                values[name] = value
         elif table in options() and options()[table].is_table:
+            # A key of a free table, as model.overrides.dim: text of the command line becomes what it looks like
             kind = get_args(options()[table].kind)[1]
-            is_typed = setting.is_text and kind is not str
-            value = plain(setting.value[0]) if is_typed else setting.value[0] if setting.is_text else setting.value
+            value = setting.value
+            if setting.is_text:
+                value = setting.value[0] if kind is str else plain(setting.value[0])
             values[table] = {**values.get(table, {}), key: coerce(value, kind)}
             origins[table] = setting.where
         else:
@@ -210,12 +228,11 @@ def _unknown(setting: Setting) -> Problem:
     """Return the problem of a name that no option has."""
     name = setting.option
     if isinstance(setting.value, dict) and not setting.is_text:
-        near = nearest(name, [*(s for s in sections() if s), *(o.name for o in options().values() if o.entry)])
-        fix = (
-            f"did you mean [{near}]?"
-            if near
-            else "sections are " + ", ".join(s for s in sections() if "." not in s and s)
-        )
+        tables = [option.name for option in options().values() if option.entry]
+        near = nearest(name, [*filter(None, sections()), *tables])
+        fix = f"did you mean [{near}]?"
+        if not near:
+            fix = "sections are " + ", ".join(section for section in sections() if section and "." not in section)
         return Problem(f"[{name}]", None, "is not a section", fix, setting.where)
     if name in sections():
         return Problem(
@@ -249,19 +266,23 @@ def _flatten(
     table: Mapping[str, Any], prefix: tuple[str, ...], lines: Mapping[tuple[str, ...], int], file: str
 ) -> list[Setting]:
     """Turn nested tables into dotted settings; a table that is not a section stays one setting."""
-    found: list[Setting] = []
+
+    def where(path: tuple[str, ...]) -> str:
+        return f"{file}:{lines[path]}" if path in lines else file
+
+    settings: list[Setting] = []
     for key, value in table.items():
         path = (*prefix, key)
         name = ".".join(path)
-        if nested.holds(path):
-            found += nested.spread(path, value, lambda at: f"{file}:{lines[at]}" if at in lines else file)
-        elif isinstance(value, dict) and (
+        is_section = isinstance(value, dict) and (
             name in sections()
-            or any(old.startswith(f"{name}.") for old in ALIASES)  # a section of an older file
             or (name in options() and options()[name].is_table)
-        ):
-            found += _flatten(value, path, lines, file)
+            or any(old.startswith(f"{name}.") for old in ALIASES)  # a section of an older file
+        )
+        if nested.holds(path):
+            settings += nested.spread(path, value, where)
+        elif is_section:
+            settings += _flatten(value, path, lines, file)
         else:
-            line = lines.get(path)
-            found.append(Setting(name, value, f"{file}:{line}" if line else file))
-    return found
+            settings.append(Setting(name, value, where(path)))
+    return settings

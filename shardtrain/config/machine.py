@@ -88,6 +88,8 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
     others = other_degrees(loaded.config)
     if others < 1 or world_size < 1:
         return
+
+    # The degrees multiply to the number of ranks
     shard = p.data_parallel_shard_degree
     option = "parallelism.data_parallel_shard_degree"
     if world_size > MAX_RANKS:
@@ -96,7 +98,7 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         return
     ranks = f"{world_size} rank{'s' if world_size > 1 else ''}"
     if shard == -1 and world_size % others:
-        # of the other degrees the one that asks for most: it is what a user would lower
+        # Named is the other degree that asks for most: it is what a user would lower
         names = ("tensor_parallel_degree", "data_parallel_replicate_degree", "context_parallel_degree")
         degrees = [f"parallelism.{name}" for name in (*names, "pipeline_parallel_degree")]
         name = max(degrees, key=loaded.value)
@@ -112,13 +114,16 @@ def mesh_notes(loaded: Loaded, world_size: int) -> Iterator[Problem]:
         fix = f"use -1 or {world_size // others}" if world_size % others == 0 else f"start {shard * others} ranks"
         yield problem(loaded, option, rule, fix)
         return
+
+    # Rules of the file that could not be checked while the number of ranks was unknown
     yield from check_experts_of_world(loaded, world_size)
     if p.pipeline_parallel_degree > 1 and p.data_parallel_shard_degree == -1:
         layers = (model_shape(loaded) or {}).get("num_layers")
         rows = known_rows(loaded, world_size)
-        # where the rows are known without the number of ranks, the rules of the file have looked already
         if known_rows(loaded) is None and rows and isinstance(layers, int):
             yield from check_microbatches(loaded, rows, num_stages(loaded.config.parallelism, layers))
+
+    # The global batch divides over the data-parallel ranks
     shard = world_size // others if shard == -1 else shard
     yield from _accumulation(loaded, p.data_parallel_replicate_degree * shard)
     t = loaded.config.training
@@ -227,13 +232,15 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
 def _why_not_writable(path: Path) -> str:
     """Why a folder cannot be made or written; empty where it can, and where storage does not answer now."""
     try:
+        # The system itself tells whether the longest path of a run is too long: that it does not exist is fine
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(path / _LONGEST_BELOW)
-        there = next(one for one in (path, *path.parents) if one.exists() or one.is_symlink())
+        # The deepest folder that exists decides; a link to nothing exists and is not a folder
+        there = next(folder for folder in (path, *path.parents) if folder.exists() or folder.is_symlink())
         if not there.is_dir():
             return f"cannot be made: {there} is {'a file' if there.exists() else 'a link to nothing'}"
         read_only = hasattr(os, "statvfs") and bool(os.statvfs(there).f_flag & os.ST_RDONLY)
-        # in the kernel's own folders nobody makes others, whatever their permissions say
+        # In the kernel's own folders nobody makes others, whatever their permissions say
         virtual = there != path and (there.is_relative_to("/proc") or there.is_relative_to("/sys"))
         if not os.access(there, os.W_OK | os.X_OK) or read_only or virtual:
             return f"cannot be written: {there} is not writable here"

@@ -119,6 +119,7 @@ def _parsed(path: Path, mtime_ns: int, size_bytes: int) -> ast.Module:
 def _definition(module: ast.Module, wanted: str, name: str, follow: bool = True) -> tuple[ast.Module, ast.AST] | None:
     """Find a top-level class or assignment of the name ``wanted``, following one import from another model file."""
     for node in module.body:
+        # class Config, FLAVORS = ..., FLAVORS: dict = ..., or from shardtrain.models.X import FLAVORS
         if isinstance(node, ast.ClassDef) and node.name == wanted:
             return module, node
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]

@@ -77,25 +77,24 @@ def _names() -> list[str]:
 
 def spread(path: Path, value: Value, where: Callable[[Path], str]) -> Iterator[Setting]:
     """Split a TOML value at or below an option of tables into a setting for each entry and each key of it."""
-    # an empty table or list stands for one whose entries follow as settings of their own
-    setting: Value = {} if isinstance(value, dict) else [] if _is_tables(value) else value
-    yield Setting(".".join(path), setting, where(path))
-    if isinstance(value, dict):
-        items = value.items()
-    elif _is_tables(value):
-        items = {str(number): item for number, item in enumerate(value)}.items()
+    name = ".".join(path)
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value):
+        empty: Value = []
+        entries = {str(number): item for number, item in enumerate(value)}
+    elif isinstance(value, dict):
+        empty = {}
+        entries = value
     else:
+        yield Setting(name, value, where(path))
         return
-    for key, item in items:
+    # An empty table or list stands for one whose entries follow as settings of their own
+    yield Setting(name, empty, where(path))
+    for key, item in entries.items():
         below = (*path, key)
         if isinstance(item, dict):
             yield from spread(below, item, where)
         else:
             yield Setting(".".join(below), item, where(below))
-
-
-def _is_tables(value: Value) -> bool:
-    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def spread_text(setting: Setting) -> list[Setting]:
@@ -133,7 +132,8 @@ def take(place: Place, setting: Setting, entries: Entries) -> None:
     name = place.field.name.rpartition(".")[2]
     value = from_texts(setting.value, place.kind) if setting.is_text else coerce(setting.value, place.kind)
     if place.field.is_table:
-        fields[name] = {**fields.get(name, {}), **({place.key: value} if place.key is not None else value)}
+        added = {place.key: value} if place.key is not None else value
+        fields[name] = {**fields.get(name, {}), **added}
     else:
         fields[name] = value
 
@@ -151,6 +151,7 @@ def underscored(name: str) -> str:
     option = next((o for o in _names() if plain.startswith(f"{o}.")), None)
     if option is None:
         return plain
+    # In data.my-sources.WEB-1.text-field.KEY the entry and the key are the user's, and the field is the schema's
     entry, dot, rest = name[len(option) + 1 :].partition(".")
     field, dot_2, key = rest.partition(".")
     return f"{option}.{entry}{dot}{field.replace('-', '_')}{dot_2}{key}"

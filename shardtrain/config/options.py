@@ -93,6 +93,7 @@ def _help_texts() -> Mapping[str, Mapping[str, str]]:
     """Read the docstring below each field of the schema's classes: class name -> field -> text on one line."""
     found: dict[str, dict[str, str]] = {}
     parts = (schema, data_schema, launch_schema, lora_schema, safety_schema, task_schema, watch_schema)
+    # Python keeps no docstring of a field, so that the source is read: the text below each annotated name
     sources = [ast.parse(inspect.getsource(module)) for module in parts]
     for node in [node for source in sources for node in source.body]:
         if not isinstance(node, ast.ClassDef):
@@ -228,31 +229,38 @@ def suggestion(name: str, extra: Iterable[str] = ()) -> str:
     section, _, key = name.rpartition(".")
     if name.lower() in options():
         return f"did you mean {name.lower()}?"
+    # A name of another program
     if name in _WAYS or (key in _WAYS and section.count(".") == 0):
         return _WAYS.get(name) or _WAYS[key]
+
+    # A misspelt table of tables, whose entries have names of the user's: data.source.web.weight
     for tables in (option.name for option in options().values() if option.entry):
-        beginning = name.split(".")[:2]
-        rest = name.split(".")[2:]
-        if rest and nearest(".".join(beginning), [tables], 0.85):
-            return f"did you mean {'.'.join([tables, *rest])}?"
+        parts = name.split(".")
+        if parts[2:] and nearest(".".join(parts[:2]), [tables], 0.85):
+            return f"did you mean {'.'.join([tables, *parts[2:]])}?"
+
+    # A misspelt key of a section that there is
     within = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section}
     match = nearest(key, within, 0.75)
     if match:
         return f"did you mean {within[match]}?"
+    # A key that there is, in another section: in the one that is spelt most like it, or the first of few
     same_key = {other.rpartition(".")[0]: other for other in options() if other.rpartition(".")[2] == key}
     alike = nearest(section, same_key)
     if alike is None and 1 <= len(same_key) <= _FEW_SECTIONS:
         alike = next(iter(same_key))
     if alike is not None:
         return f"did you mean {same_key[alike]}?"
+    # A misspelt section
     known_sections = {other.rpartition(".")[0] for other in known} | {s for s in sections() if s}
     other_section = nearest(section, known_sections)
     if other_section and section not in known_sections:
         if f"{other_section}.{key}" in options():
             return f"did you mean {other_section}.{key}?"
         return f"did you mean a key of [{other_section}]?"
+    # Anything like it; a common section alone is not a likeness
     match = None if same_key else nearest(name, known, 0.75)
-    if match and nearest(key, [match.rpartition(".")[2]], 0.75):  # a common section alone is not a likeness
+    if match and nearest(key, [match.rpartition(".")[2]], 0.75):
         return f"did you mean {match}?"
     where = section if section in sections() and section else ""
     return f"`shardtrain config show` lists the options{f' of [{where}]' if where else ''}"
@@ -266,14 +274,18 @@ def help_text(name: str = "") -> str:
     if name in options():
         option = options()[name]
         below = options_of(f"{name}.{entry_name(option)}", option.entry) if option.entry else {}
-        return "\n".join(map(_option_text, [option, *below.values()]))
+        texts = []
+        for each in (option, *below.values()):
+            texts.append(f"--{each.name}  ({kind_text(each.kind)}; default {default_text(each.default)})")
+            texts.append(textwrap.fill(each.help, 100, initial_indent="    ", subsequent_indent="    "))
+        return "\n".join(texts)
     holder = next((o.name for o in options().values() if o.entry and name.startswith(f"{o.name}.")), None)
     if holder is not None:
         return help_text(holder)
     if name not in sections():
-        section = "." not in name and nearest(name, [one for one in sections() if one])
+        section = nearest(name, filter(None, sections())) if "." not in name else None
         if any(other.rpartition(".")[2] == name for other in options()):
-            section = ""  # a key whose section was left out
+            section = None  # a key whose section was left out
         fix = f"did you mean {section}?" if section else suggestion(name)
         raise ConfigError(Problem(name, None, "is neither a section nor an option", fix))
     if not name:
@@ -286,12 +298,6 @@ def help_text(name: str = "") -> str:
 def entry_name(option: Option) -> str:
     """Return what stands for the name of an entry of a table of tables in help texts: NAME, or N in a list."""
     return "N" if get_origin(option.kind) is list else "NAME"
-
-
-def _option_text(option: Option) -> str:
-    """Write one option with its type, default and help."""
-    head = f"--{option.name}  ({kind_text(option.kind)}; default {default_text(option.default)})\n"
-    return head + textwrap.fill(option.help, 100, initial_indent="    ", subsequent_indent="    ")
 
 
 def _first_line(cls: type) -> str:

@@ -29,4 +29,6 @@ class Setting:
     @property
     def shown(self) -> Value:
         """The value as an error message shows it."""
-        return (self.value[0] if len(self.value) == 1 else list(self.value)) if self.is_text else self.value
+        if not self.is_text:
+            return self.value
+        return self.value[0] if len(self.value) == 1 else list(self.value)

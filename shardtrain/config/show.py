@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -26,21 +27,13 @@ def toml_value(value: Value) -> str:
         text = repr(value)
         return text if any(mark in text for mark in ".ein") else f"{text}.0"
     if isinstance(value, str):
-        return '"' + "".join(_escaped(character) for character in value) + '"'
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda match: f"\\u{ord(match[0]):04x}", escaped) + '"'
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_key(key)} = {toml_value(item)}" for key, item in value.items()) + "}"
     return str(value)
-
-
-def _escaped(character: str) -> str:
-    """Write one character of a TOML basic string."""
-    if character in '"\\':
-        return f"\\{character}"
-    if ord(character) < 0x20 or ord(character) == 0x7F:
-        return f"\\u{ord(character):04x}"
-    return character
 
 
 def _key(key: str) -> str:
@@ -75,6 +68,7 @@ def _render(config: Config, comment: Callable[[str, Any], str], wanted: Callable
         for name in names:
             value = value_of(config, name)
             key = name.rpartition(".")[2]
+            # An empty list of tables is written as a value: no header could say that there are none
             if options()[name].entry and (value or isinstance(value, Mapping)):
                 tables += _entries(options()[name], value, comment)
             elif options()[name].is_table:

@@ -73,9 +73,10 @@ def layers_per_stage(parallelism: Parallelism, num_layers: int) -> list[range]:
     ends = [0] * count
     ends[0] += parallelism.pipeline_parallel_first_stage_less_layers
     ends[-1] += parallelism.pipeline_parallel_last_stage_less_layers
-    even, odd = divmod(_weighted_layers(parallelism, num_layers), count)
+    even, left_over = divmod(_weighted_layers(parallelism, num_layers), count)
     sizes = [max(0, even - weight) for weight in ends]
-    for stage in sorted(range(count), key=lambda stage: (sizes[stage] > 0, stage))[:odd]:
+    # False sorts before True: stages without a layer first
+    for stage in sorted(range(count), key=lambda stage: (sizes[stage] > 0, stage))[:left_over]:
         sizes[stage] += 1
     starts = [sum(sizes[:stage]) for stage in range(count)]
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]

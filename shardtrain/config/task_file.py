@@ -35,8 +35,17 @@ def task_names() -> list[str]:
 def read_task_file(name: str) -> TaskFacts:
     """Read the facts of the task ``name``; raises ConfigError where there is no such file or it cannot be read."""
     module = _parse(name)
-    found = _literals(module)
-    for node in module.body:  # what it does not say itself, the task that it builds on says
+    found: dict[str, Any] = {}
+    for node in module.body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            variable = node.targets[0].id
+            if variable in ("METRICS", "DEGREES"):
+                try:
+                    found[variable] = ast.literal_eval(node.value)
+                except ValueError:
+                    found[variable] = None
+    # What it does not say itself, the task that it builds on says
+    for node in module.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE):
             base = (node.module or "").removeprefix(_PACKAGE)
             if base in task_names() and base != name:
@@ -89,16 +98,3 @@ def _names_a_task(node: ast.AST) -> bool:
     if isinstance(node, ast.ClassDef):
         return node.name == "Task"
     return isinstance(node, ast.Name) and node.id == "Task" and isinstance(node.ctx, ast.Store)
-
-
-def _literals(module: ast.Module) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for node in module.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            name = node.targets[0].id
-            if name in ("METRICS", "DEGREES"):
-                try:
-                    found[name] = ast.literal_eval(node.value)
-                except ValueError:
-                    found[name] = None
-    return found

@@ -45,11 +45,13 @@ def teacher_config(config: Config) -> Config | Problem:
     found = with_folder(alone, {"model.hf_assets_path": OPTION})
     if isinstance(found, Problem):
         return dataclasses.replace(found, option=OPTION, value=path)
+
+    # Its own model on the student's mesh, without what is about training it
     experts = (model_shape(Loaded(found.config)) or {}).get("num_experts")
     degree = config.parallelism.expert_parallel_degree if experts else 1
     parallelism = dataclasses.replace(config.parallelism, shard_optimizer_states=False, expert_parallel_degree=degree)
     debug = dataclasses.replace(config.debug, moe_force_load_balance=False)
-    # what is never updated needs no digits beyond those that it computes with: the numbers are the same
+    # What is never updated needs no digits beyond those that it computes with: the numbers are the same
     low = derived.compute_dtype(config) == "bfloat16"
     training = dataclasses.replace(config.training, dtype="bfloat16") if low else config.training
     recompute = dataclasses.replace(config.activation_checkpoint, mode="none")
@@ -80,6 +82,8 @@ def check_distillation(loaded: Loaded) -> Iterator[Problem]:
     if isinstance(found, Problem):
         yield dataclasses.replace(found, where=loaded.where(OPTION))
         return
+
+    # The teacher has to fit the mesh as the student does; a problem of its sizes is one of the folder that has them
     teacher = Loaded(found)
     for check in (check_sizes, check_tensor_parallel, check_experts, check_context, check_transformers):
         for broken in check(teacher):
@@ -87,21 +91,22 @@ def check_distillation(loaded: Loaded) -> Iterator[Problem]:
             rule = f"{broken.rule}, the teacher of {OPTION}" if of_mesh else f"{broken.option}: {broken.rule}"
             option, value = (broken.option, broken.value) if of_mesh else (OPTION, task.teacher_path)
             yield Problem(option, value, rule, broken.fix, loaded.where(option))
-    yield from _check_vocabulary(loaded, found)
 
-
-def _check_vocabulary(loaded: Loaded, teacher: Config) -> Iterator[Problem]:
+    # Both have the same tokens under the same ids. They may have different numbers of rows, of which the last ones are
+    # no token's, unless ranks hold parts of them
     c = loaded.config
-    path = c.task.teacher_path
+    path = task.teacher_path
     where = loaded.where(OPTION)
-    rows, theirs = (_rows(one) for one in (loaded, Loaded(teacher)))
+    rows = _rows(loaded)
+    teacher_rows = _rows(teacher)
     split = c.parallelism.tensor_parallel_degree > 1 and not c.parallelism.disable_loss_parallel
-    if split and rows and theirs and rows != theirs:
-        rule = f"has {theirs} rows of its vocabulary and the model {rows}, which ranks would not split alike"
+    if split and rows and teacher_rows and rows != teacher_rows:
+        rule = f"has {teacher_rows} rows of its vocabulary and the model {rows}, which ranks would not split alike"
         yield Problem(OPTION, path, rule, "set parallelism.disable_loss_parallel = true", where)
-    own = c.model.tokenizer_path or c.model.hf_assets_path
-    if differ := _difference(own, path):
-        rule = f"has another vocabulary than {own}: {differ}"
+    tokenizer = c.model.tokenizer_path or c.model.hf_assets_path
+    difference = _difference(tokenizer, path)
+    if difference:
+        rule = f"has another vocabulary than {tokenizer}: {difference}"
         yield Problem(OPTION, path, rule, "use a teacher with the model's own tokenizer", where)
 
 
@@ -125,13 +130,13 @@ def _difference(own: str, teacher: str) -> str:
     if ours is not None and theirs is not None:
         if filecmp.cmp(ours, theirs, shallow=False):
             return ""
-        words = _words(ours)
-        known = _words(theirs)
-        if words is None or known is None:
-            return ""  # what is wrong with the file is said where it is opened
-        for id_, word in words.items():
-            if known.get(id_) != word:
-                there = repr(known[id_]) if id_ in known else "nothing"
+        our_words = _words(ours)
+        their_words = _words(theirs)
+        if our_words is None or their_words is None:
+            return ""  # what is wrong with the file is reported where it is opened
+        for id_, word in our_words.items():
+            if their_words.get(id_) != word:
+                there = repr(their_words[id_]) if id_ in their_words else "nothing"
                 return f"id {id_} is {word!r} here and {there} there"
         return ""
     for name in _OTHER_TOKENIZERS:
@@ -155,8 +160,9 @@ def _words(file: Path) -> dict[int, str] | None:
     try:
         found: Mapping[str, Any] = json.loads(reading.whole(file, _MAX_BYTES))
         vocab = found["model"]["vocab"]
-        words = {id_: word for word, id_ in vocab.items()} if isinstance(vocab, dict) else None
-        if words is None:  # unigram: pairs of a token and its score
+        if isinstance(vocab, dict):
+            words = {id_: word for word, id_ in vocab.items()}
+        else:  # unigram: pairs of a token and its score
             words = {id_: pair[0] for id_, pair in enumerate(vocab)}
         for added in found.get("added_tokens") or []:
             words[added["id"]] = added["content"]

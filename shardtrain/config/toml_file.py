@@ -27,6 +27,7 @@ DEEP_KEY = re.compile(rf"(?:^|[{{,])[ \t]*\[{{0,2}}{_KEY}(?:\.{_KEY}){{16}}", re
 
 def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str]:
     """The tables of a TOML file, and its text; enters a problem, and gives none, where it cannot be read."""
+    # Read no more than is allowed: the file may be a device or a pipe that has no end
     try:
         with file.open("rb") as opened:
             content = opened.read(MAX_FILE_BYTES + 1)
@@ -42,9 +43,11 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
     except OSError as error:
         problems.append(_unreadable(file, error))
         return {}, ""
+
     try:
+        # Before the parser, which takes time and memory by the square of a key's length
         if DEEP_KEY.search(text):
-            raise RecursionError  # before the parser, which takes time and memory by the square of a key's length
+            raise RecursionError
         table = tomllib.loads(text)
     except RecursionError:
         problems.append(Problem(CONFIG_FILE, str(file), "nests its values too deeply", "write plain tables and lists"))
@@ -59,6 +62,7 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
     except ValueError as error:  # a number of more than 4300 digits
         problems.append(Problem(CONFIG_FILE, str(file), f"cannot be read ({error})", "correct the number"))
         return {}, ""
+
     if num_values(table) > MAX_VALUES:
         rule = f"holds more than {MAX_VALUES} keys and values, which no configuration has"
         problems.append(Problem(CONFIG_FILE, str(file), rule, "name a configuration file"))
@@ -91,8 +95,11 @@ def _meant(file: Path) -> str:
 
 def num_values(value: Any) -> int:
     """Keys and values in nested tables and lists."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return len(inner) + sum(num_values(item) for item in inner)
+    if isinstance(value, dict):
+        value = list(value.values())
+    if not isinstance(value, list):
+        return 0
+    return len(value) + sum(num_values(item) for item in value)
 
 
 def _unreadable(file: Path, error: OSError) -> Problem:

@@ -31,7 +31,8 @@ class _Scanner:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
-        self.counted, self.line = 0, 1
+        self.counted = 0  # characters up to which line breaks are counted
+        self.line = 1
         self.lines: dict[Key, int] = {}
         self.entries: dict[Key, int] = {}  # entries so far of each array of tables
 
@@ -44,6 +45,7 @@ class _Scanner:
                 return self.lines
             start = self.at
             if self.text[self.at] == "[":
+                # A header. The table is entered before the brackets are passed, so that its line is that of the first
                 is_array = self.text.startswith("[[", self.at)
                 self.at += 2 if is_array else 1
                 table = self._table(self._key(), is_array)
@@ -118,7 +120,7 @@ class _Scanner:
 
     def _enter(self, key: Key, start: int, already: int = 0) -> None:
         """Note the line of a key and of the tables it opens on the way."""
-        # keys come in the order of the text: what was counted before is not counted again
+        # Keys come in the order of the text: what was counted before is not counted again
         self.line += self.text.count("\n", self.counted, start)
         self.counted = start
         line = self.line

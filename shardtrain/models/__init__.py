@@ -53,14 +53,12 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     if flavor not in module.FLAVORS:
         raise ConfigError(Problem("model.flavor", flavor, "is unknown", f"use one of {', '.join(module.FLAVORS)}"))
     kinds = {field.name: field.type for field in dataclasses.fields(module.Config)}
-    names = set(kinds)
-    unknown = sorted(set(overrides) - names)
+    unknown = sorted(set(overrides) - set(kinds))
     if unknown:
-        problem = "is not a field of the model's Config"
-        raise ConfigError(
-            [Problem(f"model.overrides.{u}", overrides[u], problem, f"use {sorted(names)}") for u in unknown]
-        )
-    norm = {"norm_type": norm_type} if "norm_type" in names else {}
+        rule = "is not a field of the model's Config"
+        fix = f"use {sorted(kinds)}"
+        raise ConfigError([Problem(f"model.overrides.{name}", overrides[name], rule, fix) for name in unknown])
+    norm = {"norm_type": norm_type} if "norm_type" in kinds else {}
     if not norm and norm_type != "rmsnorm":
         raise ConfigError(
             Problem("model.norm_type", norm_type, "has no effect: this model has one norm", "leave it out")
@@ -99,10 +97,13 @@ class _WithoutDraws(TorchFunctionMode):
 
 def build(module: ModuleType, model_config: Any) -> nn.Module:
     """Build a model on the meta device (names and shapes, no memory) and prove that its layout covers it."""
-    if getattr(module, "AS_IS", False):  # its layout is found in the model at hand, and not promised
+    # The layout of any class of transformers is found in the model at hand, and not promised
+    if getattr(module, "AS_IS", False):
         return module.Model(model_config)  # type: ignore[no-any-return]
     with torch.device("meta"), _WithoutDraws():
         model = module.Model(model_config)
+
+    # All that is wrong at once: names that the layout lacks, what a model may not be, parameters that nothing draws
     names = [name for name, _ in model.named_parameters()]
     broken = layouts.check(module.LAYOUT, (name for name, _ in model.named_modules()), names)
     broken += _broken_promises(model, module.LAYOUT)
@@ -114,17 +115,17 @@ def build(module: ModuleType, model_config: Any) -> nn.Module:
     ]
     if broken:
         broken = _of_all_layers(broken, module.LAYOUT.layers)
-        # of a file its path, which its user knows
-        own = module.__name__.startswith("shardtrain_model_file_")
-        name = module.__file__ if own else module.__name__.rpartition(".")[2]
+        # A user's file is named by its path
+        is_own = module.__name__.startswith("shardtrain_model_file_")
+        name = module.__file__ if is_own else module.__name__.rpartition(".")[2]
         raise ConfigError([f"model {name}: {sentence}" for sentence in broken])
     return model
 
 
 def _nearly(name: str, patterns: Iterable[str]) -> str:
     """Which pattern would fit if its stars crossed dots, as those of a shell's file names do."""
-    found = next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
-    return "" if found is None else f": each * of {found!r} stops at a dot, so write one for each part of the name"
+    near = next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
+    return "" if near is None else f": each * of {near!r} stops at a dot, so write one for each part of the name"
 
 
 def _of_all_layers(sentences: list[str], layers: str) -> list[str]:
@@ -159,7 +160,7 @@ def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
         for name in (*layout.first, layout.layers, *layout.last)
         if "." in name
     ]
-    # the model is built without memory, and what a buffer was set to is lost; only parameters are drawn
+    # The model is built without memory, and what a buffer was set to is lost; only parameters are drawn
     broken += [
         f"buffer {name} would lose its values; compute it in forward, or name it in LAYOUT.buffers if it starts at zero"
         for name, _ in model.named_buffers()
@@ -176,9 +177,10 @@ def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
 
 
 def _load_in_tree(name: str) -> ModuleType:
+    # Only a file of this folder is imported by a name. "llama" has no flavors, and those that have build on it
     files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
-    if name not in files or name in ("__init__", "layers", "moe"):
-        known = [file for file in files if file not in ("__init__", "layers", "llama", "moe")]
+    if name not in files or name in ("__init__", "layers", "moe", "yarn"):
+        known = [file for file in files if file not in ("__init__", "layers", "llama", "moe", "yarn")]
         raise ConfigError(
             Problem("model.name", name, "is not a model file", f"use {', '.join(known)} or a path to a .py")
         )

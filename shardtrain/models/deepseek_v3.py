@@ -141,14 +141,20 @@ class LatentAttention(nn.Module):
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
+        # Queries, by way of their latent; a part of each head carries the position
         q_BTNH = self.wq_b(self.q_norm(self.wq_a(x_BTD))).unflatten(-1, (-1, self.nope_dim + self.rope_dim))
         q_nope_BTNH, q_rope_BTNR = q_BTNH.split((self.nope_dim, self.rope_dim), dim=-1)
+
+        # Keys and values, out of one latent; beside it lies the part of the keys that carries the position, one for all
+        # heads
         c_BTC, k_rope_BTR = self.wkv_a(x_BTD).tensor_split((-self.rope_dim,), dim=-1)
         kv_BTNH = self.wkv_b(self.kv_norm(c_BTC)).unflatten(-1, (-1, self.nope_dim + self.v_dim))
         k_nope_BTNH, v_BTNH = kv_BTNH.split((self.nope_dim, self.v_dim), dim=-1)
+
         k_rope_BT1R = rotate_pairs(self.shared_key(k_rope_BTR).unsqueeze(2), angles)
         q_BTNH = torch.cat((q_nope_BTNH, rotate_pairs(q_rope_BTNR, angles)), dim=-1) * self.q_scale
         k_BTNH = torch.cat((k_nope_BTNH, k_rope_BT1R.expand(-1, -1, k_nope_BTNH.size(2), -1)), dim=-1)
+
         # Attention kernels want values as wide as keys: zeros are added, and their share of the output cut off
         v_BTNH = F.pad(v_BTNH, (0, k_BTNH.size(-1) - self.v_dim))
         out_BTNH = self.core(q_BTNH, k_BTNH, v_BTNH, documents_BT)[..., : self.v_dim]

@@ -71,7 +71,8 @@ class RotaryAngles(nn.Module):
             low = self.low_freq_factor
             high = self.high_freq_factor
             turns_h = self.original_seq_len / wavelengths_h
-            # Llama 4 has both factors 1: a step in place of the ramp
+            # Of the original context, long wavelengths turn less than ``low`` times and short ones more than ``high``;
+            # Llama 4 has both factors 1, a step in place of the ramp
             ramp_h = ((turns_h - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns_h >= low).float()
             return frequencies_h * (ramp_h + (1.0 - ramp_h) / self.factor)
         return frequencies_h
@@ -142,12 +143,16 @@ class AttentionCore(nn.Module):
         if self.chunk:
             shape = (q_BTNH.size(0), q_BTNH.size(1))
             documents_BT = document_mask.chunked(documents_BT, self.chunk, shape, q_BTNH.device)
-        if self.softcap or self.alibi_slopes:  # no fused kernel knows these
+        # Scores that no fused kernel knows are written out
+        if self.softcap or self.alibi_slopes:
             scores = attention_scores.scores_of(self)
             return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scores, sinks_N)
+        # Documents, a window that hides something, and sinks have kernels of their own; so has plain attention in
+        # bfloat16 on a CPU, if this machine has found blocks to be faster
         masked = documents_BT is not None or 0 < self.window < q_BTNH.size(1) or sinks_N is not None
         if masked or (q_BTNH.dtype == torch.bfloat16 and document_mask.in_blocks(q_BTNH)):
             return document_mask.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
+        # Plain causal attention: PyTorch chooses the kernel
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         grouped = q_BNTH.size(1) != k_BKTH.size(1)
         out_BNTH = F.scaled_dot_product_attention(
@@ -247,6 +252,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocab_size, dim)
         self.rope = rope
+        # A dict, so that a layer keeps its name where a pipeline stage has lost those before it
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
         self.norm = norm
         self.head = nn.Linear(dim, vocab_size, bias=False)
@@ -268,5 +274,5 @@ class Decoder(nn.Module):
             x_BTD = layer(x_BTD, angles, documents_BT)
         return self.head(self.norm(x_BTD))
 
-    # the loss may be computed with the head, then: see distributed/loss_at_head.py
+    # Nothing is done to what the head gives, so that the loss may be computed with it: see distributed/loss_at_head.py
     forward.gives_output_of_head = True  # type: ignore[attr-defined]

@@ -120,12 +120,15 @@ class Router(nn.Module):
         scores_BTE = logits_BTE.softmax(-1) if self.routing.score_func == "softmax" else logits_BTE.sigmoid()
         return logits_BTE, scores_BTE, self._in_turn(scores_BTE) if self.force_balance else self._choose(scores_BTE)
 
+    # The choice has no gradient: the router learns by the weights of those that were chosen
     @torch.no_grad()
     def _choose(self, scores_BTE: Tensor) -> Tensor:
         r = self.routing
         if self.expert_bias is not None:
             scores_BTE = scores_BTE + self.expert_bias
-        if r.num_groups > 1:  # only experts of the best groups may be chosen: fewer machines per token
+        # Only experts of the best groups may be chosen: fewer machines per token. A group is as good as its group_top_k
+        # best experts together
+        if r.num_groups > 1:
             scores_BTGe = scores_BTE.unflatten(-1, (r.num_groups, -1))
             best_BTG = scores_BTGe.topk(r.group_top_k, dim=-1).values.sum(-1)
             kept_BTg = best_BTG.topk(r.top_groups, dim=-1).indices
@@ -144,6 +147,7 @@ class Router(nn.Module):
         """What each chosen expert's output is multiplied by (B, T, K), float32."""
         weights_BTK = scores_BTE.gather(-1, expert_BTK)
         if self.routing.route_norm:
+            # Sigmoid scores may all be zero in float32
             weights_BTK = weights_BTK / (weights_BTK.sum(-1, keepdim=True) + 1e-20)
         return weights_BTK * self.routing.route_scale
 
@@ -180,6 +184,8 @@ class Balance(nn.Module):
         """
         if not (torch.is_grad_enabled() and self.counts):
             return weights_BTK
+
+        # How many tokens of each row chose each expert; filler adds zeros
         expert_BR = expert_BTK.flatten(1)
         is_text_BT1 = None
         ones_BR = torch.ones_like(expert_BR)
@@ -188,6 +194,8 @@ class Balance(nn.Module):
             ones_BR = is_text_BT1.expand_as(expert_BTK).flatten(1).to(expert_BR.dtype)
         count_BE = expert_BR.new_zeros(expert_BR.size(0), self.routing.num_experts)
         count_BE.scatter_add_(1, expert_BR, ones_BR)
+
+        # The losses, and a function of autograd that starts their gradients and records the counts in backward
         loss = self._loss(logits_BTE, scores_BTE, count_BE, is_text_BT1)
         weight = self.loss_weight
         if weight is None and loss is not None:
@@ -227,9 +235,9 @@ class Balance(nn.Module):
             losses.append(r.balance_loss_coeff * (share_BE * mean_scores_BTE.sum(1)).sum())
         if r.z_loss_coeff:
             squares_BT = logits_BTE.logsumexp(-1).square()
-            losses.append(
-                r.z_loss_coeff * (squares_BT if is_text_BT1 is None else squares_BT * is_text_BT1[..., 0]).sum()
-            )
+            if is_text_BT1 is not None:
+                squares_BT = squares_BT * is_text_BT1[..., 0]
+            losses.append(r.z_loss_coeff * squares_BT.sum())
         return sum(losses[1:], losses[0]) if losses else None
 
     def _record(self, count_E: Tensor, loss: Tensor | None) -> None:
@@ -285,6 +293,7 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
         """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has."""
+        # On a CPU oneDNN generates code for each number of rows in 16 bits: with room, few experts differ in number
         if type(x_RD) is Tensor and x_RD.device.type == "cpu" and x_RD.element_size() < 4:
             groups = Groups(count_E, x_RD.size(0))
             if groups.multiple > 1:
@@ -317,6 +326,7 @@ def _rows(count_E: Tensor) -> list[int]:
     """The counts as numbers of the host, which waits for an accelerator once for all products of a layer."""
     if not is_accelerator(count_E.device):
         return count_E.tolist()  # type: ignore[no-any-return]
+    # Keyed weakly by the tensor: gone when the layer's counts are
     if count_E not in _host_counts:
         _host_counts[count_E] = read(count_E, "rows of each expert")
     return _host_counts[count_E]  # type: ignore[no-any-return]
@@ -389,6 +399,8 @@ class MoE(nn.Module):
         return out_BTD if self.shared is None else out_BTD + self.shared(x_BTD)
 
     def _mix(self, x_SD: Tensor, weights_SK: Tensor, expert_R: Tensor) -> Tensor:
+        """Outputs (S, D) of tokens (S, D), the sum over the experts of each, times their weights."""
+        # A row for each token and expert of it, sorted by expert; stable, so that the order is one on every device
         r = self.routing
         order_R = expert_R.argsort(stable=True)
         inverse_R = inverse_of(order_R)
@@ -396,6 +408,8 @@ class MoE(nn.Module):
         weights_SK = weights_SK.to(x_SD.dtype)
         if r.score_before_experts:
             rows_RD = rows_RD * permute(weights_SK.view(-1, 1), order_R, inverse_R)
+
+        # To the experts and back, into the order of tokens
         count_E = expert_R.new_zeros(r.num_experts).scatter_add_(0, expert_R, torch.ones_like(expert_R))
         out_RD = permute(self.dispatch(self.experts, rows_RD, count_E), inverse_R, order_R)
         out_SKD = out_RD.unflatten(0, (-1, r.top_k))

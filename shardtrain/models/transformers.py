@@ -56,11 +56,12 @@ class Config:
     @property
     def num_layers(self) -> int:
         """Blocks of a decoder, or of encoder and decoder together."""
-        said = {name: getattr(self._text, name, None) for name in _LAYERS}
-        found = {name: count for name, count in said.items() if isinstance(count, int)}
-        if {"encoder_layers", "decoder_layers"} <= found.keys():
-            return found["encoder_layers"] + found["decoder_layers"]
-        return found.get("num_hidden_layers", 0) + found.get("num_decoder_layers", 0)
+        values = {name: getattr(self._text, name, None) for name in _LAYERS}
+        counts = {name: count for name, count in values.items() if isinstance(count, int)}
+        # BART has both names for its encoder: num_hidden_layers repeats encoder_layers
+        if {"encoder_layers", "decoder_layers"} <= counts.keys():
+            return counts["encoder_layers"] + counts["decoder_layers"]
+        return counts.get("num_hidden_layers", 0) + counts.get("num_decoder_layers", 0)
 
     @property
     def num_heads(self) -> int:
@@ -70,8 +71,8 @@ class Config:
     @property
     def head_dim(self) -> int:
         """Features of a head."""
-        said = getattr(self._text, "head_dim", None)
-        return int(said or getattr(self._text, "hidden_size", 0) // max(1, self.num_heads))
+        head_dim = getattr(self._text, "head_dim", None)
+        return int(head_dim or getattr(self._text, "hidden_size", 0) // max(1, self.num_heads))
 
     @property
     def tied_embeddings(self) -> bool:
@@ -139,6 +140,7 @@ class Model(nn.Module):
         inputs = {"input_ids": tokens_BT}
         pad = config.pad_token_id if isinstance(config.pad_token_id, int) else 0
         if documents_BT is not None:
+            # No attention mask: positions that begin again say where documents do
             assert positions_BT is not None
             inputs["position_ids"] = positions_BT
         if lengths_B is not None:
@@ -169,14 +171,14 @@ class Model(nn.Module):
     @property
     def tensor_plan(self) -> dict[str, str]:
         """Module path -> word of the network's own plan for tensor parallelism; empty where it has none."""
-        # in some versions the instance has the plan of its blocks alone, and the class that of the head
+        # In some versions the instance has the plan of its blocks alone, and the class that of the head
         plan = {**(getattr(type(self.hf), "_tp_plan", None) or {}), **(getattr(self.hf, "_tp_plan", None) or {})}
         return {PREFIX + pattern: word for pattern, word in plan.items()}
 
     def _end(self, module: nn.Module | None) -> nn.Module:
-        name = next((name for name, found in self.hf.named_modules() if found is module), "")
-        shared = any(own.rpartition(".")[0] == name for own in self._shared)
-        return nn.Identity() if module is None or shared else module
+        path = next((path for path, found in self.hf.named_modules() if found is module), "")
+        is_shared = any(name.rpartition(".")[0] == path for name in self._shared)
+        return nn.Identity() if module is None or is_shared else module
 
     def _follow(self, device: torch.device) -> None:
         """Move what the network has computed from its config to where the tokens are."""
@@ -199,9 +201,10 @@ def _blocks(hf: Any) -> Iterator[tuple[str, nn.Module]]:
         inside = any(path.startswith(f"{outer}.") for outer, _ in lists)
         if isinstance(module, nn.ModuleList) and not inside and any(True for _ in module.parameters()):
             lists.append((path, module))
-    named = [(path, one) for path, one in lists if words & {type(block).__name__ for block in one}]
-    for path, one in named or lists:
-        yield from ((f"{PREFIX}{path}.{index}", block) for index, block in enumerate(one))
+    named = [(path, blocks) for path, blocks in lists if words & {type(block).__name__ for block in blocks}]
+    for path, blocks in named or lists:
+        for index, block in enumerate(blocks):
+            yield f"{PREFIX}{path}.{index}", block
 
 
 def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
@@ -216,7 +219,8 @@ def _take_constants(hf: nn.Module, c: Config) -> list[tuple[nn.Module, str]]:
                 del module._buffers[name]
                 module.__dict__[name] = value
                 taken.append((module, name))
-            elif bool(value.any()):  # what is saved starts at zero, or the folder's weights would be needed
+            elif bool(value.any()):
+                # A buffer that is saved is drawn as zeros: one that starts at another value would be lost
                 rule = f"names {c.class_name}, whose buffer {path}.{name} starts at a value of its own"
                 raise ConfigError(Problem("model.overrides.path", c.path, rule, "write a model file for it"))
     return taken

@@ -36,6 +36,8 @@ class YarnAngles(RotaryAngles):
     def inverse_frequencies(self, device: torch.device | None = None) -> Tensor:
         """Radians per position of each pair of features, float32, shape (H/2,)."""
         frequencies_h = super().inverse_frequencies(device)
+        # The ramp lies between the pair that turns beta_fast times within the original context and the one that turns
+        # beta_slow times; its length is not zero, by which it would be divided
         first, last = (self._pair_that_turns(times) for times in (self.beta_fast, self.beta_slow))
         if self.truncate:
             first = math.floor(first)

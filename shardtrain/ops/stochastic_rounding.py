@@ -57,8 +57,8 @@ def chances(key: int | Tensor, step: Tensor, place: Tensor) -> tuple[Tensor, Ten
 
 def to_bfloat16(x: Tensor, chance: Tensor) -> Tensor:
     """Finite float32 numbers as one of the two bfloat16 around them; what is one already stays."""
-    # The lower 16 bits of a float32 are what a bfloat16 lacks. A number from 0 to 65,535 is added to them, which carries
-    # into the upper bits the more often the larger they are; then they are cut off
+    # The lower 16 bits of a float32 are what a bfloat16 lacks. A number from 0 to 65,535 is added to them, so that the
+    # larger they are, the more often they carry into the upper bits; then they are cut off
     bits = x.view(torch.int32) + chance.to(torch.int32)
     up_or_down = (bits & -LEVELS).view(torch.float32)
     return torch.where(torch.isfinite(x), up_or_down, x).to(torch.bfloat16)

@@ -9,7 +9,7 @@ from shardtrain.config import stages
 from shardtrain.config.changes import check_accepted
 from shardtrain.config.load import MAX_PROBLEMS, Loaded
 from shardtrain.config.options import options
-from shardtrain.config.rules.checkpoint import check_checkpoint, checkpoint_notes
+from shardtrain.config.rules.checkpoint import check_checkpoint, check_storage, checkpoint_notes
 from shardtrain.config.rules.data import (
     check_data_ranges,
     check_dataset,
@@ -33,14 +33,17 @@ from shardtrain.config.rules.model import (
     check_tensor_parallel,
     rotary_notes,
 )
-from shardtrain.config.rules.numbers import check_numbers, numbers_notes
-from shardtrain.config.rules.option_pairs import check_pairs, check_schedule, check_without_effect
+from shardtrain.config.rules.option_pairs import (
+    check_pairs,
+    check_schedule,
+    check_spikes,
+    check_without_effect,
+    spike_notes,
+)
 from shardtrain.config.rules.own_files import check_own_files
 from shardtrain.config.rules.pipeline import check_context, check_pipeline
 from shardtrain.config.rules.safety import check_paths, check_secrets
-from shardtrain.config.rules.storage import check_storage
-from shardtrain.config.rules.task import OF_TEXT, check_task
-from shardtrain.config.rules.text_tasks import check_text_tasks
+from shardtrain.config.rules.task import OF_TEXT, check_task, check_text_tasks
 from shardtrain.config.rules.transformers import check_transformers
 from shardtrain.config.rules.values import check_forms, check_ranges, check_steps, check_words
 from shardtrain.config.schema import Config
@@ -54,7 +57,7 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
     check_accepted,
     check_storage,
     check_forms,
-    check_numbers,
+    check_spikes,
     check_paths,
     check_secrets,
     check_own_files,
@@ -190,4 +193,4 @@ def notes(loaded: Loaded) -> list[str]:
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
     found += experts_notes(loaded) + rotary_notes(loaded) + float8_notes(loaded)
-    return found + checkpoint_notes(loaded) + numbers_notes(loaded) + data_notes(loaded)
+    return found + checkpoint_notes(loaded) + spike_notes(loaded) + data_notes(loaded)

@@ -1,4 +1,4 @@
-"""Rules about checkpoints: which are kept, when they are saved, and on which device a copy can be pinned."""
+"""Rules about checkpoints: which are kept, when and where they are saved, and what can be pinned."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
     if options.enable:
         yield from _check_hub(loaded)
     elif options.initial_load_path and not loaded.is_set("checkpoint.enable"):
-        # whoever wrote down that checkpoints are off, as torchtitan's files do, gets a note
+        # Whoever wrote down that checkpoints are off, as torchtitan's files do, gets a note and no error
         rule = "loads nothing while checkpoints are off"
         yield problem(loaded, "checkpoint.initial_load_path", rule, "set checkpoint.enable = true, or remove it")
     if options.interval_type == "automatic" and options.enable and loaded.is_set("checkpoint.interval"):
@@ -130,3 +130,28 @@ def _check_resized(loaded: Loaded) -> Iterator[Problem]:
         rule = "adds rows that nothing would train: adapters leave the embedding as it is"
         fix = 'set lora.modules_to_save = ["embed_tokens", "lm_head"], as PEFT asks for them'
         yield problem(loaded, option, rule, fix)
+
+
+def check_storage(loaded: Loaded) -> Iterator[Problem]:
+    """Addresses that would weaken what is promised of a checkpoint, or show a secret."""
+    for place in ("checkpoint.folder", "checkpoint.initial_load_path"):
+        address = str(loaded.value(place) or "")
+        scheme, mark, rest = address.partition("://")
+        if not mark:
+            continue
+        if "@" in rest.partition("/")[0]:
+            rule = "holds a credential, which logs and files would show"
+            fix = "take it out, and give it as the store's own environment variables"
+            yield Problem(place, None, rule, fix, loaded.where(place))
+        elif scheme in ("file", "local"):
+            rule = "names a local folder as if it were an object store, which has weaker promises"
+            yield problem(loaded, place, rule, "write the path alone")
+        elif "::" in address or not rest.strip("/"):
+            yield problem(loaded, place, "is not an address of a store", "use for example s3://bucket/run")
+    checkpoint = loaded.config.checkpoint
+    option = "checkpoint.storage"
+    if checkpoint.storage == "first_node" and "://" in checkpoint.folder:
+        yield problem(loaded, option, "is for a folder of one node, and checkpoint.folder is a store", "remove it")
+    if checkpoint.storage == "first_node" and checkpoint.async_mode != "disabled":
+        rule = "sends bytes over the process group, which training needs while checkpoint.async_mode saves"
+        yield problem(loaded, option, rule, 'set checkpoint.async_mode = "disabled", or use a shared folder')

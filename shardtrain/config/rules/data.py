@@ -83,13 +83,14 @@ def check_dataset(loaded: Loaded) -> Iterator[Problem]:
                 yield problem(loaded, f"{option}.dataset", "does not exist", fix)
         elif name not in names:
             near = nearest(name, names)
-            fix = (f"did you mean {near}? " if near else "") + f"datasets are {', '.join(names)}"
-            if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
-                fix = f'one of the hub is {option}.dataset="huggingface" with {option}.dataset_path="{name}"'
+            # What was meant: a path of files, a repository of the hub, or a name that is misspelt
             if Path(name).exists():
-                fix = (
-                    f'set {option}.dataset_path to it, and {option}.dataset to what reads it, such as "text" or "jsonl"'
-                )
+                fix = f"set {option}.dataset_path to it, and {option}.dataset to what reads it, "
+                fix += 'such as "text" or "jsonl"'
+            elif re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
+                fix = f'one of the hub is {option}.dataset="huggingface" with {option}.dataset_path="{name}"'
+            else:
+                fix = (f"did you mean {near}? " if near else "") + f"datasets are {', '.join(names)}"
             yield Problem(f"{option}.dataset", name, "is not a dataset", fix, loaded.where(f"{option}.dataset"))
         elif name in NEED_A_PATH and not source.dataset_path:
             what = "a file or folder" if name != "huggingface" else "a name on the hub, or a folder"
@@ -194,6 +195,8 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
     """Options of [data] that the rest of it leaves without effect, or that need what a stream has not."""
     data = loaded.config.data
     training = loaded.config.training
+
+    # Columns and templates of a format that no dataset has, and that the task does not read either
     used = formats(loaded)
     by_the_task = _READ_BY_TASKS.get(loaded.config.task.name, ())
     for kind, fields in _FIELDS.items():
@@ -206,6 +209,8 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
             if is_changed(loaded, f"data.{field}"):
                 rule = "has no effect on data.format chat: a conversation is what the chat template writes"
                 yield problem(loaded, f"data.{field}", rule, "change the template (data.chat_template), or remove it")
+
+    # What packing, bad rows and the mode leave without effect
     packing = packing_kind(data, used)
     prepared = any(source.dataset == "tokens" for source in datasets(loaded).values())
     if packing == "concat" and not (prepared and data.packing == "auto") and is_changed(loaded, "data.long_documents"):
@@ -218,6 +223,8 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
     if data.mode == "memory" and is_changed(loaded, "data.readers"):
         rule = "has no effect on data in memory, which have an index"
         yield problem(loaded, "data.readers", rule, "remove it, or set another data.mode")
+
+    # A stream has no number of rows before it is read; prepared shards have one whatever the mode is
     reads = any(source.dataset != "tokens" for name, source in datasets(loaded).items() if name != "validation")
     if data.mode != "stream" or not reads:
         return

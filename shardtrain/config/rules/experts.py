@@ -77,7 +77,7 @@ def _check_ranks(loaded: Loaded, shard_degree: int) -> Iterator[Problem]:
     experts, *rows = (_count(sizes, name) for name in ("num_experts", "moe_ffn_dim", "dim"))
     if "num_experts" not in sizes or ranks <= experts or _count(sizes, "num_layers") <= dense_layers(sizes):
         return
-    # with more ranks than experts, those that share one split its matrices by their rows
+    # With more ranks than experts, those that share one split its matrices by their rows
     uneven = [size for size in rows if size % (ranks // degree)]
     if uneven and experts % degree == 0:
         legal = [
@@ -100,7 +100,10 @@ def _check_without_experts(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterator[Problem]:
-    top_k, groups, top_groups = (_count(sizes, name) for name in ("top_k", "num_groups", "top_groups"))
+    top_k = _count(sizes, "top_k")
+    groups = _count(sizes, "num_groups")
+    top_groups = _count(sizes, "top_groups")
+    group_top_k = _count(sizes, "group_top_k")
     option = "model.overrides.top_k"
     if not 1 <= top_k <= experts:
         yield problem_of(loaded, option, top_k, f"is not between 1 and the {experts} experts", f"use 1 to {experts}")
@@ -115,9 +118,9 @@ def _check_choice(loaded: Loaded, sizes: dict[str, Any], experts: int) -> Iterat
         available = top_groups * (experts // groups)
         rule = f"is more than the {available} experts of {top_groups} groups"
         yield problem_of(loaded, option, top_k, rule, f"use at most {available}, or more groups")
-    elif groups > 1 and not 1 <= (best := _count(sizes, "group_top_k")) <= experts // groups:
+    elif groups > 1 and not 1 <= group_top_k <= experts // groups:
         rule = f"is not between 1 and the {experts // groups} experts of a group"
-        yield problem_of(loaded, "model.overrides.group_top_k", best, rule, f"use 1 to {experts // groups}")
+        yield problem_of(loaded, "model.overrides.group_top_k", group_top_k, rule, f"use 1 to {experts // groups}")
     score = sizes.get("score_func", "softmax")
     if score not in ("softmax", "sigmoid"):
         rule = "is not a way to score experts"

@@ -62,12 +62,15 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
             yield Problem(name, shown, "has a character that cannot be printed", fix, loaded.where(name))
         elif any(isinstance(text, str) and not re.fullmatch(form, text) for text in texts):
             yield problem(loaded, name, "is not allowed there", f"write {words}")
+
     launch = loaded.config.launch
     if launch.min_nodes is not None and launch.min_nodes > launch.nodes:
         yield problem(loaded, "launch.min_nodes", f"is above launch.nodes={launch.nodes}", "raise launch.nodes")
     yield from _check_twice(loaded, "launch.mounts", [text.split(":")[1] for text in launch.mounts if ":" in text])
     keys = [text.partition("=")[0] for text in launch.kubernetes.node_selector]
     yield from _check_twice(loaded, "launch.kubernetes.node_selector", keys)
+
+    # Variables: a secret's value is never in a file, only where the platform finds it
     for table in ("launch.env", "launch.secrets"):
         for name in loaded.value(table):
             if not re.fullmatch(VARIABLE, name):
@@ -78,6 +81,8 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
     for name, text in launch.secrets.items():
         if not re.fullmatch(SECRET, text):
             yield problem(loaded, "launch.secrets", f"does not say where {name} is", f'write {name} = "SECRET/KEY"')
+
+    # Options of one platform that exclude or need each other
     if launch.ssh.hosts and launch.ssh.hostfile:
         yield problem(loaded, "launch.ssh.hostfile", "and launch.ssh.hosts both name hosts", "keep one")
     for name in ("include", "exclude"):
@@ -85,17 +90,7 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, f"launch.ssh.{name}", "chooses from a hostfile, and there is none", "set hostfile")
     if launch.slurm.sweep_at_once is not None and not launch.slurm.sweep:
         yield problem(loaded, "launch.slurm.sweep_at_once", "limits a sweep, and there is none", "set sweep")
-    yield from _check_sweep(loaded)
-
-
-def _check_twice(loaded: Loaded, name: str, keys: list[str]) -> Iterator[Problem]:
-    twice = sorted({key for key in keys if keys.count(key) > 1})
-    if twice:
-        yield problem(loaded, name, f"has {twice[0]} twice, and only one can hold", "keep one")
-
-
-def _check_sweep(loaded: Loaded) -> Iterator[Problem]:
-    for entry in loaded.config.launch.slurm.sweep:
+    for entry in launch.slurm.sweep:
         try:
             words = shlex.split(entry)
         except ValueError:
@@ -103,3 +98,9 @@ def _check_sweep(loaded: Loaded) -> Iterator[Problem]:
         if not words or not words[0].startswith("--"):
             fix = 'write each like "--optimizer.lr 1e-4"'
             yield problem(loaded, "launch.slurm.sweep", f"has {entry!r}, which is not an override", fix)
+
+
+def _check_twice(loaded: Loaded, name: str, keys: list[str]) -> Iterator[Problem]:
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        yield problem(loaded, name, f"has {twice[0]} twice, and only one can hold", "keep one")

@@ -25,13 +25,23 @@ def check_lora(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "lora.alpha", "must be a number above 0", "use once or twice lora.rank")
     if not 0 <= lora.dropout < 1:
         yield problem(loaded, "lora.dropout", "must be at least 0 and below 1", "use 0 to 0.1")
-    if lora.enable:
-        yield from _base(loaded)
-        yield from _task(loaded)
-        yield from _sizes(loaded)
-        yield from _kinds(loaded)
-        yield from _mesh(loaded)
-        yield from _low_bits(loaded)
+    if not lora.enable:
+        return
+    yield from _base(loaded)
+    yield from _task(loaded)
+    yield from _sizes(loaded)
+    if lora.dropout > 0 and loaded.config.parallelism.tensor_parallel_degree > 1:
+        rule = "would drop other numbers on each tensor-parallel rank of what they all hold whole"
+        yield problem(loaded, "lora.dropout", rule, "use 0, or set parallelism.tensor_parallel_degree = 1")
+
+    # What adapters beside a stack of experts cannot be, here as in PEFT
+    if lora.target_parameters and lora.dropout > 0:
+        rule = "drops inputs of a module, and a stack of experts (lora.target_parameters) is not one"
+        yield problem(loaded, "lora.dropout", rule, "use 0, or leave lora.target_parameters out")
+    if lora.target_parameters and lora.use_dora:
+        rule = "is for linear modules, and lora.target_parameters names stacks of experts' weights"
+        yield problem(loaded, "lora.use_dora", rule, "use one of them")
+    yield from _low_bits(loaded)
 
 
 def _base(loaded: Loaded) -> Iterator[Problem]:
@@ -75,27 +85,13 @@ def _sizes(loaded: Loaded) -> Iterator[Problem]:
         rule = f"names {head}, whose weight is the embedding's: merging would change both"
         yield problem(loaded, "lora.target_modules", rule, "leave it out")
     c = loaded.config
-    whole = f"task.name={c.task.name}" if c.task.name in NEW_HEAD else ""
-    whole = whole or ("lora.modules_to_save" if {*_HEADS} & {*c.lora.modules_to_save} else "")
+    whole = ""
+    if c.task.name in NEW_HEAD:
+        whole = f"task.name={c.task.name}"
+    elif {*_HEADS} & {*c.lora.modules_to_save}:
+        whole = "lora.modules_to_save"
     if head is not None and whole:
         yield problem(loaded, "lora.target_modules", f"names {head}, which {whole} trains whole", "leave it out")
-
-
-def _kinds(loaded: Loaded) -> Iterator[Problem]:
-    """What adapters beside a stack of experts cannot be, here as in PEFT."""
-    lora = loaded.config.lora
-    if lora.target_parameters and lora.dropout > 0:
-        rule = "drops inputs of a module, and a stack of experts (lora.target_parameters) is not one"
-        yield problem(loaded, "lora.dropout", rule, "use 0, or leave lora.target_parameters out")
-    if lora.target_parameters and lora.use_dora:
-        rule = "is for linear modules, and lora.target_parameters names stacks of experts' weights"
-        yield problem(loaded, "lora.use_dora", rule, "use one of them")
-
-
-def _mesh(loaded: Loaded) -> Iterator[Problem]:
-    if loaded.config.lora.dropout > 0 and loaded.config.parallelism.tensor_parallel_degree > 1:
-        rule = "would drop other numbers on each tensor-parallel rank of what they all hold whole"
-        yield problem(loaded, "lora.dropout", rule, "use 0, or set parallelism.tensor_parallel_degree = 1")
 
 
 def _low_bits(loaded: Loaded) -> Iterator[Problem]:

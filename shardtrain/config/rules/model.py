@@ -68,8 +68,13 @@ def _check_override(loaded: Loaded, facts: ModelFacts, key: str, value: Value) -
         return
     if kind is int and value < 0:
         yield Problem(option, value, "must not be negative", "use 0 or more", where)
-    is_own = loaded.config.model.name.endswith(".py")  # what other fields of it mean is the user's affair
-    most = _MOST_PARTS if key in _PARTS else 2**63 if is_own else _MOST_SIZE
+    # Numbers of parts are bounded in any file, since each part is built; what other fields of a user's file mean is the
+    # user's affair
+    most = _MOST_SIZE
+    if key in _PARTS:
+        most = _MOST_PARTS
+    elif loaded.config.model.name.endswith(".py"):
+        most = 2**63
     if kind is int and value > most:
         yield Problem(option, value, f"is above {most}, which no model has", "use a smaller number", where)
 
@@ -96,16 +101,22 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
         value = sizes.get(name)
         return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 
+    # Sizes that leave nothing to compute; rules that divide by one of them are not asked then
     needed = [*_AT_LEAST_ONE]
     if _has_dense_layers(sizes):
         needed.append("ffn_dim")
-    small = [name for name in needed if (value := number(name)) is not None and 0 <= value < 1]
-    yield from (wrong(name, "leaves nothing to compute", "use 1 or more") for name in small)
+    values = {name: number(name) for name in (*needed, *_ABOVE_ZERO)}
+    small = [name for name in needed if (value := values[name]) is not None and 0 <= value < 1]
+    for name in small:
+        yield wrong(name, "leaves nothing to compute", "use 1 or more")
     for name in _ABOVE_ZERO:
-        if (value := number(name)) is not None and value <= 0:
+        value = values[name]
+        if value is not None and value <= 0:
             yield wrong(name, "must be above 0", "use a number above 0")
     if small:
         return
+
+    # Heads
     heads = _size(sizes, "num_heads")
     key_heads = _size(sizes, "num_kv_heads")
     if heads and key_heads and heads % key_heads:
@@ -113,13 +124,15 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
         yield wrong("num_kv_heads", f"does not divide the {heads} attention heads", f"use {any_of(legal)}")
     rotary = "qk_rope_head_dim" if "qk_rope_head_dim" in sizes else "head_dim"
     value = number(rotary)
-    # the share of a head that GPT-NeoX turns has a rule of its own
+    # The share of a head that GPT-NeoX turns has a rule of its own
     if value is not None and "rotary_pct" not in sizes and (value < 2 or value % 2):
         yield wrong(rotary, "cannot be turned in pairs by its position", "use an even number above 0")
     width = _size(sizes, "qk_nope_head_dim") + _size(sizes, "qk_rope_head_dim")
     if "v_head_dim" in sizes and _size(sizes, "v_head_dim") > width:
         rule = f"is more than the {width} features of a key, to which values are padded"
         yield wrong("v_head_dim", rule, f"use at most {width}")
+
+    # Rotary angles
     if sizes.get("rope_scaling") not in (None, "none", "linear", "llama3"):
         yield wrong("rope_scaling", "is not a way to scale rotary angles", 'use "none", "linear" or "llama3"')
     low = number("rope_low_freq_factor")
@@ -129,6 +142,7 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
     theta = number("rope_theta")
     if "rope_beta_fast" in sizes and theta is not None and 0 < theta <= 1:
         yield wrong("rope_theta", "leaves no wavelengths for YaRN to choose from", "use a number above 1")
+
     dropout = number("dropout")
     if dropout is not None and not 0 <= dropout < 1:
         yield wrong("dropout", "must be at least 0 and below 1", "use 0 to 0.5")
@@ -217,8 +231,9 @@ def check_sequence(loaded: Loaded) -> Iterator[Problem]:
     cp = p.context_parallel_degree
     if min(tp, cp) < 1:
         return
+    # A degree that is refused already is left out: a length that fits it would be of no use
     if any(check_tensor_parallel(loaded)):
-        tp = 1  # that is refused already: a length that fits it would be of no use
+        tp = 1
     chunks = 2 if cp > 1 and derived.is_context_balanced(p) else 1
     cuts = cp * math.lcm(chunks, tp)
     parts = [f"context_parallel_degree {cp}" if cp > 1 else "", f"tensor_parallel_degree {tp}" if tp > 1 else ""]

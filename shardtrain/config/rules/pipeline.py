@@ -31,9 +31,10 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
         return
     yield from _check_combinations(loaded, schedule)
     layers = (sizes or {}).get("num_layers")
+    # Too few layers, and a negative number of layers per stage, are reported by rules of their own
     if p.module_fqns_per_model_part is None and (
         not isinstance(layers, int)
-        or layers < p.pipeline_parallel_degree  # reported by itself
+        or layers < p.pipeline_parallel_degree
         or (p.pipeline_parallel_layers_per_stage or 1) < 1
     ):
         return
@@ -42,9 +43,10 @@ def check_pipeline(loaded: Loaded) -> Iterator[Problem]:
     if not found and p.module_fqns_per_model_part is None and layers:
         found = list(_check_layers(loaded, layers, count))
     yield from found
-    rows = known_rows(loaded)
     if found:
         return
+    # Micro-batches are counted against the stages, so stages that are wrong would only give more wrong numbers
+    rows = known_rows(loaded)
     if rows is not None:
         yield from check_microbatches(loaded, rows, count)
     if p.pipeline_parallel_schedule_csv and p.pipeline_parallel_microbatch_size > 0:

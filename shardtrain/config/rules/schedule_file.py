@@ -37,6 +37,8 @@ def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int |
         rule = f"has {len(rows)} rows, and there are {degree} pipeline ranks"
         yield problem(loaded, _OPTION, rule, "write a row for each rank")
         return
+
+    # Read each cell: an action of a stage of this rank, written once. Two actions in one cell overlap
     done: dict[tuple[int, str], set[int]] = defaultdict(set)
     actions: list[list[Action]] = [[] for _ in rows]
     for rank, row in enumerate(rows):
@@ -56,6 +58,7 @@ def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int |
                     rule = f"has {text.strip()} in the row of rank {rank}, which holds the stages {own}"
                     yield problem(loaded, _OPTION, rule, "deal stages to ranks in turn: 0, 1, ..., 0, 1, ...")
                     return
+                # B is all of backward, I and W its two halves: B beside a half would count that half twice
                 other = {"B": "IW", "I": "B", "W": "B"}.get(kind, "")
                 again = next((one for one in (kind, *other) if microbatch in done.get((stage, one), ())), None)
                 if again is not None:
@@ -67,6 +70,8 @@ def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int |
     if c.enable and "model" in c.components and any(kind in "IW" for _, kind in done):
         rule = "computes gradients of inputs and weights apart (I, W), which torch.compile gets wrong without a word"
         yield problem(loaded, _OPTION, rule, "set compile.enable = false, or write B in place of I and W")
+
+    # Each stage has forward and backward of each micro-batch. Where their number is unknown, that of stage 0 is it
     wanted = set(range(num_microbatches)) if num_microbatches is not None else done[0, "F"]
     for stage in range(num_stages):
         backward = done[stage, "B"] | (done[stage, "I"] & done[stage, "W"])
@@ -94,6 +99,8 @@ def _check_order(loaded: Loaded, actions: list[list[Action]], num_stages: int) -
         rule = f"has forward of micro-batch {late} of the last stage ({last}) after that of a later one"
         yield problem(loaded, _OPTION, rule, f"write {last}F0, {last}F1, ... in this order: PyTorch counts losses so")
         return
+
+    # Run the schedule: each rank does what it can, until none can go further
     done: set[Action] = set()
     at = [0] * len(actions)
     while True:

@@ -19,6 +19,8 @@ ORPO = "orpo"
 SIMPO = "simpo"
 REWARD_MODEL = "reward_model"
 DISTILLATION = "distillation"
+MASKED = "masked_language_model"
+SEQUENCES = "sequence_to_sequence"
 OF_PAIRS = (PREFERENCE, ORPO, SIMPO, REWARD_MODEL)
 WITH_REFERENCE = (PREFERENCE, KTO)
 NEW_HEAD = (CLASSIFICATION, REWARD_MODEL)
@@ -40,8 +42,8 @@ OF_DOCUMENTS = (
     "data.separator",
     "data.stages",
 )
-
-
+_NOT_READ = {MASKED: ("data.prompt_field", "data.completion_field"), SEQUENCES: ("data.text_field",)}
+"""Columns that tasks of hidden tokens, and of a source and a target, do not read."""
 _OPTIONS = {
     CLASSIFICATION: ("labels", "num_labels", "label_field", "pair_field"),
     PREFERENCE: ("beta", "chosen_field", "rejected_field"),
@@ -78,6 +80,8 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
                 rule = 'has no effect with task.name = "language_model"'
                 yield problem(loaded, option, rule, "name the task that reads it, or remove it")
         return
+
+    # The mesh
     for degree, rule in _DEGREES.items():
         if degree not in facts.degrees and getattr(c.parallelism, degree) > 1:
             fix = "set it to 1: data-parallel axes shard any model"
@@ -92,11 +96,13 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
         # DTensor under dynamic shapes: torch 2.13's compiler recurses until Python ends it, in backward
         rule = "cannot compile split layers for rows of every length, as this task has them"
         yield problem(loaded, "compile.enable", rule, "set it to false, or tensor_parallel_degree to 1")
+
+    # Options of other tasks; a task file of the user's may build on any of them and read what it likes
     if of_rows and c.data.sources:
         rule = "mixes documents, and a task of rows reads one dataset"
         yield Problem("data.sources", None, rule, "use training.dataset and dataset_path", loaded.where("data.sources"))
     own = _OPTIONS.get(c.task.name)
-    if own is not None:  # a task file may build on any of them
+    if own is not None:
         for option in sorted({option for names in _OPTIONS.values() for option in names} - set(own)):
             if is_changed(loaded, f"task.{option}"):
                 readers = " or ".join(f'"{name}"' for name, names in _OPTIONS.items() if option in names)
@@ -170,3 +176,24 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
         rule = f'and data.text_field="{loaded.config.data.text_field}" are a number and a name'
         fix = "give both as numbers where files have no line of names, and else both as names"
         yield problem(loaded, "task.label_field", rule, fix)
+
+
+def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
+    """Tasks that hide tokens, or have a source and a target, read no labels and documents, and few ``task.options``."""
+    task = loaded.config.task
+    if task.name not in _NOT_READ:
+        return
+    labels = ("task.labels", "task.num_labels", "task.label_field", "task.pair_field")
+    for option in (*labels, *OF_DOCUMENTS, *_NOT_READ[task.name]):
+        if is_changed(loaded, option):
+            yield problem(loaded, option, f"has no effect with task.name={task.name}", "remove it")
+    known = ("mask_fraction", "mask_token_id") if task.name == MASKED else ()
+    for name, value in task.options.items():
+        where = loaded.origins.get(f"task.options.{name}", loaded.where("task.options"))
+        if name not in known:
+            fix = f"use {' or '.join(known)}" if known else "remove it"
+            yield Problem(f"task.options.{name}", value, f"is not an option of {task.name}", fix, where)
+        elif name == "mask_fraction" and not (type(value) in (int, float) and 0 < float(value) < 1):
+            yield Problem(f"task.options.{name}", value, "must lie between 0 and 1", "use 0.15", where)
+        elif name == "mask_token_id" and not (type(value) is int and value >= 0):
+            yield Problem(f"task.options.{name}", value, "must be the id of a token", "use 0 or more", where)
