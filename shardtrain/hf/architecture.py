@@ -58,6 +58,8 @@ def read(folder: str) -> Any:
     """
     path = Path(folder) / CONFIG
     found = dict(read_json(path))
+
+    # An architecture that the installed transformers has, with weights that are numbers
     kind = found.get("model_type")
     code = sorted(set(_keys(found, CODE)))
     mapping = _transformers().models.auto.configuration_auto.CONFIG_MAPPING
@@ -68,16 +70,21 @@ def read(folder: str) -> Any:
         fix = "install a version that does, or write a model file"
         raise ConfigError(Problem(_OPTION, folder, rule, fix))
     if found.get("quantization_config") or found.get("quantization"):
-        said = found.get("quantization_config") or found.get("quantization")
-        method = said.get("quant_method", "MLX" if "bits" in said else "?") if isinstance(said, dict) else "?"
+        quantization = found.get("quantization_config") or found.get("quantization")
+        method = "?"
+        if isinstance(quantization, dict):
+            method = quantization.get("quant_method", "MLX" if "bits" in quantization else "?")
         rule = f"holds weights that are quantised by {method} (quantization_config), which are not read here"
         raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the weights before quantisation"))
+
+    # What it says of code is left out before transformers sees it
     with _listening() as said:
         try:
             config = mapping[kind].from_dict(_without(found, CODE))
         except Exception as error:  # whatever a foreign value makes of foreign code
             raise ConfigError(f"{path}: transformers refuses it ({_reason(said, error)})") from None
     _said[folder] = said
+    # A forward of training would fill a cache of keys and values that nobody reads
     config.use_cache = False
     if any(value == "dynamic" for value in _values(found, ("rope_type", "type"))):
         rule = 'has rotary angles of type "dynamic", which change with the longest row that a rank has seen'
@@ -108,8 +115,9 @@ def kind_of(folder: str, architecture: str) -> str:
 
 def build(folder: str, architecture: str, attention: str, num_labels: int = 0, vocab_size: int = 0) -> Built:
     """Build the model on the meta device, its buffers computed; raises ConfigError where its class refuses."""
-    with _listening():  # it has said all of it before
-        config = type(read(folder)).from_dict(read(folder).to_dict())  # a class may write into its config
+    # A copy, since a class may write into its config; what transformers says of it was heard when it was read
+    with _listening():
+        config = type(read(folder)).from_dict(read(folder).to_dict())
     config.use_cache = False
     if num_labels:
         config.num_labels = num_labels
@@ -147,6 +155,7 @@ def _listening() -> Iterator[list[str]]:
             if text not in said:
                 said.append(text)
 
+    # The only handler in the meantime, and nothing goes to the loggers above
     theirs = logging.getLogger("transformers")
     handlers = theirs.handlers
     theirs.handlers = [Listener(logging.WARNING)]
@@ -167,9 +176,11 @@ def _listening() -> Iterator[list[str]]:
 
 def _reason(said: Sequence[str], error: Exception) -> str:
     """Why ``transformers`` gives up: what it said before, which names the key, or what it raised."""
+    if said:
+        return "; ".join(said)[:_MOST_CHARACTERS]
+    # Of a KeyError the text is the key alone
     text = _line(error)
-    # of a KeyError the text is the key alone
-    return "; ".join(said)[:_MOST_CHARACTERS] or (text if " " in text else f"{type(error).__name__}: {text}")
+    return text if " " in text else f"{type(error).__name__}: {text}"
 
 
 def _warn(folder: str, said: Sequence[str]) -> None:
@@ -196,7 +207,9 @@ def _tables() -> dict[str, Mapping[str, Any]]:
 
 
 def _classes(found: Any) -> list[str]:
-    return [] if found is None else [found] if isinstance(found, str) else list(found)
+    if found is None:
+        return []
+    return [found] if isinstance(found, str) else list(found)
 
 
 def _keys(value: Any, pattern: re.Pattern[str]) -> Iterator[str]:
@@ -215,15 +228,20 @@ def _without(value: Any, pattern: re.Pattern[str]) -> Any:
     """A JSON value without the keys that a pattern finds, at any depth."""
     if isinstance(value, dict):
         return {key: _without(inner, pattern) for key, inner in value.items() if not pattern.search(str(key))}
-    return [_without(inner, pattern) for inner in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without(inner, pattern) for inner in value]
+    return value
 
 
 def _values(found: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[Any]:
     """What the tables of rotary angles, of all layers or of each kind, say under some keys."""
     for table in ("rope_scaling", "rope_parameters"):
         inner = found.get(table)
-        for one in [inner, *inner.values()] if isinstance(inner, dict) else []:
-            yield from (one[key] for key in keys if isinstance(one, dict) and key in one)
+        if not isinstance(inner, dict):
+            continue
+        for one in (inner, *inner.values()):
+            if isinstance(one, dict):
+                yield from (one[key] for key in keys if key in one)
 
 
 def _line(error: object) -> str:
@@ -279,7 +297,7 @@ class _Starts(TorchDispatchMode):
 
     @staticmethod
     def _key(tensor: Tensor) -> tuple[int, int]:
-        # a part of a tensor, such as the row of a padding token, has the storage of the whole and fewer numbers
+        # A part of a tensor, such as the row of a padding token, has the storage of the whole and fewer numbers
         return tensor.untyped_storage()._cdata, tensor.numel()
 
     def _note(self, name: str, tensor: Tensor, numbers: list[float], named: Mapping[str, Any]) -> None:
@@ -290,7 +308,7 @@ class _Starts(TorchDispatchMode):
             found: Draw | None = Draw("normal", std=float(std)) if mean == 0 else None
         elif name == "uniform_":
             low, high = [*numbers, *[0.0, 1.0][len(numbers) :]]
-            # the same variance; nothing here rests on the shape of a distribution
+            # The same variance: nothing here rests on the shape of a distribution
             found = Draw("normal", std=(high - low) / math.sqrt(12)) if low == -high else None
         elif name in ("zero_", "fill_"):
             value = numbers[0] if numbers else 0.0 if name == "zero_" else math.nan
@@ -305,7 +323,8 @@ class _Starts(TorchDispatchMode):
             return
         else:
             found = None
-        for place in (key, (id(tensor), tensor.numel())):  # tying may give a parameter another storage
+        # Noted by storage and by object: tying may give a parameter another storage
+        for place in (key, (id(tensor), tensor.numel())):
             self._draws.pop(place, None)
             if found is not None:
                 self._draws[place] = found

@@ -62,16 +62,20 @@ def _conversions(model_type: str) -> list[_Rule]:
     except ImportError:  # before transformers 5 files had the names of modules
         return []
     found = []
-    for one in get_checkpoint_conversion_mapping(model_type) or ():
-        steps = [(type(step).__name__, getattr(step, "dim", 0)) for step in getattr(one, "operations", None) or ()]
-        saved = tuple(pattern.replace("\\.", ".") for pattern in one.source_patterns)
+    for conversion in get_checkpoint_conversion_mapping(model_type) or ():
+        operations = getattr(conversion, "operations", None) or ()
+        steps = [(type(step).__name__, getattr(step, "dim", 0)) for step in operations]
+        saved = tuple(pattern.replace("\\.", ".") for pattern in conversion.source_patterns)
+        # Known are: one name for another, experts that are stacked, and two stacks that are joined
         known = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
-        plain = len(one.target_patterns) == 1 and not any(set(word) & set("\\^$()[]+?|") for word in saved)
+        plain = len(conversion.target_patterns) == 1 and not any(set(word) & set("\\^$()[]+?|") for word in saved)
         if not plain or (steps and (steps not in known or any(word.count(".*.") != 1 for word in saved))):
             return []
         if not steps and (len(saved) != 1 or "*" in saved[0]):
             return []
-        found.append(_Rule(one.target_patterns[0], tuple(word.replace(".*.", ".#.") for word in saved), bool(steps)))
+        found.append(
+            _Rule(conversion.target_patterns[0], tuple(word.replace(".*.", ".#.") for word in saved), bool(steps))
+        )
     return sorted(found, key=lambda rule: not rule.stacks)
 
 
@@ -99,6 +103,9 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     hf = model.hf
     sources = dict(plain.sources)
     again = []
+
+    # For each of ours the spelling that the file has: with or without the prefix of the base model, or of LayerNorm's
+    # older names, and by any name of a tied tensor. What is there under a second name must be the same
     prefix = f"{hf.base_model_prefix}."
     aliases = {names[0]: names[1:] for names in tied_names(model)}
     for ours, theirs in plain.sources.items():
@@ -114,13 +121,15 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
         if spelled:
             sources[ours] = spelled[0]
             again += [re.escape(name) for name in spelled[1:] if _same(weights, spelled[0], name)]
-    said = {
-        pattern
-        for module in hf.modules()
-        for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
-    }
-    passed = [f".*(?:{pattern}).*" for pattern in sorted(said)]
+
+    # What transformers itself skips: patterns of its modules, and buffers that follow from config.json
+    patterns: set[str] = set()
+    for module in hf.modules():
+        patterns.update(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())
+    passed = [f".*(?:{pattern}).*" for pattern in sorted(patterns)]
     passed += [re.escape(form) for name in model.computed for form in _forms(name, prefix)]
+
+    # What is missing, and what is surplus
     found_at = Translation(plain.hub, plain.shapes, config, sources)
     missing = [ours for ours in sources if any(piece.name not in there for piece in found_at.pieces_of(ours))]
     surplus = there - found_at.their_shapes().keys()
@@ -129,6 +138,7 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
             f"{weights.folder} holds {config.class_name} under names that transformers converts as it opens them, such "
             f"as {min(surplus)}; train it with a model file of this package, where there is one"
         )
+    # A class for another task than the file's: its head is new, and that of the file is left out
     if config.class_name not in (architecture.read(config.path).architectures or []):
         new = [ours for ours in missing if not ours.partition(".")[2].startswith(prefix)]
         passed += [re.escape(name) for name in surplus if not name.startswith(prefix)]

@@ -41,6 +41,7 @@ class BlockFp8Weights(HubWeights):
         super().__init__(folder, prefix)
         self._block = block
         self._scaled = {name for name in super().names() if name + _SCALE in self}
+        # The type of the matrices that are not quantised is the one that the model was trained in
         others = [n for n in self.names() if n not in self._scaled and len(super(BlockFp8Weights, self).shape(n)) == 2]
         self._plain = super().dtype(others[0]) if others else torch.bfloat16
         for name in self._scaled:
@@ -68,6 +69,7 @@ class BlockFp8Weights(HubWeights):
         found = super().read(name, box)
         if name not in self._scaled:
             return found
+        # The blocks that the box touches, each scale repeated for its rows and columns, and cut to the box
         blocks = [slice(part.start // step, -(-part.stop // step)) for part, step in zip(box, self._block, strict=True)]
         scales = super().read(name + _SCALE, blocks)
         for dim, (part, step) in enumerate(zip(box, self._block, strict=True)):

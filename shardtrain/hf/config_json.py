@@ -32,17 +32,17 @@ def block_of(config: Mapping[str, Any], where: str) -> Quantised:
     Raises:
         ConfigError: for any other kind of quantisation.
     """
-    said = config.get("quantization_config") or config.get("quantization")
-    if said is None:
+    quantization = config.get("quantization_config") or config.get("quantization")
+    if quantization is None:
         return None
-    said = said if isinstance(said, dict) else {}
-    if said.get("quant_method") == MXFP4 and not set(said) - {"quant_method", "modules_to_not_convert"}:
+    keys = quantization if isinstance(quantization, dict) else {}
+    if keys.get("quant_method") == MXFP4 and not set(keys) - {"quant_method", "modules_to_not_convert"}:
         return "mxfp4"
-    block = said.get("weight_block_size")
-    unknown = sorted(map(str, set(said) - _FP8_KEYS))
+    block = keys.get("weight_block_size")
+    unknown = sorted(map(str, set(keys) - _FP8_KEYS))
     is_block = isinstance(block, list) and len(block) == 2 and all(type(n) is int and 1 <= n <= 2**20 for n in block)
-    if said.get("quant_method") != "fp8" or said.get("fmt", "e4m3") != "e4m3" or not is_block:
-        kind = str(said.get("quant_method") or ("MLX" if "bits" in said else "an unnamed method"))
+    if keys.get("quant_method") != "fp8" or keys.get("fmt", "e4m3") != "e4m3" or not is_block:
+        kind = str(keys.get("quant_method") or ("MLX" if "bits" in keys else "an unnamed method"))
         raise ConfigError(
             f"{where}: quantization_config says that the weights are quantised by {kind}, which is not read here (fp8 "
             "e4m3 with a weight_block_size is, and mxfp4); use the folder of the weights before quantisation"

@@ -8,7 +8,7 @@ import math
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -84,13 +84,27 @@ class Writer:
         _check_stored(self.translation, self.stored, wanted.checkpoint)
         self._fields = config_fields(wanted)
         self._shapes = self.translation.their_shapes()
-        # their tensors in the order in which a forward needs them: which pieces of ours make each
-        found: dict[str, list[tuple[str, Any]]] = {}
+
+        # Their tensors in the order in which a forward needs them: which pieces of ours make each
+        self._made_of: dict[str, list[tuple[str, Any]]] = {}
         for ours in self.translation.shapes:
             for piece in self.translation.pieces_of(ours):
-                found.setdefault(piece.name, []).append((ours, piece))
-        self._made_of = found
-        self._types = self._their_types()
+                self._made_of.setdefault(piece.name, []).append((ours, piece))
+
+        # The type of each: the one asked for, that of the source's weights, what its config.json says where the weights
+        # are not there, or the checkpoint's own
+        of_source: dict[str, str] = {}
+        source_config: Mapping[str, Any] = {}
+        if wanted.source is not None:
+            of_source = source.dtypes_of(wanted.source.where, self.translation) if not wanted.dtype else {}
+            source_config = wanted.source.config
+        of_config = str(source_config.get("dtype") or source_config.get("torch_dtype")).removeprefix("torch.")
+        self._types: dict[str, str] = {}
+        for theirs, parts in self._made_of.items():
+            ours = parts[0][0]
+            stored_type = self.stored.tensors[WEIGHTS_PREFIX + ours].dtype
+            default = of_config if of_config in TYPES else stored_type
+            self._types[theirs] = wanted.dtype or of_source.get(ours) or default
         if wanted.source is None:
             self._fields["torch_dtype"] = next(iter(self._types.values()))
         self._files = _beside(wanted)
@@ -142,32 +156,20 @@ class Writer:
         """The exported type of one of our tensors."""
         return getattr(torch, self._types[next(iter(self.translation.pieces_of(name))).name])  # type: ignore[no-any-return]
 
-    def _their_types(self) -> dict[str, str]:
-        """The type of each of their tensors."""
-        wanted = self.wanted
-        found = {}
-        known = source.dtypes_of(wanted.source.where, self.translation) if wanted.source and not wanted.dtype else {}
-        for theirs, parts in self._made_of.items():
-            ours = parts[0][0]
-            found[theirs] = wanted.dtype or known.get(ours) or self._said_type(ours)
-        return found
-
-    def _said_type(self, ours: str) -> str:
-        """What the source's config.json says where its weights are not there, or else the checkpoint's own type."""
-        config = self.wanted.source.config if self.wanted.source is not None else {}
-        said = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-        return said if said in TYPES else self.stored.tensors[WEIGHTS_PREFIX + ours].dtype
-
     def _read_theirs(self, name: str, box: tuple[slice, ...]) -> Tensor:
         """Some rows of one of their tensors."""
         if not box:
             return self.read_part(self._made_of[name][0][0], ())
+        # The same tensor under another name
         rows = box[0]
         ours, piece = self._made_of[name][0]
         whole = piece.theirs[0]
         same = piece.ours == piece.theirs and not piece.transposed
         if len(self._made_of[name]) == 1 and same and whole.start == 0 == piece.ours[0].start:
-            return self.read_part(ours, box)  # the same tensor under another name
+            return self.read_part(ours, box)
+
+        # Or put together: of each piece the rows that lie in the box. Where ours has a dimension more, it is the first,
+        # the number of an expert
         block = torch.empty([part.stop - part.start for part in box], dtype=self.dtype_of(self._made_of[name][0][0]))
         for ours, piece in self._made_of[name]:
             whole = piece.theirs[0]
@@ -218,6 +220,8 @@ def export(wanted: Export) -> list[str]:
     temporary = wanted.output.with_name(f"{wanted.output.name}.tmp-{secrets.token_hex(6)}")
     try:
         temporary.mkdir(parents=True)
+        # Three things at a time: this thread writes, one reads the checkpoint's bytes again for their hashes, and one
+        # waits for the disk. What fails in these is raised here, at the next piece that is written or at the end
         with ThreadPoolExecutor(1, "export-check") as pool, ThreadPoolExecutor(1, "export-sync") as syncing:
             checked = pool.submit(writer.check_source)
             synced: list[Future[None]] = []
@@ -253,19 +257,19 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     Raises:
         ConfigError: for a model that the format cannot describe.
     """
-    said = dict(wanted.source.config) if wanted.source is not None else {}
+    before = dict(wanted.source.config) if wanted.source is not None else {}
     if as_is.is_as_is(wanted.module):
         c = wanted.config
-        own = said if said.get("model_type") else dict(read_json(Path(c.path) / CONFIG))
+        own = before if before.get("model_type") else dict(read_json(Path(c.path) / CONFIG))
         grown = c.vocab_size if c.vocab_size != c.own_vocab_size else 0
         return _with_dtype(saved_config(own, c.class_name, c.num_labels, grown), wanted.dtype)
     hub = wanted.module.HUB
-    said = dict(hub.own_config(said))
+    before = dict(hub.own_config(before))
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
         raise ConfigError(f"model.norm_type={wanted.config.norm_type!r} has no place in {hub.architecture}")
     fields = hub.write(wanted.config)
-    if said.get("model_type") == hub.model_type:
-        return _with_dtype(_changed(said, hub, wanted.config, fields), wanted.dtype)
+    if before.get("model_type") == hub.model_type:
+        return _with_dtype(_changed(before, hub, wanted.config, fields), wanted.dtype)
     fields = {
         "architectures": [hub.architecture],
         "model_type": hub.model_type,
@@ -280,22 +284,26 @@ def config_fields(wanted: Export) -> dict[str, Any]:
 
 def _changed(said: dict[str, Any], hub: Hub, config: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """The source's config.json with the values of those fields alone that a run has changed."""
+    # What the file would say of the model that it describes, by our own writer: a key that says the same in other words
+    # does not differ. Fields that a file does not say, or that neither model uses, are those of the model now
     before = type(config)(**hub.read(Fields(said, CONFIG, hub.defaults)))
     unused = hub.unused(dataclasses.asdict(before)) & hub.unused(dataclasses.asdict(config))
     same = {key: getattr(config, key) for key in {*FREE, *unused} if hasattr(config, key)}
     old = hub.write(dataclasses.replace(before, **same))
     differ = {key: value for key, value in fields.items() if old.get(key) != value}
     rotary = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct")
-    if "rope_parameters" in said and differ.keys() & set(rotary):  # one table holds them all
+    # Files of transformers 5 have one table for all of the rotary angles
+    if "rope_parameters" in said and differ.keys() & set(rotary):
         table = {**(fields.get("rope_scaling") or {"rope_type": "default"})}
         table["rope_type"] = table.pop("type", None) or table["rope_type"]
         table["rope_theta"] = fields.get("rope_theta", fields.get("rotary_emb_base"))
         if "rotary_pct" in fields:
             table["partial_rotary_factor"] = fields["rotary_pct"]
         differ = {key: value for key, value in differ.items() if key not in rotary} | {"rope_parameters": table}
-    found = {**said, **differ}
-    found.pop("quantization_config", None)  # the weights are written as the numbers that the quantised ones stand for
-    return found
+    changed = {**said, **differ}
+    # The weights are written as the numbers that the quantised ones stand for
+    changed.pop("quantization_config", None)
+    return changed
 
 
 def _with_dtype(found: dict[str, Any], dtype: str) -> dict[str, Any]:
@@ -313,11 +321,13 @@ def _with_dtype(found: dict[str, Any], dtype: str) -> dict[str, Any]:
 
 def _beside(wanted: Export) -> dict[str, Source]:
     """The files that are copied, and from where each; a tokenizer is taken from one place alone."""
-    found: dict[str, Source] = {}
-    for one in wanted.sources():
-        has = any(other.has_tokenizer for other in found.values())
-        found |= {n: one for n in one.files if n not in found and not (has and _OF_TOKENIZERS.fullmatch(n))}
-    return found
+    source_of: dict[str, Source] = {}
+    for place in wanted.sources():
+        has_tokenizer = any(other.has_tokenizer for other in source_of.values())
+        for name in place.files:
+            if name not in source_of and not (has_tokenizer and _OF_TOKENIZERS.fullmatch(name)):
+                source_of[name] = place
+    return source_of
 
 
 def _named_as_before(translation: Translation, wanted: Export) -> Translation:
@@ -330,10 +340,11 @@ def _named_as_before(translation: Translation, wanted: Export) -> Translation:
     else:
         known = manifest.read(where).facts.get(source.NAMES) if (where / manifest.MANIFEST).is_file() else None
         names = known if isinstance(known, dict) and all(isinstance(name, str) for name in known.values()) else {}
+    # Names of another model might make two tensors one
     sources = {ours: names.get(ours, theirs) for ours, theirs in translation.sources.items()}
-    return (
-        dataclasses.replace(translation, sources=sources) if len({*sources.values()}) == len(sources) else translation
-    )
+    if len({*sources.values()}) < len(sources):
+        return translation
+    return dataclasses.replace(translation, sources=sources)
 
 
 def _check_stored(translation: Translation, stored: Manifest, checkpoint: Path) -> None:
@@ -364,7 +375,10 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one type hold the same bits, eight bytes at a time; NaNs count as any other."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
-    one, other = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    # As integers, since NaN is not equal to itself as a number
+    one = one.contiguous().reshape(-1).view(torch.uint8)
+    other = other.contiguous().reshape(-1).view(torch.uint8)
     whole = one.numel() // 8 * 8
-    first = torch.equal(*(tensor[:whole].view(torch.int64) for tensor in (one, other)))
-    return first and torch.equal(one[whole:], other[whole:])
+    if not torch.equal(one[:whole].view(torch.int64), other[:whole].view(torch.int64)):
+        return False
+    return torch.equal(one[whole:], other[whole:])

@@ -95,6 +95,7 @@ class Whole(NamedTuple):
 
     def part_of(self, config: Mapping[str, Any], hub: Hub) -> Mapping[str, Any] | None:
         """The config.json of the part, from that of the whole; None where this is not the whole."""
+        # The type of the weights and their quantisation stand above the parts
         part = config.get(self.key)
         if config.get("model_type") != self.model_type or not isinstance(part, dict):
             return None
@@ -303,6 +304,7 @@ class Fields:
         kinds = set(self.take("layer_types", list, []))
         self._used |= {"use_sliding_window", "sliding_window", "max_window_layers"}
         windowed = self._values.get("use_sliding_window") and self._values.get("sliding_window") is not None
+        # Layers from max_window_layers on have the window: none has, where that is beyond the last
         first = self._values.get("max_window_layers")
         beyond = isinstance(first, int) and first >= self._values.get("num_hidden_layers", 0) and not kinds
         if kinds - {"full_attention"} or (windowed and not beyond and kinds != {"full_attention"}):
@@ -325,25 +327,27 @@ class Fields:
         tables = [self._values.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
         if not all(isinstance(table, dict) for table in tables):
             raise ConfigError(f"{self._where}: rope_scaling must be a table; use the model's own config.json")
-        said = dict(tables[0] or tables[1])
-        if said.get("rope_theta") is None:
-            said["rope_theta"] = tables[1].get("rope_theta") or self._values.get(base) or 10000.0
-        if said.get("partial_rotary_factor") is None:
+
+        # Base and share may be in the table or beside it, as older files have them
+        rope = dict(tables[0] or tables[1])
+        if rope.get("rope_theta") is None:
+            rope["rope_theta"] = tables[1].get("rope_theta") or self._values.get(base) or 10000.0
+        if rope.get("partial_rotary_factor") is None:
             part = self._values.get(share or "partial_rotary_factor")
-            said["partial_rotary_factor"] = 1.0 if part is None else part
-        kind = said.pop("type", None)
-        kind = said["rope_type"] = said.get("rope_type") or kind or "default"
-        if kind in ("llama3", "yarn"):
+            rope["partial_rotary_factor"] = 1.0 if part is None else part
+        older_type = rope.pop("type", None)
+        rope["rope_type"] = rope.get("rope_type") or older_type or "default"
+        if rope["rope_type"] in ("llama3", "yarn"):
             length = self._values.get("original_max_position_embeddings")
-            said["original_max_position_embeddings"] = (
-                length or said.get("original_max_position_embeddings") or self._values.get("max_position_embeddings")
-            )
-        for key, value in said.items():
+            length = length or rope.get("original_max_position_embeddings")
+            rope["original_max_position_embeddings"] = length or self._values.get("max_position_embeddings")
+
+        for key, value in rope.items():
             if key not in ("rope_type", "truncate") and (not isinstance(value, int | float) or isinstance(value, bool)):
                 raise self.other(f"rope {key}={value!r} is not a number")
-        if not share and said["partial_rotary_factor"] != 1.0:
+        if not share and rope["partial_rotary_factor"] != 1.0:
             raise self.other("partial_rotary_factor other than 1 is not known for this architecture")
-        return said
+        return rope
 
     def rope_number(self, rope: Mapping[str, Any], key: str) -> float:
         """A number that the type of the rotary angles needs; raises ConfigError where it is missing."""

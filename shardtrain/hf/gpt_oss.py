@@ -52,7 +52,7 @@ def _read(f: Fields) -> dict[str, Any]:
         "route_norm": True,
         "router_bias": True,
         "load_balance_coeff": 0.0,
-        # published files say 0.9 and that it is off, which is how they are fine-tuned
+        # Published files say 0.9 and that it is off, which is how they are fine-tuned
         "balance_loss_coeff": coefficient if f.flag("output_router_logits", False) else 0.0,
         "z_loss_coeff": 0.0,
         "swiglu_alpha": f.number("swiglu_alpha", 1.702),

@@ -60,8 +60,11 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
         def read(name: str) -> Tensor:
             name = name.removeprefix(WEIGHTS_PREFIX)
             tensor = mapping.read_whole(name, translation, weights, getattr(torch, types[name]))
-            more = shapes[name][0] - tensor.shape[0] if shapes[name] else 0
-            return torch.cat((tensor, tensor.float().mean(0).to(tensor.dtype).expand(more, -1))) if more else tensor
+            new_rows = shapes[name][0] - tensor.shape[0] if shapes[name] else 0
+            if not new_rows:
+                return tensor
+            mean = tensor.float().mean(0).to(tensor.dtype)
+            return torch.cat((tensor, mean.expand(new_rows, -1)))
 
         beside, places = source.packed(source.of_folder(folder))
         facts: dict[str, Any] = {
@@ -69,8 +72,10 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
             "model": {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)},
             source.FACT: places,
         }
-        if found.hub is None:  # of the names that a tensor may have, those that the file has
-            facts[source.NAMES] = {name: said for name, said in translation.sources.items() if isinstance(said, str)}
+        # Of the names that a tensor of transformers may have, those that the file has
+        if found.hub is None:
+            names = {ours: theirs for ours, theirs in translation.sources.items() if isinstance(theirs, str)}
+            facts[source.NAMES] = names
         prefixed = {WEIGHTS_PREFIX + name: shape for name, shape in shapes.items()}
         kinds = {WEIGHTS_PREFIX + name: types[name] for name in shapes}
         single_process_writer.write(output, prefixed, kinds, read, facts, {source.FILE: beside})
@@ -96,7 +101,7 @@ def fill(
         CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
     """
     passed_over: Sequence[str]
-    # a network of transformers has the names of its own folder: nothing is recognised or renamed
+    # A network of transformers has the names of its own folder: nothing is recognised or renamed
     found = None if as_is.is_as_is(module) else recognise(folder)
     if found is None:
         as_is.check_same(config, folder)
@@ -143,6 +148,7 @@ def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, w
     }
     mapping.fill({name: tensor for name, tensor in tensors.items() if name not in grown}, translation, weights)
     for name, tensor in grown.items():
+        # Rows that are there and that this rank holds
         rows, *rest = translation.shapes[name]
         local = local_tensor(tensor).detach()
         (own, *others) = local_slices(tensor)
@@ -150,6 +156,7 @@ def fill_rows(tensors: Mapping[str, Tensor], translation: mapping.Translation, w
         if old.start < old.stop:
             part = mapping.read_part(name, (old, *others), translation, weights, tensor.dtype)
             local[: old.stop - own.start].copy_(part)
+        # Rows beyond: every rank that holds some reads the whole tensor for its mean
         if own.stop > rows:
             total = torch.zeros(rest, dtype=torch.float64)
             for box in mapping.row_blocks((rows, *rest)):

@@ -86,9 +86,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 
 def family_of(folder: Path) -> tuple[Family, int]:
     """The family and the number of layers that config.json of a folder names; raises CheckpointError for others."""
-    said = read_json(folder / CONFIG)
-    kind = said.get("model_type")
-    count = said.get("num_hidden_layers")
+    config = read_json(folder / CONFIG)
+    kind = config.get("model_type")
+    count = config.get("num_hidden_layers")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise CheckpointError(
             f"{folder / CONFIG}: model_type {str(kind)[:40]!r} has no files per layer; they are those of "
@@ -175,7 +175,8 @@ class LayerWeights(HubWeights):
         self._family, count = family_of(folder)
         files = files_of(self.step)
         self.num_shards = 1 + max((shard for _, shard in files), default=-1)
-        # refuse files that are not those of a model of so many layers
+
+        # Refuse files that are not those of a model of so many layers: embedding, layers, last norm and head
         wanted = {(number, shard) for number in range(count + 3) for shard in range(self.num_shards)}
         missing = [f"layer_{n:02d}-model_{s:02d}-model_states.pt" for n, s in sorted(wanted - files.keys())]
         surplus = [files[place].name for place in sorted(files.keys() - wanted)]
@@ -188,6 +189,8 @@ class LayerWeights(HubWeights):
             raise CheckpointError(
                 f"{self.step} is not a model of {count} layers, as its config.json says: {'; '.join(problems)}"
             )
+
+        # Which parts of which files make each tensor, in the order of model-parallel ranks
         self._parts: dict[str, list[tuple[TorchFile, Stored]]] = {}
         for (number, _), path in sorted(files.items()):
             opened = TorchFile(path)
@@ -214,6 +217,7 @@ class LayerWeights(HubWeights):
             raise CheckpointError(
                 f"{self.step}: {name} is in {len(parts)} of {self.num_shards} model-parallel files ({there})"
             )
+        # Parts may differ in size along the dimension that ranks divide, and in nothing else
         dim = self._family.divided(name)
         shapes = [stored.shape for _, stored in parts]
         dtypes = {stored.dtype for _, stored in parts}

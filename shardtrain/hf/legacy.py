@@ -44,6 +44,8 @@ def as_safetensors(folder: Path, beside: Path) -> Iterator[Path]:
         CheckpointError: when a file is missing, no file of tensors alone, or goes beyond its bounds.
         StorageError: when there is no room.
     """
+    from safetensors import SafetensorError, safe_open
+
     if (folder / SINGLE).exists() or (folder / INDEX).exists():
         raise ConfigError(f"--legacy_bin: {folder} has safetensors, which need no pickle; leave it out")
     names = _bin_files(folder)
@@ -57,7 +59,16 @@ def as_safetensors(folder: Path, beside: Path) -> Iterator[Path]:
         files = [f"model-{number:05d}-of-{len(names):05d}.safetensors" for number in range(1, len(names) + 1)]
         for name, file in zip(names, files, strict=True):
             _convert(folder / name, temporary / file)
-        _write_index(temporary, files)
+
+        # An index, as any folder of several files has one; a file that was cut short shows here
+        weight_map: dict[str, str] = {}
+        for file in files:
+            try:
+                with safe_open(str(temporary / file), framework="pt") as opened:
+                    weight_map |= dict.fromkeys(opened.keys(), file)
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{temporary / file} was not written whole ({error}); start again") from None
+        (temporary / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
         yield temporary
     except OSError as error:
         raise StorageError(f"cannot write {error.filename}: {error.strerror}; choose another folder") from error
@@ -86,8 +97,8 @@ def _convert(source: Path, target: Path) -> None:
     size = source.stat().st_size
     seconds = _BASE_SECONDS + size // _SLOWEST_BYTES_PER_SECOND
 
+    # Set in the child, between fork and exec. A file is mapped, and its largest tensor may be copied once
     def bound() -> None:
-        # a file is mapped, and its largest tensor may be copied once
         resource.setrlimit(resource.RLIMIT_AS, (_BASE_BYTES + 2 * size,) * 2)
         resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2 * size + 2**20,) * 2)
@@ -117,16 +128,3 @@ def _convert(source: Path, target: Path) -> None:
             f"{source} is not a file of tensors alone that can be mapped ({reason}; status {done.returncode}); nothing "
             "in it was run: get the safetensors of this model, or save it so with the program that wrote it"
         )
-
-
-def _write_index(folder: Path, files: list[str]) -> None:
-    from safetensors import SafetensorError, safe_open
-
-    weight_map: dict[str, str] = {}
-    for file in files:
-        try:
-            with safe_open(str(folder / file), framework="pt") as opened:
-                weight_map |= dict.fromkeys(opened.keys(), file)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{folder / file} was not written whole ({error}); start again") from None
-    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))

@@ -43,11 +43,13 @@ def _write(found: Any, target: Path) -> None:
         if tensor.layout != torch.strided or tensor.device.type != "cpu":
             raise ValueError(f"its tensor {name[:100]!r} is not a dense one on the CPU")
         kinds[name] = dtype, tuple(tensor.shape)
-    # a few bytes may pretend to be a tensor of any size: strides of 0 repeat them
+    # A few bytes may pretend to be a tensor of any size: strides of 0 repeat them. Tied weights share a storage, which
+    # counts once, and may be written twice
     claimed = sum(tensor.numel() * tensor.element_size() for tensor in found.values())
-    held = sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in found.values())}.values())
-    if claimed > 2 * held + 2**20:
-        raise ValueError(f"its tensors would be {claimed} bytes, and it holds {held}")
+    storages = [tensor.untyped_storage() for tensor in found.values()]
+    stored = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+    if claimed > 2 * stored + 2**20:
+        raise ValueError(f"its tensors would be {claimed} bytes, and it holds {stored}")
 
     def blocks() -> Iterator[memoryview]:
         yield header(kinds)

@@ -29,30 +29,40 @@ def line(folder: Path) -> str:
     Raises:
         CheckpointError: for a config.json or an index that cannot be read.
     """
-    said = read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
+    named = config.get("architectures")
+    name = named[0] if isinstance(named, list) and named else config.get("model_type")
+    architecture = "no architecture" if name is None else _short(str(name))
+
+    # Each file that is there, and those that the index names and that are not
     sizes = 0
     types = Counter[str]()
-    named = said.get("architectures")
-    name = named[0] if isinstance(named, list) and named else said.get("model_type")
-    architecture = "no architecture" if name is None else _short(str(name))
     wrong: list[str] = []
     files = {path.name: path for path in folder.glob("*.safetensors")}
     if (folder / INDEX).is_file():
         table = read_json(folder / INDEX).get("weight_map")
-        wrong += sorted({str(file) for file in table.values()} - files.keys()) if isinstance(table, dict) else [INDEX]
+        if isinstance(table, dict):
+            wrong += sorted({str(file) for file in table.values()} - files.keys())
+        else:
+            wrong.append(INDEX)
     for name, path in sorted(files.items()):
         sizes += path.stat().st_size
         found = _types_of(path)
         types.update(found or ())
         if found is None:
             wrong.append(name)
+
     kinds = ", ".join(_few([f"{count} {_short(dtype)}" for dtype, count in sorted(types.items())]))
-    whole = (
-        f"{os.path.basename(os.path.realpath(folder))}  {format_bytes(sizes)}  {architecture}  {types.total()} tensors"
-    )
-    whole += f"  {kinds}" if kinds else "  no safetensors"
-    whole += f"  missing or cut: {', '.join(_few(wrong))}" if wrong else ""
-    return "".join(c if c.isprintable() else "?" for c in whole)
+    columns = [
+        os.path.basename(os.path.realpath(folder)),
+        format_bytes(sizes),
+        architecture,
+        f"{types.total()} tensors",
+        kinds or "no safetensors",
+    ]
+    if wrong:
+        columns.append(f"missing or cut: {', '.join(_few(wrong))}")
+    return "".join(c if c.isprintable() else "?" for c in "  ".join(columns))
 
 
 def _short(name: str) -> str:

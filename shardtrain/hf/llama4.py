@@ -35,6 +35,7 @@ def _interval(layers: list[bool], wanted: bool) -> int:
 
 def _read(f: Fields) -> dict[str, Any]:
     f.only("attention_bias", False)
+    # Which layers have experts: a list, or every so many
     layers = f.integer("num_hidden_layers")
     step = f.integer("interleave_moe_layer_step", 1)
     moe_layers = f.take("moe_layers", list, list(range(step - 1, layers, step)))
@@ -43,6 +44,8 @@ def _read(f: Fields) -> dict[str, Any]:
         step = _interval(marks, True)
         if step < 1 or len(moe_layers) != sum(marks):
             raise f.other("moe_layers are not the last of every so many layers, as they are in ours")
+
+    # Which layers have rotary positions: the list no_rope_layers has true for those that do, as transformers reads it
     interval = f.integer("no_rope_layer_interval", 4)
     turned = [bool(one) for one in f.take("no_rope_layers", list, [])]
     if turned and turned != [(index + 1) % interval != 0 for index in range(layers)]:
@@ -50,6 +53,8 @@ def _read(f: Fields) -> dict[str, Any]:
     if interval < 0 or len(turned) not in (0, layers):
         raise f.other("no_rope_layers are not the last of every so many layers, as they are in ours")
     interval = interval if interval <= layers else 0
+
+    # Those with positions attend within chunks
     chunk = f.integer("attention_chunk_size", 0, 0)
     turned = turned or [not interval or (index + 1) % interval != 0 for index in range(layers)]
     kinds = f.take("layer_types", list, ["chunked_attention" if one and chunk else "full_attention" for one in turned])
@@ -76,7 +81,7 @@ def _read(f: Fields) -> dict[str, Any]:
         "no_rope_layer_interval": interval,
         "attention_chunk_size": chunk,
         "use_qk_norm": f.flag("use_qk_norm", True),
-        # files of April 2025 have the number 4 in the place of true
+        # Files of April 2025 have the number 4 in the place of true
         "attn_temperature_tuning": bool(f.take("attn_temperature_tuning", (bool, int), True)),
         "floor_scale": f.integer("floor_scale", 8192),
         "attn_scale": f.number("attn_scale", 0.1),

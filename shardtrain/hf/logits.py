@@ -35,13 +35,12 @@ def why_not(wanted: Export) -> str:
     if "quantization_config" in read_json(wanted.output / CONFIG):
         return "its weights are quantised, which transformers would keep as they are"
     stored = manifest.read(wanted.checkpoint)
-    needed = 3 * sum(torch.Size(t.shape).numel() * 4 for n, t in stored.tensors.items() if n.startswith(WEIGHTS_PREFIX))
+    weights = [tensor for name, tensor in stored.tensors.items() if name.startswith(WEIGHTS_PREFIX)]
+    needed = 3 * sum(torch.Size(tensor.shape).numel() * 4 for tensor in weights)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return (
-        f"two copies in float32 need {format_bytes(needed)} of memory and {format_bytes(free)} are free"
-        if needed > free
-        else ""
-    )
+    if needed <= free:
+        return ""
+    return f"two copies in float32 need {format_bytes(needed)} of memory and {format_bytes(free)} are free"
 
 
 @torch.no_grad()
@@ -119,7 +118,7 @@ def _tokens(folder: Path, vocab_size: int) -> Tensor:
 def _theirs(folder: Path, architecture: str, tokens_BT: Tensor) -> Tensor:
     import transformers
 
-    # a class of the library by its name, and config.json without what asks for code: nothing of the folder is run,
+    # A class of the library by its name, and config.json without what asks for code: nothing of the folder is run,
     # and of a folder with local files only the library asks no hub
     config = architectures.read(str(folder))
     with as_is.without_progress_bar():

@@ -87,15 +87,18 @@ def check(translation: Translation, weights: HubWeights, passed_over: Iterable[s
     surplus: list[str] = []
     ignored: list[str] = []
     for name in sorted(there - set(expected)):
-        # a tied head is in some files a second time, and must then be the embedding
+        # A tied head is in some files a second time, and must then be the embedding
         known = hub.is_ignored(name) or any(re.fullmatch(pattern, name) for pattern in passed_over)
-        (ignored if known or _repeats(name, translation, weights) else surplus).append(name)
+        if known or _repeats(name, translation, weights):
+            ignored.append(name)
+        else:
+            surplus.append(name)
     wrong = [
         f"{name} {list(weights.shape(name))} in place of {list(shape)}"
         for name, shape in sorted(expected.items())
         if name in there and weights.shape(name) != shape
     ]
-    # integers and one-byte floats are quantised weights: their scales would be lost
+    # Integers and one-byte floats are quantised weights: their scales would be lost
     integral = [
         f"{name} {weights.dtype(name)}"
         for name in sorted(set(expected) & there)
@@ -134,11 +137,13 @@ def read_part(
     name: str, box: tuple[slice, ...], translation: Translation, weights: HubWeights, dtype: torch.dtype
 ) -> Tensor:
     """A box of one of our tensors, on the CPU."""
-    found = [(piece, both) for piece in translation.pieces_of(name) if (both := _overlap(piece, box)) is not None]
+    # Where one piece has all of the box, what is read from the file is the tensor, and nothing is copied
+    overlaps = [(piece, _overlap(piece, box)) for piece in translation.pieces_of(name)]
+    found = [(piece, overlap) for piece, overlap in overlaps if overlap is not None]
     if len(found) == 1:
         piece, (theirs, place) = found[0]
         sizes = [part.stop - part.start for part in box]
-        if [part.stop - part.start for part in place if isinstance(part, slice)] == sizes:  # all of it is there
+        if [part.stop - part.start for part in place] == sizes:
             return _read(piece, theirs, weights).reshape(sizes).to(dtype)
     tensor = torch.zeros([part.stop - part.start for part in box], dtype=dtype)
     _fill(tensor, name, box, translation, weights)
@@ -182,7 +187,8 @@ def _overlap(piece: Piece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], t
     """What of a piece lies in a rank's part: where in their tensor, and where in the rank's memory."""
     theirs = []
     place = []
-    extra = len(piece.ours) - len(piece.theirs)  # the number of the expert
+    # Ours may have one dimension more, the first: the number of the expert
+    extra = len(piece.ours) - len(piece.theirs)
     in_our_order = (*piece.theirs[:-2], *piece.theirs[:-3:-1]) if piece.transposed else piece.theirs
     for dim, (mine, whole) in enumerate(zip(own, piece.ours, strict=True)):
         start = max(mine.start, whole.start)

@@ -63,6 +63,7 @@ def recognise(folder: Path, name: str = "") -> HubModel:
     except OnlyInTransformers as reason:
         return _as_it_is(folder, reason)
     config = models.find(found.name).Config(**found.values)
+    # DeepSeek's layers for the tokens after the next lie beyond the last, and are skipped
     layers = config.num_layers
     more = found.config.get("num_nextn_predict_layers") or 0
     beyond = tuple(rf"model\.layers\.{layers + i}\..*" for i in range(min(more, 8)) if isinstance(more, int))
@@ -102,18 +103,22 @@ def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path) -
     if found.hub is None or getattr(module, "HUB", None) != found.hub:
         holds = found.hub.architecture if found.hub else found.config.class_name
         raise ConfigError(f"{folder} holds a {holds}, which model.name does not; use\n{found.toml()}")
-    own = found.hub.own_config(read_json(folder / CONFIG))
-    said = found.hub.read(Fields(own, str(folder / CONFIG), found.hub.defaults))
-    unused = FREE | (found.hub.unused(said) & found.hub.unused(dataclasses.asdict(config)))
+    # Compared are the fields that either model computes with
+    file = found.hub.own_config(read_json(folder / CONFIG))
+    theirs = found.hub.read(Fields(file, str(folder / CONFIG), found.hub.defaults))
+    unused = FREE | (found.hub.unused(theirs) & found.hub.unused(dataclasses.asdict(config)))
+
+    # A smaller window than the folder's may be asked for. One that a flavor has was taken from another model instead
     window = getattr(config, "sliding_window", 0)
-    own = said.get("sliding_window", 0)
-    flavors = {fields.get("sliding_window") for fields in module.FLAVORS.values()}
-    if window and (not own or window < own) and window not in flavors:  # asked for, and not taken from another model
-        logger.warning(f"tokens see {window} tokens (sliding_window), where {folder} says {own or 'all before them'}")
+    their_window = theirs.get("sliding_window", 0)
+    of_flavors = {fields.get("sliding_window") for fields in module.FLAVORS.values()}
+    if window and (not their_window or window < their_window) and window not in of_flavors:
+        there = their_window or "all before them"
+        logger.warning(f"tokens see {window} tokens (sliding_window), where {folder} says {there}")
         unused |= {"sliding_window"}
     differ = [
         f"{key}={getattr(config, key)!r} in place of {value!r}"
-        for key, value in said.items()
+        for key, value in theirs.items()
         if getattr(config, key) != value and key not in unused and not re.fullmatch(r".*_coeff", key)
     ]
     if differ:

@@ -64,10 +64,13 @@ class Mxfp4Weights(HubWeights):
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
         if name not in self._packed:
             return super().read(name, box)
+        # The groups of 32 inputs that the box touches
         experts, inputs, outputs = box
         groups = slice(inputs.start // _SHARED, -(-inputs.stop // _SHARED))
         blocks_EOgb = super().read(name + _BLOCKS, (experts, outputs, groups, slice(0, _SHARED // 2)))
         scales_EOg = super().read(name + _SCALES, (experts, outputs, groups))
+
+        # Two numbers of 4 bits in a byte, the first in its low half; then each times its group's power of two
         codes_EOgi = torch.stack((blocks_EOgb & 15, blocks_EOgb >> 4), dim=-1).flatten(-2).int()
         values = torch.tensor((*_VALUES, *(-value for value in _VALUES)))
         numbers_EOgi = torch.ldexp(values[codes_EOgi], scales_EOg[..., None].int() - 127)

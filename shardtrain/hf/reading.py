@@ -69,13 +69,17 @@ def describe(folder: Path, name: str = "") -> Description:
         ConfigError: for a file that describes no model that can be computed.
         CheckpointError: when the file is missing or no JSON object.
     """
+    # A model of text within one of images and text is described by a part of the file
     path = folder / CONFIG
-    said = found = read_json(path)
+    whole_file = read_json(path)
+    found = whole_file
     for one in HUBS.values():
         found = one.own_config(found)
+
+    # Which model files are of this model_type
     kind = found.get("model_type")
     architectures = found.get("architectures") or []
-    fitting = [one for one, hub in HUBS.items() if hub.model_type == kind]
+    fitting = [name for name, hub in HUBS.items() if hub.model_type == kind]
     if not fitting:
         known = sorted({hub.model_type for hub in HUBS.values()})
         raise OnlyInTransformers(
@@ -87,6 +91,8 @@ def describe(folder: Path, name: str = "") -> Description:
         raise OnlyInTransformers(
             f"{path}: architectures={architectures!r} is not {hub.architecture}{TRANSFORMERS_HINT}"
         )
+
+    # Every key that the architecture knows is read; ``rest`` judges those that nobody has asked for
     block = block_of(found, str(path))
     fields = Fields(found, str(path), hub.defaults)
     values = hub.read(fields)
@@ -94,8 +100,8 @@ def describe(folder: Path, name: str = "") -> Description:
     fields.take("quantization_config", dict, {})
     chosen, flavor, overrides = nearest(hub, [name] if name in fitting else fitting, values)
     notices = fields.rest(hub.architecture)
-    if hub.whole is not None and found is not said:
-        rest = ", ".join(sorted(key for key in said if key.endswith("_config") and key != hub.whole.key))
+    if hub.whole is not None and found is not whole_file:
+        rest = ", ".join(sorted(key for key in whole_file if key.endswith("_config") and key != hub.whole.key))
         notices = (
             f"{path}: of {hub.whole.architecture} the text model alone is read, as {hub.architecture}; what is beside "
             f"it ({rest or 'vision'}) is left out, and an export has the text model alone",

@@ -68,7 +68,8 @@ class Source:
 def of_folder(folder: Path) -> Source:
     """What a folder holds; it need not have weights, nor a config.json. Raises CheckpointError for a broken one."""
     config = dict(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else {}
-    if config.get("num_nextn_predict_layers") and has_weights(folder):  # layers beyond the last, which are not read
+    # DeepSeek's layer for the second next token lies beyond the last and is not read: an export has none
+    if config.get("num_nextn_predict_layers") and has_weights(folder):
         with open_weights(folder, None) as weights:
             first = f"model.layers.{config.get('num_hidden_layers')}."
             if any(name.startswith(first) for name in weights.names()):
@@ -83,12 +84,13 @@ def of_folder(folder: Path) -> Source:
 
 def of_checkpoint(folder: Path, stored: Manifest) -> Source | None:
     """What a checkpoint keeps of the folder that it was made of; None where it keeps nothing."""
-    said = stored.facts.get(FACT)
+    places = stored.facts.get(FACT)
     file = next((file for file in stored.files if file.name == FILE), None)
-    if not isinstance(said, dict) or file is None:
+    if not isinstance(places, dict) or file is None:
         return None
     files: dict[str, tuple[Path, int, int]] = {}
-    for name, place in said.items():
+    # Names and places are checked as anybody's: a name that leads elsewhere would be written there by an export
+    for name, place in places.items():
         fits = isinstance(place, list) and len(place) == 2 and all(type(n) is int and n >= 0 for n in place)
         if not fits or sum(place) > file.bytes or not (name == CONFIG or _TRAVEL.fullmatch(name)):
             raise CheckpointError(f"checkpoint {folder}: what it says of {name[:100]!r} is not a file; use another one")

@@ -48,31 +48,31 @@ class HubWeights:
         self._file_of = {name.removeprefix(prefix): file for name, file in self._file_of.items()}
 
     def _read_index(self) -> dict[str, str] | None:
+        """Which file holds each tensor; None where one file holds all."""
         path = self.folder / INDEX
-        if not path.exists():
-            if not (self.folder / SINGLE).exists():
-                legacy = sorted(p.name for p in self.folder.glob("*.bin"))[:3] if self.folder.is_dir() else []
-                parts = sorted(p.name for p in self.folder.glob("*.safetensors")) if self.folder.is_dir() else []
-                if parts:
-                    raise CheckpointError(
-                        f"{path} is missing, which says what is in {parts[0]} and {len(parts) - 1} more; fetch it"
-                    )
-                what = (
-                    f"only {', '.join(legacy)}, a pickle, which import --legacy_bin opens, and a run "
-                    "with checkpoint.initial_load_legacy_bin"
-                    if legacy
-                    else "no weights"
-                )
-                raise CheckpointError(
-                    f"{self.folder} has {what}; it needs {SINGLE} or {INDEX}: save it with safe_serialization=True"
-                )
+        if not path.exists() and (self.folder / SINGLE).exists():
             return None
+        if not path.exists():
+            parts = sorted(file.name for file in self.folder.glob("*.safetensors"))
+            pickles = sorted(file.name for file in self.folder.glob("*.bin"))[:3]
+            if parts:
+                raise CheckpointError(
+                    f"{path} is missing, which says what is in {parts[0]} and {len(parts) - 1} more; fetch it"
+                )
+            what = "no weights"
+            if pickles:
+                what = f"only {', '.join(pickles)}, a pickle, which import --legacy_bin opens, and a run "
+                what += "with checkpoint.initial_load_legacy_bin"
+            raise CheckpointError(
+                f"{self.folder} has {what}; it needs {SINGLE} or {INDEX}: save it with safe_serialization=True"
+            )
         try:
             found = json.loads(reading.whole(path, MAX_JSON_BYTES))["weight_map"]
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} is not an index of weights ({type(error).__name__}: {error})") from None
         if not isinstance(found, dict) or not found:
             raise CheckpointError(f"{path}: weight_map is not a table of names")
+        # A name with a folder in it could lead anywhere
         for name, file in found.items():
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
                 raise CheckpointError(
@@ -85,6 +85,7 @@ class HubWeights:
 
         path = self.folder / file
         try:
+            # A pipe in the place of a file would be waited for
             reading.check_regular(path)
             opened = safe_open(str(path), framework="pt")
             names = list(opened.keys())

@@ -43,10 +43,17 @@ def load(
         ConfigError: when the path holds adapters, or another model than the one configured.
         CheckpointError: when it cannot be used.
     """
-    held: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
-    tensors = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in held.items() if not is_adapter(name)}
+    state: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
+    tensors = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in state.items() if not is_adapter(name)}
+
+    # A head of labels on a model of this package is not in a Hugging Face folder, and starts from scratch
     if config.checkpoint.initial_load_in_hf:
-        tensors = _without_new_head(config, tensors)
+        module = models.find(config.model.name)
+        if tasks.open_task(config).num_labels and not is_as_is(module):
+            head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
+            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
+
+    # Weights of low bits are filled with the others, and nothing is left to load but the fingerprint
     if config.lora.base_dtype != quantize.WHOLE:
         _load_in_low_bits(config, runner, device, tensors)
         tensors = {}
@@ -56,6 +63,8 @@ def load(
         mark = _load_hub(config, tensors)
     else:
         mark = _load_checkpoint(place(str(config.checkpoint.initial_load_path)), checkpoints, tensors)
+
+    # The lengths of DoRA are those of the weights that are there now
     if adapters.use_dora:
         for part in runner.parts:
             spec.start_magnitudes(part)
@@ -75,7 +84,7 @@ def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tens
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
     path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
-    packed_size = whole = 0
+    packed_bytes = whole_bytes = 0
     with Frozen(path, module, shape, config) as weights:
         weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
         for part in runner.parts:
@@ -85,20 +94,10 @@ def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tens
                     weight = weight.to(device, getattr(torch, config.training.dtype))
                     weight = weight.t().contiguous() if linear.transposed else weight
                     linear.low_bits = packed = quantize.Packed(weight, config.lora.base_dtype)
-                    packed_size = packed_size + packed.bytes
-                    whole = whole + weight.nbytes
-    logger.info(
-        f"frozen weights in {config.lora.base_dtype}: {format_bytes(packed_size)} in place of {format_bytes(whole)}"
-    )
-
-
-def _without_new_head(config: Config, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A head of labels on a model of this package is not in a Hugging Face folder, and starts from scratch."""
-    module = models.find(config.model.name)
-    if not tasks.open_task(config).num_labels or is_as_is(module):
-        return tensors
-    head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
-    return {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
+                    packed_bytes += packed.bytes
+                    whole_bytes += weight.nbytes
+    sizes = f"{format_bytes(packed_bytes)} in place of {format_bytes(whole_bytes)}"
+    logger.info(f"frozen weights in {config.lora.base_dtype}: {sizes}")
 
 
 def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
@@ -131,8 +130,11 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if tensors:
         resize = config.checkpoint.initial_load_resize_embeddings
         all_ranks(lambda: importing.fill(tensors, folder, module, shape, quantized, resize))
-    shares = all_ranks_gather(lambda: fingerprint(folder, True, dist.get_rank(), dist.get_world_size()))
-    return {"path": str(folder), "in_hf": True, "fingerprint": joined({k: v for s in shares for k, v in s.items()})}
+    # Each rank hashes a share of the files
+    hashes: dict[str, str] = {}
+    for share in all_ranks_gather(lambda: fingerprint(folder, True, dist.get_rank(), dist.get_world_size())):
+        hashes |= share
+    return {"path": str(folder), "in_hf": True, "fingerprint": joined(hashes)}
 
 
 def _load_checkpoint(path: Place, checkpoints: Checkpoints, tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ def export(
     adapters = Adapters(checkpoint)
     held = adapters.held()
     names = peft.names_of(adapters.spec, module, shape, held)
+
+    # What PEFT's files hold: configuration, and each factor as PEFT lays it out
     model = models.build(module, shape)
     linears = list(their_names(linears_of(model), module, shape).values())
     fields = peft.config_fields(adapters.spec, names, linears, base)
@@ -45,8 +47,12 @@ def export(
     kind = getattr(torch, dtype)
     ours = {name: adapters.read(first.get(name, name)).to(kind) for name in names.tensors}
     tensors = {their: names.theirs(name, ours[name]).contiguous().clone() for name, their in names.tensors.items()}
-    labels = next((size[0] for name, size in held.items() if size and name == f"{module.LAYOUT.last[-1]}.weight"), 0)
-    labels = labels if adapters.spec.task_type == CLASSIFIES else 0
+    labels = 0
+    head = held.get(f"{module.LAYOUT.last[-1]}.weight")
+    if head and adapters.spec.task_type == CLASSIFIES:
+        labels = head[0]
+
+    # Write, read back and compare; renamed into place when all of it is equal
     temporary = output.with_name(f"{output.name}.tmp-{secrets.token_hex(6)}")
     try:
         temporary.mkdir(parents=True)

@@ -22,8 +22,9 @@ from shardtrain.utils.errors import CheckpointError
 def random_fingerprint(config: Config, device_type: str) -> str:
     """Initial weights are a function of these; the draws of a GPU are not those of the CPU."""
     model = config.model
-    said = (config.debug.seed, device_type, model.name, model.flavor, sorted(model.overrides.items()), model.norm_type)
-    return f"random-{hashlib.sha256(repr(said).encode()).hexdigest()}"
+    overrides = sorted(model.overrides.items())
+    facts = (config.debug.seed, device_type, model.name, model.flavor, overrides, model.norm_type)
+    return f"random-{hashlib.sha256(repr(facts).encode()).hexdigest()}"
 
 
 def fingerprint(path: Place, in_hub: bool, rank: int = 0, size: int = 1) -> dict[str, str]:

@@ -70,6 +70,8 @@ class Frozen:
         self.dtype: str
         self._draws = {}
         self._seed = 0
+
+        # Weights as initialised: drawn again when they are read
         if path is None:
             assert config is not None
             layers = len(getattr(model, module.LAYOUT.layers))
@@ -77,6 +79,7 @@ class Frozen:
             self._draws = init_weights.plan(self.shapes, rules, module.LAYOUT, layers)
             self._seed = config.debug.seed
             self.dtype = config.training.dtype
+        # A checkpoint of ours, of which each rank checks the hashes of a share of the files
         elif (path / manifest.MANIFEST).exists():
             self._stored = manifest.read(path)
             if FACT in self._stored.facts:
@@ -90,6 +93,7 @@ class Frozen:
             self.dtype = next(
                 (t.dtype for n, t in self._stored.tensors.items() if n.startswith(WEIGHTS_PREFIX)), "float32"
             )
+        # A Hugging Face folder of a class of transformers, whose names are those of the model
         elif as_is.is_as_is(module):
             as_is.check_same(shape, path)
             self._weights = self._stack.enter_context(open_weights(path, None))
@@ -99,6 +103,7 @@ class Frozen:
             self._translation, passed = as_is.fit(model, shape, self._weights)
             mapping.check(self._translation, self._weights, passed)
             self.dtype = str(self._weights.dtype(self._weights.names()[0])).removeprefix("torch.")
+        # A Hugging Face folder of a model of this package
         else:
             recognised = recognise(path)
             resized = config is not None and config.checkpoint.initial_load_resize_embeddings
@@ -141,11 +146,11 @@ class Frozen:
         self._fill({name: tensor})
         if name not in self._rounded:
             return tensor
+        # Rounded from the type that a run holds, and turned as a run turns it: blocks are then of the same numbers
+        weight = tensor.to(self._packed_from)
         if name in self.transposed:
-            return (
-                quantize.Packed(tensor.to(self._packed_from).t().contiguous(), self._kind).restored(torch.float32).t()
-            )
-        return quantize.Packed(tensor.to(self._packed_from), self._kind).restored(torch.float32)
+            return quantize.Packed(weight.t().contiguous(), self._kind).restored(torch.float32).t()
+        return quantize.Packed(weight, self._kind).restored(torch.float32)
 
     def __enter__(self) -> Frozen:
         return self
@@ -170,8 +175,10 @@ def find(
         CheckpointError: when they cannot be read.
     """
     mark = facts[FACT].get("base")
-    said = mark.get("fingerprint") if isinstance(mark, dict) else None
-    path = named or (Path(str(derived.initial_weights(config))) if not config.lora.random_base else None)
+    expected = mark.get("fingerprint") if isinstance(mark, dict) else None
+    path = named
+    if path is None and not config.lora.random_base:
+        path = Path(str(derived.initial_weights(config)))
     option = "--base" if named else PATH
     if path is None:
         found = random_fingerprint(config, "cpu")
@@ -180,7 +187,7 @@ def find(
         raise ConfigError(Problem(option, str(path), rule, "name it with --base"))
     else:
         found = fingerprint_of(path)
-    if found != said:
+    if found != expected:
         rule = f"holds other weights than those beside which the adapters of {where} were trained"
         raise ConfigError(Problem(option, str(path), rule, "name those with --base"))
     return Frozen(path, module, shape, config, config.lora.base_dtype, held)
@@ -197,5 +204,6 @@ def fingerprint_of(path: Path) -> str:
 
 
 def _place() -> tuple[int, int]:
-    group = torch.distributed.is_initialized()
-    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if group else (0, 1)
+    if not torch.distributed.is_initialized():
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -103,12 +103,15 @@ class LoraLinear(FrozenLinear):
         self, x: Tensor, a_RI: Tensor, b_OR: Tensor, magnitude_O: Tensor, group: dist.ProcessGroup | None = None
     ) -> Tensor:
         """What DoRA computes, without the bias; ranks of ``group`` hold some of the inputs of each row."""
+        # The length that rows have is a constant in backward. It is a sum over all inputs, of which a rank may hold
+        # some: then all ranks of the group enter this
         with torch.no_grad():
             squares_O = merged(self.weight_OI(torch.float32), a_RI, b_OR, self.scale).square().sum(1)
             if group is not None:
                 dist.all_reduce(squares_O, group=group)
             length_O = squares_O.sqrt()
         factor_O = (magnitude_O.float() / length_O).to(x.dtype)
+        # As in PEFT: W x is of the whole input, and all that is added to it is of what dropout leaves
         if self.dropout and self.training:
             dropped = F.dropout(x, self.dropout)
             added = self.product(dropped) * (factor_O - 1)
@@ -123,12 +126,13 @@ class LoraLinear(FrozenLinear):
         every rank, a rank's gradient of it is a share of the sum.
         """
         assert isinstance(x, DTensor)
-        share = (Partial(),)
-        own = None
         by_outputs = isinstance(b_OR.placements[0], Shard)
-        x_local = x.to_local(grad_placements=share if by_outputs else own)
-        a_local = a_RI.to_local(grad_placements=share if by_outputs else own)
-        b_local = b_OR.to_local(grad_placements=own if by_outputs else share)
+        share = (Partial(),)
+        of_whole_inputs = share if by_outputs else None
+        of_whole_outputs = None if by_outputs else share
+        x_local = x.to_local(grad_placements=of_whole_inputs)
+        a_local = a_RI.to_local(grad_placements=of_whole_inputs)
+        b_local = b_OR.to_local(grad_placements=of_whole_outputs)
         mesh = a_RI.device_mesh
 
         def placed(local: Tensor) -> DTensor:
@@ -138,10 +142,11 @@ class LoraLinear(FrozenLinear):
 
         if magnitude_O is None:
             return super().forward(x) + placed(self._added(x_local, a_local, b_local))
-        lengths = magnitude_O.to_local(grad_placements=own if by_outputs else share)
+        lengths = magnitude_O.to_local(grad_placements=of_whole_outputs)
         group = None if by_outputs else mesh.get_group()
         out = self._lengthened(x_local, a_local, b_local, lengths, group)
-        if self.bias is not None and (by_outputs or mesh.get_local_rank() == 0):  # of shares of a sum, in one
+        # Where outputs are shares of a sum, one rank adds the bias
+        if self.bias is not None and (by_outputs or mesh.get_local_rank() == 0):
             out = out + _local(self.bias)
         return placed(out)
 

@@ -40,8 +40,10 @@ class Adapters:
         self.spec: Spec = spec
         pairs = [(path, f"{path}.") for path in spec.modules] + [(path, f"{path}_") for path in spec.parameters]
         for path, begin in pairs:
-            a, b = (self._shape(f"{begin}{name}") for name in ("lora_a", "lora_b"))
-            if not len(a) == len(b) == (2 if begin.endswith(".") else 3) or not a[-2] == b[-1] == spec.rank:
+            a = self._shape(f"{begin}lora_a")
+            b = self._shape(f"{begin}lora_b")
+            dims = 2 if begin.endswith(".") else 3  # a stack has one more, that of the experts
+            if not len(a) == len(b) == dims or not a[-2] == b[-1] == spec.rank:
                 raise CheckpointError(f"checkpoint {checkpoint} holds no adapter of rank {spec.rank} for {path}")
         missing = [name for name in spec.factors() if not self._shape(name)]
         if missing:
@@ -84,6 +86,7 @@ def merge(
     def factor(name: str) -> Tensor:
         return factors.read(name) if isinstance(factors, Adapters) else factors[name]
 
+    # Which weights change: those of linear modules, and those that a stack is made of
     adapted = {f"{path}.weight" for path in spec.modules}
     stacked = {
         f"{stack.owner}.{weight}": (stack, part)

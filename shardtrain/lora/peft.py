@@ -138,6 +138,8 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tupl
     found = {}
     shapes = {}
     experts = {}
+
+    # Two factors, and with DoRA lengths, for each linear module
     for path in spec.modules:
         linear: Any = FrozenLinear(known[path])
         sizes = {
@@ -148,6 +150,8 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tupl
         for own in NAMES if spec.use_dora else NAMES[:2]:
             found[f"{path}.{own}"] = f"{PREFIX}{theirs[path]}.{_FACTORS[own]}"
             shapes[f"{path}.{own}"] = sizes[own]
+
+    # Two factors for each stack of experts. PEFT has a module inside another for two stacks of one owner
     all_stacks = stacks.find(model)
     hub = getattr(module, "HUB", None)
     if spec.parameters and hub is not None and any(isinstance(source, Stacked) for source in hub.names.values()):
@@ -158,13 +162,15 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tupl
     for path in spec.parameters:
         stack = all_stacks[path]
         owned = [other for other in all_stacks if all_stacks[other].owner == stack.owner and other in spec.parameters]
-        # one wrapper lies in the next, in the order of the module's parameters
+        # One wrapper lies in the next, in the order of the module's parameters
         inner = ".base_layer" * (len(owned) - 1 - owned.index(path))
         for own, sizes_of in (("lora_a", (spec.rank, stack.inputs)), ("lora_b", (stack.outputs, spec.rank))):
             name = f"{path}_{own}"
             found[name] = f"{PREFIX}{stack_name(path).rpartition('.')[0]}{inner}.{_FACTORS[own]}"
             experts[name] = stack.experts
             shapes[name] = (stack.experts, *sizes_of)
+
+    # Modules that are saved whole
     saved = _saved_names(module, shape, model, spec.task_type == CLASSIFIES, spec)
     for name, word in saved.items():
         first = next((names[0] for names in tied_names(model) if name in names), name)
@@ -225,12 +231,16 @@ class PeftFolder:
     def _recognise(
         self, shapes: Mapping[str, tuple[int, ...]], begun: Spec, module: Any, shape: Any, num_labels: int
     ) -> tuple[Spec, Names]:
+        """What the adapters are beside, by the names of the tensors in the file; all of them must be known."""
+        # Linear modules and stacks that have factors there
         model = models.build(module, shape)
         linears = linears_of(model)
         ours = {f"{PREFIX}{theirs}": path for path, theirs in their_names(linears, module, shape).items()}
         owners = {name.removesuffix(".lora_A.weight") for name in shapes if name.endswith(".lora_A.weight")}
         modules = {path for key, path in ours.items() if key in owners}
         stacked = [path for path in stacks.find(model) if self._has_stack(path, begun.parameters)]
+
+        # Modules that are there whole
         kind = CLASSIFIES if num_labels else begun.task_type
         all_names = _saved_names(module, shape, model, kind == CLASSIFIES)
         present = {name for name, word in all_names.items() if PREFIX + word in shapes}
@@ -244,6 +254,8 @@ class PeftFolder:
             saved=tuple(dict.fromkeys(saved)),
             task_type=kind,
         )
+
+        # With a head of labels in place of the model's own, each tensor has the shape that this model gives it
         head = module.LAYOUT.last[-1]
         new = {}
         if num_labels and not as_is.is_as_is(module):
@@ -266,8 +278,8 @@ class PeftFolder:
     def _check_tied(self, group: Mapping[str, str], present: set[str]) -> None:
         """Modules that are one tensor here must be in the file all of them, and be equal."""
         theirs = [their for name, their in group.items() if name in present]
-        held = [self._file.get_tensor(name) for name in theirs]
-        if held and (len(held) < len(group) or not all(torch.equal(tensor, held[0]) for tensor in held)):
+        tensors = [self._file.get_tensor(name) for name in theirs]
+        if tensors and (len(tensors) < len(group) or not all(torch.equal(tensor, tensors[0]) for tensor in tensors)):
             rest = ", ".join(sorted({*group.values()} - {theirs[0]}))
             raise CheckpointError(
                 f"{self.folder / WEIGHTS} has {theirs[0]} apart from {rest}, and both are one tensor of this model; "

@@ -34,18 +34,19 @@ class Packed:
     """A weight (O, I) in low bits."""
 
     def __init__(self, weight_OI: Tensor, kind: str) -> None:
-        self._held: Any = _nf4(weight_OI) if kind == "nf4" else _int8(weight_OI)
+        self._packed: Any = _nf4(weight_OI) if kind == "nf4" else _int8(weight_OI)
         self._shape = tuple(weight_OI.shape)
 
     def restored(self, dtype: torch.dtype) -> Tensor:
         """The weight that the bits stand for."""
-        get = getattr(self._held, "get_original_weight", None) or self._held.dequantize
+        # torchao's NF4 tensors have a name of their own for it
+        get = getattr(self._packed, "get_original_weight", None) or self._packed.dequantize
         return get().reshape(self._shape).to(dtype)  # type: ignore[no-any-return]
 
     @property
     def bytes(self) -> int:
         """Memory of all that is held."""
-        return _bytes(self._held)
+        return _bytes(self._packed)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product with an input (..., I): (..., O)."""
@@ -165,6 +166,7 @@ def _nf4(weight_OI: Tensor) -> Any:
 
 
 def _together(blocks: int) -> int:
+    """How many scales are kept together: the largest power of two up to 256 that divides the number of blocks."""
     return next(size for size in (_SCALES >> shift for shift in range(9)) if blocks % size == 0)
 
 
@@ -187,5 +189,6 @@ def _int8(weight_OI: Tensor) -> Any:
 
 
 def _bytes(tensor: Any) -> int:
+    # A tensor subclass names the plain tensors that it is made of
     inner = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     return sum(_bytes(getattr(tensor, name)) for name in inner) if inner else int(tensor.nbytes)

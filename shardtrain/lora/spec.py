@@ -137,7 +137,7 @@ def adapt(
     head = head_of(model, module) if new_head else ""
     saved = targets.find_saved(model, module, shape, options.modules_to_save, head)
     stacked = targets.find_stacks(model, options.target_parameters)
-    # beside stacks alone, where no module is named
+    # Beside stacks alone, where no module is named
     named = options.target_modules or not stacked
     modules = targets.find(model, module, shape, options.target_modules, saved) if named else []
     within = [stack.path for stack in stacked if any(stack.path.startswith(f"{path}.") for path in saved)]
@@ -181,7 +181,7 @@ def draws(model: nn.Module, start: str = "kaiming") -> dict[str, Draw]:
     found = {}
     for name, size in inputs.items():
         rank = parameters[name].shape[-2]
-        # uniform within 1 / sqrt(inputs) is kaiming_uniform with a = sqrt(5), the start that the paper's code has
+        # Uniform within 1 / sqrt(inputs) is kaiming_uniform with a = sqrt(5), the start that the paper's code has
         kaiming = Draw("uniform", std=(3 * size) ** -0.5)
         found[name] = kaiming if start == "kaiming" else Draw("normal", std=1 / rank)
         found[f"{name[:-1]}b"] = Draw("zeros", std=0.0)

@@ -130,7 +130,7 @@ def _add_at_each_use(owner: nn.Module, name: str, scale: float, transposed: bool
         weight, a_ERI, b_EOR = (parameters[key] for key in (name, f"{name}_lora_a", f"{name}_lora_b"))
         assert weight is not None and a_ERI is not None and b_EOR is not None
         assert not isinstance(weight, DTensor)  # such networks are not split over tensor-parallel ranks
-        # an attribute of the instance hides the parameter of the same name, which stays where it is
+        # An attribute of the instance hides the parameter of the same name, which stays where it is
         owner.__dict__[name] = torch.baddbmm(weight, *_factors(a_ERI, b_EOR, transposed), alpha=scale)
         try:
             return whole_forward(*inputs, **keywords)

@@ -34,6 +34,7 @@ def find(
     Raises:
         ConfigError: for a name that fits no module or one that cannot be adapted; names the nearest.
     """
+    # Linear modules by the word of the layout; of a class of transformers all but the head are alike
     layout: Layout = module.LAYOUT
     foreign = getattr(model, "hf", None)
     paths = linears_of(model)
@@ -45,6 +46,8 @@ def find(
     theirs = their_names(linears, module, shape)
     if not wanted and foreign is not None:
         wanted = [ALL]
+
+    # By default what attention cores lie in; else what the names fit, ours or those of the Hugging Face format
     if not wanted:
         parent = layout.context.rpartition(".")[0]
         found = {path for path in linears if parent and matches(path.rpartition(".")[0], parent)}
@@ -56,11 +59,14 @@ def find(
         found = set()
         problems = []
         for name in wanted:
-            fitting = _fitting(name, linears, theirs, words)
             if name == ALL:
-                fitting = {path for path in fitting if not _within(path, saved)}
-            elif not fitting:
-                problems.append(_unknown(name, model, layout, linears, theirs))
+                fitting = {path for path in linears if words[path] != "head" and not _within(path, saved)}
+            else:
+                fitting = {
+                    path for path in linears if _fits(path, name) or (path in theirs and _fits(theirs[path], name))
+                }
+                if not fitting:
+                    problems.append(_unknown(name, model, layout, linears, theirs))
             both = sorted(path for path in fitting if _within(path, saved))
             if both:
                 rule = f"names {both[0]}, which lora.modules_to_save trains whole"
@@ -68,7 +74,10 @@ def find(
             found |= fitting
         if problems:
             raise ConfigError(problems)
-    tied = {id(p) for _, m in model.named_modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
+
+    # A head that is the embedding's own weight
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    tied = {id(parameter) for embedding in embeddings for parameter in embedding.parameters()}
     for path in found:
         if id(model.get_submodule(path).weight) in tied:
             rule = f"names {path}, whose weight is the embedding's: merging would change both"
@@ -125,8 +134,11 @@ def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequenc
         found |= ends
     if problems:
         raise ConfigError(problems)
-    shared = [{name.rpartition(".")[0] for name in names} for names in tied_names(model)]
-    found |= {path for group in shared for path in group if any(_within(one, list(found)) for one in group)}
+    # Modules of which a tied one is named
+    for names in tied_names(model):
+        owners = {name.rpartition(".")[0] for name in names}
+        if any(_within(owner, list(found)) for owner in owners):
+            found |= owners
     return [path for path in paths if path in found]
 
 
@@ -145,11 +157,9 @@ def stack_name(path: str) -> str:
     >>> stack_name("layers.3.moe.experts.down_proj"), stack_name("hf.model.layers.3.mlp.experts.down_proj")
     ('model.layers.3.mlp.experts.down_proj', 'model.layers.3.mlp.experts.down_proj')
     """
-    return (
-        path.removeprefix("hf.")
-        if path.startswith("hf.")
-        else f"model.{path}".replace(".moe.experts.", ".mlp.experts.")
-    )
+    if path.startswith("hf."):
+        return path.removeprefix("hf.")
+    return f"model.{path}".replace(".moe.experts.", ".mlp.experts.")
 
 
 def _within(path: str, modules: Sequence[str]) -> bool:
@@ -163,12 +173,6 @@ def _fits(path: str, name: str) -> bool:
     (True, True, False)
     """
     return matches(path, name) or matches(".".join(path.split(".")[-name.count(".") - 1 :]), name)
-
-
-def _fitting(name: str, linears: Sequence[str], theirs: Mapping[str, str], words: Mapping[str, str | None]) -> set[str]:
-    if name == ALL:
-        return {path for path in linears if words[path] != "head"}
-    return {path for path in linears if _fits(path, name) or (path in theirs and _fits(theirs[path], name))}
 
 
 def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str], theirs: Mapping[str, str]) -> Problem:

@@ -195,7 +195,7 @@ def test_a_model_that_is_not_a_file_is_refused(tmp_path: Path) -> None:
         find(str(tmp_path / "absent.py"))
 
 
-@pytest.mark.parametrize("name", ["lama3", "layers", "__init__", "../llama3", "llama3.sub", ""])
+@pytest.mark.parametrize("name", ["lama3", "layers", "yarn", "__init__", "../llama3", "llama3.sub", ""])
 def test_an_unknown_name_lists_the_models_there_are(name: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a model file; use .*llama2, llama3"):
         find(name)
