@@ -56,8 +56,10 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
 
     Experts, whose work depends on numbers, are passed by.
     """
-    found: dict[str, Given] = {}
-    model = copy.deepcopy(model)  # a forward may keep what it has made, such as rotary angles
+    calls: dict[str, Given] = {}
+    # A copy, since a forward may keep what it has made, such as rotary angles. Documents are a tensor of their own, by
+    # which a hook knows them again among the arguments
+    model = copy.deepcopy(model)
     tokens_BT = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     documents_BT = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
 
@@ -66,12 +68,14 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
         shapes = tuple(tuple(value.shape) for value in values[:3] if isinstance(value, Tensor))
         fourth = values[3] if len(values) > 3 else None
         strange = isinstance(fourth, Tensor) and fourth is not documents_BT
+        # Scores of sinks, one per query head, are the one argument that may follow the documents
         rest = [value for value in values[4:] if value is not None]
         if getattr(model.get_submodule(path), "has_sinks", False) and len(rest) == 1 and len(shapes[0]) == 4:
             heads = shapes[0][1 if getattr(model.get_submodule(path), "heads_first", False) else 2]
             rest = [] if tuple(rest[0].shape) == (heads,) else rest
-        found[path] = Given(shapes, len(rest), fourth is documents_BT, strange)
+        calls[path] = Given(shapes, len(rest), fourth is documents_BT, strange)
 
+    # A hook on each core; experts give back what they are given
     handles = []
     experts = []
     for path, module in model.named_modules():
@@ -95,7 +99,7 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
             handle.remove()
         for module in experts:
             del module.forward
-    return found
+    return calls
 
 
 def broken_when_split(core: nn.Module, given: Given | None, seq_len: int) -> Broken | None:
@@ -111,6 +115,7 @@ def broken_when_split(core: nn.Module, given: Given | None, seq_len: int) -> Bro
         return Broken(f"has {len(scoring.slopes)} alibi_slopes for {heads} query heads", "give one per query head")
     core = copy.deepcopy(core)
 
+    # The core against attention written out in terms of its attributes, both in float32 on random tensors
     def difference(tokens: int, heads: int, key_heads: int, documents_BT: Tensor | None) -> Broken | None:
         rows = 2 if tokens == _TOKENS else 1
         q, k, v = _random(rows, tokens, heads, key_heads, width)
@@ -131,10 +136,11 @@ def broken_when_split(core: nn.Module, given: Given | None, seq_len: int) -> Bro
             )
         return None
 
+    # Without documents, with two of them, and on one long row with few heads, where a window shows that is shorter
     wrong = difference(_TOKENS, heads, key_heads, None)
     if wrong is None and given is not None and given.documents:
         wrong = difference(_TOKENS, heads, key_heads, (torch.arange(_TOKENS) >= 5).long().expand(2, -1))
-    if wrong is None:  # a window shows in a row that is longer than it
+    if wrong is None:
         few = (heads, key_heads) if scoring.slopes else (heads // key_heads, 1)
         longest = min(seq_len, int((_LONG_NUMBERS / few[0]) ** 0.5))
         if longest > _TOKENS:
@@ -152,6 +158,7 @@ def broken_when_heads_are_dealt(core: nn.Module, given: Given | None) -> Broken 
         return None
     slopes = getattr(core, "alibi_slopes", None)
     q, k, v = _random(2, _TOKENS, heads, key_heads, width)
+    # All heads at once, and each half of them alone: they must give the same
     core = copy.deepcopy(core).eval()
     whole = run(core, q, k, v, None, heads_first)
     if isinstance(whole, Broken):
@@ -166,7 +173,8 @@ def broken_when_heads_are_dealt(core: nn.Module, given: Given | None) -> Broken 
         if isinstance(part, Broken):
             rule = "cannot be given half of its heads" + part.rule.removeprefix("cannot be tried on small tensors")
             return Broken(rule, fix)
-        if part.shape != (own := whole.chunk(2, dim=2)[half]).shape or _error(part, own) > CLOSE:
+        expected = whole.chunk(2, dim=2)[half]
+        if part.shape != expected.shape or _error(part, expected) > CLOSE:
             rule = "gives other numbers for some of its heads than for the same heads among all"
             return Broken(rule, fix)
     return None
@@ -273,20 +281,25 @@ def _diagnose(
     def got(k: Tensor = k, v: Tensor = v, documents_BT: Tensor | None = documents_BT) -> Tensor:
         return run(core, q, k, v, documents_BT, heads_first)  # type: ignore[no-any-return]
 
+    # Random numbers: two calls differ
     first = got()
     if _error(got(), first) > 0:
         return Broken("gives other numbers each time, as with dropout", "leave dropout out of the core")
+    # A type of its own: inputs that are rounded to it before change nothing
     for short in (torch.bfloat16, torch.float16):
         rounded = [x.to(short).float() for x in (q, k, v)]
         if _error(run(core, rounded[0], rounded[1], rounded[2], documents_BT, heads_first), first) == 0:
             rule = f"computes in {str(short).removeprefix('torch.')}, whatever the type of what it is given"
             return Broken(rule, "cast nothing: training.mixed_precision_param is the type in which a model computes")
+    # No causal mask: another value of the last token changes earlier outputs
     later = torch.cat((torch.zeros_like(v[:, :-1]), torch.ones_like(v[:, -1:])), dim=1)
     if float(got(v=v + later)[:, :-1].sub(first[:, :-1]).abs().max()) > CLOSE:
         return Broken("lets tokens see later ones", "use a causal mask; a core without one cannot be split")
+    # Values of one give one, where weights sum to one
     if float(got(v=torch.ones_like(v)).sub(1.0).abs().max()) > CLOSE:
         rule = "has weights that do not sum to one, as with an attention sink or dropout"
         return Broken(rule, "leave it out of the core; it can be given sinks as its fifth argument (has_sinks = True)")
+    # Documents that change nothing, of a core that is else what its attributes say
     if documents_BT is not None and _error(got(documents_BT=None), run(core, q, k, v, None, heads_first)) == 0:
         plain = attention_scores.attention(q, k, v, None, int(getattr(core, "window", 0) or 0), scoring)
         if _error(got(documents_BT=None), plain) <= CLOSE:
@@ -311,29 +324,37 @@ def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: attention_sco
         dots_BN = (q[:, 1].double() * (k[:, 0] - k[:, 1]).double() * size).sum(-1)
         return dots_BN, p_BN.log() - (1.0 - p_BN).log()
 
-    # small scores, so that a soft cap does not show
-    x, y = (torch.cat(parts) for parts in zip(*map(differences, (0.01, 0.02, 0.04)), strict=True))
+    # A line through log(p_0 / p_1) over the dot products, for each head. Small scores, so that a soft cap does not show
+    points = [differences(size) for size in (0.01, 0.02, 0.04)]
+    x = torch.cat([dots_BN for dots_BN, _ in points])
+    y = torch.cat([logs_BN for _, logs_BN in points])
     scale_N = ((x - x.mean(0)) * (y - y.mean(0))).sum(0) / (x - x.mean(0)).square().sum(0)
     slope_N = scale_N * x.mean(0) - y.mean(0)
     residual = float((y - scale_N * x + slope_N).abs().max())
     if not bool(torch.isfinite(scale_N).all()) or residual > 1e-2:
         return None
-    said = width**-0.5 if scoring.scale is None else scoring.scale
-    if float((scale_N / said - 1).abs().max()) > 0.02:
-        found = f"{float(scale_N.mean()):.4g}"
-        rule = f"scales q k by {found}, and not by {said:.4g}"
-        return Broken(rule, f"set the attribute scale of the core, here to {found}")
+
+    # Its scale, and the slope of the distance
+    stated = width**-0.5 if scoring.scale is None else scoring.scale
+    if float((scale_N / stated - 1).abs().max()) > 0.02:
+        measured = f"{float(scale_N.mean()):.4g}"
+        rule = f"scales q k by {measured}, and not by {stated:.4g}"
+        return Broken(rule, f"set the attribute scale of the core, here to {measured}")
     slopes_N = torch.tensor(scoring.slopes or [0.0] * heads, dtype=torch.float64)
     if float((slope_N - slopes_N).abs().max()) > max(1e-3, 3.0 * residual):
         rule = "adds a bias that depends on the distance, as ALiBi does, of which its attribute alibi_slopes "
         rule += "says something else" if scoring.slopes else "says nothing"
         return Broken(rule, "set alibi_slopes to a tuple of one number per query head; no other bias can be carried")
-    window, chunk = (int(getattr(core, name, 0) or 0) for name in ("window", "chunk"))
+
+    # Which tokens see which: with keys of zero all that are seen weigh alike, and a value of one marks a token
+    window = int(getattr(core, "window", 0) or 0)
+    chunk = int(getattr(core, "chunk", 0) or 0)
     reach = int((got(k=torch.zeros_like(k), v=first)[0, :, 0, 0] > 0).sum())  # tokens that see the first
     if not scoring.slopes and 1 < reach < tokens and reach != chunk:
-        own = torch.zeros_like(k)
-        own[:, reach] = 1.0
-        if round(float(got(k=torch.zeros_like(k), v=own)[:, reach].mean()), 3) == 1.0:  # the next sees itself alone
+        # The token after those that see the first one sees itself alone: a new chunk begins with it
+        next_one = torch.zeros_like(k)
+        next_one[:, reach] = 1.0
+        if round(float(got(k=torch.zeros_like(k), v=next_one)[:, reach].mean()), 3) == 1.0:
             rule = (
                 f"lets a token see its chunk of {reach} tokens alone, and its attribute chunk says {chunk or 'nothing'}"
             )
@@ -343,6 +364,8 @@ def _fit(core: nn.Module, got: Any, q: Tensor, k: Tensor, scoring: attention_sco
         how = f"{seen} tokens" if seen < tokens else "all tokens before it"
         rule = f"lets a token see {how}, and its attribute window says {window or 'nothing'}"
         return Broken(rule, f"set the attribute window of the core, here to {seen if seen < tokens else 0}")
+
+    # A soft cap: large scores are smaller than the line says
     x, y = differences(2.5)  # larger differences of scores than 10 leave no digits of the smaller weight
     if not scoring.softcap and bool(((y.abs() < 0.99 * (scale_N * x).abs()) & (y.abs() < 10)).any()):
         return Broken("bounds its scores", "set the attribute softcap of the core to the bound")

@@ -34,6 +34,7 @@ def prefer_attention(device: torch.device, flash: str = "FA2") -> AbstractContex
         return nullcontext()
     if flash != "FA2":
         attention.activate_flash_attention_impl(flash)  # documents and split sequences take it, too
+    # PyTorch takes the first of these that can compute what it is given
     capability = torch.cuda.get_device_capability(device)
     kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     if capability >= (9, 0) and flash == "FA2" and not torch.version.hip:

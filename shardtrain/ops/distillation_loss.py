@@ -89,6 +89,7 @@ def _chunk(
     """Sums (2,) of cross-entropy and D of n tokens, float64, and the gradient (n, V) of their mix, float32."""
     logits_nV = logits_nV.float()
     teacher_nV = teacher_nV.float()
+    # Cross-entropy with the target, which is a column of one rank
     kept_n = targets_n != IGNORE
     log_nV = _log_softmax(logits_nV, vocabulary)
     local_n = targets_n - vocabulary.offset
@@ -97,13 +98,14 @@ def _chunk(
     losses_n = -vocabulary.sum(log_nV.gather(1, index_n1).squeeze(1) * here_n)
     gradient_nV = log_nV.exp().scatter_add_(1, index_n1, -here_n.float().unsqueeze(1)).mul_(1 - mix.ratio)
 
+    # D over the columns that both have; at a temperature of 1 the student's log-probabilities are those from above
     both = min(logits_nV.size(-1), teacher_nV.size(-1))
     temperature = mix.temperature
     if temperature != 1.0 or both < logits_nV.size(-1):
         log_nV = _log_softmax(logits_nV[:, :both] / temperature, vocabulary)
     log_teacher_nV = _log_softmax(teacher_nV[:, :both] / temperature, vocabulary)
     divergences_n, slope_nV = _divergence(log_teacher_nV, log_nV, mix, vocabulary)
-    # D is of logits over T and has the factor T^2
+    # D has the factor T^2, and is of logits over T: its gradient by a logit has T
     gradient_nV[:, :both].add_(slope_nV, alpha=mix.ratio * temperature)
     sums_2 = torch.stack([(part_n * kept_n).sum(dtype=torch.float64) for part_n in (losses_n, divergences_n)])
     return sums_2, gradient_nV.mul_(kept_n.unsqueeze(1))
@@ -119,6 +121,7 @@ def _divergence(log_p_nV: Tensor, log_q_nV: Tensor, mix: Mix, vocabulary: Vocabu
         terms_nV = _expected(q_nV, log_q_nV - log_p_nV)
         divergences_n = vocabulary.sum(terms_nV.sum(-1))
         return divergences_n, terms_nV - q_nV * divergences_n.unsqueeze(1)
+    # The mixture m in the log domain; the parts of both divergences are added up over ranks in one sum
     beta = mix.jsd_beta
     log_m_nV = torch.logaddexp(log_p_nV + math.log(beta), log_q_nV + math.log1p(-beta))
     of_teacher_n = _expected(p_nV, log_p_nV - log_m_nV).sum(-1)

@@ -59,13 +59,16 @@ def _first_mix(whole: nn.Module, layout: Layout, allowed: set[str], where: str, 
     def enter(path: str) -> None:
         watch.stack.append(path)
 
+    def leave(*_: Any) -> None:
+        watch.stack.pop()
+
     for path, module in model.named_modules():
         if layout.context and matches(path, layout.context):
             module.forward = lambda q, *_, **__: torch.empty_like(q)  # type: ignore[method-assign]
         elif layout.expert and matches(path, layout.expert):  # their work depends on numbers, and is each token's own
             module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
         module.register_forward_pre_hook(lambda *_, path=path: enter(path))
-        module.register_forward_hook(lambda *_: watch.stack.pop() and None, always_call=True)
+        module.register_forward_hook(leave, always_call=True)
 
     # Tokens and positions are zeros: no number is looked at
     row_1T = torch.zeros(1, length, dtype=torch.int64, device="meta")

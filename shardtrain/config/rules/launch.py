@@ -92,10 +92,10 @@ def check_launch(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "launch.slurm.sweep_at_once", "limits a sweep, and there is none", "set sweep")
     for entry in launch.slurm.sweep:
         try:
-            words = shlex.split(entry)
+            override = shlex.split(entry)
         except ValueError:
-            words = []
-        if not words or not words[0].startswith("--"):
+            override = []
+        if not override or not override[0].startswith("--"):
             fix = 'write each like "--optimizer.lr 1e-4"'
             yield problem(loaded, "launch.slurm.sweep", f"has {entry!r}, which is not an override", fix)
 
