@@ -124,8 +124,8 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "profiling.profile_every_x_iter": Alias("profiling.profile_freq", int),
         "metrics.enable_color_printing": Alias("metrics.disable_color_printing", bool, _inverted),
         "metrics.rank_0_only": Alias("metrics.save_for_all_ranks", bool, _inverted),
-        "optimizer.fused": Alias("optimizer.implementation", bool, lambda value: "fused" if value else "foreach"),
-        "optimizer.foreach": Alias("optimizer.implementation", bool, lambda value: "foreach" if value else "for-loop"),
+        "optimizer.fused": Alias("optimizer.implementation", bool, {True: "fused", False: "foreach"}.get),
+        "optimizer.foreach": Alias("optimizer.implementation", bool, {True: "foreach", False: "for-loop"}.get),
         "lr_scheduler.lr_min": Alias("lr_scheduler.min_lr_factor", float),
         "training.batch_size": Alias("training.local_batch_size", int),
         "training.warmup_steps": Alias("lr_scheduler.warmup_steps", int),
@@ -345,12 +345,14 @@ def _merge_converters(done: Rewritten, added: list[Setting]) -> None:
     added = [setting for setting in added if setting.value]
     if not added:
         return
-    lists = [s for s in done.settings if s.option == "model.converters"]
-    have = lists[-1].value if lists and not lists[-1].is_text else []
-    extra = [name for setting in added for name in setting.value if name not in have]
-    if extra:
-        done.settings = [s for s in done.settings if s.option != "model.converters"]
-        done.settings.append(Setting("model.converters", [*have, *dict.fromkeys(extra)], added[-1].where))
+    lists = [setting for setting in done.settings if setting.option == "model.converters"]
+    given = lists[-1].value if lists and not lists[-1].is_text else []
+    names = list(given)
+    for setting in added:
+        names += [name for name in setting.value if name not in names]
+    if len(names) > len(given):
+        done.settings = [setting for setting in done.settings if setting.option != "model.converters"]
+        done.settings.append(Setting("model.converters", names, added[-1].where))
 
 
 def _superseded(done: Rewritten, given: list[Setting]) -> None:

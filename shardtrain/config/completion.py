@@ -18,11 +18,11 @@ def _values(kind: object) -> list[str]:
 
 
 def _bash(verbs: Sequence[str]) -> str:
-    cases = [
-        f"        --{name}) words={shlex.quote(' '.join(values))} ;;"
-        for name, option in options().items()
-        if (values := _values(option.kind))
-    ]
+    cases = []
+    for name, option in options().items():
+        values = _values(option.kind)
+        if values:
+            cases.append(f"        --{name}) words={shlex.quote(' '.join(values))} ;;")
     flags = " ".join(f"--{name}" for name in options())
     return "\n".join(
         [

@@ -225,8 +225,10 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
             continue
         if folder.startswith("~"):  # --job.dump_folder=~/runs: shells expand it after a blank alone
             yield problem(loaded, option, "begins with ~, which is not expanded", f"write {os.path.expanduser(folder)}")
-        elif why := _why_not_writable(Path(folder).absolute()):
-            yield problem(loaded, option, why, "choose another folder")
+            continue
+        rule = _why_not_writable(Path(folder).absolute())
+        if rule:
+            yield problem(loaded, option, rule, "choose another folder")
 
 
 def _why_not_writable(path: Path) -> str:

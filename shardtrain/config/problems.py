@@ -29,7 +29,8 @@ def require(
 
     Returns the lines to tell the user instead where there is none: older names, options without effect.
     """
-    if problems := problems_of(loaded, world_size, device, num_devices):
+    problems = problems_of(loaded, world_size, device, num_devices)
+    if problems:
         raise ConfigError(problems)
     return (*loaded.notices, *notes(loaded))
 

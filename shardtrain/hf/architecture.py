@@ -78,12 +78,12 @@ def read(folder: str) -> Any:
         raise ConfigError(Problem(_OPTION, folder, rule, "use the folder of the weights before quantisation"))
 
     # What it says of code is left out before transformers sees it
-    with _listening() as said:
+    with _listening() as warnings:
         try:
             config = mapping[kind].from_dict(_without(found, CODE))
         except Exception as error:  # whatever a foreign value makes of foreign code
-            raise ConfigError(f"{path}: transformers refuses it ({_reason(said, error)})") from None
-    _said[folder] = said
+            raise ConfigError(f"{path}: transformers refuses it ({_reason(warnings, error)})") from None
+    _warnings[folder] = warnings
     # A forward of training would fill a cache of keys and values that nobody reads
     config.use_cache = False
     if any(value == "dynamic" for value in _values(found, ("rope_type", "type"))):
@@ -124,20 +124,20 @@ def build(folder: str, architecture: str, attention: str, num_labels: int = 0, v
     if vocab_size:
         config.get_text_config().vocab_size = vocab_size
     starts = _Starts()
-    with _listening() as said:
+    with _listening() as warnings:
         cls = getattr(_transformers(), architecture)
         try:
             with torch.device("cpu"), _parameters_on_meta(starts), starts:
                 asked = {} if attention == "auto" else {"attn_implementation": attention}
                 module = cls._from_config(config, dtype=torch.float32, **asked)
         except Exception as error:
-            rule = f"cannot be built as {architecture} ({_reason([*_said.get(folder, []), *said], error)})"
+            rule = f"cannot be built as {architecture} ({_reason([*_warnings.get(folder, []), *warnings], error)})"
             raise ConfigError(Problem(_OPTION, folder, rule, "correct its config.json")) from None
-    _warn(folder, [*_said.get(folder, []), *said])
+    _warn(folder, [*_warnings.get(folder, []), *warnings])
     return Built(module, {name: starts.draw(p) for name, p in module.named_parameters()})
 
 
-_said: dict[str, list[str]] = {}
+_warnings: dict[str, list[str]] = {}
 """What ``transformers`` said of the config.json of a folder when it was read."""
 _warned_of: set[str] = set()
 _QUIET = ("torchao", "torch.utils._pytree")
@@ -147,13 +147,13 @@ _QUIET = ("torchao", "torch.utils._pytree")
 @contextmanager
 def _listening() -> Iterator[list[str]]:
     """Collect what ``transformers`` would print, each text once."""
-    said: list[str] = []
+    warnings: list[str] = []
 
     class Listener(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             text = _line(record.getMessage())
-            if text not in said:
-                said.append(text)
+            if text not in warnings:
+                warnings.append(text)
 
     # The only handler in the meantime, and nothing goes to the loggers above
     theirs = logging.getLogger("transformers")
@@ -166,7 +166,7 @@ def _listening() -> Iterator[list[str]]:
     for one in quiet:
         one.setLevel(logging.ERROR)
     try:
-        yield said
+        yield warnings
     finally:
         theirs.handlers = handlers
         theirs.propagate = propagates
@@ -174,20 +174,20 @@ def _listening() -> Iterator[list[str]]:
             one.setLevel(level)
 
 
-def _reason(said: Sequence[str], error: Exception) -> str:
+def _reason(warnings: Sequence[str], error: Exception) -> str:
     """Why ``transformers`` gives up: what it said before, which names the key, or what it raised."""
-    if said:
-        return "; ".join(said)[:_MOST_CHARACTERS]
+    if warnings:
+        return "; ".join(warnings)[:_MOST_CHARACTERS]
     # Of a KeyError the text is the key alone
     text = _line(error)
     return text if " " in text else f"{type(error).__name__}: {text}"
 
 
-def _warn(folder: str, said: Sequence[str]) -> None:
+def _warn(folder: str, warnings: Sequence[str]) -> None:
     """One line of all that ``transformers`` said of a folder, once a process."""
-    if said and folder not in _warned_of:
+    if warnings and folder not in _warned_of:
         _warned_of.add(folder)
-        logger.warning(f"{folder}/{CONFIG}: transformers says: {'; '.join(said)[:_MOST_CHARACTERS]}")
+        logger.warning(f"{folder}/{CONFIG}: transformers says: {'; '.join(warnings)[:_MOST_CHARACTERS]}")
 
 
 def _transformers() -> Any:
@@ -311,7 +311,9 @@ class _Starts(TorchDispatchMode):
             # The same variance: nothing here rests on the shape of a distribution
             found = Draw("normal", std=(high - low) / math.sqrt(12)) if low == -high else None
         elif name in ("zero_", "fill_"):
-            value = numbers[0] if numbers else 0.0 if name == "zero_" else math.nan
+            value = 0.0 if name == "zero_" else math.nan
+            if numbers:
+                value = numbers[0]
             found = {0.0: Draw("zeros"), 1.0: Draw("ones")}.get(float(value))
         elif name == "erfinv_":  # a truncated normal by inverse transform: its deviation and bounds follow
             found = Draw("truncated_normal")

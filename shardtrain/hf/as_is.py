@@ -110,14 +110,15 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     aliases = {names[0]: names[1:] for names in tied_names(model)}
     for ours, theirs in plain.sources.items():
         if isinstance(theirs, Merged):
+            # In parts, one for each expert, or stacked as in the module
             whole = next((form for form in _forms(ours.partition(".")[2], prefix) if form in there), None)
             parts = zip(*(_forms(name, prefix) for name in theirs.names), strict=True)
             found = next((names for names in parts if names[0].replace("#", "0") in there), None)
             sources[ours] = Merged(found) if found is not None else whole or theirs
             continue
-        own = (ours, *aliases.get(ours, ()))
-        names = [str(theirs), *(name.partition(".")[2] for name in own)]
-        spelled = [form for name in names for form in _forms(name, prefix) if form in there]
+        spelled: list[str] = []
+        for name in (str(theirs), *(tied.partition(".")[2] for tied in (ours, *aliases.get(ours, ())))):
+            spelled += [form for form in _forms(name, prefix) if form in there]
         if spelled:
             sources[ours] = spelled[0]
             again += [re.escape(name) for name in spelled[1:] if _same(weights, spelled[0], name)]

@@ -282,25 +282,25 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     return fields
 
 
-def _changed(said: dict[str, Any], hub: Hub, config: Any, fields: dict[str, Any]) -> dict[str, Any]:
+def _changed(hf_config: dict[str, Any], hub: Hub, config: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """The source's config.json with the values of those fields alone that a run has changed."""
     # What the file would say of the model that it describes, by our own writer: a key that says the same in other words
     # does not differ. Fields that a file does not say, or that neither model uses, are those of the model now
-    before = type(config)(**hub.read(Fields(said, CONFIG, hub.defaults)))
-    unused = hub.unused(dataclasses.asdict(before)) & hub.unused(dataclasses.asdict(config))
+    described = type(config)(**hub.read(Fields(hf_config, CONFIG, hub.defaults)))
+    unused = hub.unused(dataclasses.asdict(described)) & hub.unused(dataclasses.asdict(config))
     same = {key: getattr(config, key) for key in {*FREE, *unused} if hasattr(config, key)}
-    old = hub.write(dataclasses.replace(before, **same))
+    old = hub.write(dataclasses.replace(described, **same))
     differ = {key: value for key, value in fields.items() if old.get(key) != value}
     rotary = ("rope_theta", "rope_scaling", "rotary_emb_base", "rotary_pct")
     # Files of transformers 5 have one table for all of the rotary angles
-    if "rope_parameters" in said and differ.keys() & set(rotary):
+    if "rope_parameters" in hf_config and differ.keys() & set(rotary):
         table = {**(fields.get("rope_scaling") or {"rope_type": "default"})}
         table["rope_type"] = table.pop("type", None) or table["rope_type"]
         table["rope_theta"] = fields.get("rope_theta", fields.get("rotary_emb_base"))
         if "rotary_pct" in fields:
             table["partial_rotary_factor"] = fields["rotary_pct"]
         differ = {key: value for key, value in differ.items() if key not in rotary} | {"rope_parameters": table}
-    changed = {**said, **differ}
+    changed = {**hf_config, **differ}
     # The weights are written as the numbers that the quantised ones stand for
     changed.pop("quantization_config", None)
     return changed

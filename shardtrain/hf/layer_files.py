@@ -125,8 +125,8 @@ def step_of(folder: Path) -> Path:
         named = next((step for step in steps if step.name == name), None)
         if named is None:
             there = ", ".join(step.name for step in steps[:8]) or "none"
-            said = "".join(c if c.isprintable() else "?" for c in name)[:60]
-            raise CheckpointError(f"{folder / LATEST} names {said!r}, which has no files per layer; there is {there}")
+            shown = "".join(c if c.isprintable() else "?" for c in name)[:60]
+            raise CheckpointError(f"{folder / LATEST} names {shown!r}, which has no files per layer; there is {there}")
         return named
     if not steps:
         raise CheckpointError(f"{folder} has no layer_00-model_00-model_states.pt, nor a step with it")
@@ -199,8 +199,8 @@ class LayerWeights(HubWeights):
             for name, stored in opened.value.items():
                 full = f"{self._family.prefix(number, count)}{name}"
                 if not isinstance(stored, Stored) or not isinstance(name, str) or not full.isprintable():
-                    said = "".join(c if c.isprintable() else "?" for c in str(name))[:60]
-                    raise CheckpointError(f"{path}: {said} is not a tensor; use another checkpoint")
+                    shown = "".join(c if c.isprintable() else "?" for c in str(name))[:60]
+                    raise CheckpointError(f"{path}: {shown} is not a tensor; use another checkpoint")
                 self._parts.setdefault(full, []).append((opened, stored))
         adapters = next((name for name in self._parts if "lora_" in name), None)
         if adapters:

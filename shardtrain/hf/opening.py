@@ -32,21 +32,22 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
         CheckpointError: when ``config.json`` cannot be read.
     """
     found = recognise(folder)
-    said = read_json(folder / CONFIG)
-    said = found.hub.own_config(said) if found.hub is not None else said
+    hf_config = read_json(folder / CONFIG)
+    if found.hub is not None:
+        hf_config = found.hub.own_config(hf_config)
     for notice in found.notices:
         logger.info(notice)
     if tokenizer is None and not source.of_folder(folder).has_tokenizer:
         rule = "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)"
         raise ConfigError(Problem("--from", str(folder), rule, 'name one with --tokenizer, a path or "bytes"'))
     model = {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)}
-    return loaded_of(model, said, tokenizer or str(folder))
+    return loaded_of(model, hf_config, tokenizer or str(folder))
 
 
-def loaded_of(model: Mapping[str, Any], said: Mapping[str, Any], assets: str) -> Loaded:
+def loaded_of(model: Mapping[str, Any], hf_config: Mapping[str, Any], assets: str) -> Loaded:
     """The configuration of a model that its config.json, where there is one, describes further."""
-    dtype = said.get("dtype") or said.get("torch_dtype")
-    tokens = said.get("max_position_embeddings")
+    dtype = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    tokens = hf_config.get("max_position_embeddings")
     return Loaded(
         Config(
             model=Model(

@@ -86,7 +86,8 @@ class Frozen:
                 raise CheckpointError(f"checkpoint {path} holds adapters, and not the weights beside which they are")
             rank, size = _place()
             damages = (files.find_damage(path, file) for file in self._stored.files[rank::size])
-            if damage := collectives.first_word(next((damage for damage in damages if damage), "")):
+            damage = collectives.first_word(next((damage for damage in damages if damage), ""))
+            if damage:
                 raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
             whole = {WEIGHTS_PREFIX + name: torch.empty(size, device="meta") for name, size in self.shapes.items()}
             tensor_files.check_names(whole, self._stored, path)

@@ -88,15 +88,14 @@ def merge(
 
     # Which weights change: those of linear modules, and those that a stack is made of
     adapted = {f"{path}.weight" for path in spec.modules}
-    stacked = {
-        f"{stack.owner}.{weight}": (stack, part)
-        for path in spec.parameters
-        if (stack := frozen.stacks.get(path)) is not None
-        for part, weight in enumerate(stack.weights)
-    }
+    stacked: dict[str, tuple[stacks.Stack, int]] = {}
     unknown = sorted(set(spec.parameters) - frozen.stacks.keys())
     if unknown:
         raise CheckpointError(f"the adapters are for {unknown[0]}, which {frozen.path} has not; use their own model")
+    for path in spec.parameters:
+        stack = frozen.stacks[path]
+        for part, weight in enumerate(stack.weights):
+            stacked[f"{stack.owner}.{weight}"] = (stack, part)
     missing = sorted(adapted - frozen.shapes.keys())
     if missing:
         raise CheckpointError(f"the adapters are for {missing[0]}, which {frozen.path} has not; use their own model")

@@ -166,13 +166,14 @@ def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
         for name, _ in model.named_buffers()
         if not any(layouts.matches(name, pattern) for pattern in layout.buffers)
     ]
-    broken += [
-        f"{path or 'the model'} keeps a tensor as {name}, which would lose its values; compute it in forward"
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in ("_parameters", "_buffers", "_modules")
-        and any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in tree_leaves(value))
-    ]
+    # So is what a tensor holds that is neither parameter nor buffer, in a list or a table of a module too
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            is_registered = name in ("_parameters", "_buffers", "_modules")
+            leaves = [] if is_registered else tree_leaves(value)
+            if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
+                owner = path or "the model"
+                broken.append(f"{owner} keeps a tensor as {name}, which would lose its values; compute it in forward")
     return broken
 
 

@@ -153,12 +153,12 @@ def shared(queries_Bl: Tensor, keys_Bs: Tensor) -> list[Shared]:
     """
     of_queries = _places(queries_Bl)
     of_keys = of_queries if keys_Bs is queries_Bl else _places(keys_Bs)
-    return [
-        Shared(slice(row, row + 1), places, keys[number])
-        for row, (queries, keys) in enumerate(zip(of_queries, of_keys, strict=True))
-        for number, places in queries.items()
-        if number in keys
-    ]
+    found = []
+    for row, (queries, keys) in enumerate(zip(of_queries, of_keys, strict=True)):
+        for number, places in queries.items():
+            if number in keys:
+                found.append(Shared(slice(row, row + 1), places, keys[number]))
+    return found
 
 
 def _places(documents_Bl: Tensor) -> list[dict[int, slice]]:

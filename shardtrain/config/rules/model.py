@@ -105,12 +105,14 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
     needed = [*_AT_LEAST_ONE]
     if _has_dense_layers(sizes):
         needed.append("ffn_dim")
-    values = {name: number(name) for name in (*needed, *_ABOVE_ZERO)}
-    small = [name for name in needed if (value := values[name]) is not None and 0 <= value < 1]
-    for name in small:
-        yield wrong(name, "leaves nothing to compute", "use 1 or more")
+    small = []
+    for name in needed:
+        value = number(name)
+        if value is not None and 0 <= value < 1:
+            small.append(name)
+            yield wrong(name, "leaves nothing to compute", "use 1 or more")
     for name in _ABOVE_ZERO:
-        value = values[name]
+        value = number(name)
         if value is not None and value <= 0:
             yield wrong(name, "must be above 0", "use a number above 0")
     if small:

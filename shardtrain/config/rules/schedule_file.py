@@ -93,7 +93,8 @@ def _check_order(loaded: Loaded, actions: list[list[Action]], num_stages: int) -
     be those of other losses, without a word.
     """
     last = num_stages - 1
-    order = [microbatch for row in actions for stage, kind, microbatch in row if (stage, kind) == (last, "F")]
+    row_of_last = actions[last % len(actions)]
+    order = [microbatch for stage, kind, microbatch in row_of_last if (stage, kind) == (last, "F")]
     late = next((number for number, before in zip(order[1:], order, strict=False) if number < before), None)
     if late is not None:
         rule = f"has forward of micro-batch {late} of the last stage ({last}) after that of a later one"
