@@ -24,11 +24,11 @@ from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest,
 from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.architecture import saved_config
-from shardtrain.hf.block_fp8 import open_weights
 from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.format import FREE, Fields, Hub
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.model import translation_of
+from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import TOKENIZERS, Source
 from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError

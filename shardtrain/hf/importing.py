@@ -15,8 +15,8 @@ from shardtrain.checkpoint import single_process_writer
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.bin_weights import BinWeights
-from shardtrain.hf.block_fp8 import open_weights
 from shardtrain.hf.model import HubModel, check_same, recognise, translation_of
+from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.weights import HubWeights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.train.state import TrainState

@@ -20,8 +20,7 @@ from shardtrain.config.schema import Config
 from shardtrain.hf import importing
 from shardtrain.hf.as_is import is_as_is
 from shardtrain.lora import FACT, PATH, quantize, spec
-from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
-from shardtrain.lora.frozen import Frozen
+from shardtrain.lora.frozen import Frozen, fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import FrozenLinear, is_adapter
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger

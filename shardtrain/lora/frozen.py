@@ -1,7 +1,12 @@
-"""The frozen weights of adapters outside a run: found again, known by their fingerprint, and read by name."""
+"""The frozen weights of adapters outside a run: found again, known by their fingerprint, and read by name.
+
+A fingerprint is of what is in the files, and not of where they lie: a checkpoint's is made of the hash of its manifest,
+which holds the hashes of all its files, a Hugging Face folder's of those of its weights and its config.json.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,18 +20,20 @@ from shardtrain import models
 from shardtrain.checkpoint import collectives, files, manifest, tensor_reader
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.checkpoint.storage import Place
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.hf import as_is, importing, mapping
-from shardtrain.hf.block_fp8 import open_weights
+from shardtrain.hf import as_is, importing, layer_files, mapping
+from shardtrain.hf.config_json import CONFIG
 from shardtrain.hf.model import check_same, recognise, translation_of
+from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import dtypes_of
 from shardtrain.layout import Draw
 from shardtrain.lora import FACT, PATH, quantize, stacks
-from shardtrain.lora.fingerprint import fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import is_transposed
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 
@@ -194,6 +201,31 @@ def find(
     return Frozen(path, module, shape, config, config.lora.base_dtype, held)
 
 
+def random_fingerprint(config: Config, device_type: str) -> str:
+    """Initial weights are a function of these; the draws of a GPU are not those of the CPU."""
+    model = config.model
+    overrides = sorted(model.overrides.items())
+    facts = (config.debug.seed, device_type, model.name, model.flavor, overrides, model.norm_type)
+    return f"random-{hashlib.sha256(repr(facts).encode()).hexdigest()}"
+
+
+def fingerprint(path: Place, in_hub: bool, rank: int = 0, size: int = 1) -> dict[str, str]:
+    """Hashes of what is at a path, by file; of a Hugging Face folder this rank's share. Raises CheckpointError."""
+    if not in_hub:
+        return {manifest.MANIFEST: hashlib.sha256(manifest.read_bytes(path)).hexdigest()}
+    folder = Path(str(path))
+    names = [CONFIG, *(file.relative_to(folder).as_posix() for file in layer_files.weight_files(folder))]
+    try:
+        return {name: _sha256(folder / name) for name in names[rank::size]}
+    except OSError as error:
+        raise CheckpointError(f"{error.filename} cannot be read: {error.strerror}") from error
+
+
+def joined(hashes: Mapping[str, str]) -> str:
+    """One fingerprint of all files."""
+    return f"sha256-{hashlib.sha256(repr(sorted(hashes.items())).encode()).hexdigest()}"
+
+
 def fingerprint_of(path: Path) -> str:
     """As a run notes it; ranks share the reading (a collective)."""
     in_hub = not (path / manifest.MANIFEST).exists()
@@ -208,3 +240,8 @@ def _place() -> tuple[int, int]:
     if not torch.distributed.is_initialized():
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

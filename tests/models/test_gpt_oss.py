@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shardtrain.cli import main
 from shardtrain.hf import importing, mapping
-from shardtrain.hf.block_fp8 import open_weights
 from shardtrain.hf.model import recognise, translation_of
+from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.models import build, find, shape_of
 from shardtrain.utils.errors import CheckpointError
 
