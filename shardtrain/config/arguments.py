@@ -72,7 +72,7 @@ def read_arguments(arguments: Sequence[str], older: Mapping[str, Any]) -> Argume
 
 
 def _expanded(arguments: Sequence[str], at: int) -> list[str]:
-    """The words of a pattern that the shell has replaced by files, where ``arguments[at]`` is the second of them."""
+    """The files by which the shell has replaced a pattern, where ``arguments[at]`` is the second of them; else none."""
     # The first file was taken as the option's value, so the option is two words before
     if at < 2 or not arguments[at - 2].startswith("--") or "=" in arguments[at - 2]:
         return []

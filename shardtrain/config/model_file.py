@@ -85,6 +85,7 @@ def shape(facts: ModelFacts, flavor: str, overrides: Mapping[str, Any]) -> dict[
 
 
 def _no_file(name: str) -> Problem:
+    """What was probably meant by a name that is not a model."""
     if name.endswith(".py"):
         return Problem("model.name", name, "is not a file", "give the path of a model file")
     if name in _ELSEWHERE:

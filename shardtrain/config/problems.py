@@ -38,7 +38,8 @@ def require(
 def require_to_build(loaded: Loaded, world_size: int) -> tuple[str, ...]:
     """As ``require``, to build the model without memory and train nothing: what only a training misses is a note."""
     problems = problems_of(loaded, world_size)
-    missing = [one for one in problems if is_for_training(one)]
-    if len(missing) < len(problems):
-        raise ConfigError([one for one in problems if one not in missing])
-    return (*loaded.notices, *notes(loaded), *(f"a training would stop here: {one}" for one in missing))
+    of_training = [problem for problem in problems if is_for_training(problem)]
+    if len(of_training) < len(problems):
+        raise ConfigError([problem for problem in problems if problem not in of_training])
+    lines = [f"a training would stop here: {problem}" for problem in of_training]
+    return (*loaded.notices, *notes(loaded), *lines)

@@ -162,16 +162,16 @@ def _listening() -> Iterator[list[str]]:
     propagates = theirs.propagate
     theirs.propagate = False
     quiet = [logging.getLogger(name) for name in _QUIET]
-    levels = [one.level for one in quiet]
-    for one in quiet:
-        one.setLevel(logging.ERROR)
+    levels = [noisy.level for noisy in quiet]
+    for noisy in quiet:
+        noisy.setLevel(logging.ERROR)
     try:
         yield warnings
     finally:
         theirs.handlers = handlers
         theirs.propagate = propagates
-        for one, level in zip(quiet, levels, strict=True):
-            one.setLevel(level)
+        for noisy, level in zip(quiet, levels, strict=True):
+            noisy.setLevel(level)
 
 
 def _reason(warnings: Sequence[str], error: Exception) -> str:
@@ -239,9 +239,9 @@ def _values(found: Mapping[str, Any], keys: tuple[str, ...]) -> Iterator[Any]:
         inner = found.get(table)
         if not isinstance(inner, dict):
             continue
-        for one in (inner, *inner.values()):
-            if isinstance(one, dict):
-                yield from (one[key] for key in keys if key in one)
+        for entry in (inner, *inner.values()):
+            if isinstance(entry, dict):
+                yield from (entry[key] for key in keys if key in entry)
 
 
 def _line(error: object) -> str:

@@ -143,9 +143,9 @@ class Writer:
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
             files.write_whole(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
         files.write_whole(folder / CONFIG, (json.dumps(self._fields, indent=2) + "\n").encode())
-        for name, one in self._files.items():
+        for name, place in self._files.items():
             (folder / name).parent.mkdir(exist_ok=True)
-            files.write_whole(folder / name, one.read(name))
+            files.write_whole(folder / name, place.read(name))
 
     def read_part(self, name: str, box: Sequence[slice]) -> Tensor:
         """A box of one of our tensors, rounded to the exported type."""
@@ -232,8 +232,8 @@ def export(wanted: Export) -> list[str]:
                     synced.append(syncing.submit(files.sync, temporary / file))
                 writer.write_rest(temporary)
                 _compare(temporary, writer)
-                for one in synced:
-                    one.result()
+                for future in synced:
+                    future.result()
             finally:
                 checked.result()  # a damaged checkpoint is the cause of whatever else went wrong
         files.sync_folder(temporary)
@@ -245,10 +245,10 @@ def export(wanted: Export) -> list[str]:
     return sorted(path.name for path in wanted.output.iterdir())
 
 
-def _stop_if_failed(others: Iterable[Future[None]]) -> None:
-    for one in others:
-        if one.done():
-            one.result()
+def _stop_if_failed(futures: Iterable[Future[None]]) -> None:
+    for future in futures:
+        if future.done():
+            future.result()
 
 
 def config_fields(wanted: Export) -> dict[str, Any]:

@@ -84,9 +84,10 @@ def _types_of(path: Path) -> list[str] | None:
                 return None
             found: dict[str, Any] = json.loads(file.read(length))
         found.pop("__metadata__", None)
-        end = max((one["data_offsets"][1] for one in found.values()), default=0)
-        whole = path.stat().st_size == 8 + length + end
-        return [names.get(one["dtype"], str(one["dtype"])) for one in found.values()] if whole else None
+        end = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
+        if path.stat().st_size != 8 + length + end:
+            return None
+        return [names.get(tensor["dtype"], str(tensor["dtype"])) for tensor in found.values()]
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):

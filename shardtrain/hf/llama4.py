@@ -33,6 +33,10 @@ def _interval(layers: list[bool], wanted: bool) -> int:
     return step if layers == pattern else -1
 
 
+def _kinds(has_rope: list[bool], chunk: int) -> list[str]:
+    return ["chunked_attention" if flag and chunk else "full_attention" for flag in has_rope]
+
+
 def _read(f: Fields) -> dict[str, Any]:
     f.only("attention_bias", False)
     # Which layers have experts: a list, or every so many
@@ -47,20 +51,21 @@ def _read(f: Fields) -> dict[str, Any]:
 
     # Which layers have rotary positions: the list no_rope_layers has true for those that do, as transformers reads it
     interval = f.integer("no_rope_layer_interval", 4)
-    turned = [bool(one) for one in f.take("no_rope_layers", list, [])]
-    if turned and turned != [(index + 1) % interval != 0 for index in range(layers)]:
-        interval = _interval(turned, False)
-    if interval < 0 or len(turned) not in (0, layers):
+    has_rope = [bool(flag) for flag in f.take("no_rope_layers", list, [])]
+    if has_rope and has_rope != [(index + 1) % interval != 0 for index in range(layers)]:
+        interval = _interval(has_rope, False)
+    if interval < 0 or len(has_rope) not in (0, layers):
         raise f.other("no_rope_layers are not the last of every so many layers, as they are in ours")
     interval = interval if interval <= layers else 0
 
     # Those with positions attend within chunks
     chunk = f.integer("attention_chunk_size", 0, 0)
-    turned = turned or [not interval or (index + 1) % interval != 0 for index in range(layers)]
-    kinds = f.take("layer_types", list, ["chunked_attention" if one and chunk else "full_attention" for one in turned])
+    if not has_rope:
+        has_rope = [not interval or (index + 1) % interval != 0 for index in range(layers)]
+    kinds = f.take("layer_types", list, _kinds(has_rope, chunk))
     if "chunked_attention" not in kinds:
         chunk = 0
-    if kinds != ["chunked_attention" if one and chunk else "full_attention" for one in turned]:
+    if kinds != _kinds(has_rope, chunk):
         raise f.other("layer_types are not chunked_attention where a layer has rotary positions, as they are in ours")
     f.take("for_llm_compressor", bool, False)
     return {
@@ -96,7 +101,8 @@ def _write(c: Any) -> dict[str, Any]:
             f"{', '.join(wrong)} of this model {'has' if len(wrong) == 1 else 'have'} no place in Llama4ForCausalLM, "
             f"which has {', '.join(repr(only[name]) for name in wrong)}"
         )
-    turned = [int(not c.no_rope_layer_interval or (i + 1) % c.no_rope_layer_interval != 0) for i in range(c.num_layers)]
+    every = c.no_rope_layer_interval
+    has_rope = [not every or (index + 1) % every != 0 for index in range(c.num_layers)]
     step = c.interleave_moe_layer_step
     return {
         **write_decoder(c),
@@ -108,10 +114,10 @@ def _write(c: Any) -> dict[str, Any]:
         "interleave_moe_layer_step": step,
         "moe_layers": list(range(step - 1, c.num_layers, step)),
         "router_aux_loss_coef": c.balance_loss_coeff,
-        "no_rope_layers": turned,
+        "no_rope_layers": [int(flag) for flag in has_rope],
         "no_rope_layer_interval": c.no_rope_layer_interval or c.num_layers + 1,
         "attention_chunk_size": c.attention_chunk_size or None,
-        "layer_types": ["chunked_attention" if one and c.attention_chunk_size else "full_attention" for one in turned],
+        "layer_types": _kinds(has_rope, c.attention_chunk_size),
         "use_qk_norm": c.use_qk_norm,
         "attn_temperature_tuning": c.attn_temperature_tuning,
         "floor_scale": c.floor_scale,

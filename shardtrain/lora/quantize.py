@@ -138,15 +138,17 @@ def take_out(model: nn.Module, layout: Layout, kind: str) -> None:
 
 def held(module: nn.Module) -> list[FrozenLinear]:
     """The modules below this one whose weights were taken out."""
-    return [one for one in module.modules() if isinstance(one, FrozenLinear) and one.weight is None]
+    linears = [inner for inner in module.modules() if isinstance(inner, FrozenLinear)]
+    return [linear for linear in linears if linear.weight is None]
 
 
 def count(module: nn.Module, config: Config) -> int:
     """For a dry run, let what was taken out be there in shape alone; the bytes that it would hold."""
     dtype = getattr(torch, config.training.dtype)
     total = 0
-    for one in held(module):
-        one.low_bits = packed = Counted((one.out_features, one.in_features), config.lora.base_dtype, dtype)
+    for linear in held(module):
+        packed = Counted((linear.out_features, linear.in_features), config.lora.base_dtype, dtype)
+        linear.low_bits = packed
         total += packed.bytes
     return total
 

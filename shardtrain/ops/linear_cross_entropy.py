@@ -94,7 +94,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         # In place: the trainer calls backward once, with an output gradient of exactly one.
-        dhidden_ND, dweight_VD = (
-            None if one is None else one.mul_(gradients[0].to(one.dtype)) for one in ctx.saved_tensors
-        )
+        dhidden_ND, dweight_VD = ctx.saved_tensors
+        for gradient in (dhidden_ND, dweight_VD):
+            if gradient is not None:
+                gradient.mul_(gradients[0].to(gradient.dtype))
         return dhidden_ND, dweight_VD, None, None, None

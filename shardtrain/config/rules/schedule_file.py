@@ -60,7 +60,7 @@ def check_schedule_file(loaded: Loaded, num_stages: int, num_microbatches: int |
                     return
                 # B is all of backward, I and W its two halves: B beside a half would count that half twice
                 other = {"B": "IW", "I": "B", "W": "B"}.get(kind, "")
-                again = next((one for one in (kind, *other) if microbatch in done.get((stage, one), ())), None)
+                again = next((letter for letter in (kind, *other) if microbatch in done.get((stage, letter), ())), None)
                 if again is not None:
                     rule = f"has {text.strip()} beside {stage}{again}{microbatch}, which would count it twice"
                     yield problem(loaded, _OPTION, rule, "write each action once, and B or both I and W")
@@ -107,14 +107,14 @@ def _check_order(loaded: Loaded, actions: list[list[Action]], num_stages: int) -
     while True:
         before = len(done)
         for rank, row in enumerate(actions):
-            while at[rank] < len(row) and all(done & one for one in _needs(row[at[rank]], last)):
+            while at[rank] < len(row) and all(done & choices for choices in _needs(row[at[rank]], last)):
                 done.add(row[at[rank]])
                 at[rank] += 1
         if len(done) == before:
             break
     for rank, row in enumerate(actions):
         if at[rank] < len(row):
-            missing = next(one for one in _needs(row[at[rank]], last) if not done & one)
+            missing = next(choices for choices in _needs(row[at[rank]], last) if not done & choices)
             names = " or ".join(sorted("".join(map(str, action)) for action in missing))
             own = "".join(map(str, row[at[rank]]))
             rule = f"has rank {rank} wait for ever: {own} needs {names}, which comes later or waits itself"
