@@ -73,8 +73,8 @@ def describe(folder: Path, name: str = "") -> Description:
     path = folder / CONFIG
     whole_file = read_json(path)
     found = whole_file
-    for known in HUBS.values():
-        found = known.own_config(found)
+    for architecture in HUBS.values():
+        found = architecture.own_config(found)
 
     # Which model files are of this model_type
     kind = found.get("model_type")
