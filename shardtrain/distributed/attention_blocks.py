@@ -17,6 +17,9 @@ from shardtrain.ops import document_mask
 from shardtrain.ops.document_mask import shifted
 from shardtrain.ops.sliding_window import Band, blocks
 
+_ALL = 1 << 62
+"""A window of more tokens than there are."""
+
 
 class Window(NamedTuple):
     """How many tokens a token sees, 0 for no window; and how many queries a kernel takes at once."""
@@ -58,6 +61,14 @@ def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: 
         return _within_window([(everything, slice(0, total), total - length)], mine, documents_Bs, window)
     before = [(everything, slice(0, total - length), False)] if total > length else []
     return _by_document([*before, (everything, own, True)], mine, documents_Bs)
+
+
+def prefix_bands(length: int, total: int, documents_Bs: Tensor | None, window: int) -> Iterator[Piece]:
+    """The same, of which each has all keys of its queries and a band that says which of them a query sees."""
+    everything, mine = slice(0, length), None if documents_Bs is None else documents_Bs[:, total - length :]
+    for batch, queries, keys in _met(everything, slice(0, total), mine, documents_Bs):
+        past = total - length + queries.start - keys.start
+        yield Piece(batch, queries, keys, False, Band(past - (window or _ALL) + 1, past))
 
 
 def ring_pieces(

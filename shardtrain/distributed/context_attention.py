@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain.distributed.attention_blocks import Piece, Window, prefix_pieces, ring_pieces
-from shardtrain.ops import document_mask
+from shardtrain.distributed.attention_blocks import Piece, Window, prefix_bands, prefix_pieces, ring_pieces
+from shardtrain.ops import blocked_attention, document_mask
 from shardtrain.ops.attention_scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
 from shardtrain.ops.flash_attention import attend, attend_backward
 from shardtrain.ops.sliding_window import queries_at_once
@@ -53,7 +53,10 @@ def gathered_attention(
         seen = slice(max(0, stop - length - window + 1) if window else 0, stop)
         documents_Bs = None if documents_BT is None else documents_BT[:, seen]
         keys_values = k_BTKH[:, seen], v_BTKH[:, seen]
-        outputs.append(_PrefixAttention.apply(q_BlNH, *keys_values, documents_Bs, window, scores, sinks_N))
+        if sinks_N is None and scores.has_kernel and document_mask.in_blocks(q_BlNH):
+            outputs.append(_PrefixInBlocks.apply(q_BlNH, *keys_values, documents_Bs, window, scores.scale))
+        else:
+            outputs.append(_PrefixAttention.apply(q_BlNH, *keys_values, documents_Bs, window, scores, sinks_N))
     return torch.cat(outputs, dim=1)
 
 
@@ -95,7 +98,8 @@ def ulysses_attention(
         documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
         out_BTnH = _PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
-    if documents_BT is not None or 0 < window < q_BTnH.size(1) or sinks_n is not None:
+    masked = documents_BT is not None or 0 < window < q_BTnH.size(1) or sinks_n is not None
+    if masked or (q_BTnH.dtype == torch.bfloat16 and document_mask.in_blocks(q_BTnH)):  # as in an attention core
         out_BTnH = document_mask.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     q_BnTH, k_BkTH, v_BkTH = (x.transpose(1, 2) for x in (q_BTnH, k_BTkH, v_BTkH))
@@ -215,6 +219,46 @@ class _PrefixAttention(torch.autograd.Function):
             dv[piece.batch, piece.columns] += part[2]
         dsinks_N = _sinks_gradient(gradients[0], out_BlNH, lse_BNl, sinks_N)
         return dq.to(q_BlNH.dtype), dk.to(q_BlNH.dtype), dv.to(q_BlNH.dtype), None, None, None, dsinks_N
+
+
+class _PrefixInBlocks(torch.autograd.Function):
+    """The same by matrix products, where a CPU computes whole rows so too: all keys of a query at once, no merging."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_BlNH: Tensor,
+        k_BsKH: Tensor,
+        v_BsKH: Tensor,
+        documents_Bs: Tensor | None,
+        window: int,
+        scale: float | None,
+    ) -> Tensor:
+        ctx.pieces = list(prefix_bands(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, window))
+        ctx.scale = scale
+        out_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
+        for batch, rows, columns, _, band in ctx.pieces:
+            out_BlNH[batch, rows] = blocked_attention.attend(
+                q_BlNH[batch, rows], k_BsKH[batch, columns], v_BsKH[batch, columns], band, scale
+            )
+        ctx.save_for_backward(q_BlNH, k_BsKH, v_BsKH)
+        return out_BlNH
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q_BlNH, k_BsKH, v_BsKH = ctx.saved_tensors
+        # each query and each key is in one piece at most; keys that no query sees have no gradient
+        dq_BlNH, dk_BsKH, dv_BsKH = (torch.zeros_like(x) for x in ctx.saved_tensors)
+        for batch, rows, columns, _, band in ctx.pieces:
+            dq_BlNH[batch, rows], dk_BsKH[batch, columns], dv_BsKH[batch, columns] = blocked_attention.attend_backward(
+                gradients[0][batch, rows],
+                q_BlNH[batch, rows],
+                k_BsKH[batch, columns],
+                v_BsKH[batch, columns],
+                band,
+                ctx.scale,
+            )
+        return dq_BlNH, dk_BsKH, dv_BsKH, None, None, None
 
 
 def _sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks_N: Tensor | None) -> Tensor | None:

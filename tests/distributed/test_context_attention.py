@@ -11,8 +11,9 @@ from ranks import run_ranks
 from torch import Tensor
 
 from shardtrain.distributed import attention_blocks, context_attention
-from shardtrain.ops import sliding_window
+from shardtrain.ops import blocked_attention, cpu_kernels, sliding_window
 from shardtrain.ops.attention_scores import PLAIN, Scores
+from shardtrain.ops.cpu_kernels import Kernels
 
 B, T, N, K, H = 2, 48, 4, 2, 8
 KINDS = {
@@ -163,6 +164,29 @@ def test_split_attention_with_other_scores_equals_attention_written_out(num_rank
     for worst in run_ranks(num_ranks, errors_of_scores):
         assert len(worst) >= 4
         assert max(worst.values()) < 5e-6, worst  # few keys have large weights, and gradients reach 10
+
+
+def errors_by_blocks(rank: int) -> dict[str, list[float]]:
+    cpu_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))  # in a forked process of its own
+    taken, original = [], blocked_attention.attend
+    blocked_attention.attend = lambda *inputs: taken.append(1) or original(*inputs)
+    errors: dict[str, list[float]] = {"cuts": [], "windows": [], "scaled": []}
+    for queries in (128, 5):  # blocks end within chunks
+        blocked_attention._QUERIES = queries
+        before = len(taken)
+        errors["cuts"] += errors_of_many_cuts(rank).values()
+        errors["windows"] += errors_of_many_windows(rank).values()
+        errors["scaled"] += largest_errors(rank, torch.float32, scores=Scores(scale=0.1)).get("gathered, balanced", [])
+        assert len(taken) > before + 100
+    errors["bfloat16"] = [max(values) for values in largest_errors(rank, torch.bfloat16).values()]
+    return errors
+
+
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (3, 4))])
+def test_split_attention_by_blocks_of_products_equals_attention_written_out(num_ranks: int) -> None:
+    for errors in run_ranks(num_ranks, errors_by_blocks):
+        assert max(errors.pop("bfloat16")) < 6e-2
+        assert max(value for values in errors.values() for value in values) < 5e-6, errors
 
 
 def test_split_attention_within_a_window_in_bfloat16_loses_no_more_than_the_type_does() -> None:
