@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardtrain.distributed.attention_blocks import Piece, Window, prefix_bands, prefix_pieces, ring_pieces
+from shardtrain.distributed.shared_memory import SequenceExchange
 from shardtrain.ops import blocked_attention, document_mask
 from shardtrain.ops.attention_scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
 from shardtrain.ops.flash_attention import attend, attend_backward
@@ -35,17 +36,22 @@ def gathered_attention(
     window: int = 0,
     scores: Scores = PLAIN,
     sinks_N: Tensor | None = None,
+    shared: SequenceExchange | None = None,
 ) -> Tensor:
     """Gather all keys and values, then attend with this rank's queries; the gradients are reduce-scattered back.
 
-    Each chunk of queries attends to the chunks before it in full and to its own causally, as one call each merged by
-    their log-sum-exp, so no mask of (t, T) is ever made.
+    ``shared`` is memory of the ranks to do that by, in place of the group's collectives. Each chunk of queries attends
+    to the chunks before it in full and to its own causally, as one call each merged by their log-sum-exp, so no mask of
+    (t, T) is ever made.
     """
     size, rank = group.size(), group.rank()
-    k_BTKH, v_BTKH = (_natural_order(_GatherSequence.apply(x, group), size, balanced) for x in (k_BtKH, v_BtKH))
+    k_BTKH, v_BTKH = (_natural_order(_GatherSequence.apply(x, group, shared), size, balanced) for x in (k_BtKH, v_BtKH))
     mine = (rank, 2 * size - 1 - rank) if balanced else (rank,)
     length = q_BtNH.size(1) // len(mine)
     documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
+    # as in an attention core: in float32 blocks are for documents and windows alone
+    by_blocks = sinks_N is None and scores.has_kernel and document_mask.in_blocks(q_BtNH)
+    by_blocks = by_blocks and (q_BtNH.dtype == torch.bfloat16 or documents_BT is not None or window > 0)
     outputs = []
     for index, chunk in enumerate(mine):
         q_BlNH = q_BtNH[:, index * length : (index + 1) * length]
@@ -53,7 +59,7 @@ def gathered_attention(
         seen = slice(max(0, stop - length - window + 1) if window else 0, stop)
         documents_Bs = None if documents_BT is None else documents_BT[:, seen]
         keys_values = k_BTKH[:, seen], v_BTKH[:, seen]
-        if sinks_N is None and scores.has_kernel and document_mask.in_blocks(q_BlNH):
+        if by_blocks:
             outputs.append(_PrefixInBlocks.apply(q_BlNH, *keys_values, documents_Bs, window, scores.scale))
         else:
             outputs.append(_PrefixAttention.apply(q_BlNH, *keys_values, documents_Bs, window, scores, sinks_N))
@@ -121,20 +127,25 @@ def _natural_order(x_BTKH: Tensor, size: int, balanced: bool) -> Tensor:
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_BtKH: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x_BtKH: Tensor, group: dist.ProcessGroup, shared: SequenceExchange | None) -> Tensor:
+        ctx.group, ctx.shared = group, shared
+        if shared is not None:
+            return shared.gather(x_BtKH.flatten(2)).unflatten(2, x_BtKH.shape[2:])
         x_BtKH = x_BtKH.contiguous()
         parts = [torch.empty_like(x_BtKH) for _ in range(group.size())]
         dist.all_gather(parts, x_BtKH, group=group)
         return torch.cat(parts, dim=1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         # summed in float32: each rank adds a contribution, and a sum in bfloat16 would lose the small ones
+        if ctx.shared is not None:
+            mine = ctx.shared.reduce_scatter(gradients[0].flatten(2))
+            return mine.unflatten(2, gradients[0].shape[2:]), None, None
         parts = gradients[0].float().chunk(ctx.group.size(), dim=1)
         mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
         _reduce_scatter(mine, torch.cat(parts, dim=0), group=ctx.group)
-        return mine.to(gradients[0].dtype), None
+        return mine.to(gradients[0].dtype), None, None
 
 
 class _HeadsForTokens(torch.autograd.Function):

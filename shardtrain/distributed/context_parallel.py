@@ -8,6 +8,7 @@ al. 2023). Positions are cut with the tokens, so rotary angles follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -20,6 +21,7 @@ from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.distributed.attention_blocks import sequence_part
 from shardtrain.distributed.context_attention import gathered_attention, ring_attention, ulysses_attention
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.distributed.shared_memory import SequenceExchange
 from shardtrain.layout import Layout, matches
 from shardtrain.ops import attention_core, document_mask, token_mixing
 from shardtrain.ops.attention_scores import Scores, scores_of
@@ -87,7 +89,12 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         return
     p = config.parallelism
     gathered = p.context_parallel_rotate_method == "allgather"
-    function: CoreFunction = gathered_attention if gathered else ring_attention
+    function: CoreFunction = ring_attention
+    if gathered:
+        shared = None
+        if mesh.device.type == "cpu":
+            shared = SequenceExchange.between(mesh.group(AXIS))  # a collective
+        function = partial(gathered_attention, shared=shared)
     if p.context_parallel_method == "ulysses":
         function = ulysses_attention
     cores = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]

@@ -1,9 +1,10 @@
-"""FSDP's collectives on CPUs: by memory that the ranks of a machine share, and with half of gloo's bytes elsewhere.
+"""Collectives of FSDP and tensor parallelism on CPUs: by memory that the ranks of a machine share.
 
 gloo sends through sockets also within a machine, so that each number is copied into the kernel and out of it again, and
 its reduce-scatter is an all-reduce of which most is thrown away. Here each rank writes what the others need to memory
-that all have mapped, waits until all have written, and reads. Sums are taken in the order of ranks, in float32 or wider
-and rounded once, with shared memory and without: which of the two it is changes no bit.
+that all have mapped, waits until all have written, and reads. Where there is no such memory, FSDP sends half of gloo's
+bytes, and tensor parallelism all of them. Sums are taken in the order of ranks, in float32 or wider and rounded once,
+and FSDP's are the same to the bit without shared memory.
 """
 
 from __future__ import annotations
@@ -110,6 +111,55 @@ def _sum(addends: list[Tensor], out: Tensor) -> None:
         out.copy_(total)
 
 
+class SequenceExchange:
+    """Gathers and reduce-scatters (B, T, D) along T, the sequence, without the copies that make T the first dimension.
+
+    Both have the other as their gradient. ``ranks`` divides T.
+    """
+
+    def __init__(self, exchange: Exchange, ranks: int, rank: int) -> None:
+        self._exchange, self._ranks, self._rank = exchange, ranks, rank
+
+    @classmethod
+    def between(cls, group: dist.ProcessGroup) -> SequenceExchange | None:
+        """Of the ranks of a group, where they have such memory (a collective)."""
+        exchange = Exchange.between(group)
+        return None if exchange is None else cls(exchange, group.size(), group.rank())
+
+    def gather(self, x_BtD: Tensor) -> Tensor:
+        """The parts (B, t, D) of all ranks, one after the other: (B, T, D)."""
+        rows, tokens, features = x_BtD.shape
+        x_Bm = x_BtD.contiguous().view(rows, -1)
+        out_BRm = x_Bm.new_empty(rows, self._ranks, x_Bm.size(1))
+        out_BRm[:, self._rank] = x_Bm
+        for batch, columns in self._parts(x_Bm, 1):
+            given = self._exchange.give(x_Bm[batch, columns].unsqueeze(0))
+            for rank, part_1bm in enumerate(given):
+                if rank != self._rank:
+                    out_BRm[batch, rank, columns] = part_1bm[0]
+        return out_BRm.view(rows, self._ranks * tokens, features)
+
+    def reduce_scatter(self, x_BTD: Tensor) -> Tensor:
+        """This rank's part (B, t, D) of the sum of what all ranks have, (B, T, D)."""
+        rows, tokens, features = x_BTD.shape
+        x_BRm = x_BTD.contiguous().view(rows, self._ranks, -1)
+        out_Bm = x_BRm.new_empty(rows, x_BRm.size(2))
+        for batch, columns in self._parts(out_Bm, self._ranks):
+            own_Rbm = x_BRm[batch, :, columns].transpose(0, 1)
+            given = self._exchange.give(own_Rbm)
+            addends = [own_Rbm[rank] if rank == self._rank else one[self._rank] for rank, one in enumerate(given)]
+            _sum(addends, out_Bm[batch, columns])
+        return out_Bm.view(rows, tokens // self._ranks, features)
+
+    def _parts(self, x_Bm: Tensor, copies: int) -> Iterator[tuple[slice, slice]]:
+        """Rows and columns that fit into a half ``copies`` times: several rows, or a part of one."""
+        most = max(1, _HALF_BYTES // (copies * x_Bm.element_size()))
+        at_once = max(1, most // max(1, x_Bm.size(1)))
+        for row in range(0, x_Bm.size(0), at_once):
+            for column in range(0, x_Bm.size(1), most):
+                yield slice(row, row + at_once), slice(column, column + most)
+
+
 class Exchange:
     """Memory that the ranks of a group on one machine have mapped: two halves for each rank, which it alone writes.
 
@@ -137,7 +187,9 @@ class Exchange:
                 name = torch.tensor(list(token), dtype=torch.uint8)
             else:
                 folder = mapped_memory.FOLDER
-                logger.info(f"FSDP on CPUs: no {size:,} bytes of {folder} could be set aside; gloo's sockets are used")
+                logger.info(
+                    f"collectives on CPUs: no {size:,} bytes of {folder} could be set aside; gloo's sockets are used"
+                )
         first = dist.get_global_rank(group, 0)
         dist.broadcast(name, first, group=group)
         token = bytes(name.tolist())

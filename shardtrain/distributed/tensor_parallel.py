@@ -27,7 +27,9 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import adapters, hf_tensor_parallel
 from shardtrain.distributed.local_weights import use_local_weights
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.distributed.shared_memory import SequenceExchange
 from shardtrain.layout import TENSOR_WORDS, Layout, matches, word_of
+from shardtrain.ops.onednn_linear import OneDnnLinear
 from shardtrain.ops.tied import tie, tied_names
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -43,21 +45,21 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     # FSDP warns of in-place operations on the views that sequence parallelism returns; models here have none
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     loss_parallel = not config.parallelism.disable_loss_parallel
-    length = _Length(mesh.size(AXIS))
+    length, sequences = _Length(mesh.size(AXIS)), _Sequences.of(mesh, config)
     model.register_forward_pre_hook(length.note, with_kwargs=True)
     plan = {}
     for path, module in model.named_modules():
         word = word_of(layout, path)
         # experts are not split here (see expert.py), and the identities of a "copy" are what is to be replaced
         if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
-            plan[path] = _style(word, loss_parallel, path, length)
+            plan[path] = _style(word, loss_parallel, path, length, sequences)
             _take_by_place(module)
             rows = module.num_embeddings if word == "embed" and isinstance(module, nn.Embedding) else mesh.size(AXIS)
             if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:  # FSDP fails on ranks without a row
                 plan[path] = WholeEmbedding()
             outputs = module.out_features if word == "head" and isinstance(module, nn.Linear) else mesh.size(AXIS)
             if outputs < mesh.size(AXIS):
-                plan[path] = WholeHead()
+                plan[path] = WholeHead(sequences)
             if word == "embed" and not isinstance(module, nn.Embedding):  # angles or waves of positions
                 plan[path] = WholeEmbedding()
     if not layout.tensor:
@@ -76,6 +78,10 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     ties, factors = tied_names(model), adapters.set_aside(model, partial(word_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), plan)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
+    if not config.compile.enable:  # a compiler takes DTensors apart by itself
+        for module in model.modules():
+            if type(module) in (nn.Linear, OneDnnLinear) and isinstance(module.weight, DTensor):
+                _multiply_local_parts(module)  # type: ignore[arg-type]
     adapters.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
     # leave each attention core the slopes of the heads that this rank has
     size, rank = mesh.size(AXIS), mesh.rank(AXIS)
@@ -221,20 +227,121 @@ class _Length:
         raise ConfigError(Problem(f"LAYOUT.tensor[{path!r}]", word, rule, fix))
 
 
-def _style(word: str, loss_parallel: bool, path: str = "", length: _Length | None = None) -> ParallelStyle:
-    sequence, length = Shard(1), length or _Length(1)
+class _Sequences:
+    """How parts of a sequence are gathered, and sums of whole ones are scattered.
+
+    Eager ranks of one machine without an accelerator do it by memory that they share, others by PyTorch's collectives.
+    """
+
+    def __init__(self, shared: SequenceExchange | None = None) -> None:
+        self._shared = shared
+
+    @classmethod
+    def of(cls, mesh: Mesh, config: Config) -> _Sequences:
+        """Those of the ranks of a mesh (a collective)."""
+        if mesh.device.type != "cpu" or config.compile.enable:
+            return cls()
+        return cls(SequenceExchange.between(mesh.group(AXIS)))
+
+    def gather(self, x_BtD: Tensor, device_mesh: DeviceMesh) -> DTensor:
+        """The whole sequence on every rank, of parts."""
+        if not isinstance(x_BtD, DTensor):
+            if self._shared is not None and x_BtD.ndim == 3:
+                return _GatherSequence.apply(x_BtD, self._shared, device_mesh)  # type: ignore[no-any-return]
+            x_BtD = DTensor.from_local(x_BtD, device_mesh, (Shard(1),), run_check=False)
+        return x_BtD.redistribute(placements=(Replicate(),))
+
+    def reduce_scatter(self, sums_BTD: DTensor) -> Tensor:
+        """This rank's part of the sequence, of sums that ranks hold a share of."""
+        is_even = sums_BTD.ndim == 3 and sums_BTD.size(1) % sums_BTD.device_mesh.size() == 0
+        if self._shared is not None and is_even and sums_BTD.placements == (Partial(),):
+            local_BTD = sums_BTD.to_local(grad_placements=(Replicate(),))
+            return _ReduceScatterSequence.apply(local_BTD, self._shared)  # type: ignore[no-any-return]
+        return sums_BTD.redistribute(placements=(Shard(1),)).to_local()
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_BtD: Tensor, shared: SequenceExchange, mesh: DeviceMesh) -> DTensor:
+        ctx.shared = shared
+        return DTensor.from_local(shared.gather(x_BtD), mesh, (Replicate(),), run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: DTensor) -> tuple[Tensor, None, None]:
+        gradient_BTD = gradients[0]
+        if gradient_BTD.placements == (Partial(),):
+            return ctx.shared.reduce_scatter(gradient_BTD.to_local()), None, None
+        return gradient_BTD.redistribute(placements=(Shard(1),)).to_local(), None, None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums_BTD: Tensor, shared: SequenceExchange) -> Tensor:
+        ctx.shared = shared
+        return shared.reduce_scatter(sums_BTD)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.shared.gather(gradients[0]), None
+
+
+def _multiply_local_parts(linear: nn.Linear) -> None:
+    """Let a split linear layer compute with plain tensors, in place.
+
+    PyTorch decides for each operation on DTensors, forward and backward, how their parts are to be computed, which took
+    a tenth of a step of a small model; and kernels chosen for a CPU know plain tensors alone.
+    """
+    own_forward = linear.forward
+    by_outputs = linear.weight.placements == (Shard(0),)  # type: ignore[attr-defined]
+    share, inputs = (Partial(),), (Shard(1),)
+    if not by_outputs and linear.weight.placements != inputs:  # type: ignore[attr-defined]
+        return
+
+    def forward(x: Tensor) -> Tensor:
+        weight, bias = linear._parameters["weight"], linear._parameters.get("bias")
+        if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
+            return own_forward(x)
+        if x.placements != ((Replicate(),) if by_outputs else (Shard(x.ndim - 1),)):
+            return own_forward(x)
+        # each rank's gradient of what all have whole is its share of it
+        x_local = x.to_local(grad_placements=share if by_outputs else None)
+        # an attribute of the instance hides the registered parameter of the same name, which stays where it is
+        linear.__dict__["weight"] = weight.to_local()
+        linear.__dict__["bias"] = bias.to_local() if by_outputs and isinstance(bias, DTensor) else None
+        try:
+            out = own_forward(x_local)
+        finally:
+            del linear.__dict__["weight"], linear.__dict__["bias"]
+        if not by_outputs and isinstance(bias, DTensor):
+            # the first rank adds it to the sum, and every rank's gradient of it is a share
+            out = out + bias.to_local(grad_placements=share) * float(x.device_mesh.get_local_rank() == 0)
+        placement = Shard(out.ndim - 1) if by_outputs else Partial()
+        return DTensor.from_local(out, x.device_mesh, (placement,), run_check=False)
+
+    linear.forward = forward  # type: ignore[method-assign, assignment]
+
+
+def _style(
+    word: str,
+    loss_parallel: bool,
+    path: str = "",
+    length: _Length | None = None,
+    sequences: _Sequences | None = None,
+) -> ParallelStyle:
+    sequence, length, sequences = Shard(1), length or _Length(1), sequences or _Sequences()
     if word == "embed":
         return SplitEmbedding(input_layouts=Replicate(), output_layouts=sequence)
     if word == "sequence":
         return WholeWeights(Partial(), lambda x: length.require(path, word, x, part=True))
     if word == "gather":
-        return GatherSequence()
+        return GatherSequence(sequences)
     if word == "colwise":
-        return GatheringColwise(length)
+        return GatheringColwise(length, sequences)
     if word == "rowwise":
-        return DealingRowwise(lambda x: length.require(path, word, x, part=False))
+        return DealingRowwise(lambda x: length.require(path, word, x, part=False), sequences)
     if word == "head":
-        return ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1) if loss_parallel else Replicate())
+        output = Shard(-1) if loss_parallel else Replicate()
+        return GatheringColwise(length, sequences, input_layouts=sequence, output_layouts=output)
     if word == "local":
         return LocalSequence()
     if word in ("router", "heads"):
@@ -253,9 +360,12 @@ def _style(word: str, loss_parallel: bool, path: str = "", length: _Length | Non
 class GatherSequence(ParallelStyle):
     """Gather a module's first input along the sequence; other inputs, such as rotary angles, are whole already."""
 
+    def __init__(self, sequences: _Sequences) -> None:
+        self._sequences = sequences
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (_gathered(inputs[0], device_mesh), *inputs[1:])
+            return (self._sequences.gather(inputs[0], device_mesh), *inputs[1:])
 
         module.register_forward_pre_hook(gather)
         return module
@@ -264,14 +374,20 @@ class GatherSequence(ParallelStyle):
 class GatheringColwise(ColwiseParallel):
     """Output features split; an input that is a part of the sequence is gathered, as if a "gather" were around it."""
 
-    def __init__(self, length: _Length) -> None:
-        super().__init__()
-        self._length = length
+    def __init__(
+        self,
+        length: _Length,
+        sequences: _Sequences,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts)
+        self._length, self._sequences = length, sequences
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def gather(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             is_part = not isinstance(inputs[0], DTensor) and self._length.is_part(inputs[0])
-            return (_gathered(inputs[0], device_mesh), *inputs[1:]) if is_part else inputs
+            return (self._sequences.gather(inputs[0], device_mesh), *inputs[1:]) if is_part else inputs
 
         module.register_forward_pre_hook(gather)
         return super()._apply(module, device_mesh)
@@ -281,9 +397,9 @@ class DealingRowwise(RowwiseParallel):
     """Input features split; of features that all ranks have whole, as a "replicate" module gives them, a rank takes its
     own, and each rank has the gradient of all of them. ``take`` may refuse what is whole."""
 
-    def __init__(self, take: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, take: Callable[[Tensor], Tensor], sequences: _Sequences) -> None:
         super().__init__(output_layouts=Shard(1))
-        self._take = take
+        self._take, self._sequences = take, sequences
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def deal(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -293,14 +409,18 @@ class DealingRowwise(RowwiseParallel):
             whole = DTensor.from_local(self._take(x), device_mesh, (Replicate(),), run_check=False)
             return (whole.redistribute(placements=(Shard(-1),)), *inputs[1:])
 
+        def scatter(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+            return self._sequences.reduce_scatter(output) if isinstance(output, DTensor) else output
+
         module.register_forward_pre_hook(deal)
+        module.register_forward_hook(scatter)  # before PyTorch's, which leaves plain tensors as they are
         return super()._apply(module, device_mesh)
 
-
-def _gathered(x_BtD: Tensor, device_mesh: DeviceMesh) -> DTensor:
-    if not isinstance(x_BtD, DTensor):
-        x_BtD = DTensor.from_local(x_BtD, device_mesh, (Shard(1),), run_check=False)
-    return x_BtD.redistribute(placements=(Replicate(),))
+    @staticmethod
+    def _prepare_output_fn(
+        output_layouts: Any, use_local_output: bool, mod: nn.Module, outputs: Tensor, device_mesh: DeviceMesh
+    ) -> Tensor:
+        return outputs
 
 
 class LocalSequence(ParallelStyle):
@@ -395,11 +515,12 @@ class WholeEmbedding(WholeWeights):
 class WholeHead(WholeWeights):
     """A head of fewer features than ranks, such as a reward: whole on every rank, which all compute it alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, sequences: _Sequences) -> None:
         super().__init__(Replicate())
+        self._sequences = sequences
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        self._take = lambda x_BtD: _gathered(x_BtD, device_mesh).to_local()
+        self._take = lambda x_BtD: self._sequences.gather(x_BtD, device_mesh).to_local()
         return super()._apply(module, device_mesh)
 
 

@@ -12,7 +12,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from shardtrain.distributed import mapped_memory, shared_memory
-from shardtrain.distributed.shared_memory import AllGather, Exchange, ReduceScatter
+from shardtrain.distributed.shared_memory import AllGather, Exchange, ReduceScatter, SequenceExchange
 
 HALF_BYTES = 64
 """So small that tensors of a few numbers take many turns."""
@@ -138,3 +138,29 @@ def test_what_killed_ranks_left_is_removed_and_what_is_young_or_of_others_stays(
     memory.close()
     kept = {path.name for path in tmp_path.iterdir()}
     assert kept == {young, f"shardtrain-{0:032x}", "shardtrain-of-a-user"} | ({other} if os.geteuid() == 0 else set())
+
+
+def _sequences(rank: int, ranks: int) -> None:
+    """Parts of rows that fit into a turn, rows that need several, and several rows at a time."""
+    shared_memory._HALF_BYTES = 16 * ranks * 4
+    shared = SequenceExchange.between(dist.group.WORLD)
+    assert shared is not None
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows, tokens, features in ((1, 1, 1), (5, 1, 3), (3, 2, 40), (9, 2, 2), (2, 7, 5)):
+            parts = [_drawn(one, rows * tokens * features, dtype).view(rows, tokens, -1) for one in range(ranks)]
+            assert torch.equal(shared.gather(parts[rank]), torch.cat(parts, 1))
+            turned = parts[rank].transpose(0, 1).contiguous().transpose(0, 1)  # does not lie in a row
+            assert torch.equal(shared.gather(turned), torch.cat(parts, 1))
+            whole = [_drawn(9 + one, ranks * rows * tokens * features, dtype) for one in range(ranks)]
+            sums = [one.view(rows, ranks * tokens, features).chunk(ranks, 1)[rank] for one in whole]
+            got = shared.reduce_scatter(whole[rank].view(rows, ranks * tokens, features))
+            expected = sums[0].float()
+            for one in sums[1:]:
+                expected = expected + one
+            assert torch.equal(got, expected.to(dtype))  # in the order of ranks, and rounded once
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory of files")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_sequences_are_gathered_and_scattered_as_they_lie(ranks: int) -> None:
+    run_ranks(ranks, _sequences, ranks)

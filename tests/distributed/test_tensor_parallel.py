@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,10 +10,13 @@ import torch
 from ranks import run_ranks
 from tiny import SHAPE, tiny_config
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.overrides import TorchFunctionMode
 
 from shardtrain.distributed import build, tensor_parallel
 from shardtrain.distributed.process_group import World
+from shardtrain.layout import Layout
 from shardtrain.models import find, shape_of
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.tied import tied_names
@@ -93,6 +97,47 @@ def _check_tied(rank: int) -> None:
 
 def test_words_split_weights_and_activations_as_they_say() -> None:
     run_ranks(2, _check)
+
+
+def _multiplications(rank: int, has_bias: bool) -> None:
+    """What is multiplied, and gathered through the group, in a step of a layer with two split linear layers."""
+    mesh = build(tiny_config(parallelism={"tensor_parallel_degree": 2}), World(rank, 2, rank, torch.device("cpu")))
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(8, 12, has_bias), torch.nn.Tanh(), torch.nn.Linear(12, 8, has_bias))
+    split = copy.deepcopy(whole)
+    model = torch.nn.ModuleDict({"layer": split})
+    model.forward = lambda x_BtD, positions_BT: split(x_BtD)
+    words = {"layer.0": "colwise", "layer.2": "rowwise"}
+    layout = Layout(first=(), layers="", last=(), tensor=words, context="", expert="")
+    tensor_parallel.apply(model, layout, mesh, tiny_config(parallelism={"tensor_parallel_degree": 2}))
+    x_BTD = torch.randn(3, 6, 8)
+    own_BtD = x_BTD.chunk(2, 1)[rank].clone().requires_grad_()
+    seen: list[type] = []
+
+    class Look(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.nn.functional.linear:
+                seen.extend(type(one) for one in args[:2])
+            return function(*args, **(kwargs or {}))
+
+    with Look(), CommDebugMode() as collectives:
+        out_BtD = model(own_BtD, torch.arange(6).expand(3, -1))
+        out_BtD.square().sum().backward()
+    assert len(seen) == 4 and not any(issubclass(kind, DTensor) for kind in seen)  # whatever parallelism has made of it
+    # ranks of one machine exchange parts of sequences by their memory, and meet before they read: twice each way
+    assert {str(one): count for one, count in collectives.get_comm_counts().items()} == {"c10d.allreduce_": 4}
+    whole_BTD = x_BTD.clone().requires_grad_()
+    expected_BTD = whole(whole_BTD)
+    expected_BTD.square().sum().backward()
+    torch.testing.assert_close(out_BtD, expected_BTD.chunk(2, 1)[rank])
+    torch.testing.assert_close(own_BtD.grad, whole_BTD.grad.chunk(2, 1)[rank])
+    for (name, mine), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_split_linear_layers_multiply_plain_tensors_and_give_what_whole_ones_do(has_bias: bool) -> None:
+    run_ranks(2, _multiplications, has_bias)
 
 
 class Mixer(torch.nn.Module):

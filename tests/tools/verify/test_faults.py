@@ -333,7 +333,7 @@ def heads_of_the_wrong_rank(monkeypatch):
 def gradients_of_keys_of_other_ranks_lost(monkeypatch):
     def keep_own(ctx, gradient):
         size, rank = ctx.group.size(), ctx.group.rank()
-        return gradient.chunk(size, dim=1)[rank].contiguous(), None
+        return gradient.chunk(size, dim=1)[rank].contiguous(), None, None
 
     monkeypatch.setattr(context_attention._GatherSequence, "backward", staticmethod(keep_own))
 
