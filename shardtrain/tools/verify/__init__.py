@@ -11,7 +11,7 @@ import math
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,23 +47,28 @@ def main(words: Sequence[str]) -> int:
         from shardtrain.tools.verify import real
 
         return real.main(request, loaded)
+
     task = plan(loaded, request)
     if not request.json:
         print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process", flush=True)
         for note in task.notes:
             print(f"  {note}", flush=True)
-    with heartbeat("importing PyTorch"):  # once the request is known to be right
+    # PyTorch is imported here, once the request is known to be right: a typing mistake is answered at once. It is this
+    # process that imports it, so that every rank that is forked from it has it already.
+    with heartbeat("importing PyTorch"):
         from shardtrain.train import trainer
 
     with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
-        task, found = probe(task, Path(folder))
+        task, probe_notes = probe(task, Path(folder))
         if not request.json:
-            for note in found:
+            for note in probe_notes:
                 print(f"  {note}", flush=True)
         rows = verify(task, trainer, Path(folder))
-    notes = [*task.notes, *found]
-    text = report.document(model_name(task.reference), notes, rows) if request.json else report.table(rows)
-    print(text)
+
+    if request.json:
+        print(report.document(model_name(task.reference), [*task.notes, *probe_notes], rows))
+    else:
+        print(report.table(rows))
     return report.exit_code(rows)
 
 
@@ -74,31 +79,31 @@ def model_name(config: Config) -> str:
 
 def load(request: Request) -> Loaded:
     """The configuration that is verified; a model file alone is its smallest flavor with the default options."""
-    path, overrides = request.path, list(request.overrides)
-    if path is None or not path.endswith(".py"):
-        loaded = _accepted(configs.load(path, overrides))
-        if (name := loaded.config.task.name) == "masked_language_model":
-            return _as_tokens(loaded)
-        if name != "language_model":
-            rule = "has a loss of its own, and verify compares that of next tokens"
-            fix = 'verify the model under task.name="language_model": the mesh is the same'
-            raise ConfigError(Problem("task.name", name, rule, fix, loaded.where("task.name")))
+    path = request.path
+    overrides = list(request.overrides)
+    if path is not None and path.endswith(".py"):
+        facts = configs.read_model_file(path)
+        if not any(word.partition("=")[0] == "--model.flavor" for word in overrides):
+            overrides = ["--model.flavor", smallest(facts), *overrides]
+        return _accepted(configs.load(None, ["--model.name", path, *overrides]))
+
+    loaded = _accepted(configs.load(path, overrides))
+    config = loaded.config
+    if config.task.name == "language_model":
         return loaded
-    facts = configs.read_model_file(path)
-    if not any(word.partition("=")[0] == "--model.flavor" for word in overrides):
-        overrides = ["--model.flavor", smallest(facts), *overrides]
-    return _accepted(configs.load(None, ["--model.name", path, *overrides]))
+    if config.task.name != "masked_language_model":
+        rule = "has a loss of its own, and verify compares that of next tokens"
+        fix = 'verify the model under task.name="language_model": the mesh is the same'
+        raise ConfigError(Problem("task.name", config.task.name, rule, fix, loaded.where("task.name")))
 
-
-def _as_tokens(loaded: Loaded) -> Loaded:
-    """A run that learns hidden tokens, as one of tokens: the loss is the cross-entropy of some tokens for both, and the
-    synthetic batches have targets at some places alone. What prepares the rows is not part of the comparison."""
-    config, plain = loaded.config, Config()
+    # A masked language model is verified as one of next tokens. The loss of both is the cross-entropy of some of the
+    # tokens, and the synthetic batches have targets at some places only. How rows are masked is not compared.
+    default = Config()
     training = dataclasses.replace(
-        config.training, dataset=plain.training.dataset, dataset_path=plain.training.dataset_path
+        config.training, dataset=default.training.dataset, dataset_path=default.training.dataset_path
     )
     config = dataclasses.replace(
-        config, task=plain.task, data=plain.data, validation=plain.validation, training=training
+        config, task=default.task, data=default.data, validation=default.validation, training=training
     )
     note = "task: masked_language_model as language_model, whose loss is the same sum, on data-parallel meshes"
     return _accepted(dataclasses.replace(loaded, config=config, notices=(*loaded.notices, note)))
@@ -127,20 +132,31 @@ def _accepted(loaded: Loaded) -> Loaded:
 
 def plan(loaded: Loaded, request: Request) -> Task:
     """What is to be run; raises ConfigError where a mesh asked for is not possible, before any process starts."""
-    named = bool(request.meshes)
-    plans = (
-        meshes.requested(loaded, request.meshes, request.schedules)
-        if named
-        else meshes.default(loaded, request.schedules)
-    )
+    if request.meshes:
+        plans = meshes.requested(loaded, request.meshes, request.schedules)
+    else:
+        plans = meshes.default(loaded, request.schedules)
+
+    # The fields of a user's model file have names of their own, so that it takes building copies to find smaller sizes.
     small = None
     if loaded.config.model.name.endswith(".py") and not request.full:
         small = small_copy(plans, loaded)
     task = shrink.prepare(plans, loaded, request.steps, request.full, small)
     task = dataclasses.replace(task, notes=[*loaded.notices, *task.notes])
-    problems = [line for one in task.plans for line in one.problem.splitlines()] if named else []
-    if loaded.config.training.device not in ("auto", "cpu"):
-        problems += _devices(task, loaded.config.training.device)
+
+    # A mesh that was asked for must be possible. One of the default list may be not: its row of the table says why.
+    problems: list[str] = []
+    if request.meshes:
+        problems += [line for one in task.plans for line in one.problem.splitlines()]
+    device = loaded.config.training.device
+    if device not in ("auto", "cpu"):
+        from shardtrain.launch import environment
+
+        available = environment.count_accelerators(device)
+        needed = max((one.num_ranks for one in task.plans if not one.problem), default=1)
+        if available < needed:
+            rule = f"needs {needed} devices, and this machine has {available}"
+            problems.append(str(Problem("training.device", device, rule, 'use "cpu", or smaller meshes with --mesh')))
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return task
@@ -156,21 +172,10 @@ def small_copy(plans: Sequence[Plan], loaded: Loaded) -> dict[str, Any] | None:
     with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
         try:
             arguments = (loaded.config, shrink.needed_layers(possible), tp)
-            (found,) = workers.run(1, own_sizes.smaller, *arguments, folder=Path(folder))
+            (answer,) = workers.run(1, own_sizes.smaller, *arguments, folder=Path(folder))
         except workers.RankFailed:
             return None
-    return dict(found)
-
-
-def _devices(task: Task, kind: str) -> list[str]:
-    from shardtrain.launch import environment
-
-    found = environment.count_accelerators(kind)
-    most = max((one.num_ranks for one in task.plans if not one.problem), default=1)
-    if found >= most:
-        return []
-    rule = f"needs {most} devices, and this machine has {found}"
-    return [str(Problem("training.device", kind, rule, 'use "cpu", or smaller meshes with --mesh'))]
+    return dict(answer)
 
 
 def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tuple[Task, list[str]]:
@@ -185,40 +190,43 @@ def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tup
     """
     from shardtrain.tools.verify import probes, promises
 
-    config, peers = task.reference, folder / "peers"
+    config = task.reference
+    peers = folder / "peers"
     peers.mkdir()
     try:
+        # First as two ranks, each with a row of its own. What they leave is compared with the model alone below, which
+        # shows a model that asks for its rank. What cannot be built alone either is reported as that.
         if config.training.device in ("auto", "cpu"):
             try:
                 limit = workers.PROBE_TIMEOUT_SECONDS
                 workers.run(
                     2, probes.run_with_peers, config, str(peers), folder=peers, backend="gloo", limit_seconds=limit
                 )
-            except workers.RankFailed as error:  # what cannot be built alone either is reported as that
+            except workers.RankFailed as error:
                 (peers / "error").write_text(str(error))
-        (found,) = workers.run(1, promises.probe, config, str(peers), kinds, folder=folder)
+        (answer,) = workers.run(1, promises.probe, config, str(peers), kinds, folder=folder)
     except workers.RankFailed as error:
         if error.refused:
             raise ConfigError(str(error).splitlines()) from None
         fix = "correct the model file"
         raise ConfigError(Problem("model.name", config.model.name, f"cannot be built: {error}", fix)) from None
-    if found["broken"]:
-        raise ConfigError(found["broken"])
-    plans = [_ruled_out(one, found["impossible"]) for one in task.plans]
-    return dataclasses.replace(task, plans=plans), found["notes"]
+    if answer["broken"]:
+        raise ConfigError(answer["broken"])
 
-
-def _ruled_out(one: Plan, impossible: Mapping[str, str]) -> Plan:
-    """A plan, with the reasons why this model cannot be split along its axes."""
-    reasons = [reason for axis, reason in impossible.items() if one.degrees.get(axis, 1) > 1]
-    return one if one.problem or not reasons else dataclasses.replace(one, problem="\n".join(reasons))
+    # A plan that splits an axis along which this model cannot be split keeps its row, with the reason as its problem.
+    plans = []
+    for one in task.plans:
+        reasons = [reason for axis, reason in answer["impossible"].items() if one.degrees.get(axis, 1) > 1]
+        if reasons and not one.problem:
+            one = dataclasses.replace(one, problem="\n".join(reasons))
+        plans.append(one)
+    return dataclasses.replace(task, plans=plans), answer["notes"]
 
 
 def verify(task: Task, trainer: Trainer, folder: Path) -> list[Row]:
     """Run one process, then each plan; a row for each plan."""
-    if all(one.problem for one in task.plans):
-        return [compare_plan(task, one, trainer, folder) for one in task.plans]
-    reference(task, trainer, folder)
+    if not all(one.problem for one in task.plans):
+        reference(task, trainer, folder)
     return [compare_plan(task, one, trainer, folder) for one in task.plans]
 
 
@@ -229,9 +237,10 @@ def reference(task: Task, trainer: Trainer, folder: Path) -> None:
 
 def shaken(task: Task, trainer: Trainer, folder: Path) -> Path:
     """The folder of the record of one process whose weights were moved by one unit in the last place; run once."""
-    if not (moved := folder / "shaken").exists():
-        _run_alone(task, trainer, moved, shaken=True)
-    return moved
+    alone = folder / "shaken"
+    if not alone.exists():
+        _run_alone(task, trainer, alone, shaken=True)
+    return alone
 
 
 def _run_alone(task: Task, trainer: Trainer, alone: Path, shaken: bool = False) -> None:
@@ -270,11 +279,14 @@ def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
         verdict: Any = "not possible" if error.refused else "failed"
         seconds = time.perf_counter() - started
         return Row(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.described_options)
+
+    # The judge gives None where numbers differ and only a shaken run of one process can tell whether that is rounding.
+    # Most comparisons need none, so that run is made when the first one asks, and kept for the others.
     arguments = (one.loaded.config, dict(one.degrees), str(folder / "reference"), str(ranks), one.num_ranks, task.steps)
-    (found,) = workers.run(1, judge, *arguments, folder=ranks)
-    if found is None:
-        (found,) = workers.run(1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks)
+    (fields,) = workers.run(1, judge, *arguments, folder=ranks)
+    if fields is None:
+        (fields,) = workers.run(1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
-    verdict = "differs" if found["first"] else "same"
-    row = Row(one.name, one.schedule, verdict, **found, options=one.described_options)
+    verdict = "differs" if fields["first"] else "same"
+    row = Row(one.name, one.schedule, verdict, **fields, options=one.described_options)
     return dataclasses.replace(row, seconds=time.perf_counter() - started)

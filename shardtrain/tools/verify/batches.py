@@ -21,6 +21,7 @@ def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: i
     kept = torch.tensor([_KEPT[row % len(_KEPT)] for row in range(sequences)])[:, None]
     fading = torch.linspace(1.0, 0.4, tokens)[None]
     keep = torch.rand(sequences, tokens, generator=generator) < kept * fading
+    # one target at least in each row, so that every share of a step has a count to be divided by
     keep[torch.arange(sequences), torch.arange(sequences) % tokens] = True
     targets = torch.where(keep, ids[:, 1:], IGNORE)
     positions = torch.arange(tokens).expand(sequences, tokens).contiguous()
@@ -30,16 +31,21 @@ def whole_batch(seed: int, step: int, sequences: int, tokens: int, vocabulary: i
 class SyntheticStream:
     """The micro-batches of one data rank, step after step, as ``data.DataLoader`` gives those of a dataset; endless."""
 
-    ends_without_notice, num_readers, step_hash = False, 0, 0
+    ends_without_notice = False
+    num_readers = 0
+    step_hash = 0
 
     def __init__(
         self, seed: int, tokens: int, vocabulary: int, global_batch: int, local_batch: int, rank: int, ranks: int
     ) -> None:
         self.global_batch = global_batch
         rows = global_batch // ranks
+        self.accumulation = rows // local_batch
+        self._handed = 0
         self._shape = (seed, tokens, vocabulary)
-        self._local, self._first, self._rows = local_batch, rank * rows, rows
-        self.accumulation, self._handed = rows // local_batch, 0
+        self._local = local_batch
+        self._first = rank * rows
+        self._rows = rows
         self._batches = self._generate()
 
     @property

@@ -24,8 +24,11 @@ used: list[str] = []
 def off() -> Iterator[None]:
     """Within, float32 stays float32 in this process and those that are forked from it, under autocast too."""
     used.clear()
-    plain_to, plain_type, autocast = Tensor.to, Tensor.type, torch.autocast.__init__
-    plain_bfloat16, plain_half = Tensor.bfloat16, Tensor.half
+    plain_to = Tensor.to
+    plain_type = Tensor.type
+    plain_bfloat16 = Tensor.bfloat16
+    plain_half = Tensor.half
+    autocast = torch.autocast.__init__
 
     @functools.wraps(plain_to)
     def to(self: Tensor, *arguments: Any, **named: Any) -> Tensor:
@@ -51,6 +54,7 @@ def off() -> Iterator[None]:
             _keep(torch.zeros(()), dtype or torch.bfloat16)
         autocast(self, device_type, enabled=False)
 
+    # Each spelling is replaced by itself: PyTorch's own bfloat16() and type() do not come by Tensor.to.
     Tensor.to = to  # type: ignore[method-assign, assignment]
     Tensor.type = change  # type: ignore[method-assign, assignment]
     torch.autocast.__init__ = disabled  # type: ignore[method-assign]
@@ -59,8 +63,11 @@ def off() -> Iterator[None]:
     try:
         yield
     finally:
-        Tensor.to, Tensor.type, torch.autocast.__init__ = plain_to, plain_type, autocast  # type: ignore[method-assign]
-        Tensor.bfloat16, Tensor.half = plain_bfloat16, plain_half  # type: ignore[method-assign]
+        Tensor.to = plain_to  # type: ignore[method-assign]
+        Tensor.type = plain_type  # type: ignore[method-assign]
+        Tensor.bfloat16 = plain_bfloat16  # type: ignore[method-assign]
+        Tensor.half = plain_half  # type: ignore[method-assign]
+        torch.autocast.__init__ = autocast  # type: ignore[method-assign]
 
 
 def _keep(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:

@@ -21,22 +21,25 @@ def missing_reduction(e: Evidence) -> str | None:
     axes = [axis for axis in e.axes if axis != "pp"]
     for count in (1, 2):
         for chosen in itertools.combinations(axes, count):
+            # The arguments with defaults bind this turn of the loop. Ranks at the same place have the same share.
             cache: dict[tuple[int, ...], Tensor | None] = {}
 
             def of_share(
-                r: Record, a: tuple[str, ...] = chosen, c: dict[tuple[int, ...], Tensor | None] = cache
+                record: Record,
+                axes: tuple[str, ...] = chosen,
+                cache: dict[tuple[int, ...], Tensor | None] = cache,
             ) -> Tensor | None:
-                place = tuple(r.place[axis] for axis in a)
-                if place not in c:
-                    c[place] = e.share(e.suspect, dict(zip(a, place, strict=True)))
-                return c[place]
+                place = tuple(record.place[axis] for axis in axes)
+                if place not in cache:
+                    cache[place] = e.share(e.suspect, dict(zip(axes, place, strict=True)))
+                return cache[place]
 
             if e.explains(e.suspect, of_share):
                 owner = e.suspect.rpartition(".")[0]
                 word = word_of(e.layout, owner)
-                note = (
-                    f'; LAYOUT.tensor calls {owner} "{word}" ({TENSOR_WORDS[word]})' if word and "tp" in chosen else ""
-                )
+                note = ""
+                if word and "tp" in chosen:
+                    note = f'; LAYOUT.tensor calls {owner} "{word}" ({TENSOR_WORDS[word]})'
                 over = " and ".join(chosen)
                 return f"missing reduction over {over}: each rank has only the gradient of its own share{note}"
     return None
@@ -44,9 +47,11 @@ def missing_reduction(e: Evidence) -> str | None:
 
 def scaled(e: Evidence) -> str | None:
     """All numbers of the gradient are off by one factor."""
-    mine, theirs = e.mine(e.suspect), e.theirs(e.suspect)
+    mine = e.mine(e.suspect)
+    theirs = e.theirs(e.suspect)
     if mine is None:
         return None
+    # the least-squares factor; what it leaves over must be rounding
     factor = float((mine * theirs).sum() / theirs.square().sum().clamp_min(1e-30))
     if float((mine - factor * theirs).norm()) > e.match * abs(factor) * float(theirs.norm()) or factor == 0:
         return None
@@ -64,22 +69,25 @@ def changes_nothing(e: Evidence, factor: float) -> bool:
 
 
 def _factors(e: Evidence) -> Iterator[tuple[float, str]]:
+    """Factors by which a wrong reduction scales a gradient, and what each of them means."""
     axes = [axis for axis in e.axes if axis != "pp"]
     by_size: dict[int, list[str]] = {}
     for count in range(1, len(e.axes) + 1):
         for chosen in itertools.combinations(axes if count == 1 else e.axes, count):
             by_size.setdefault(math.prod(e.sizes[axis] for axis in chosen), []).append(" x ".join(chosen))
     for size, names in by_size.items():
-        words = " or ".join(names) + (", or the number of micro-batches" if size == e.num_micro else "")
+        words = " or ".join(names)
+        if size == e.num_micro:
+            words += ", or the number of micro-batches"
         yield 1 / size, f"scaled by 1/{size}, the size of axis {words}: averaged where it must be summed"
         yield float(size), f"scaled by {size}, the size of axis {words}: counted {size} times"
     if e.num_micro > 1:
         yield 1 / e.num_micro, f"scaled by 1/{e.num_micro}, the number of micro-batches: averaged over micro-batches"
         yield float(e.num_micro), f"scaled by {e.num_micro}, the number of micro-batches: counted {e.num_micro} times"
-    if (count := e.batch.num_targets) == 1:
-        return
-    yield 1 / count, f"divided twice by the {count} target tokens"
-    yield float(count), f"never divided by the {count} target tokens"
+    count = e.batch.num_targets
+    if count > 1:
+        yield 1 / count, f"divided twice by the {count} target tokens"
+        yield float(count), f"never divided by the {count} target tokens"
 
 
 def own_counts(e: Evidence) -> str | None:
@@ -111,7 +119,8 @@ def micro_batch(e: Evidence) -> str | None:
     if any(part is None for part in parts):
         return None
     known = [part for part in parts if part is not None]
-    whole, last = torch.stack(known).sum(0), e.num_micro
+    whole = torch.stack(known).sum(0)
+    last = e.num_micro
     candidates = [(known[-1], f"micro-batches dropped: only the last of {last} counts")]
     candidates.append((known[0], f"micro-batches dropped: only the first of {last} counts"))
     for index, part in enumerate(known):
@@ -131,7 +140,8 @@ def same_samples(e: Evidence) -> str | None:
             continue
         part = e.share(e.suspect, {axis: 0})
         own = int((e.batch.targets_BT[torch.as_tensor(e.rows({axis: 0}))] != IGNORE).sum())
-        for factor in (e.size(axis), e.batch.num_targets / own):  # the count of targets may have been summed or not
+        # the count of targets, by which the loss is divided, may have been summed over the ranks or not
+        for factor in (e.size(axis), e.batch.num_targets / own):
             whole = None if part is None else part * factor
             if e.explains(e.suspect, lambda _, whole=whole: whole):  # type: ignore[misc]
                 return f"same samples on every rank of axis {axis}: all read those of its first rank"
@@ -142,7 +152,7 @@ def swapped_targets(e: Evidence) -> str | None:
     """The logits of a micro-batch meet the targets of another: all swaps of two, rotations and reversal are tried."""
     if e.num_micro < 2 or not e.first.loss_differs:
         return None
-    count, size = e.num_micro, e.micro_rows
+    count = e.num_micro
     orders = {tuple(reversed(range(count))): "in reverse"}
     for a, b in itertools.combinations(range(count), 2):
         swapped = list(range(count))
@@ -150,13 +160,16 @@ def swapped_targets(e: Evidence) -> str | None:
         orders[tuple(swapped)] = f"{a + 1} and {b + 1} swapped"
     for shift in range(1, count):
         orders[tuple((i + shift) % count for i in range(count))] = f"shifted by {shift}"
-    rows = [[e.rows_of_rank(rank)[i * size : (i + 1) * size] for rank in range(e.data_ranks)] for i in range(count)]
-    table = [
-        [sum(e.shares.loss_of_rows(a, b) for a, b in zip(rows[i], rows[j], strict=True)) for j in range(count)]
-        for i in range(count)
-    ]
+
+    # table[i][j] is the loss sum of the logits of micro-batch i with the targets of micro-batch j, so that each order
+    # is a sum of entries. The count of targets is that of the whole batch, which a permutation does not change.
+    table = [[0.0] * count for _ in range(count)]
+    for rank in range(e.data_ranks):
+        own = e.rows_of_rank(rank)
+        rows = [own[i * e.micro_rows : (i + 1) * e.micro_rows] for i in range(count)]
+        for i, j in itertools.product(range(count), repeat=2):
+            table[i][j] += e.shares.loss_of_rows(rows[i], rows[j])
     for order, text in orders.items():
-        # the count of targets is that of the whole batch, which a permutation does not change
         loss = sum(table[i][order[i]] for i in range(count)) / e.batch.num_targets
         if e.explains_loss(loss, 1e-6):
             return f"targets of micro-batches out of order ({text}): logits meet the targets of another micro-batch"
@@ -171,7 +184,8 @@ def expert_dropped(e: Evidence) -> str | None:
         modules = [name[:end] for end, letter in enumerate(name) if letter == "."]
         if not any(matches(module, e.layout.expert) for module in modules):
             continue
-        mine, theirs = e.mine(name), e.theirs(name)
+        mine = e.mine(name)
+        theirs = e.theirs(name)
         if mine is None or mine.ndim != 3:
             continue
         # an expert that one process gives no token either is not dropped, and of all experts something else is wrong
@@ -204,9 +218,12 @@ def positions(e: Evidence) -> str | None:
 
 
 def _wrong_positions(e: Evidence) -> Iterator[tuple[str, Tensor]]:
+    """Positions that a wrong split over cp gives the tokens of a sequence, and how to say so."""
     parts = [torch.as_tensor(e.context_part(part)) for part in range(e.size("cp"))]
     length = e.tokens // e.size("cp")
-    counted, in_a_row, offset = (torch.arange(e.tokens) for _ in range(3))
+    counted = torch.arange(e.tokens)
+    in_a_row = torch.arange(e.tokens)
+    offset = torch.arange(e.tokens)
     for index, part in enumerate(parts):
         counted[part] = torch.arange(length)
         in_a_row[part] = torch.arange(index * length, (index + 1) * length)
@@ -262,7 +279,8 @@ def balance_loss(e: Evidence) -> str | None:
     if not e.layout.expert or e.first.loss_differs:
         return None
     rows = list(range(e.sequences))
-    whole, without = (e.shares_with(balance=weight).gradient(e.suspect, rows) for weight in (1.0, 0.0))
+    whole = e.shares_with(balance=1.0).gradient(e.suspect, rows)
+    without = e.shares_with(balance=0.0).gradient(e.suspect, rows)
     if whole is None or without is None or float((whole - without).norm()) < 1e-6 * float(whole.norm()):
         return None
     mine = e.mine(e.suspect)
@@ -297,7 +315,8 @@ def clipped_otherwise(e: Evidence) -> str | None:
 
 def short_type(e: Evidence) -> str | None:
     """Every number is one of a shorter type: what was added up or cast in it lost its last digits."""
-    mine, theirs = e.mine(e.suspect), e.theirs(e.suspect)
+    mine = e.mine(e.suspect)
+    theirs = e.theirs(e.suspect)
     if mine is None or float((mine - theirs).norm()) > 0.1 * float(theirs.norm()):
         return None
     for dtype in (torch.bfloat16, torch.float16):

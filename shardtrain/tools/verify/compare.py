@@ -11,6 +11,7 @@ What that changes, times ``ROUNDING``, counts as rounding, up to ``MOST`` times 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -97,6 +98,7 @@ class Expected:
         """What clipping multiplied the gradients of a step by: 1 where there was none."""
         if not is_clipped(step, len(self.record.norms)):
             return 1.0
+        # the 1e-6 is PyTorch's, of clip_grads_with_norm_, which the trainer's clipping keeps
         return min(1.0, MAX_NORM / (self.record.norms[step] + 1e-6))
 
     def error(self, kind: str, name: str, part: Tensor, slices: tuple[slice, ...], scale: float) -> float:
@@ -105,7 +107,7 @@ class Expected:
         if wanted.shape != part.shape:
             return float("inf")
         error = float((part - wanted).norm()) / max(scale, 1e-30)
-        return error if error == error else float("inf")
+        return float("inf") if math.isnan(error) else error
 
 
 def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
@@ -126,45 +128,55 @@ def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
 
 def moved_by(expected: Expected, shaken: Record, steps: int) -> list[Errors]:
     """What a unit in the last place of the weights changes up to each step; they differ by the unit itself at least."""
-    found: list[Errors] = []
+    moved: list[Errors] = []
+    before = asdict(NONE)
     for step in range(steps):
-        own, before = asdict(_Step(expected, [shaken], step).largest), asdict(found[-1] if found else NONE)
-        found.append(Errors(**{kind: max(value, before[kind]) for kind, value in own.items()}))
-    return found
+        # what has moved once does not come back to where it was: the largest so far counts
+        largest = asdict(_Step(expected, [shaken], step).largest)
+        before = {kind: max(value, before[kind]) for kind, value in largest.items()}
+        moved.append(Errors(**before))
+    return moved
 
 
 def tolerances(moved: Sequence[Errors]) -> list[Errors]:
     """What counts as rounding in each step: the usual, and more where the model amplifies rounding."""
     usual = asdict(USUAL)
-    return [
-        Errors(
-            **{kind: min(MOST * usual[kind], max(usual[kind], ROUNDING * value)) for kind, value in asdict(one).items()}
-        )
-        for one in moved
-    ]
+    allowed = []
+    for errors in moved:
+        amplified = {kind: max(usual[kind], ROUNDING * value) for kind, value in asdict(errors).items()}
+        allowed.append(Errors(**{kind: min(MOST * usual[kind], value) for kind, value in amplified.items()}))
+    return allowed
 
 
 def compare(
     expected: Expected, records: Sequence[Record], steps: int, allowed: Sequence[Errors] | None = None
 ) -> Differences:
     """All differences of a mesh's ranks from one process; ``allowed`` says of each step what counts as rounding."""
-    found, allowed = Differences(), allowed or [USUAL] * steps
-    for kind in ("initial", "own"):  # the second are those that training would start from, so they are named first
-        unequal = [name for name in expected.names if not _bitwise(expected, records, kind, name)]
+    found = Differences()
+    allowed = allowed or [USUAL] * steps
+
+    # Initial weights are drawn block by block, the same numbers on any mesh, so they are compared bit by bit. "own",
+    # what training would start from, comes last, so that it is named where it differs too.
+    for kind in ("initial", "own"):
+        unequal = []
+        for name in expected.names:
+            key = f"{kind}/{name}"
+            holders = [record for record in records if key in record.parts]
+            whole = expected.whole(kind, name)
+            alike = [same_bits(record.parts[key], whole[record.slices[key]]) for record in holders]
+            if not holders or not all(alike):
+                unequal.append(name)
         found.initial = max(found.initial, len(unequal))
         if unequal:
             found.first = First(kind, 0, unequal, 0.0)
+
     for step in range(steps):
-        _compare_step(expected, records, step, found, allowed[step])
+        errors = _Step(expected, records, step)
+        for kind, error in asdict(errors.largest).items():
+            setattr(found, kind, max(getattr(found, kind), error))
+        if found.first is None:
+            found.first = _first_of_step(expected, records, step, errors, allowed[step])
     return found
-
-
-def _bitwise(expected: Expected, records: Sequence[Record], kind: str, name: str) -> bool:
-    key = f"{kind}/{name}"
-    holders = [record for record in records if key in record.parts]
-    return bool(holders) and all(
-        same_bits(record.parts[key], expected.whole(kind, name)[record.slices[key]]) for record in holders
-    )
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -187,48 +199,40 @@ class _Step:
         )
 
 
-def _compare_step(
-    expected: Expected, records: Sequence[Record], step: int, found: Differences, allowed: Errors
-) -> None:
-    errors = _Step(expected, records, step)
-    for kind, error in asdict(errors.largest).items():
-        setattr(found, kind, max(getattr(found, kind), error))
-    if found.first is not None:
-        return
+def _first_of_step(
+    expected: Expected, records: Sequence[Record], step: int, errors: _Step, allowed: Errors
+) -> First | None:
+    """What differs first in a step; None where nothing is off by more than rounding."""
+    # A wrong gradient comes before a loss that differs: it names tensors, and usually the same fault is behind both.
+    loss_differs = errors.largest.loss > allowed.loss
     wrong_gradients = [name for name, error in errors.gradients.items() if error > allowed.gradient]
-    wrong_buffers = [name for name in expected.buffers if not _same_buffer(expected, records, step, name)]
-    wrong_weights = [name for name, error in errors.weights.items() if error > allowed.weights]
-    loss, norm = errors.largest.loss, errors.largest.norm
-    loss_differs = loss > allowed.loss
-    # a wrong gradient comes before a loss that differs: it names tensors, and usually the same fault is behind both
     if wrong_gradients:
-        found.first = First("gradient", step, wrong_gradients, errors.gradients[wrong_gradients[0]], loss_differs)
-    elif loss_differs:
-        found.first = First("loss", step, [], loss, loss_differs)
-    elif norm > allowed.norm:
-        found.first = First("norm", step, [], norm)
-    elif wrong_weights:
-        found.first = First("weights", step, wrong_weights, errors.weights[wrong_weights[0]])
-    elif wrong_buffers:
-        found.first = First("buffers", step, wrong_buffers, 0.0)
+        return First("gradient", step, wrong_gradients, errors.gradients[wrong_gradients[0]], loss_differs)
+    if loss_differs:
+        return First("loss", step, [], errors.largest.loss, loss_differs)
+    if errors.largest.norm > allowed.norm:
+        return First("norm", step, [], errors.largest.norm)
 
+    wrong_weights = [name for name, error in errors.weights.items() if error > allowed.weights]
+    if wrong_weights:
+        return First("weights", step, wrong_weights, errors.weights[wrong_weights[0]])
 
-def _same_buffer(expected: Expected, records: Sequence[Record], step: int, name: str) -> bool:
-    """Whether each rank that has a buffer has one process's: buffers are counts and their signs, so they are equal."""
-    key = f"buffers/{step}/{name}"
-    return all(
-        record.parts[key].shape == expected.record.parts[key].shape
-        and torch.allclose(record.parts[key], expected.record.parts[key], rtol=1e-5, atol=1e-6)
-        for record in records
-        if key in record.parts
-    )
+    # Buffers are counts of tokens and signs of them, which every rank that has one holds whole and equal.
+    wrong_buffers = []
+    for name in expected.buffers:
+        key = f"buffers/{step}/{name}"
+        wanted = expected.record.parts[key]
+        mine = [record.parts[key] for record in records if key in record.parts]
+        if not all(part.shape == wanted.shape and torch.allclose(part, wanted, 1e-5, 1e-6) for part in mine):
+            wrong_buffers.append(name)
+    return First("buffers", step, wrong_buffers, 0.0) if wrong_buffers else None
 
 
 def scale_of(expected: Expected, step: int, name: str) -> float:
     """What a gradient's error is measured against."""
-    return max(
-        float(expected.whole(f"gradient/{step}", name).norm()), SMALL * expected.total(step) * expected.clipping(step)
-    )
+    own = float(expected.whole(f"gradient/{step}", name).norm())
+    # the record has gradients after clipping, and their norm before it
+    return max(own, SMALL * expected.total(step) * expected.clipping(step))
 
 
 def gradient_error(expected: Expected, records: Sequence[Record], step: int, name: str) -> float:
@@ -247,25 +251,27 @@ def gradient_error(expected: Expected, records: Sequence[Record], step: int, nam
 
 def weight_error(expected: Expected, records: Sequence[Record], step: int, name: str) -> float:
     """Largest absolute error of any number of a weight after a step."""
-    key, worst = f"weights/{step}/{name}", 0.0
+    key = f"weights/{step}/{name}"
+    worst = 0.0
     for record in records:
         if key in record.parts and record.parts[key].numel():
             wanted = expected.whole(f"weights/{step}", name)[record.slices[key]]
             if wanted.shape != record.parts[key].shape:
                 return float("inf")
             error = float((record.parts[key] - wanted).abs().max())
-            worst = max(worst, error if error == error else float("inf"))
+            worst = max(worst, float("inf") if math.isnan(error) else error)
     return worst
 
 
 def _distance(mine: float, theirs: float, scale: float) -> float:
     error = abs(mine - theirs) / max(scale, 1e-30)
-    return error if error == error else float("inf")
+    return float("inf") if math.isnan(error) else error
 
 
 def assemble(records: Sequence[Record], key: str, shape: Sequence[int]) -> Tensor | None:
     """The whole tensor from the parts of the ranks; None unless they cover it."""
-    whole, seen = torch.zeros(tuple(shape)), torch.zeros(tuple(shape), dtype=torch.bool)
+    whole = torch.zeros(tuple(shape))
+    seen = torch.zeros(tuple(shape), dtype=torch.bool)
     for record in records:
         if key in record.parts and whole[record.slices[key]].shape == record.parts[key].shape:
             whole[record.slices[key]] = record.parts[key]

@@ -33,9 +33,17 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
 
 def diagnose(e: Evidence) -> str:
     """The likely cause of the first difference."""
-    # what differs first has everything after it as its consequence, so only its own causes are looked for
+    # What differs first has everything after it as its consequence, so only its own causes are looked for.
     if e.first.kind in ("own", "initial"):
-        return _initial(e)
+        name = e.first.names[0]
+        key = f"{e.first.kind}/{name}"
+        whole = e.expected.whole(e.first.kind, name)
+        holders = [record for record in e.records if key in record.parts]
+        wrong = [record for record in holders if not same_bits(record.parts[key], whole[record.slices[key]])]
+        ranks = ", ".join(str(record.rank) for record in wrong)
+        if len(wrong) < len(holders):
+            return f"initial weights depend on the rank: those of rank {ranks} are of another seed or stream"
+        return "initial weights depend on the mesh: no rank has those of one process"
     if e.first.kind == "norm":
         return _norm(e)
     if e.first.kind == "buffers":
@@ -44,20 +52,27 @@ def diagnose(e: Evidence) -> str:
         return _weights(e)
     if e.first.kind == "loss":
         return _loss(e)
+
+    # A gradient. Activations were kept in the first step alone, and tell where the forward pass leaves one process.
     absent = [name for name in e.first.names if not e.holders(name)]
     if absent:
         return f"no gradient: {absent[0]} takes no part in the loss on this mesh"
     place = forward.first_difference(e) if e.first.loss_differs and e.first.step == 0 else ""
-    # each computes what its fault would give, from one process's numbers, and is named only where that fits all ranks
+
+    # Each hypothesis computes what its fault would give, from one process's numbers, and is named only where that fits
+    # all ranks.
     for hypothesis in HYPOTHESES:
         cause = hypothesis(e)
         if cause:
             return f"{cause}; {place}" if place else cause
+    if place == "" and e.first.step == 0:
+        place = forward.first_backward_difference(e)
     if place:
         return place
-    if e.first.step == 0 and (place := forward.first_backward_difference(e)):
-        return place
-    mine, theirs = e.mine(e.suspect), e.theirs(e.suspect)
+
+    # Nothing fits: what the numbers look like.
+    mine = e.mine(e.suspect)
+    theirs = e.theirs(e.suspect)
     if mine is None:
         return "no simple cause fits; the ranks' parts do not make up the whole tensor"
     ratio = float(mine.norm() / theirs.norm().clamp_min(1e-30))
@@ -66,23 +81,9 @@ def diagnose(e: Evidence) -> str:
     return f"no simple cause fits: ratio of norms {ratio:.4g}, cosine {cosine:.4f}; {where}"
 
 
-def _initial(e: Evidence) -> str:
-    name = e.first.names[0]
-    key = f"{e.first.kind}/{name}"
-    holders = [record for record in e.records if key in record.parts]
-    wrong = [
-        record
-        for record in holders
-        if not same_bits(record.parts[key], e.expected.whole(e.first.kind, name)[record.slices[key]])
-    ]
-    ranks = ", ".join(str(record.rank) for record in wrong)
-    if len(wrong) < len(holders):
-        return f"initial weights depend on the rank: those of rank {ranks} are of another seed or stream"
-    return "initial weights depend on the mesh: no rank has those of one process"
-
-
 def _loss(e: Evidence) -> str:
-    mine, theirs = e.records[0].losses[e.first.step], e.expected.record.losses[e.first.step]
+    mine = e.records[0].losses[e.first.step]
+    theirs = e.expected.record.losses[e.first.step]
     for axis in e.axes:
         for factor in (e.sizes[axis], 1 / e.sizes[axis]):
             if e.explains_loss(factor * theirs, 1e-5):
@@ -91,10 +92,12 @@ def _loss(e: Evidence) -> str:
 
 
 def _weights(e: Evidence) -> str:
-    name, step = e.first.names[0], e.first.step
-    after, before = f"weights/{step}/{name}", "initial" if step == 0 else f"weights/{step - 1}"
+    name = e.first.names[0]
+    step = e.first.step
+    after = f"weights/{step}/{name}"
+    before = f"initial/{name}" if step == 0 else f"weights/{step - 1}/{name}"
     holders = [record for record in e.records if after in record.parts]
-    if all(torch.equal(record.parts[after], record.parts[f"{before}/{name}"]) for record in holders):
+    if all(torch.equal(record.parts[after], record.parts[before]) for record in holders):
         return "not updated: the parameter is what it was before the step, though its gradient agrees"
     for one, other in itertools.combinations(holders, 2):
         same_part = one.slices[after] == other.slices[after]
@@ -105,8 +108,7 @@ def _weights(e: Evidence) -> str:
 
 
 def _buffers(e: Evidence) -> str:
-    name, step = e.first.names[0], e.first.step
-    key = f"buffers/{step}/{name}"
+    key = f"buffers/{e.first.step}/{e.first.names[0]}"
     holders = [record for record in e.records if key in record.parts]
     for one, other in itertools.combinations(holders, 2):
         if not torch.equal(one.parts[key], other.parts[key]):
@@ -127,11 +129,17 @@ def _norm(e: Evidence) -> str:
         if _explains(e, lacking):
             return f"norm not reduced over {axis}: each rank counts only its own parts; the gradients agree"
     for axis in e.axes:
-        for replicated in (True, False):
-            counted = _norm_counted(e, prefix, axis, replicated)
-            if _explains(e, [counted] * len(e.records)):
+        # what an all-reduce gives that adds up tensors which are whole along the axis, or all tensors
+        by_place = [
+            _norm_of([record for record in e.records if record.place[axis] == place], prefix) ** 2
+            for place in range(e.sizes[axis])
+        ]
+        all_tensors = e.sizes[axis] * _norm_of(e.records, prefix) ** 2
+        for squares in (sum(by_place), all_tensors):
+            if _explains(e, [math.sqrt(squares)] * len(e.records)):
                 return f"norm counts whole tensors once for each rank of axis {axis}; the gradients agree"
-    mine, theirs = e.records[0].norms[step], e.expected.total(step)
+    mine = e.records[0].norms[step]
+    theirs = e.expected.total(step)
     return f"the gradient norm alone differs: {mine:.7g} in place of {theirs:.7g}; the gradients agree"
 
 
@@ -144,16 +152,6 @@ def _norm_of(records: Sequence[Record], prefix: str) -> float:
         if key.startswith(prefix)
     }
     return math.sqrt(sum(squares.values()))
-
-
-def _norm_counted(e: Evidence, prefix: str, axis: str, replicated: bool) -> float:
-    """The norm if tensors that are whole along an axis (or all) were added up over its ranks."""
-    total = 0.0
-    for place in range(e.sizes[axis]):
-        squares = _norm_of([record for record in e.records if record.place[axis] == place], prefix) ** 2
-        total += squares
-    once = _norm_of(e.records, prefix) ** 2
-    return math.sqrt(total if replicated else e.sizes[axis] * once)
 
 
 def _explains(e: Evidence, norms: Sequence[float]) -> bool:

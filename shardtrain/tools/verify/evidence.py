@@ -33,9 +33,15 @@ class Evidence:
         shaken: Record,
         allowed: Errors,
     ) -> None:
-        self.config, self.expected, self.records, self.first = config, expected, records, first
-        self._shaken, self.allowed = shaken, allowed
+        self.config = config
+        self.expected = expected
+        self.records = records
+        self.first = first
+        self.allowed = allowed
+        self._shaken = shaken
         self.match = max(MATCH, 2 * allowed.gradient)  # the mesh rounds, and so does the share
+
+        # ep is no axis of its own here: it divides experts among ranks that the other axes have already
         self.sizes = {axis: size for axis, size in sizes.items() if axis != "ep"}
         self.experts = sizes.get("ep", 1)
         self.tokens = config.training.seq_len
@@ -114,13 +120,15 @@ class Evidence:
 
     def explains_loss(self, candidate: float, close: float) -> bool:
         """Whether the mesh's loss is the one that a hypothesis gives, to ``close`` of it, and not one process's too."""
-        mine, theirs = self.records[0].losses[self.first.step], self.expected.record.losses[self.first.step]
+        mine = self.records[0].losses[self.first.step]
+        theirs = self.expected.record.losses[self.first.step]
         close = max(close * max(1.0, abs(mine)), self.allowed.loss / 5)
         return abs(candidate - mine) < close < abs(candidate - theirs)
 
     def close(self, key: str, least: float) -> float:
         """Up to which relative error an activation agrees: ``least``, and more where the shaken run is off by more."""
-        mine, theirs = self._shaken.parts.get(key), self.expected.record.parts.get(key)
+        mine = self._shaken.parts.get(key)
+        theirs = self.expected.record.parts.get(key)
         if mine is None or theirs is None or not theirs.numel():
             return least
         moved = float((mine - theirs).abs().max()) / max(float(theirs.abs().max()), 1e-30)
@@ -157,6 +165,7 @@ class Evidence:
     def context_part(self, part: int) -> list[int]:
         """Positions of one part of the sequence."""
         size = self.size("cp")
+        # Balanced: a rank has one chunk from either end, since late tokens attend to more than early ones do.
         if size > 1 and self.records[0].facts["balanced"]:
             length = self.tokens // (2 * size)
             chunks = [part, 2 * size - 1 - part]

@@ -22,27 +22,34 @@ CLOSE = 1e-4
 
 def first_difference(e: Evidence) -> str:
     """The sentence that names the module in whose forward pass a mesh differs; empty where none can be named."""
-    found = _first(e, e.expected.record.facts["calls"], ("trace", "in"), ("trace", "out"))
-    if found is not None:
-        return f"the forward pass first differs on rank {found[1]} in {found[0]}: its inputs agree, its output does not"
-    if (moved := _moved(e)) is not None:
+    calls = e.expected.record.facts["calls"]
+    blamed = _first(e, calls, ("trace", "in"), ("trace", "out"))
+    if blamed is not None:
+        module, rank = blamed
+        return f"the forward pass first differs on rank {rank} in {module}: its inputs agree, its output does not"
+    moved = _moved(e)
+    if moved is not None:
         return moved
-    last = e.expected.record.facts["calls"].index("")
-    outs = [
-        _agree(e, record, f"trace/{record.facts['calls'].index('')}/out", f"trace/{last}/out") for record in e.records
+
+    # The model itself is the module whose path is empty, and its output the logits. A rank that knows nothing of them,
+    # as the first stages of a pipeline, says None.
+    logits_agree = [
+        _agree(e, record, f"trace/{record.facts['calls'].index('')}/out", f"trace/{calls.index('')}/out")
+        for record in e.records
     ]
-    if e.first.loss_differs and True in outs and False not in outs:
+    if e.first.loss_differs and True in logits_agree and False not in logits_agree:
         return "the logits agree: look at the targets, at which of them count, and at the loss"
     return ""
 
 
 def first_backward_difference(e: Evidence) -> str:
     """The same for the backward pass, where gradients of activations say which module is to blame."""
-    found = _first(e, e.expected.record.facts["calls"][::-1], ("back", "out"), ("back", "in"))
-    if found is None:
+    blamed = _first(e, e.expected.record.facts["calls"][::-1], ("back", "out"), ("back", "in"))
+    if blamed is None:
         return ""
+    module, rank = blamed
     return (
-        f"the backward pass first differs on rank {found[1]} in {found[0]}: the gradient of its output agrees, that of "
+        f"the backward pass first differs on rank {rank} in {module}: the gradient of its output agrees, that of "
         "its inputs does not"
     )
 
@@ -53,21 +60,24 @@ def _first(
     """The first module, as a phrase, and the rank, whose ``cause`` agrees and whose ``effect`` does not."""
     theirs = {path: number for number, path in enumerate(e.expected.record.facts["calls"])}
     place = {path: number for number, path in enumerate(order)}
-    found: list[tuple[int, int, str]] = []
+    blamed: list[tuple[int, int, str]] = []  # place in the order, rank, path
     for record in e.records:
         for number, path in enumerate(record.facts["calls"]):
             if path not in theirs:
                 continue
-            sides = [f"{kind}/{{}}/{side}" for kind, side in (cause, effect)]
-            if _agree(e, record, sides[0].format(number), sides[0].format(theirs[path])) is not True:
+            kind, side = cause
+            if _agree(e, record, f"{kind}/{number}/{side}", f"{kind}/{theirs[path]}/{side}") is not True:
                 continue
-            if _agree(e, record, sides[1].format(number), sides[1].format(theirs[path])) is False:
-                found.append((place[path], record.rank, path))
-    if not found:
+            kind, side = effect
+            if _agree(e, record, f"{kind}/{number}/{side}", f"{kind}/{theirs[path]}/{side}") is False:
+                blamed.append((place[path], record.rank, path))
+    if not blamed:
         return None
-    _, rank, path = min(found)
-    while inner := [one for one in found if one[2] != path and (one[2].startswith(f"{path}.") or not path)]:
-        _, rank, path = min(inner)  # of a module and one inside it, the inner one is to blame
+
+    # Of a module and one inside it, the inner one is to blame. Every path lies inside the model's own, which is "".
+    _, rank, path = min(blamed)
+    while inner := [one for one in blamed if one[2] != path and (one[2].startswith(f"{path}.") or not path)]:
+        _, rank, path = min(inner)
     where = f"module {path}" if path else "the model's own forward"
     word = word_of(e.layout, path)
     called = f', which LAYOUT.tensor calls "{word}"' if word and e.size("tp") > 1 else ""
@@ -112,7 +122,10 @@ def _own_part(e: Evidence, record: Record, whole: Tensor, shape: Sequence[int]) 
     if whole.ndim != len(shape):
         return None
     data_rank = record.place["dp_replicate"] * e.size("dp_shard") + record.place["dp_shard"]
-    tp, place = e.size("tp"), record.place["tp"]
+    tp = e.size("tp")
+    place = record.place["tp"]
+    # By dimension: rows of the first micro-batch; the part of the sequence that cp gives this rank, of which sequence
+    # parallelism may leave it one tp-th; heads or features, dealt to the ranks of tp.
     for dim, own in enumerate(shape):
         size = whole.size(dim)
         if dim == 0 and size == e.sequences and own == e.micro_rows:

@@ -36,6 +36,8 @@ def judge(
     tell what of it is rounding.
     """
     dropout.switch_off()
+
+    # The records of one process, of the mesh's ranks and, once it was asked for, of the shaken run.
     layout = models.find(config.model.name).LAYOUT
     expected = Expected(read_record(Path(alone), 0), layout)
     records = [read_record(Path(together), rank) for rank in range(num_ranks)]
@@ -43,16 +45,22 @@ def judge(
     moved_at = moved_by(expected, shaken, steps) if shaken else [NONE] * steps
     allowed = tolerances(moved_at)
     found = compare(expected, records, steps, allowed)
-    first, cause, rounding = "", "", ""
+
+    first = ""
+    cause = ""
+    rounding = ""
     if found.first is not None:
         if shaken is None:
             return None
         first = _say(found.first, expected, records[0].losses, layout.layers)
-        step, kind = found.first.step, found.first.kind
-        if found.first.error <= ROUNDING * getattr(moved_at[step], kind, -1.0):
+        step = found.first.step
+        # A difference beyond MOST counts, and rounding may be all of it nevertheless. Initial weights and buffers have
+        # no measure of rounding: -1 is never met.
+        moved_by_unit = getattr(moved_at[step], found.first.kind, -1.0)
+        if found.first.error <= ROUNDING * moved_by_unit:
             cause = (
                 f"{BLIND}, and a fault of this size could not be told from it: on one process, moving weights by one "
-                f"unit in the last place changes as much ({getattr(moved_at[step], kind):.1e}); compare with fewer "
+                f"unit in the last place changes as much ({moved_by_unit:.1e}); compare with fewer "
                 "steps, layers or tokens"
             )
         else:
@@ -64,9 +72,12 @@ def judge(
             f"changes on one process counts as such, up to {most.loss:.1e} of the loss and {most.gradient:.1e} of a "
             "gradient"
         )
-    errors = {name: getattr(found, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
-    if not first and (alike := dropped_alike(records)):
+
+    # Dropout is off in the comparison, so that the numbers agree where it would make ranks differ in training.
+    alike = None if first else dropped_alike(records)
+    if alike is not None:
         first, cause = alike
+    errors = {name: getattr(found, name) for name in ("initial", "loss", "gradient", "norm", "weights")}
     return {**errors, "first": first, "cause": cause, "rounding": rounding}
 
 

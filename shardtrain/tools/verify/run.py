@@ -110,6 +110,7 @@ def run_steps(
 
     ``shaken`` moves each weight to one of its two neighbours in its type before the first step.
     """
+    # before the model file is imported, which may take a function of dropout by name
     dropout.switch_off()
     watch = _Watch(keep=task.unit_gain)
     try:
@@ -131,6 +132,8 @@ def _run_steps(
     watch: _Watch,
     shaken: bool,
 ) -> None:
+    # The model, parallelized as the trainer does it. What is asked of the whole model is asked before: pipelining
+    # leaves a rank with some of its layers.
     device = device_of(config, rank)
     world = World(rank, num_ranks, rank, device)
     mesh = distributed.build(config, world)
@@ -141,14 +144,19 @@ def _run_steps(
     draws = draws_of(module, shape, model, task.unit_gain)
     first_layer = next(iter(getattr(model, module.LAYOUT.layers)))
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, shape.vocab_size)
+
+    # Weights are drawn twice: as training would draw them, to compare that, and then at unit gain, since a small model
+    # with its usual weights would hide what some of its parts do.
     recorder = _Recorder(runner, mesh)
     runner.materialize(draws_of(module, shape, model, unit_gain=False), config.debug.seed)
-    recorder.keep("own", runner.parameters())  # what training would start from
+    recorder.keep("own", runner.parameters())
     if task.unit_gain:
         for name, parameter in runner.parameters().items():
             init_weights.draw_(parameter, name, draws[name], config.debug.seed)
     if shaken:
         _shake(runner.parameters(), config.debug.seed)
+
+    # The trainer's run, with synthetic batches in place of a dataset.
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
     stream = SyntheticStream(
         config.debug.seed,
@@ -172,10 +180,13 @@ def _run_steps(
         num_params=num_params,
         flops_per_token=0.0,
     )
-    run.resilience.compares_norms = False  # the comparison of all ranks' tensors names the cause
+    # Ranks whose norms differ would stop the run here; the comparison of all ranks' tensors names the cause instead.
+    run.resilience.compares_norms = False
+
     recorder.keep("initial", runner.parameters())
     recorder.watch_core(module.LAYOUT, first_layer)
     watch.begin(runner.parts)
+    # A hook before the update sees gradients as clipping leaves them; after the step they are gone.
     optimizer.register_step_pre_hook(lambda *_: recorder.keep_gradients())
     for _ in range(task.steps):
         recorder.begin_step()
@@ -183,7 +194,8 @@ def _run_steps(
             run.config = replace(config, training=replace(config.training, max_norm=MAX_NORM))
         outcome = trainer.step(run)
         watch.end()
-        # mean loss over all target tokens of the step; ranks of one tp group hold the same sum
+        # The mean loss over all target tokens of the step. All ranks enter this all-reduce. The ranks of a tp group
+        # hold the same sum, so it is counted once for each of them.
         total = outcome.loss_sum.detach().double().to(mesh.device).clone()
         dist.all_reduce(total)
         recorder.losses.append(float(total) / mesh.size("tp") / max(1, outcome.global_tokens))
@@ -212,10 +224,12 @@ class _Watch:
         self.layout: Layout | None = None
         self.calls: list[str] = []
         self.tensors: dict[str, Tensor] = {}
-        self._keep, self._begun = keep, False
         self.drops: list[tuple[str, str]] = []
+        self._keep = keep
+        self._begun = False
         self._stack: list[str] = []
         self._handles: list[Any] = []
+        # What a module was given is copied when it is entered: it may be written over before the module is left.
         self._inputs: dict[str, list[Tensor]] = {}
         self._copies: dict[str, list[Tensor | None]] = {}
 
@@ -225,7 +239,8 @@ class _Watch:
         dropout.listeners.append(self._note_drop)
         for part in parts:
             for path, module in part.named_modules():
-                before, after = functools.partial(self._enter, path), functools.partial(self._leave, path)
+                before = functools.partial(self._enter, path)
+                after = functools.partial(self._leave, path)
                 self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(after, with_kwargs=True))
 
@@ -246,8 +261,11 @@ class _Watch:
         where = f"in module {path}" if path else "in the model's own forward"
         if config.parallelism.tensor_parallel_degree == 1 or self.layout is None:
             return f"{where}; correct its forward for a part of the batch, of the layers or of the sequence"
+        # "must match the size of tensor" and "mixed torch.Tensor and DTensor" are how PyTorch words these two errors.
         word = layout.word_of(self.layout, path)
-        if word is None and "must match the size of tensor" in error and self._is_on_residual(path):
+        parents = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
+        is_on_residual = all(layout.word_of(self.layout, parent) is None for parent in parents)
+        if is_on_residual and "must match the size of tensor" in error:
             return (
                 f"{where}, where ranks hold a part of the sequence: what is added there must be one too; let a "
                 'gathered module end in a "rowwise" linear, and compute positions in a module of their own with the '
@@ -263,13 +281,11 @@ class _Watch:
         fix = "correct the word, or its forward for a part of the heads or of the sequence"
         return f'{where}, which LAYOUT.tensor calls "{word}" ({layout.TENSOR_WORDS[word]}); {fix}'
 
-    def _is_on_residual(self, path: str) -> bool:
-        starts = [path.rsplit(".", count)[0] for count in range(path.count(".") + 1)]
-        return self.layout is not None and all(layout.word_of(self.layout, start) is None for start in starts)
-
     def _enter(self, path: str, _: nn.Module, given: Any, named: Any) -> None:
+        # Activation checkpointing stops a recomputation as soon as it has what backward needs, with an exception that
+        # calls no forward hook. So modules of the last pass may still be on the stack.
         if path == "":
-            self._stack.clear()  # a recomputation that stops early leaves modules without a word
+            self._stack.clear()
         self._stack.append(path)
         if self._keep and path not in self._inputs:
             self._inputs[path] = _number_tensors((given, named))
@@ -280,12 +296,13 @@ class _Watch:
             pass
         if not self._keep or path in self.calls:
             return
-        number, given_leaves = len(self.calls), self._inputs.pop(path, [])
+        number = len(self.calls)
         self.calls.append(path)
+        inputs = self._inputs.pop(path, [])
         outputs = _number_tensors(output)
-        self._note(number, "in", given_leaves, self._copies.pop(path, []))
+        self._note(number, "in", inputs, self._copies.pop(path, []))
         self._note(number, "out", outputs, [_local_part(leaf) for leaf in outputs])
-        self._inputs[path] = []
+        self._inputs[path] = []  # seen: a second call of this module is not kept
 
     def _note_drop(self, name: str, dropped: Tensor) -> None:
         """What would be dropped, so that ranks can be compared: no two of them may hold the same."""
@@ -320,7 +337,8 @@ class _Recorder:
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.step = -1
-        self._runner, self._mesh = runner, mesh
+        self._runner = runner
+        self._mesh = mesh
         self._parts: dict[str, Tensor] = {}
         self._slices: dict[str, list[tuple[int, int]]] = {}
         self._core_seen = False
@@ -404,6 +422,7 @@ def micro_batches(config: Config, num_ranks: int) -> tuple[int, int]:
     """Micro-batches of a step on each data rank, and rows of each."""
     ranks = derived.data_parallel_degree(config, num_ranks)
     rows = config.training.global_batch_size // ranks
-    piped = config.parallelism.pipeline_parallel_degree > 1
-    size = config.parallelism.pipeline_parallel_microbatch_size if piped else config.training.local_batch_size
+    size = config.training.local_batch_size
+    if config.parallelism.pipeline_parallel_degree > 1:
+        size = config.parallelism.pipeline_parallel_microbatch_size
     return math.ceil(rows / size), size

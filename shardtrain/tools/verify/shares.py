@@ -24,8 +24,11 @@ class Shares:
     """
 
     def __init__(self, model: nn.Module, batch: Batch, factor: float = 1.0, balance: float = 1.0) -> None:
-        self.model, self.batch, self.factor = model, batch, factor
+        self.model = model
+        self.batch = batch
+        self.factor = factor
         self.num_targets = batch.num_targets
+        # Experts add the gradient of their balance loss in backward, at the weight that the trainer sets each step.
         for module in model.modules():
             if hasattr(module, "loss_weight"):
                 module.loss_weight = torch.tensor(balance * factor / self.num_targets)

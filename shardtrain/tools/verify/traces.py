@@ -49,7 +49,9 @@ def trace(
 ) -> Trace:
     """Run a model and note every call. What the modules of ``replay`` give is replaced, call by call, by what is there;
     ``fit(replacement, own output)`` cuts the replacement to size."""
-    found, open_calls, counts = Trace(), [], Counter[str]()
+    found = Trace()
+    open_calls: list[tuple[str, list[Tensor], list[Tensor]]] = []  # path, tensors given, copies of them
+    counts = Counter[str]()
     handles = []
 
     def before(path: str) -> Callable[..., None]:
@@ -66,6 +68,7 @@ def trace(
             if replay is not None and path in replay:
                 output = fit(replay[path][counts[path]], output)
                 counts[path] += 1
+            # a tensor with NaN is never equal to its own copy, and says nothing
             changed = any(not torch.equal(a, b) for a, b in zip(kept, inputs, strict=True) if not a.isnan().any())
             found.calls.append(Call(path, inputs, tensors_of(output), changed))
             return output
@@ -98,13 +101,16 @@ def off(mine: Tensor, theirs: Tensor, close: float) -> bool:
         return True
     if not mine.is_floating_point():
         return not torch.equal(mine, theirs)
-    mine, theirs = mine.double(), theirs.double()
+    mine = mine.double()
+    theirs = theirs.double()
     far = (mine - theirs).abs()
     far[(mine == theirs) | (mine.isnan() & theirs.isnan())] = 0.0  # an infinity that both have is not a difference
     if not far.numel():
         return False
-    size = theirs[theirs.isfinite()].abs().max() if bool(theirs.isfinite().any()) else torch.zeros(())
-    return not bool(far.max() <= close * max(float(size), 1e-30))
+    finite = theirs[theirs.isfinite()]
+    size = float(finite.abs().max()) if finite.numel() else 0.0
+    # written so that a distance that is not a number counts as off
+    return not bool(far.max() <= close * max(size, 1e-30))
 
 
 def blame(
