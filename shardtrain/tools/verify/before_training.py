@@ -39,12 +39,16 @@ class Verdict:
 
 def judge(config: Config) -> Verdict:
     """Compare a small copy of the configured model on the configured kinds of parallelism with one process."""
-    loaded, verdict = _of_model_and_mesh(config), Verdict()
+    loaded = _of_model_and_mesh(config)
+    verdict = Verdict()
+
+    # Meshes of up to eight ranks with the run's kinds of parallelism, and a small copy of the model for them. What a
+    # small mesh or copy cannot do is left out: the run's own need not break that rule.
     plans: list[Plan] = []
     for mesh in meshes.of_run(loaded):
         try:
             plans += meshes.requested(loaded, [mesh], ())
-        except ConfigError as error:  # a rule of the smaller mesh, which the run's own need not break
+        except ConfigError as error:
             verdict.left_out.append(f"{mesh}: {error}")
     if not plans:
         return verdict
@@ -57,13 +61,15 @@ def judge(config: Config) -> Verdict:
     task = dataclasses.replace(task, plans=[one for one in task.plans if not one.problem])
     if not task.plans:
         return verdict
+
+    # Probe the copy by itself, then compare each mesh with one process.
     from shardtrain.tools.verify import casts, probes
     from shardtrain.train import trainer
 
     kinds = {axis for one in task.plans for axis, degree in one.degrees.items() if degree > 1}
     if config.activation_checkpoint.mode != "none":
         kinds.add(probes.RECOMPUTE)
-    # casts are off here, for the processes that are forked
+    # switched off in this process, casts are off in all that are forked from it
     with casts.off(), tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
         try:
             task, notes = verify.probe(task, Path(folder), kinds)
@@ -73,7 +79,7 @@ def judge(config: Config) -> Verdict:
         verdict.noticed += [note for note in notes if not note.startswith("dropout: off")]
         impossible = [one.problem for one in task.plans if one.problem]
         if impossible:
-            verdict.refused += list(dict.fromkeys(line for problem in impossible for line in problem.splitlines()))
+            verdict.refused += dict.fromkeys(line for problem in impossible for line in problem.splitlines())
             return verdict
         sizes = ", ".join(f"{name} {value}" for name, value in _changed(config, task.reference).items())
         copy = f"a copy with {sizes}" if sizes else "the model"
@@ -122,7 +128,8 @@ def _changed(config: Config, small: Config) -> dict[str, object]:
 
 def _of_model_and_mesh(config: Config) -> Loaded:
     """The run's model, mesh and recomputation, under the default task, data and optimizer: these are not part of it."""
-    plain, recompute = Config(), config.activation_checkpoint
+    plain = Config()
+    recompute = config.activation_checkpoint
     if recompute.mode == "memory_budget":  # the compiler's
         recompute = dataclasses.replace(recompute, mode="full", visualize_memory_budget_pareto=False)
     training = dataclasses.replace(plain.training, seq_len=config.training.seq_len, device="cpu")

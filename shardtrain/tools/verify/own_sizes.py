@@ -49,33 +49,36 @@ def smaller(_rank: int, _num: int, config: Config, layers: int, tp: int) -> dict
     shape = _shape(module, config, overrides)
     whole = models.build(module, shape)
     sizes = {name: value for name, value in vars(shape).items() if type(value) is int and value > 0}
+    notes: list[str] = []
+
+    def answer(given: Mapping[str, int], why: str = "") -> dict[str, Any]:
+        return {"given": given, "sizes": {name: sizes[name] for name in given}, "notes": notes, "why": why}
+
+    def failure(model: nn.Module, given: Mapping[str, int]) -> str:
+        return _failure(model, _shape(module, config, {**overrides, **given}))
+
+    # First fewer layers. That is all there is to do for a model that is small then.
     depth, missing = _depth(module, config, overrides, whole, sizes, layers)
-    notes = [f"layers of the kinds {', '.join(missing)} are not in the small copy"] if missing else []
+    if missing:
+        notes.append(f"layers of the kinds {', '.join(missing)} are not in the small copy")
     cut = _build(module, config, overrides | depth)
     if cut is None:
-        depth, cut = {}, whole
+        depth = {}
+        cut = whole
     if _count(cut) <= SMALL:
-        if error := _failure(cut, _shape(module, config, overrides | depth)):
-            why = f"it does not run on {TOKENS} tokens on one process: {error}"
-            return {"given": depth, "sizes": _was(sizes, depth), "notes": notes, "why": why}
-        return {"given": depth, "sizes": _was(sizes, depth), "notes": notes, "why": ""}
+        error = failure(cut, depth)
+        return answer(depth, f"it does not run on {TOKENS} tokens on one process: {error}" if error else "")
+
+    # Then smaller widths, the smallest first, until a copy is built and runs; else the model as wide as it is.
     for change in _candidates({name: value for name, value in sizes.items() if name not in depth}, tp):
         given = depth | change
         small = _build(module, config, overrides | given)
-        if (
-            small is not None
-            and _count(small) <= LARGEST
-            and not _failure(small, _shape(module, config, overrides | given))
-        ):
-            return {"given": given, "sizes": _was(sizes, given), "notes": notes, "why": ""}
-    if _count(cut) <= LARGEST and not _failure(cut, _shape(module, config, overrides | depth)):
-        return {"given": depth, "sizes": _was(sizes, depth), "notes": notes, "why": ""}
-    why = f"its sizes cannot be made smaller: {_count(cut):,} parameters in {len(_layers(module, cut))} layers"
-    return {"given": depth, "sizes": _was(sizes, depth), "notes": notes, "why": why}
-
-
-def _was(sizes: Mapping[str, int], given: Mapping[str, int]) -> dict[str, int]:
-    return {name: sizes[name] for name in given}
+        if small is not None and _count(small) <= LARGEST and not failure(small, given):
+            return answer(given)
+    if _count(cut) <= LARGEST and not failure(cut, depth):
+        return answer(depth)
+    num_layers = len(_layers(module, cut))
+    return answer(depth, f"its sizes cannot be made smaller: {_count(cut):,} parameters in {num_layers} layers")
 
 
 def _shape(module: Any, config: Config, overrides: Mapping[str, Any]) -> Any:
@@ -118,8 +121,11 @@ def _depth(
     module: Any, config: Config, overrides: Mapping[str, Any], whole: nn.Module, sizes: Mapping[str, int], least: int
 ) -> tuple[dict[str, int], list[str]]:
     """The field that counts layers with a smaller number, in which each kind of layer occurs, and kinds that do not."""
-    depth, kinds = len(_layers(module, whole)), _kinds(module, whole)
-    for name in sorted((name for name, value in sizes.items() if value == depth), key=lambda name: "layer" not in name):
+    depth = len(_layers(module, whole))
+    kinds = _kinds(module, whole)
+    # Any field with this value may count the layers; those called a layer are tried first.
+    fields = [name for name, value in sizes.items() if value == depth]
+    for name in sorted(fields, key=lambda name: "layer" not in name):
         fewest: dict[str, int] = {}
         left = len(kinds)
         for number in range(max(1, least), min(depth, max(least, MOST_LAYERS) + 1)):
@@ -140,6 +146,7 @@ def _depth(
 
 def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
     """Smaller sizes, the smallest first: widths divided by one number, which heads and their width share."""
+    # Heads are dealt to the ranks of tp: a divisor must leave a number of them that tp divides.
     seen: list[dict[str, int]] = []
     heads = {
         name: value
@@ -152,15 +159,16 @@ def _candidates(sizes: Mapping[str, int], tp: int) -> Iterator[dict[str, int]]:
         if all(value % number == 0 and value // number % min(tp, value) == 0 for value in heads.values())
     ]
     for clamp, factor, fewer in itertools.product((True, False), (64, 32, 16, 8, 4, 2), divisors):
-        if fewer <= factor:
-            change = {name: value // fewer for name, value in heads.items() if fewer > 1}
-            for name, value in sizes.items():
-                if name not in heads:
-                    change |= _smaller_size(name, value, factor, fewer, tp, heads, clamp)
-            narrow = any("head" in name and name not in heads and width < 4 for name, width in change.items())
-            if change and change not in seen and not narrow:
-                seen.append(change)
-                yield change
+        if fewer > factor:
+            continue
+        change = {name: value // fewer for name, value in heads.items() if fewer > 1}
+        for name, value in sizes.items():
+            if name not in heads:
+                change |= _smaller_size(name, value, factor, fewer, tp, heads, clamp)
+        narrow = any("head" in name and name not in heads and width < 4 for name, width in change.items())
+        if change and change not in seen and not narrow:
+            seen.append(change)
+            yield change
 
 
 def _smaller_size(

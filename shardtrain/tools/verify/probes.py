@@ -85,7 +85,8 @@ def tokens_of(count: int, vocabulary: int) -> tuple[Tensor, Tensor]:
 def run_with_peers(rank: int, _num: int, config: Config, folder: str) -> None:
     """As one of several ranks, run the model on the row of this rank and leave what every module gave."""
     dropout.switch_off()
-    dist.barrier()  # one that has nothing to exchange must not leave before the other has come
+    # All ranks meet here: one that has nothing to exchange must not leave before the other has come.
+    dist.barrier()
     module, shape, model = model_of(config)
     fill(model)
     count = num_tokens(model, config.training.seq_len)
@@ -102,17 +103,6 @@ def run_with_peers(rank: int, _num: int, config: Config, folder: str) -> None:
     except Exception as error:
         facts["error"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     save_file(tensors, Path(folder) / f"peer-{rank}.safetensors", metadata={"facts": json.dumps(facts)})
-
-
-def _of_peer(path: Path) -> tuple[dict[str, Any], Trace]:
-    """What a rank left: its facts, and its forward pass."""
-    with safe_open(path, framework="pt") as file:
-        facts = json.loads(file.metadata()["facts"])
-        calls = []
-        for number, (module, inputs, outputs) in enumerate(facts["calls"]):
-            tensors = [file.get_tensor(f"{number}/{place}") for place in range(inputs + outputs)]
-            calls.append(Call(module, tensors[:inputs], tensors[inputs:]))
-    return facts, Trace(calls)
 
 
 def _draws(module: Any, shape: Any) -> dict[str, str]:
@@ -136,7 +126,10 @@ class Prober:
         kinds: Collection[str] | None = None,
     ) -> None:
         self._kinds = kinds
-        self._config, self._module, self._shape, self._model = config, module, shape, model
+        self._config = config
+        self._module = module
+        self._shape = shape
+        self._model = model
         self._layout: Layout = module.LAYOUT
         self._folder = folder
         self._count = num_tokens(model, config.training.seq_len)
@@ -195,14 +188,18 @@ class Prober:
 
     def _repeats(self) -> None:
         """Twice the same answer, from the same model and from one built again."""
-        tokens, positions = self._tokens_BT, self._positions_BT
+        tokens = self._tokens_BT
+        positions = self._positions_BT
         fill(self._model)  # earlier passes may have changed weights
         before = _state(self._model)
         weights = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
-        given = tokens.clone(), positions.clone()
+        tokens_before = tokens.clone()
+        positions_before = positions.clone()
         one = self._run(tokens, positions)
-        middle = _state(self._model)
-        if not all(map(torch.equal, given, (tokens, positions))):
+        after = _state(self._model)
+
+        # What the pass has written over: its inputs, its weights.
+        if not torch.equal(tokens_before, tokens) or not torch.equal(positions_before, positions):
             rule = "writes into the tokens or positions that it is given: micro-batches and recomputation read them"
             return self._break(rule, "write positions = positions + 2 in place of positions += 2")
         written = [name for name, weight in self._model.named_parameters() if not torch.equal(weight, weights[name])]
@@ -213,17 +210,21 @@ class Prober:
             )
             fix = "compute with a changed copy, as F.linear(x, F.normalize(self.weight, dim=-1)) does (no max_norm)"
             return self._break(rule, fix)
-        other, third = self._run(tokens, positions), self._run(tokens, positions)
-        for again in (other, third):
-            if off(again.out, one.out, REPEATED):
-                path = blame(one, again, _whole, REPEATED)
-                return self._not_repeated(path, before, middle)
-        buffers = [
-            name for name in before if name in dict(self._model.named_buffers()) and before[name] != middle[name]
-        ]
+
+        # Twice more: a model that keeps state may answer the second pass as the first.
+        again = [self._run(tokens, positions), self._run(tokens, positions)]
+        for other in again:
+            if off(other.out, one.out, REPEATED):
+                return self._not_repeated(blame(one, other, _whole, REPEATED), before, after)
+
+        # Buffers that change and are not read, as running statistics in training.
+        named_buffers = dict(self._model.named_buffers())
+        buffers = [name for name in before if name in named_buffers and before[name] != after[name]]
         if buffers:
             rule = f"changes the buffer {buffers[0]} in forward: each rank sees other tokens, and its copies part"
             return self._break(rule, "keep no running statistics; compute from the inputs alone")
+
+        # The same model built again, which shows what is counted on a class or a module of Python.
         another = models.build(self._module, self._shape)
         fill(another)
         built = trace(another, tokens, positions)
@@ -234,6 +235,7 @@ class Prober:
         return None
 
     def _not_repeated(self, path: str | None, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+        """Why the module at ``path`` answers differently: with the same seed, only state is left as a reason."""
         torch.manual_seed(0)
         one = self._run(self._tokens_BT, self._positions_BT)
         torch.manual_seed(0)
@@ -280,8 +282,11 @@ class Prober:
             return
         path = blame(one, other, _kept(self._count, slice(0, half)), CLOSE)
         where = self._say(path)
-        attention = self._is_core(path) or (not self._layout.context and self._in_word(path, "gather")) or self._foreign
-        if attention:
+
+        # In attention it may be meant. Where the layout names no core, a gathered module is taken for one; of a network
+        # of transformers nobody knows where its attention is.
+        names_no_core = not self._layout.context
+        if self._is_core(path) or (names_no_core and self._in_word(path, "gather")) or self._foreign:
             self.found.notes.append(
                 f"each token sees later ones, in {where}: right for an encoder, and for a language model a leak of its "
                 "targets"
@@ -299,25 +304,37 @@ class Prober:
         if self._folder is None:
             return
         fix = "read no rank and no number of ranks (RANK, WORLD_SIZE, torch.distributed), and no clock or host"
-        if (error := self._folder / "error").exists():
+        error = self._folder / "error"
+        if error.exists():
             return self._break(f"fails as one of two ranks, and not alone: {error.read_text()}", fix)
-        draws, sizes = _draws(self._module, self._shape), _sizes(self._model)
+        draws = _draws(self._module, self._shape)
+        sizes = _sizes(self._model)
         for rank in range(2):
             path = self._folder / f"peer-{rank}.safetensors"
             if not path.exists():
                 continue
-            facts_of_peer, peer = _of_peer(path)
+            # what run_with_peers has left
+            with safe_open(path, framework="pt") as file:
+                facts = json.loads(file.metadata()["facts"])
+                calls = []
+                for number, (module, inputs, outputs) in enumerate(facts["calls"]):
+                    tensors = [file.get_tensor(f"{number}/{place}") for place in range(inputs + outputs)]
+                    calls.append(Call(module, tensors[:inputs], tensors[inputs:]))
+            peer = Trace(calls)
+
             on_two = f"on rank {rank} of 2"
-            for pattern, draw in draws.items():
-                if (there := facts_of_peer["draws"].get(pattern)) != draw:
-                    rule = f"starts from other weights {on_two}: initial() gives {pattern} {there}, alone {draw}"
+            for pattern, alone in draws.items():
+                there = facts["draws"].get(pattern)
+                if there != alone:
+                    rule = f"starts from other weights {on_two}: initial() gives {pattern} {there}, alone {alone}"
                     return self._break(rule, fix)
-            for name in sorted({*sizes, *facts_of_peer["parameters"]}):
-                if facts_of_peer["parameters"].get(name) != sizes.get(name):
-                    there, alone = facts_of_peer["parameters"].get(name, "absent"), sizes.get(name, "absent")
+            for name in sorted({*sizes, *facts["parameters"]}):
+                there = facts["parameters"].get(name, "absent")
+                alone = sizes.get(name, "absent")
+                if there != alone:
                     return self._break(f"has other weights {on_two}: {name} is {there}, alone {alone}", fix)
-            if "error" in facts_of_peer:
-                return self._break(f"fails {on_two}, and not alone: {facts_of_peer['error']}", fix)
+            if "error" in facts:
+                return self._break(f"fails {on_two}, and not alone: {facts['error']}", fix)
             row = slice(rank, rank + 1)
             single = self._run(self._tokens_BT[row], self._positions_BT[row])
             peer.out = peer.calls[-1].outputs[0]
@@ -341,11 +358,12 @@ class Prober:
 
     def _writes(self) -> None:
         """No layer writes into what it was given: recomputation and pipelines keep that for the backward pass."""
-        found = self._run(self._tokens_BT, self._positions_BT)
+        whole = self._run(self._tokens_BT, self._positions_BT)
         layer = f"{self._layout.layers}."
-        for call in found.calls:
+        for call in whole.calls:
             if call.changed and call.path.startswith(layer) and call.path.count(".") == layer.count("."):
-                inner = next(c.path for c in found.calls if c.changed)
+                # calls are in the order in which they ended, so the first that changed something is the innermost
+                inner = next(c.path for c in whole.calls if c.changed)
                 rule = (
                     f"writes into its input in {self._say(inner)}: recomputation would start from what it has written"
                 )
@@ -356,19 +374,26 @@ class Prober:
         """Outside of attention a token depends on itself and its position, so that sequences can be cut there."""
         if self._foreign:
             return
-        cores = [path for path, _ in self._model.named_modules() if self._is_core(path) and self._outermost(path)]
-        gathered = [
-            path
-            for path, _ in self._model.named_modules()
-            if word_of(self._layout, path) == "gather" and not self._in_word(path.rpartition(".")[0], "gather")
-        ]
-        if cores and (path := self._mixes(cores)) is not None:
-            rule = f"mixes the tokens of a sequence outside of the attention core, in {self._say(path)}"
+        # Modules inside of which tokens may mix: the attention cores under cp, gathered modules under sequence
+        # parallelism. Of one inside another the outer is meant.
+        cores = []
+        gathered = []
+        for path, _ in self._model.named_modules():
+            around = path.rpartition(".")[0]
+            if self._is_core(path) and not self._is_core(around):
+                cores.append(path)
+            if word_of(self._layout, path) == "gather" and not self._in_word(around, "gather"):
+                gathered.append(path)
+
+        mixing = self._mixes(cores) if cores else None
+        if mixing is not None:
+            rule = f"mixes the tokens of a sequence outside of the attention core, in {self._say(mixing)}"
             fix = "move it into the core's place or leave sequences whole"
             self.found.impossible.setdefault("cp", self._axis("cp", rule, fix))
-        if gathered and (path := self._mixes(gathered)) is not None:
+        mixing = self._mixes(gathered) if gathered else None
+        if mixing is not None:
             rule = (
-                f"mixes the tokens of a sequence in {self._say(path)}, where activations are split along the sequence"
+                f"mixes the tokens of a sequence in {self._say(mixing)}, where activations are split along the sequence"
             )
             fix = 'do it in a module whose word in LAYOUT.tensor is "gather"'
             self.found.impossible.setdefault("tp", self._axis("tp", rule, fix))
@@ -377,37 +402,44 @@ class Prober:
         """Half of a sequence, given its positions and what attention gave it, is as within the whole."""
         if self._foreign or "cp" in self.found.impossible or "tp" in self.found.impossible:
             return None
-        fixed = [path for path, _ in self._model.named_modules() if self._is_core(path) and self._outermost(path)]
+        paths = [path for path, _ in self._model.named_modules()]
+        fixed = [path for path in paths if self._is_core(path) and not self._is_core(path.rpartition(".")[0])]
         if not fixed:
-            fixed = [path for path, _ in self._model.named_modules() if word_of(self._layout, path) == "gather"]
+            fixed = [path for path in paths if word_of(self._layout, path) == "gather"]
         if not fixed and self._mixes([]) is not None:
             return None  # nothing says where the attention is, whose result half of a sequence would need
-        first, second = (self._differs_in_half(fixed, start) for start in (0, self._count // 2))
+
+        # Counting positions from 0 is right for the first half and wrong for the second.
+        first = self._differs_in_half(fixed, 0)
+        second = self._differs_in_half(fixed, self._count // 2)
         if second is not None and first is None:
             rule = (
                 "breaks the promise to take positions from its argument: the second half of a sequence, given its "
                 f"positions, has other numbers than within the whole, {second}"
             )
             return self._break(rule, "use positions_BT wherever a token's place counts, never arange", "cp")
-        if (differs := first or second) is None:
+        if first is None and second is None:
             return None
-        rule = f"answers half of a sequence, given its positions, differently from within the whole, {differs}"
+        rule = f"answers half of a sequence, given its positions, differently from within the whole, {first or second}"
         fix = "let no token's numbers depend on how many tokens or which positions a row has"
         return self._break(f"{rule}: it depends on the length of the row, of which cp ranks have a part", fix, "cp")
 
     def _differs_in_half(self, fixed: Sequence[str], start: int) -> str | None:
         """Where half of a sequence, from ``start``, is not as within the whole, with what ``fixed`` gave there."""
         whole = self._run(self._tokens_BT, self._positions_BT)
-        half, pick = slice(start, start + self._count // 2), _half(self._count, start)
+        half = slice(start, start + self._count // 2)
+        pick = _half(self._count, start)
         part = self._run(
             self._tokens_BT[:, half],
             self._positions_BT[:, half],
             replay=outputs_of(whole, fixed),
             fit=partial(_of_half, start),
         )
-        if off(part.out, whole.out[:, half], CLOSE):  # places added to activations
+        # Positions that are added to activations show in the output.
+        if off(part.out, whole.out[:, half], CLOSE):
             path = blame(whole, part, pick, CLOSE, skip=lambda path: _within(path, fixed))
             return f"first in {self._say(path)}"
+        # Those that rotate queries and keys show in what attention is given alone: what it gave was replaced.
         ones = [call for call in whole.calls if call.path in fixed]
         others = [call for call in part.calls if call.path in fixed]
         for one, other in zip(ones, others, strict=True):
@@ -419,14 +451,15 @@ class Prober:
     def _shared(self) -> None:
         """Weights that two layers share cannot be sharded with each."""
         for names in tied_names(self._model):
-            tops = {_top(name, self._layout.layers): name for name in names}
+            # what FSDP wraps and a pipeline stage holds as a whole: an end of the model, or one layer
+            tops = {}
+            for name in names:
+                pieces = name.split(".")
+                tops[".".join(pieces[:2] if pieces[0] == self._layout.layers else pieces[:1])] = name
             if len(tops) > 1 and any(top.startswith(f"{self._layout.layers}.") for top in tops):
                 first, second, *_ = tops.values()
                 rule = f"shares one weight between {first} and {second}, and each layer is sharded by itself"
                 return self._break(rule, "give each layer weights of its own")
-
-    def _outermost(self, path: str) -> bool:
-        return not self._is_core(path.rpartition(".")[0])
 
     def _axis(self, axis: str, rule: str, fix: str) -> str:
         return str(Problem(f"parallelism.{OPTIONS[axis]}", None, f"must be 1: the model {rule}", fix))
@@ -450,12 +483,6 @@ def _starts(path: str) -> list[str]:
     """A path and those of the modules around it: a.b.c, a.b, a."""
     pieces = path.split(".")
     return [".".join(pieces[:count]) for count in range(len(pieces), 0, -1)]
-
-
-def _top(name: str, layers: str) -> str:
-    """What a pipeline stage holds as a whole: an end, or one layer."""
-    pieces = name.split(".")
-    return ".".join(pieces[:2] if pieces[0] == layers else pieces[:1])
 
 
 def _within(path: str, modules: Sequence[str]) -> bool:

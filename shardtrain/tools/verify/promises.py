@@ -43,11 +43,14 @@ def probe(
     with torch.no_grad():
         if broken := prober.runs():
             return {"broken": broken, "notes": [], "impossible": {}}
+        # The probes come first: a model that lacks one of these properties would be accused of other things here.
         found = probes.ask(config, module, shape, model, Path(folder) if folder else None, kinds)
         broken = found.broken or prober.all()
         impossible = found.impossible
-        if not broken and (kinds is None or "pp" in kinds) and (rule := prober.no_chain()):
-            impossible["pp"] = rule
+        if not broken and (kinds is None or "pp" in kinds):
+            no_chain = prober.no_chain()
+            if no_chain:
+                impossible["pp"] = no_chain
     if not module.LAYOUT.context:
         problem = Problem("LAYOUT.context", None, "names no attention core, which cp replaces", "name the module")
         impossible["cp"] = str(problem)
@@ -65,8 +68,11 @@ class _Prober:
         positions_BT: Tensor,
     ) -> None:
         self._kinds = kinds
-        self._name, self._model, self._layout = name, model, layout
-        self._tokens_BT, self._positions_BT = tokens_BT, positions_BT
+        self._name = name
+        self._model = model
+        self._layout = layout
+        self._tokens_BT = tokens_BT
+        self._positions_BT = positions_BT
 
     def runs(self) -> list[str]:
         """What keeps the model from running at all, or on a part of a batch: nothing else can be asked then."""
@@ -93,6 +99,8 @@ class _Prober:
 
     def _run(self, model: nn.Module, x: Tensor, positions_BT: Tensor) -> tuple[Tensor, str, str]:
         """Output, or the error and the innermost module that raised it."""
+        # Modules that were entered and not left. A forward hook is not called where the forward raises, so that the
+        # last one is the innermost that did. What a hook returns but None would replace the module's output.
         stack: list[str] = []
         handles = []
         for path, module in model.named_modules():
@@ -111,15 +119,17 @@ class _Prober:
         return out, "", ""
 
     def _weightless(self) -> list[str]:
+        """An attention core has no parameters: cp replaces it with a core of its own."""
         if not self._layout.context:
             return []
-        rule = "breaks the promise of a weightless attention core: {} holds the parameter {}"
-        return [
-            self._problem(rule.format(path, name), "move it out: the core is softmax(q k) v and nothing else")
-            for path, module in self._model.named_modules()
-            if matches(path, self._layout.context)
-            for name, _ in module.named_parameters()
-        ]
+        sentences = []
+        for path, module in self._model.named_modules():
+            if matches(path, self._layout.context):
+                for name, _ in module.named_parameters():
+                    rule = f"breaks the promise of a weightless attention core: {path} holds the parameter {name}"
+                    fix = "move it out: the core is softmax(q k) v and nothing else"
+                    sentences.append(self._problem(rule, fix))
+        return sentences
 
     def _shapes(self) -> list[str]:
         """A part of the batch and of the sequence goes through."""
@@ -141,12 +151,10 @@ class _Prober:
         layers = list(getattr(self._model, self._layout.layers))
         promise = "breaks the promise that forward is a chain of first modules, layers and last modules"
         fix = "pass x alone from one to the next, with no other path around them, or leave pp at 1"
+        # A stage each, as a pipeline of as many ranks would make them.
+        stages = [[*self._layout.first], *([f"{self._layout.layers}.{name}"] for name in layers), [*self._layout.last]]
         x = self._tokens_BT
-        for keep in (
-            [*self._layout.first],
-            *([f"{self._layout.layers}.{name}"] for name in layers),
-            [*self._layout.last],
-        ):
+        for keep in stages:
             piece = pipeline_parallel.stage(copy.deepcopy(self._model), self._layout, set(keep))
             x, error, place = self._run(piece, x, self._positions_BT)
             if error:
@@ -197,6 +205,9 @@ class _Prober:
         whole = self._core_heads(self._model)
         if any(heads % 2 for heads in whole):
             return []  # such heads cannot be dealt to two ranks, and the configuration check says so
+
+        # A copy with what the first of two ranks has of every layer. Where something cannot be halved nothing is
+        # asked: the configuration check refuses that degree.
         halved = copy.deepcopy(self._model)
         changed = []
         for path, module in list(halved.named_modules()):
@@ -216,25 +227,44 @@ class _Prober:
                 changed.append(path)
         if not changed:
             return []
-        error, place = self._run_dealing(halved)
+
+        # Run it. A rank deals the whole features that a rowwise linear is given, so where one fails for this it takes
+        # its half, and the model is run again.
+        while True:
+            _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
+            failing = dict(halved.named_modules()).get(place)
+            word = word_of(self._layout, place)
+            if not error or not isinstance(failing, nn.Linear) or word != "rowwise":
+                break
+            if failing._forward_pre_hooks or self._runs_as_colwise(halved, place):
+                break
+            failing.register_forward_pre_hook(_take_half)
+
+        # A linear that fails reads no head count: it has the wrong word.
+        if error and isinstance(failing, nn.Linear) and word in ("colwise", "rowwise"):
+            rule = f'calls {place} "{word}" in LAYOUT.tensor, but the features that it is given are '
+            if word == "colwise":
+                rule += "split already"
+                fix = 'call it "rowwise"'
+            else:
+                rule += "whole"
+                fix = 'call it "colwise"'
+                if not self._runs_as_colwise(halved, place):
+                    fix = 'compute them with a linear that is "colwise", which deals them'
+            return [self._problem(f"{rule}: under tp=2 {error}", fix)]
+        if error:
+            replicated = self._whole_beside_halves(halved)
+            if replicated:
+                rule = (
+                    f'calls {replicated} "replicate" in LAYOUT.tensor, but what it gives meets features that are split'
+                )
+                return [self._problem(f"{rule}: under tp=2 {error}", 'call it "colwise"')]
+
+        # Anything else reads sizes of the whole, with an error or without one.
         rule = (
             "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under tp=2, "
         )
         fix = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
-        word = word_of(self._layout, place)
-        linear = place in dict(halved.named_modules()) and isinstance(halved.get_submodule(place), nn.Linear)
-        if error and linear and word in ("colwise", "rowwise"):  # it reads no head count
-            said = f'calls {place} "{word}" in LAYOUT.tensor, but '
-            if word == "colwise":
-                said, fix = said + "the features that it is given are split already", 'call it "rowwise"'
-            else:
-                said, fix = said + "the features that it is given are whole", 'call it "colwise"'
-                if not self._runs_as_colwise(halved, place):
-                    fix = 'compute them with a linear that is "colwise", which deals them'
-            return [self._problem(f"{said}: under tp=2 {error}", fix)]
-        if error and (name := self._whole_beside_halves(halved)):
-            said = f'calls {name} "replicate" in LAYOUT.tensor, but what it gives meets features that are split'
-            return [self._problem(f"{said}: under tp=2 {error}", 'call it "colwise"')]
         if error:
             return [self._problem(f"{rule}{place} fails: {error}", fix)]
         heads = self._core_heads(halved)
@@ -242,17 +272,6 @@ class _Prober:
             core = self._layout.context
             return [self._problem(f"{rule}{core} is given {heads} heads and not half of {whole}", fix)]
         return []
-
-    def _run_dealing(self, halved: nn.Module) -> tuple[str, str]:
-        """The error and its place where rowwise linears that are given all features take their half, as a rank does."""
-        while True:
-            _, error, place = self._run(halved, self._tokens_BT, self._positions_BT)
-            module = dict(halved.named_modules()).get(place)
-            if not error or not isinstance(module, nn.Linear) or word_of(self._layout, place) != "rowwise":
-                return error, place
-            if module._forward_pre_hooks or self._runs_as_colwise(halved, place):
-                return error, place
-            module.register_forward_pre_hook(_take_half)
 
     def _runs_as_colwise(self, halved: nn.Module, path: str) -> bool:
         """Whether layers run where the linear of this name has half of its outputs in place of its inputs."""

@@ -70,10 +70,14 @@ def prepare(
     if not full:
         sections = _small(possible, loaded, notes, own)
     _steady(sections, loaded.config, notes, steps)
+
+    # One global batch that every mesh can deal out: all compare with the same record of one process.
     sequences = math.lcm(2, *(rows_per_data_rank(plan.degrees) * _data_ranks(plan.degrees) for plan in possible))
     seq_len = sections["training"].get("seq_len", loaded.config.training.seq_len)
     notes.append(f"batch: {sequences} sequences of {seq_len} synthetic tokens, some without loss")
     tried = [_fitted(plan, sections, sequences) if not plan.problem else plan for plan in plans]
+
+    # One process takes the whole batch at once, with no mesh, no offload and no recomputation.
     one: dict[str, Any] = dict.fromkeys(OPTIONS.values(), 1)
     one |= {"shard_optimizer_states": False, "module_fqns_per_model_part": None}
     alone = {**sections, "parallelism": {**sections["parallelism"], **one}}
@@ -98,8 +102,8 @@ def _fitted(plan: Plan, sections: Mapping[str, dict[str, Any]], sequences: int) 
         section, _, name = option.partition(".")
         fitted[section] = {**fitted.get(section, {}), name: value}
     loaded = changed(plan.loaded, fitted, set(), "")
-    # what the user wrote for an option that verify has turned off is not a mistake: only the mesh's own options are
-    # "set"
+    # The rules refuse an option that is set and has no effect. What the user wrote for an option that verify has turned
+    # off is no such mistake, so only the mesh's own options count as set.
     origins = {option: where for option, where in loaded.origins.items() if option.startswith("parallelism.")}
     loaded = dataclasses.replace(loaded, origins=origins)
     found = configs.check(loaded)
@@ -114,10 +118,12 @@ def needed_layers(plans: Sequence[Plan]) -> int:
 def _small(
     plans: Sequence[Plan], loaded: Loaded, notes: list[str], own: Mapping[str, Any] | None
 ) -> dict[str, dict[str, Any]]:
+    """The sections that make model and sequences small; what is changed is added to ``notes``."""
     sizes = model_shape(loaded) or {}
     layers = needed_layers(plans)
     model = loaded.config.model
     given: dict[str, Any] = dict(model.overrides)
+    # Sizes that own_sizes found for a user's file, or those of our own models, whose names are known.
     if own is not None:
         sizes, given = {**sizes, **own["sizes"]}, given | own["given"]
         notes += own["notes"]
@@ -129,6 +135,8 @@ def _small(
     changes = {name: value for name, value in given.items() if sizes.get(name) != value}
     if changes:
         notes.append("model: " + ", ".join(f"{name} {sizes.get(name)} -> {value}" for name, value in changes.items()))
+
+    # The shortest sequence of at least MIN_TOKENS that tp and cp can cut.
     cuts = math.lcm(1, *(_cuts(plan.degrees) for plan in plans))
     seq_len = -(-MIN_TOKENS // cuts) * cuts
     notes.append(
@@ -145,6 +153,7 @@ def _small(
 
 
 def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[Plan], config: Config) -> dict[str, int]:
+    """Sizes up to CAPS that the degrees of all plans divide."""
     tensor = math.lcm(1, *(plan.degrees.get("tp", 1) for plan in plans))
     experts = math.lcm(1, *(plan.degrees.get("ep", 1) for plan in plans))
     small = {name: min(sizes[name], cap) for name, cap in CAPS.items() if isinstance(sizes.get(name), int)}
@@ -154,6 +163,7 @@ def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[Plan], config: Config
     if "num_experts" in small:
         small["num_experts"] = min(sizes["num_experts"], -(-small["num_experts"] // experts) * experts)
     if "num_heads" in sizes:
+        # Ulysses deals heads to the ranks of cp as well. Grouped attention keeps groups of up to two queries a key.
         ulysses = config.parallelism.context_parallel_method == "ulysses"
         parts = [plan.degrees.get("tp", 1) * (plan.degrees.get("cp", 1) if ulysses else 1) for plan in plans]
         heads = math.lcm(2, *parts)

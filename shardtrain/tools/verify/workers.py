@@ -58,6 +58,8 @@ def run(
     Raises:
         RankFailed: a process raised, died, or did not answer in time; the others are stopped.
     """
+    # Forked: ranks share what this process has imported, and it has computed nothing yet, so that no thread of PyTorch
+    # holds a lock that a fork would copy.
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(num_ranks)]
     sys.stdout.flush()  # a fork would print what is buffered again
@@ -81,6 +83,7 @@ def run(
 
 
 def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limit_seconds: float) -> list[Any]:
+    """The answers of all ranks; raises RankFailed for the first rank that has failed by itself."""
     answers: dict[int, Any] = {}
     failures: list[tuple[bool, int, dict[str, Any]]] = []
     waiting = {receiver: rank for rank, receiver in enumerate(receivers)}
@@ -88,11 +91,13 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
     end = time.monotonic() + limit_seconds
     with WaitingHeartbeat(f"comparing on {where}") as heartbeat:
         while waiting:
-            left = max(0.0, end - time.monotonic())
-            # the end of a process as well as that of its pipe, which processes that were forked later hold open
+            # The end of a process is waited for as well as that of its pipe, which processes that were forked later
+            # hold open.
             ended = {processes[rank].sentinel: receiver for receiver, rank in waiting.items()}
-            line_due = heartbeat.timeout
-            ready: Any = wait([*waiting, *ended], timeout=left if line_due is None else min(left, line_due))
+            left = max(0.0, end - time.monotonic())
+            if heartbeat.timeout is not None:
+                left = min(left, heartbeat.timeout)
+            ready: Any = wait([*waiting, *ended], timeout=left)
             ready = {ended.get(one, one) for one in ready}
             if not ready and time.monotonic() < end:
                 heartbeat.tell()
@@ -110,7 +115,8 @@ def _collect(receivers: list[Connection], processes: Sequence[BaseProcess], limi
                 if not answer["sentence"]:
                     answers[rank] = answer["value"]
                     continue
-                # a rank that lost its peer tells of the connection; the peer itself knows why, and answers soon
+                # A rank that lost its peer tells of the connection. The peer itself knows why, and answers soon, so
+                # errors of gloo come last in the order of failures.
                 failures.append(("gloo" in answer["sentence"], rank, answer))
                 end = min(end, time.monotonic() + GRACE_SECONDS)
     if failures:

@@ -176,10 +176,12 @@ def general(sizes: Sizes) -> Iterator[Check]:
     """Checks that are the same for every model."""
     from shardtrain.tools.verify.real import beyond, sums
 
-    far_columns, columns = beyond.COLUMNS, 4096
-    far = sizes.far_rows * far_columns
+    columns = 4096
     rows = sizes.numbers // columns
+    far_columns = beyond.COLUMNS
+    far = sizes.far_rows * far_columns
 
+    # Each kind of check is a function of its sizes, and then the checks themselves.
     def norm(mesh: tuple[str, int, dict[str, int]], shape: tuple[int, int], values: str, dtype: str) -> Check:
         name, ranks, degrees = mesh
         numel = shape[0] * shape[1]
@@ -219,13 +221,16 @@ def general(sizes: Sizes) -> Iterator[Check]:
         """A check that counts numbers that are wrong."""
 
         def measure(folder: Path) -> tuple[float, str]:
+            # Path among the arguments stands for the check's own folder, which is made when it is measured
             own = [str(folder) if argument is Path else argument for argument in arguments]
             (found,) = _on_ranks(folder, 1, function, *own, alone=True)
             return found["wrong"], "numbers that are wrong"
 
         return Check(name, size, "1", 1, needs, 0, measure)
 
-    size, far_bytes, small = f"{far:,} bfloat16", 2 * far, 1 << 28
+    size = f"{far:,} bfloat16"
+    far_bytes = 2 * far
+    small = 1 << 28
     yield exact("initial draws", f"{far:,} float32", small, beyond.drawn, sizes.far_rows)
     yield exact("order of samples", f"{sizes.far_samples:,} samples", small, beyond.ordered, sizes.far_samples)
     yield exact("checkpoint, far rows", size, small, beyond.stored_far, sizes.far_rows, Path)
@@ -250,20 +255,21 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
 
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
     for length in angles.lengths(loaded.config):
-        yield Check(
-            "rotary angles",
-            f"position {length - 1:,}",
-            "1",
-            1,
-            1 << 28,
-            angles.limit(length),
-            functools.partial(_angles, loaded, length),
-        )
+
+        def measure(folder: Path, length: int = length) -> tuple[float, str]:
+            (found,) = _on_ranks(folder, 1, angles.error, loaded.config, length, alone=True)
+            if found["error"] is None:
+                raise _NotPossible("the model has no rotary angles of this package")
+            return found["error"], found["note"]
+
+        size = f"position {length - 1:,}"
+        yield Check("rotary angles", size, "1", 1, 1 << 28, angles.limit(length), measure)
+
+    if loaded.config.model.name == "transformers":
+        yield _left_out(model, "networks of transformers are compared with their own, by import and export")
+        return
     folder = Path(tempfile.mkdtemp(prefix="shardtrain-real-"))
     try:
-        if loaded.config.model.name == "transformers":
-            yield _left_out(model, "networks of transformers are compared with their own, by import and export")
-            return
 
         def count(piece: layers.Piece) -> layers.Piece:
             (found,) = _on_ranks(folder, 1, layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
@@ -282,19 +288,12 @@ def _left_out(model: str, reason: str) -> Check:
     return Check(model, "", "1", 1, 0, 0, measure)
 
 
-def _angles(loaded: Loaded, length: int, folder: Path) -> tuple[float, str]:
-    from shardtrain.tools.verify.real import angles
-
-    (found,) = _on_ranks(folder, 1, angles.error, loaded.config, length, alone=True)
-    if found["error"] is None:
-        raise _NotPossible("the model has no rotary angles of this package")
-    return found["error"], found["note"]
-
-
 def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
     """Rows of one piece: loss, norm and gradients on each mesh; the float64 reference is made once."""
     from shardtrain.tools.verify.real import layers
 
+    # A step is run for the first of a mesh's three rows, whose results the other two read; the reference for the first
+    # of all meshes.
     expected: dict[str, float] = {}
     step: dict[str, Any] = {}
     size = f"{piece.numel:,} float32"
@@ -321,7 +320,6 @@ def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
 
     for name, ranks, degrees in (*MESHES, WIDE):
         needs = piece.bytes_on(degrees, ranks)
-        # of three rows the first does the work
         yield Check(
             f"{piece.name}: loss", size, name, ranks, needs, SUM_LIMIT, functools.partial(first, "loss", ranks, degrees)
         )

@@ -64,7 +64,8 @@ def updated(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     wrong = 0
     for row in _places(rows):
         # bfloat16 rounds each step of the kernel: two digits are left, and a number that was left out is off by 100 %
-        moved, gradient = parameter[row].detach().float(), parameter.grad[row].float()
+        moved = parameter[row].detach().float()
+        gradient = parameter.grad[row].float()
         wrong += int(((moved + 0.5 * gradient.sign()).abs() > 0.05).sum())
     return {"wrong": wrong}
 
@@ -77,8 +78,11 @@ def looked_up(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
         table[row] = (row % 251) + torch.arange(COLUMNS) % 4
     table.requires_grad_()
     found = F.embedding(ids, table)
+    # numbers up to 254, which bfloat16 holds exactly
     expected = (ids % 251)[:, None] + torch.arange(COLUMNS)[None] % 4
     wrong = int((found.detach() != expected.to(torch.bfloat16)).sum())
+
+    # The gradient is 1, 2, 3 and so on in the rows that were looked up, and zero in all others.
     found.backward(torch.ones_like(found) * torch.arange(1, len(ids) + 1, dtype=torch.bfloat16)[:, None])  # type: ignore[no-untyped-call]
     gradient = table.grad
     assert gradient is not None
@@ -104,7 +108,10 @@ def scored(rank: int, num_ranks: int, vocabulary: int, tokens: int) -> dict[str,
 
 def drawn(rank: int, num_ranks: int, rows: int) -> dict[str, Any]:
     """Initial numbers of the last of 64 ranks of a tensor, beside a draw of the same blocks written out here."""
-    draw, ranks, rows_per_block = Draw("normal", std=0.02), 64, init_weights.BLOCK_NUMEL // COLUMNS
+    draw = Draw("normal", std=0.02)
+    ranks = 64
+    rows_per_block = init_weights.BLOCK_NUMEL // COLUMNS
+    # a process group of 64 in which this process is the last rank and nobody else is there
     with fake_backend.join(ranks - 1, ranks):
         mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("dp_shard",))
         first = -(-rows // ranks) * (ranks - 1)
@@ -130,10 +137,12 @@ def ordered(rank: int, num_ranks: int, samples: int) -> dict[str, Any]:
     found = sample_at(positions, samples, seed=3).tolist()
     near = sample_at(range(samples - 4096, samples), samples, seed=3)
     wrong = sum(a != _sample(position, samples, 3) for a, position in zip(found, positions, strict=True))
+    # a permutation gives no sample twice and none that is not there
     return {"wrong": wrong + 4096 - len(set(near.tolist())) + int((near >= samples).sum())}
 
 
 def _sample(position: int, samples: int, seed: int) -> int:
+    """The sample at a position: the Feistel network of ``data/order.py`` once more, in Python's integers."""
     epoch, value = divmod(position, samples)
     pool = b"".join(hashlib.sha256(f"shardtrain order {seed} {epoch} {part}".encode()).digest() for part in range(2))
     keys = [int.from_bytes(pool[8 * i : 8 * i + 8], "little") for i in range(8)]
@@ -143,6 +152,7 @@ def _sample(position: int, samples: int, seed: int) -> int:
         left, right = value >> half, value & mask
         for key in keys:
             left, right = right, left ^ (_mixed(right ^ key) & mask)
+        # The network permutes a power of two. A value beyond the samples goes through it again (cycle walking).
         value = left << half | right
         if value < samples:
             return value
@@ -156,7 +166,8 @@ def _mixed(value: int) -> int:
 
 def stored_far(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, Any]:
     """The last rows of a checkpoint's tensor whose bytes begin beyond 2^32: a file with holes, so it takes no space."""
-    path, row_bytes = Path(folder) / "rank-00000.bin", COLUMNS * 2
+    path = Path(folder) / "rank-00000.bin"
+    row_bytes = COLUMNS * 2
     expected = torch.arange(TAIL * COLUMNS).view(TAIL, COLUMNS).remainder(251).to(torch.bfloat16)
     with open(path, "wb") as file:
         file.seek((rows - TAIL) * row_bytes)

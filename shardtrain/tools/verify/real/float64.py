@@ -54,7 +54,9 @@ class Gradients:
                 found.index_add_(0, use.ids[in_block] - first, use.left[in_block, columns])
                 continue
             assert use.right is not None
-            low, high = max(first, use.first), min(stop, use.first + use.left.size(1))
+            # a matrix may be used in parts, as that of queries, keys and values: what this use says of these rows
+            low = max(first, use.first)
+            high = min(stop, use.first + use.left.size(1))
             if low < high:
                 part = use.left[:, low - use.first : high - use.first]
                 found[low - first : high - first].addmm_(part.T, use.right[:, columns])
@@ -64,8 +66,9 @@ class Gradients:
 class _WideLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, note: Callable[[Tensor, Tensor], None]) -> Tensor:
-        ctx.weight, ctx.note = weight, note
         flat = x.reshape(-1, x.shape[-1])
+        ctx.weight = weight
+        ctx.note = note
         ctx.flat = flat
         out = torch.cat([flat @ block.double().T for block in _blocks(weight)], dim=1)
         return out.view(*x.shape[:-1], weight.size(0))  # of no rows, -1 would be ambiguous
@@ -83,6 +86,7 @@ class _WideLinear(torch.autograd.Function):
 
 
 class _WideEmbedding(torch.autograd.Function):
+    # The table takes no gradient, and autograd asks only for what depends on something that does: the anchor, a zero.
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, ids: Tensor, weight: Tensor, note: Callable[[Tensor], None]) -> Tensor:
         ctx.note = note
@@ -115,7 +119,8 @@ class _Wide(TorchFunctionMode):
             out = _WideLinear.apply(args[0], args[1], lambda left, right: uses.append(Use(first, left, right)))
             return out if bias is None else out + bias
         if function is F.embedding and (found := self._find(args[1])):
-            name, ids = found[0], args[0]
+            name, _ = found
+            ids = args[0]
             uses = self._gradients.factors.setdefault(name, [])
             anchor = torch.zeros((), dtype=torch.float64, requires_grad=True)
             return _WideEmbedding.apply(
@@ -147,6 +152,7 @@ def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor])
     Raises:
         RuntimeError: a large matrix is used in another way than ``linear`` and ``embedding``, and took no part.
     """
+    # Large matrices stay as they are and take no gradient of autograd's; all else becomes float64 in place.
     gradients = Gradients()
     large: dict[str, Tensor] = {}
     for module_name, module in model.named_modules():
@@ -163,6 +169,8 @@ def loss_and_gradients(model: nn.Module, loss_of: Callable[[nn.Module], Tensor])
     for _, buffer in model.named_buffers():
         if buffer.is_floating_point():
             buffer.data = buffer.data.double()
+
+    # A matrix that was used in some other way has no factors, and its gradient would be missing.
     with _Wide({name: large[name] for name in unique.values()}, gradients):
         loss = loss_of(model)
     loss.backward()  # type: ignore[no-untyped-call]
@@ -194,7 +202,8 @@ def read(path: str) -> Gradients:
     """The gradients that ``write`` left."""
     from safetensors.torch import load_file
 
-    parts, found = load_file(path), Gradients()
+    parts = load_file(path)
+    found = Gradients()
     for key, tensor in parts.items():
         kind, _, rest = key.partition("/")
         if kind == "whole":

@@ -75,21 +75,29 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[Piece], Piece]) -> Iter
 
     ``count`` fills in the numbers of a piece.
     """
+    # One layer of each kind: of two layers the second has experts, or has no positions.
     sizes = model_shape(loaded) or {}
-    shallow = _shallow(sizes)
+    shallow: dict[str, Any] = {"num_layers": 1} if "num_layers" in sizes else {}
+    if sizes.get("no_rope_layer_interval"):
+        shallow |= {"num_layers": 2, "no_rope_layer_interval": 2}
+    if sizes.get("interleave_moe_layer_step", 1) > 1:
+        shallow |= {"num_layers": 2, "interleave_moe_layer_step": 2}
+    if sizes.get("num_dense_layers"):
+        shallow = {"num_layers": 2, "num_dense_layers": 1}
     layers = f"num_layers {sizes.get('num_layers')} -> {shallow.get('num_layers')}"
     if sizes.get("dropout"):
         shallow["dropout"] = 0.0
         layers += ", no dropout"
     if "dropout" in sizes and loaded.config.model.name == "transformers":
         shallow.pop("dropout")
+
+    # The whole, if it fits or if its vocabulary cannot be told apart.
     whole = count(_piece("layer and vocabulary", loaded, shallow, layers, False))
-    if whole.bytes_on({}, 1) <= budget:
+    if whole.bytes_on({}, 1) <= budget or "vocab_size" not in sizes:
         yield whole
         return
-    if "vocab_size" not in sizes:
-        yield whole
-        return
+
+    # The layer under a small vocabulary. Where dense layers and layers of experts alternate, each is a piece.
     few = {**shallow, "vocab_size": min(FEW_ROWS, sizes["vocab_size"])}
     said = f"{layers}, vocabulary {sizes['vocab_size']} -> {few['vocab_size']}"
     if dense_layers({**sizes, **shallow}):
@@ -98,20 +106,12 @@ def pieces(loaded: Loaded, budget: int, count: Callable[[Piece], Piece]) -> Iter
         few |= _inner(sizes, ("ffn_dim",))
         said += f", ffn_dim {sizes['ffn_dim']} -> {few['ffn_dim']}"
     yield _layer(sizes, loaded, few, said, budget, count)
+
+    # The vocabulary over a small layer: the output is of real size, and the embedding too where they are tied.
     small = {**shallow, **_inner(sizes, tuple(INNER))}
     tied = bool(sizes.get("tied_embeddings"))
     said = f"{layers}, a small layer" + ("" if tied else f", embedding of {FEW_ROWS} rows")
     yield count(_piece("vocabulary", loaded, small, said, not tied))
-
-
-def _shallow(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """One layer of each kind."""
-    found = {"num_layers": 1} if "num_layers" in sizes else {}
-    if sizes.get("no_rope_layer_interval"):  # of two layers the second has no positions, and experts
-        found |= {"num_layers": 2, "no_rope_layer_interval": 2}
-    if sizes.get("interleave_moe_layer_step", 1) > 1:
-        found |= {"num_layers": 2, "interleave_moe_layer_step": 2}
-    return {"num_layers": 2, "num_dense_layers": 1} if sizes.get("num_dense_layers") else found
 
 
 def _inner(sizes: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
@@ -133,14 +133,17 @@ def _layer(
     experts = sizes.get("num_experts", 0)
     groups: dict[str, int] = {}
     while True:
-        text = (
-            said if experts == sizes.get("num_experts", 0) else f"{said}, experts {sizes['num_experts']} -> {experts}"
-        )
-        text += ", one group" if groups else ""
+        text = said
+        if experts != sizes.get("num_experts", 0):
+            text += f", experts {sizes['num_experts']} -> {experts}"
+        if groups:
+            text += ", one group"
         overrides = {**few, "num_experts": experts, **groups} if experts else few
-        found = count(_piece("layer", loaded, overrides, text, False))
-        if not experts or found.bytes_on({}, 1) <= budget or experts // 2 < sizes.get("top_k", 1):
-            return found
+        piece = count(_piece("layer", loaded, overrides, text, False))
+        if not experts or piece.bytes_on({}, 1) <= budget or experts // 2 < sizes.get("top_k", 1):
+            return piece
+
+        # Half as many. A router that chooses groups first must find enough experts in those, or there is one group.
         experts //= 2
         of_group = experts // sizes.get("num_groups", 1)
         if sizes.get("top_groups", 1) * of_group < sizes.get("top_k", 1):
@@ -148,6 +151,7 @@ def _layer(
 
 
 def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut: bool) -> Piece:
+    """A piece in float32 on a CPU, with nothing on that would change a number or stop the one step."""
     model = {"overrides": {**loaded.config.model.overrides, **overrides}, "converters": []}
     sections: dict[str, dict[str, Any]] = {
         "model": model,
@@ -215,20 +219,17 @@ def build(config: Config, cut_embedding: bool) -> tuple[Any, Any, nn.Module]:
 def count(rank: int, num_ranks: int, config: Config, cut_embedding: bool) -> list[int]:
     """Numbers of the model, of the largest unit that FSDP would gather, and the longest side of a matrix."""
     module, _, model = build(config, cut_embedding)
-    units = [*getattr(model, module.LAYOUT.layers).values()]
-    sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
-    ends = sum(p.numel() for p in model.parameters()) - sum(sizes)
-    tied = bool(tied_names(model))
-    ends = (
-        ends
-        if tied
-        else max(
-            sum(p.numel() for p in getattr(model, name).parameters())
-            for name in (*module.LAYOUT.first, *module.LAYOUT.last)
-        )
-    )
+
+    def numel(part: nn.Module) -> int:
+        return sum(p.numel() for p in part.parameters())
+
+    # FSDP gathers each layer and each end of the model by itself; ends that share weights are one unit.
+    layers = [numel(layer) for layer in getattr(model, module.LAYOUT.layers).values()]
+    ends = [numel(getattr(model, name)) for name in (*module.LAYOUT.first, *module.LAYOUT.last)]
+    if tied_names(model):
+        ends = [numel(model) - sum(layers)]
     widest = max(size for p in model.parameters() for size in p.shape)
-    return [sum(p.numel() for p in model.parameters()), max([*sizes, ends]), widest]
+    return [numel(model), max([*layers, *ends]), widest]
 
 
 def gradient_limit(widest: int) -> float:
@@ -247,6 +248,7 @@ def fill(parameters: Mapping[str, Tensor], module: Any, shape: Any, num_layers: 
         if parameter.ndim in (2, 3):
             tile.fill_(parameter, name, parameter.shape[-1] ** -0.5)
             continue
+        # a vector: around zero, or around one as the weight of a norm is
         init_weights.draw_(parameter, name, replace(draws[name], distribution="normal", std=0.05, depth="none"), 0)
         if draws[name].distribution == "ones":
             local_tensor(parameter).detach().add_(1.0)
@@ -282,7 +284,8 @@ def reference(rank: int, num_ranks: int, piece: Piece, path: str) -> dict[str, f
     fill(dict(model.named_parameters()), module, shape, len(getattr(model, module.LAYOUT.layers)))
     whole = whole_batch(config.debug.seed, 0, SEQUENCES, TOKENS, shape.vocab_size)
     tokens_BT = whole.tokens_BT % _rows(piece, shape.vocab_size)
-    # the trainer's divisor is a float32 number: the gradients have its rounding, the loss sum has not
+
+    # The trainer's divisor is a float32 number: the gradients have its rounding, the loss sum has not.
     weight = torch.tensor(1.0 / whole.num_targets, dtype=torch.float32)
     expert_parallel.before_step([model], weight)
 
@@ -303,7 +306,9 @@ class _Compared(torch.optim.Optimizer):
 
     def __init__(self, parameters: Mapping[str, Tensor], path: str, num_ranks: int) -> None:
         super().__init__(list(parameters.values()), {"lr": 0.0})
-        self._parameters, self._path, self._num_ranks = parameters, path, num_ranks
+        self._parameters = parameters
+        self._path = path
+        self._num_ranks = num_ranks
         self.errors: dict[str, tuple[float, float]] = {}
         """Name -> this rank's share of the squared difference, and of the squared reference."""
         self.squares = 0.0
@@ -314,6 +319,7 @@ class _Compared(torch.optim.Optimizer):
             gradient = parameter.grad
             if gradient is None:
                 continue
+            # several ranks may hold the same part: each has its share of it, so that shares add up over all ranks
             copies = copies_of(gradient, self._num_ranks)
             self.squares += float64_squares(local_tensor(gradient)) / copies
             difference, size = _distance(gradient, name, expected)
@@ -322,17 +328,22 @@ class _Compared(torch.optim.Optimizer):
 
 def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple[float, float]:
     """Squared distance of this rank's part of a gradient from float64, and the squared size of that."""
-    local, slices = local_tensor(gradient).detach(), local_slices(gradient)
+    local = local_tensor(gradient).detach()
+    slices = local_slices(gradient)
     if local.numel() == 0:
         return 0.0, 0.0
     if local.ndim < 2:
         wanted = expected.whole[name][slices]
         return float((local.double() - wanted).square().sum()), float(wanted.square().sum())
-    difference, size, shape = [], [], gradient.shape
+
+    # A block of rows at a time, of which alone the reference is formed. Matrices of experts lie in one tensor, and the
+    # reference counts their rows through.
+    difference = []
+    size = []
     step = max(1, (1 << 22) // local.shape[-1])
     matrices = [local] if local.ndim == 2 else local.flatten(0, -3).unbind()
     for number, matrix in enumerate(matrices):
-        above = 0 if local.ndim == 2 else (slices[0].start + number) * shape[-2]
+        above = 0 if local.ndim == 2 else (slices[0].start + number) * gradient.shape[-2]
         for start in range(0, len(matrix), step):
             part = matrix[start : start + step]
             first = above + slices[-2].start + start
@@ -377,7 +388,7 @@ def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: Piece, 
         flops_per_token=0.0,
     )
     outcome = trainer.step(run)
-    share = float(outcome.loss_sum) / mesh.size("tp")
+    share = float(outcome.loss_sum) / mesh.size("tp")  # the ranks of a tp group have the same sum
     return {"loss": share, "norm": outcome.grad_norm, "squares": compared.squares, "errors": compared.errors}
 
 
@@ -391,12 +402,17 @@ def errors(found: list[dict[str, Any]], expected: Mapping[str, float]) -> dict[s
     norm = math.sqrt(math.fsum(one["squares"] for one in found))
     names = {name for one in found for name in one["errors"]}
     floor = 1e-6 * norm**2
-    worst, where = 0.0, ""
+    worst = 0.0
+    where = ""
     for name in sorted(names):
-        difference, size = (math.fsum(one["errors"][name][i] for one in found if name in one["errors"]) for i in (0, 1))
+        shares = [one["errors"][name] for one in found if name in one["errors"]]
+        difference = math.fsum(share[0] for share in shares)
+        size = math.fsum(share[1] for share in shares)
         error = math.sqrt(difference / max(size, floor))
+        # written so that an error that is not a number is the worst
         if not error <= worst:
-            worst, where = error, name
+            worst = error
+            where = name
     return {
         "loss": abs(loss / expected["loss"] - 1),
         "norm": max(abs(one["norm"] / norm - 1) for one in found),

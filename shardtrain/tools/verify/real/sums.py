@@ -67,7 +67,9 @@ def gradient(shape: tuple[int, ...], placements: list[Placement], mesh: Mesh, dt
     local_shape = list(shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
-            size, place = device_mesh.size(axis), device_mesh.get_local_rank(axis)
+            # as PyTorch shards: chunks of equal size rounded up, of which the last may be shorter or empty
+            size = device_mesh.size(axis)
+            place = device_mesh.get_local_rank(axis)
             chunk = -(-local_shape[placement.dim] // size)
             local_shape[placement.dim] = max(0, min(chunk, local_shape[placement.dim] - chunk * place))
     local = torch.empty(local_shape, dtype=dtype)
@@ -97,8 +99,11 @@ def gradient_norm(
     for name, parameter in (("matrix", matrix), ("vector", vector)):
         tile.fill_(parameter.grad, name, std, mean)  # type: ignore[arg-type]
     if values == "one large":
-        # a rank that stops short of the end, or counts it twice, is seen
-        _last_row(matrix.grad, rows).fill_(100.0)  # type: ignore[arg-type]
+        # The very last row, on the ranks that hold a part of it: one that stops short of the end, or counts it twice,
+        # is seen.
+        mine = local_slices(matrix.grad)[0]  # type: ignore[arg-type]
+        if mine.stop == rows and mine.start < rows:
+            local_tensor(matrix.grad)[-1:].fill_(100.0)  # type: ignore[arg-type]
     norm = grad_clip.gradient_norm([matrix, vector], mesh)
     gradients = [parameter.grad for parameter in (matrix, vector)]
     share = math.fsum(
@@ -106,11 +111,6 @@ def gradient_norm(
         for one in gradients
     )
     return {"norm": float(norm), "squares": share}
-
-
-def _last_row(tensor: DTensor, rows: int) -> Tensor:
-    mine = local_slices(tensor)[0]
-    return local_tensor(tensor)[-1:] if mine.stop == rows and mine.start < rows else local_tensor(tensor)[:0]
 
 
 def norm_error(answers: list[dict[str, Any]]) -> float:
@@ -138,7 +138,9 @@ class _Batches:
     """Micro-batches of random tokens and targets that are made when they are asked for, and a float64 sum over them."""
 
     def __init__(self, count: int, size: int, table_PV: Tensor, seed: int) -> None:
-        self._count, self._size, self._table = count, size, table_PV
+        self._count = count
+        self._size = size
+        self._table = table_PV
         self._log_sums_P = torch.stack([row_V.double().logsumexp(0) for row_V in table_PV])
         self._generator = torch.Generator().manual_seed(seed)
         self.sums: list[float] = []
@@ -149,7 +151,8 @@ class _Batches:
     def __getitem__(self, number: int) -> Batch:
         if number >= self._count:
             raise IndexError(number)
-        shape, (prefixes, vocabulary) = (1, self._size), self._table.shape
+        shape = (1, self._size)
+        prefixes, vocabulary = self._table.shape
         tokens_BT = torch.randint(0, prefixes, shape, generator=self._generator)
         targets_BT = torch.randint(0, vocabulary, shape, generator=self._generator)
         chosen_N = self._table.view(-1).index_select(0, (tokens_BT * vocabulary + targets_BT).view(-1))
@@ -169,7 +172,8 @@ def loss_sum(
     mesh, config = mesh_of(rank, num_ranks, degrees)
     whole_PV = torch.empty(PREFIXES, vocabulary)
     tile.fill_(whole_PV, "logits")
-    part, own_Pv = None, whole_PV
+    part = None
+    own_Pv = whole_PV
     if mesh.size("tp") > 1:
         part = SplitVocabulary(mesh, vocabulary)
         own_Pv = whole_PV[:, part.offset : part.offset + part.columns].contiguous()

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from shardtrain.ops.dtensor import local_slices, local_tensor
 
-_ROWS, _STEP = 1024, 1021
-"""Rows before the table is used from its beginning again, and how far apart they begin in it: a prime number."""
+_ROWS = 1024
+"""Rows before the table is used from its beginning again."""
+_STEP = 1021
+"""How far apart rows begin in the table: a prime number."""
 
 
 def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> None:
@@ -24,13 +26,15 @@ def fill_(tensor: Tensor, name: str, std: float = 1.0, mean: float = 0.0) -> Non
     Row r is a window of the table, ``std`` wide around ``mean``; its strength changes a little from one run through the
     table to the next, so that no two rows far apart are equal.
     """
-    local, slices = local_tensor(tensor).detach(), local_slices(tensor)
+    local = local_tensor(tensor).detach()
+    slices = local_slices(tensor)
     if local.numel() == 0:
         return
     columns = slices[-1]
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
     generator = torch.Generator().manual_seed(seed)
     table = torch.empty(_ROWS * _STEP + tensor.shape[-1]).normal_(generator=generator)
+    # windows overlap: row r begins _STEP numbers after row r - 1, and no copy of them is made
     windows = table.as_strided((_ROWS, columns.stop - columns.start), (_STEP, 1), columns.start)
     for rows, first in _row_blocks(local, slices, tensor.shape):
         start = 0
