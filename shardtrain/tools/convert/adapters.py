@@ -77,7 +77,8 @@ def _merge_peft(found: Any) -> None:
         raise ConfigError(f"{found.adapters} does not say where its weights are; name them with --base")
     if (found.base / "config.json").exists():
         hub = recognise(found.base)
-        module, shape = models.find(hub.name), hub.config
+        module = models.find(hub.name)
+        shape = hub.config
         model = {"name": hub.name, "flavor": hub.flavor, "overrides": dict(hub.overrides)}
     else:
         config = load_config(found.base, found.config).config

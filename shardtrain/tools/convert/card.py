@@ -120,7 +120,8 @@ def of_checkpoint(
     """The card of an exported checkpoint, by its manifest and, where they are there, the files of its run."""
     run = Path(os.path.realpath(checkpoint)).parent.parent
     state: Mapping[str, Any] = manifest.read(checkpoint).facts.get("state", {})
-    config, facts = None, []
+    config = None
+    facts = []
     if (run / RESOLVED_CONFIG).is_file():
         try:
             config = configs.load(run / RESOLVED_CONFIG).config

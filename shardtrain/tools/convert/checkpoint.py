@@ -36,7 +36,8 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     from shardtrain.config.assets import tokenizer_folder
 
     loaded = configs.load(path, [])
-    model, training = loaded.config.model, loaded.config.training
+    model = loaded.config.model
+    training = loaded.config.training
     assets = tokenizer_folder(model.tokenizer_path or model.hf_assets_path)
     return {
         "name": model.name,

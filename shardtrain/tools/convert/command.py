@@ -84,7 +84,8 @@ def export_main(words: Sequence[str]) -> int:
         "Write the weights of a checkpoint as a Hugging Face folder, and check it.",
         "shardtrain export outputs --to hf_model",
     )
-    parser.usage, rarer = "shardtrain export FROM (--to HF_DIR | --push ORG/NAME) [OPTION ...]", parser.rarer()
+    parser.usage = "shardtrain export FROM (--to HF_DIR | --push ORG/NAME) [OPTION ...]"
+    rarer = parser.rarer()
     where = "a step-N folder, a run's folder (its newest good step), or a Hugging Face folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
     parser.add_argument("--to", type=Path, metavar="HF_DIR", help="a new folder")

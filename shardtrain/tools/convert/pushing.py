@@ -41,7 +41,9 @@ class Push:
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id
 
-        self.repo_id, self._private, self._overwrite_card = repo_id, private, overwrite_card
+        self.repo_id = repo_id
+        self._private = private
+        self._overwrite_card = overwrite_card
         try:
             validate_repo_id(repo_id)
         except HFValidationError:

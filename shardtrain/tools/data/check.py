@@ -141,7 +141,9 @@ class _Ticker:
     """Adds up what was read and shows it."""
 
     def __init__(self, progress: Progress, total: int | None) -> None:
-        self._progress, self._total, self._read = progress, total, 0
+        self._progress = progress
+        self._total = total
+        self._read = 0
 
     def __call__(self, count: int) -> None:
         self._read += count
@@ -150,7 +152,8 @@ class _Ticker:
 
 def _facts(survey: Survey, packing: Packing) -> dict[str, Any]:
     """Counts of one dataset, by the words that are printed."""
-    tally, lengths = survey.tally, survey.lengths
+    tally = survey.tally
+    lengths = survey.lengths
     num_duplicates, examples = survey.duplicates()
     shape = (int(lengths.min()), int(np.median(lengths)), int(lengths.max())) if len(lengths) else (0, 0, 0)
     return {
@@ -214,7 +217,8 @@ def _end_of_task(config: Config, world_size: int) -> int:
 
 def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, report: Report) -> None:
     """Enter what is wrong with one dataset into the report."""
-    tally, policy = survey.tally, BadRows.of(config.data)
+    tally = survey.tally
+    policy = BadRows.of(config.data)
     report.bad.extend(survey.damage)
     if not policy.skip and tally.num_bad:
         fix = 'correct or remove them, or set data.bad_rows="skip"'

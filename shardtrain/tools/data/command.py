@@ -17,7 +17,8 @@ def main(words: list[str]) -> int:
     if not words:
         fix = f"use one of {', '.join(VERBS)}; shardtrain data --help says what each does"
         raise ConfigError(Problem("shardtrain data", None, "needs a verb", fix, "command line"))
-    verb, rest = words[0], words[1:]
+    verb = words[0]
+    rest = words[1:]
     if verb in ("help", "--help", "-h"):
         print(USAGE, end="")
         return 0

@@ -117,7 +117,8 @@ class Hub:
         # what the library logs (it waits, it tries again) has addresses in it, which may be signed
         for handler in logging.getLogger("huggingface_hub").handlers:
             handler.addFilter(_without_secrets)
-        self.repo_id, self.revision = repo_id, revision
+        self.repo_id = repo_id
+        self.revision = revision
         self.endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or _DEFAULT_ENDPOINT
         parts = urllib.parse.urlsplit(self.endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -126,7 +127,8 @@ class Hub:
         try:
             self.token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else self._ask(get_token)
         except Exception as error:  # of files, of a login that is renewed, of OIDC
-            rule, fix = f"cannot be found ({_one_line(error)})", "log in again with hf auth login, or set HF_TOKEN"
+            rule = f"cannot be found ({_one_line(error)})"
+            fix = "log in again with hf auth login, or set HF_TOKEN"
             raise ConfigError(Problem("the token", None, rule, fix)) from error
         if self.token and not re.fullmatch(r"[!-~]+", self.token):
             origin = "HF_TOKEN" if os.environ.get("HF_TOKEN", "").strip() else str(constants.HF_TOKEN_PATH)
@@ -157,7 +159,8 @@ class Hub:
                 raise TypeError("an answer without files")
             return info.sha or self.revision, {str(file.rfilename): file for file in info.siblings}
         except HFValidationError as error:
-            rule, fix = "is not the name of a repository", "write it like ORGANISATION/NAME"
+            rule = "is not the name of a repository"
+            fix = "write it like ORGANISATION/NAME"
             raise ConfigError(Problem("--repo_id", self.repo_id, rule, fix)) from error
         except Exception as error:
             if isinstance(error, HfHubHTTPError) or not isinstance(
@@ -372,7 +375,8 @@ def _plain(text: str) -> str:
 
 
 def _without_secrets(record: logging.LogRecord) -> bool:
-    record.msg, record.args = _plain(" ".join(record.getMessage().split())), ()
+    record.msg = _plain(" ".join(record.getMessage().split()))
+    record.args = ()
     return True
 
 

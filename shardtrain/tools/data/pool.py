@@ -134,7 +134,8 @@ def _serve(connection: Connection, foreign: list[Connection], work: Work) -> Non
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops its processes
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # these processes are the parallelism; threads below them would fight for the same cores
-    os.environ["TOKENIZERS_PARALLELISM"], os.environ["RAYON_NUM_THREADS"] = "false", "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    os.environ["RAYON_NUM_THREADS"] = "1"
     say = _Sayer(connection, os.getppid())
     while True:
         try:
@@ -162,7 +163,8 @@ class _Sayer:
     """Adds up numbers and sends them a few times a second; ends the process when its parent is gone."""
 
     def __init__(self, connection: Connection, parent: int) -> None:
-        self._connection, self._parent = connection, parent
+        self._connection = connection
+        self._parent = parent
         self._sums: dict[str, Any] = {}
         self._sent = time.monotonic()
 
@@ -179,7 +181,8 @@ class _Sayer:
             os._exit(0)
         if self._sums:
             _send(self._connection, self._sums)
-        self._sums, self._sent = {}, time.monotonic()
+        self._sums = {}
+        self._sent = time.monotonic()
 
 
 def _send(connection: Connection, message: dict[str, Any]) -> None:

@@ -174,7 +174,8 @@ def _fit(job: Job, processes: int) -> list[str]:
 
     Returns lines that say what came of it; none where there is nothing to do.
     """
-    packing, line = job.packing, ShardTokenBuffer(job.folder, "--output")
+    packing = job.packing
+    line = ShardTokenBuffer(job.folder, "--output")
     if packing.kind == "concat" or line.num_documents < FIT_DOCUMENTS:
         return []
     if fitted.table_of(line, packing, "--output", refuses_many=False) is not None:
@@ -195,7 +196,9 @@ def _fit(job: Job, processes: int) -> list[str]:
             ]
         }
 
-    began, waiting, merged = time.monotonic(), dict[int, list[dict[str, Any]]](), 0
+    began = time.monotonic()
+    waiting = dict[int, list[dict[str, Any]]]()
+    merged = 0
     with storing(job.folder):
         writer = FitTableWriter(job.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, fitted.num_blocks(line))
         try:
@@ -218,7 +221,8 @@ class _Work:
     """The state of a folder on its way: what was laid into the shards, and which units wait to be."""
 
     def __init__(self, job: Job) -> None:
-        self.job, self.folder = job, job.folder / UNFINISHED
+        self.job = job
+        self.folder = job.folder / UNFINISHED
         self._units = units.Units(job.source)
         state = self._read_state()
         self.tally = units.tally_from_json(state["tally"])
@@ -237,7 +241,8 @@ class _Work:
 
     def run(self, processes: int) -> None:
         """Do all units, and lay them into the shards."""
-        job, policy = self.job, BadRows.of(self.job.config.data)
+        job = self.job
+        policy = BadRows.of(self.job.config.data)
 
         def work(number: int, say: pool.Say) -> dict[str, Any]:
             return units.write_unit(self.folder, job.source, job.encoder, policy, self._units[number], say)
@@ -289,7 +294,8 @@ class _Work:
         self._write_state({"merged": self.merged, "position": position, "tally": units.tally_to_json(self.tally)})
         for number in self._to_remove:
             units.remove_unit(self.folder, self._units[number])
-        self._to_remove, self._saved = [], time.monotonic()
+        self._to_remove = []
+        self._saved = time.monotonic()
 
     def finish(self) -> Index:
         """Judge the whole, and write the index."""
@@ -317,7 +323,8 @@ class _Work:
             state: dict[str, Any] = json.loads(path.read_bytes())
             _same_facts(self.job, state["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            rule, fix = f"cannot be continued ({error or type(error).__name__})", f"remove {self.job.folder}"
+            rule = f"cannot be continued ({error or type(error).__name__})"
+            fix = f"remove {self.job.folder}"
             raise ConfigError(Problem("--output", str(path), rule, fix)) from error
         return state
 

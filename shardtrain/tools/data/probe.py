@@ -168,7 +168,8 @@ def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: boo
 def _wrong_positions(batch: Batch) -> list[str]:
     """Positions of the first row that do not count from 0 in each document; the first may continue from another row."""
     assert batch.documents_BT is not None  # probe has looked
-    positions, documents = batch.positions_BT[0].tolist(), batch.documents_BT[0].tolist()
+    positions = batch.positions_BT[0].tolist()
+    documents = batch.documents_BT[0].tolist()
     wrong = []
     for t in range(1, len(positions)):
         expected = positions[t - 1] + 1 if documents[t] == documents[t - 1] else 0
@@ -179,7 +180,8 @@ def _wrong_positions(batch: Batch) -> list[str]:
 
 def verdicts(report: ProbeReport, most: int = 8) -> list[str]:
     """The report as lines: what each change did, at most so many wrong targets, and the verdict last."""
-    lines, bad = [], 0
+    lines = []
+    bad = 0
     for c in report.changes:
         start = f"document {c.document}, token at place {c.place} changed:"
         faults = [f"LEAK from document {c.document} into document {n}: {_ranges(p)}" for n, p in c.leaks.items()]

@@ -26,8 +26,11 @@ class Progress:
     """
 
     def __init__(self, title: str, total_bytes: int | None, done: float = 0.0) -> None:
-        self._title, self._total_bytes, self._done_before = title, total_bytes, done
-        self._started, self._said = time.monotonic(), silent_since()
+        self._title = title
+        self._total_bytes = total_bytes
+        self._done_before = done
+        self._started = time.monotonic()
+        self._said = silent_since()
         self._bar: RichProgress | None = None
         if redraw_allowed(sys.stderr):
             self._bar = _bar(title)

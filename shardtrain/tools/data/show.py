@@ -37,7 +37,10 @@ Given the folder of a run, shows what that run has read or will read.
 
 Learned text is green and other text gray; without colors, text without loss is in «double angles».
 """
-_LEARNED, _IGNORED, _FRAME, _END = "\033[32m", "\033[90m", "\033[36m", "\033[0m"
+_LEARNED = "\033[32m"
+_IGNORED = "\033[90m"
+_FRAME = "\033[36m"
+_END = "\033[0m"
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ def main(words: list[str]) -> int:
     batch_size = derived.global_batch_size(config, world_size)
     first = (taken.own.get("--step", 1) - 1) * batch_size
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
-    found, count = False, min(taken.own.get("--rows", 3), batch_size)
+    found = False
+    count = min(taken.own.get("--rows", 3), batch_size)
     if config.task.name not in OF_NEXT_TOKENS:
         for row, tokenizer in task_rows(config, first, count):
             found = True
@@ -169,7 +173,8 @@ def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow
 def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: int) -> Shown:
     """One row of a batch in parts; the last target, which is not an input, is the last token of its document."""
     sample = int(batch.sample_ids_B[row])
-    tokens, targets = batch.tokens_BT[row].tolist(), batch.targets_BT[row].tolist()
+    tokens = batch.tokens_BT[row].tolist()
+    targets = batch.targets_BT[row].tolist()
     positions = batch.positions_BT[row].tolist()
     documents = [0] * len(tokens) if batch.documents_BT is None else batch.documents_BT[row].tolist()
     length = _without_filler(tokens, targets, documents, pad_id)

@@ -80,14 +80,16 @@ class _Lengths(MemoryTokenBuffer):
     def __init__(self, lengths: npt.NDArray[np.int64]) -> None:
         super().__init__([], 1)
         self._starts = np.cumsum(lengths) - lengths
-        self.num_tokens, self.num_documents = int(lengths.sum()), len(lengths)
+        self.num_tokens = int(lengths.sum())
+        self.num_documents = len(lengths)
 
 
 class _Collector:
     """Hashes and lengths of documents as they pass by."""
 
     def __init__(self) -> None:
-        self._hashes, self._lengths = array("Q"), array("I")
+        self._hashes = array("Q")
+        self._lengths = array("I")
         self._max_id = -1
 
     def add(self, tokens: npt.NDArray[Any]) -> None:
@@ -107,9 +109,11 @@ class _Collector:
 
 def survey_rows(name: str, source: Table | Shards, encoder: Encoder, tick: Callable[[int], None]) -> Survey:
     """Read all rows of a source, and skip bad ones. ``tick`` hears the rows of each part that was read."""
-    survey, collector = Survey(name), _Collector()
+    survey = Survey(name)
+    collector = _Collector()
     everything = BadRows(skip=True, max_fraction=1.0)
-    documents_before, first_keys = array("Q"), list[Key]()
+    documents_before = array("Q")
+    first_keys = list[Key]()
     for chunk in chunks(iter(every_row(source))):
         documents_before.append(survey.tally.documents)
         first_keys.append(chunk[0][0])
@@ -141,7 +145,8 @@ def _encoded(source: Table | Shards, encoder: Encoder, shard: int, start: int) -
 
 def survey_line(name: str, line: ShardTokenBuffer, tick: Callable[[int], None]) -> Survey:
     """Verify every byte of prepared shards, and look at their documents. ``tick`` hears the documents of each part."""
-    survey, collector = Survey(name), _Collector()
+    survey = Survey(name)
+    collector = _Collector()
     for _, wrong in verify(line):
         survey.damage += wrong
     starts = line.document_starts()
@@ -152,7 +157,8 @@ def survey_line(name: str, line: ShardTokenBuffer, tick: Callable[[int], None]) 
         stop = min(stop, line.num_documents)
         base = int(starts[at])
         end = int(starts[stop]) if stop < line.num_documents else line.num_tokens
-        tokens, learned = line.tokens(base, end), line.learned(base, end)
+        tokens = line.tokens(base, end)
+        learned = line.learned(base, end)
         for first, last in zip(starts[at:stop] - base, [*(starts[at + 1 : stop] - base), end - base], strict=True):
             collector.add(tokens[first:last])
         survey.tally.learned += int(learned.sum())

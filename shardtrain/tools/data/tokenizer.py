@@ -21,7 +21,9 @@ from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
 
 PROGRAM = "shardtrain data tokenizer train"
-BOS, EOS, PAD = "<|begin_of_text|>", "<|end_of_text|>", "<|pad|>"
+BOS = "<|begin_of_text|>"
+EOS = "<|end_of_text|>"
+PAD = "<|pad|>"
 HELD_OUT_EVERY = 50
 """One part of the text in so many is not trained on, and measured."""
 _PART_CHARACTERS = 2**16
@@ -47,7 +49,8 @@ class Texts:
     """
 
     def __init__(self, paths: list[str], dataset: str | None, text_field: str, skip_bad_rows: bool) -> None:
-        self._field, self._skip = text_field, skip_bad_rows
+        self._field = text_field
+        self._skip = skip_bad_rows
         self._sources = []
         wanted: list[str | None] = [*paths] or [None]  # some datasets need no path
         for path in wanted:
@@ -236,7 +239,8 @@ def _report(tokenizer: Tokenizer, texts: Texts, wanted: int, folder: Path) -> No
     parts = texts.held_out or texts.first
     where = "held-out text" if texts.held_out else "the text it was trained on (too little to hold some out)"
     ids = tokenizer.encode_batch(parts)
-    num_bytes, num_tokens = sum(len(part.encode()) for part in parts), sum(map(len, ids))
+    num_bytes = sum(len(part.encode()) for part in parts)
+    num_tokens = sum(map(len, ids))
     wrong = sum(tokenizer.decode(one, keep_special=True) != part for one, part in zip(ids, parts, strict=True))
     print(f"trained on {texts.bytes} bytes of {texts.documents} texts, {texts.skipped} bad rows left out")
     if tokenizer.vocab_size < wanted:

@@ -115,7 +115,8 @@ def write_unit(
 
     def tick() -> None:
         say({"rows": tally.rows - said.rows, "tokens": tally.tokens - said.tokens})
-        said.rows, said.tokens = tally.rows, tally.tokens
+        said.rows = tally.rows
+        said.tokens = tally.tokens
 
     files = _UnitFiles(folder, unit, vocab_size)
     try:
@@ -174,7 +175,9 @@ class _UnitFiles:
     """The growing files of a unit, under names of this process until they are whole."""
 
     def __init__(self, folder: Path, unit: Unit, vocab_size: int) -> None:
-        self._folder, self._unit, self._vocab_size = folder, unit, vocab_size
+        self._folder = folder
+        self._unit = unit
+        self._vocab_size = vocab_size
         self._dtype = DTYPES[dtype_for(vocab_size)]
         self._files: dict[str, BinaryIO] = {}
         self._digests: dict[str, Any] = {}
@@ -211,7 +214,8 @@ class _UnitFiles:
             return
         tokens = np.concatenate([document.tokens for document in self._documents])
         if len(tokens):
-            low, high = int(tokens.min()), int(tokens.max())
+            low = int(tokens.min())
+            high = int(tokens.max())
             if low < 0 or high >= self._vocab_size:
                 raise beyond_vocabulary(low if low < 0 else high, self._vocab_size)
         mask = _mask_of(self._documents)
@@ -225,7 +229,8 @@ class _UnitFiles:
         if self._masked:
             self._write("learned", np.ones(len(tokens), np.uint8) if mask is None else mask.astype(np.uint8))
         self._num_tokens += len(tokens)
-        self._documents, self._held = [], 0
+        self._documents = []
+        self._held = 0
 
     def _create(self, ending: str) -> None:
         name = unit_name(self._unit, ending)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
-TORCHTITAN, OWN = "torchtitan", "shardtrain"
+TORCHTITAN = "torchtitan"
+OWN = "shardtrain"
 NAMINGS = (TORCHTITAN, OWN)
 _SHOWN = 8
 _TITAN = (

@@ -73,7 +73,8 @@ def from_dcp(
     tied = {prefix + naming.theirs("head.weight")} if getattr(config, "tied_embeddings", False) else set()
     for name in tied & there.tensors.keys():
         embed = weights["embed.weight"]
-        one, other = there.tensors[name], there.tensors[embed]
+        one = there.tensors[name]
+        other = there.tensors[embed]
         same = (one.shape, one.dtype) == (other.shape, other.dtype)
         if not same or not there.tensor(name).equal(there.tensor(embed)):
             raise CheckpointError(f"{folder}: {name} is not the embedding, and this model has both as one tensor")

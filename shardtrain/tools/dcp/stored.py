@@ -24,7 +24,8 @@ from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError
 
 METADATA = ".metadata"
-_DCP, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_DCP = "torch.distributed.checkpoint.metadata"
+_FILES = "torch.distributed.checkpoint.filesystem"
 _TYPES = {f"torch.{name}" for name in ITEM_BYTES}
 _UNREAD = {
     f"torch.{name}"
@@ -44,7 +45,10 @@ _NAMES = {
     *(f"{_DCP}.StorageMeta", f"{_FILES}._StorageInfo", f"{_FILES}._StoragePrefix"),
 }
 _FILE = re.compile(r"[A-Za-z0-9_.=-]{1,200}")
-_MAX_DIMS, _MAX_SIZE, _MAX_NAME, _MAX_VALUE = 16, 2**48, 1000, 2**20
+_MAX_DIMS = 16
+_MAX_SIZE = 2**48
+_MAX_NAME = 1000
+_MAX_VALUE = 2**20
 _MAX_BYTES = 2**30
 """Of metadata; more are refused unread."""
 _FREE_STEPS, _BYTES_PER_STEP = 1_000_000, 16
@@ -88,7 +92,8 @@ class DcpFolder:
         Raises:
             CheckpointError: when it has none, or they cannot be trusted, or a file is missing or shorter than they say.
         """
-        self.folder, self._where = folder, f"{folder / METADATA}"
+        self.folder = folder
+        self._where = f"{folder / METADATA}"
         self.tensors: dict[str, DcpTensor] = {}
         self.objects: dict[str, Place] = {}
         self.unread: dict[str, str] = {}
@@ -149,7 +154,8 @@ class DcpFolder:
         places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
         for index, info in _dict(table.get("storage_data"), self._where).items():
             at = _state(index, f"{_DCP}.MetadataIndex", self._where)
-            name, offset = at.get("fqn"), at.get("offset")
+            name = at.get("fqn")
+            offset = at.get("offset")
             if not isinstance(name, str):
                 raise self._bad("has an invalid name of a tensor")
             places[name, None if offset is None else _size(offset, self._where)] = self._place(info)
@@ -169,7 +175,8 @@ class DcpFolder:
             first = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
             if not isinstance(first, Name) or str(first) not in _TYPES | _UNREAD:
                 raise self._bad("has a tensor without a type")
-            shape, dtype = _size(facts.get("size"), self._where), first.name
+            shape = _size(facts.get("size"), self._where)
+            dtype = first.name
             if dtype not in ITEM_BYTES:
                 self.unread[name] = dtype
                 continue
@@ -263,7 +270,9 @@ class _Slice(io.RawIOBase):
     def __init__(self, path: Path, place: Place) -> None:
         super().__init__()
         self._file = open(path, "rb", opener=atomic_io.without_waiting)  # noqa: SIM115
-        self._begin, self._length, self._at = place.begin, place.length, 0
+        self._begin = place.begin
+        self._length = place.length
+        self._at = 0
 
     def readable(self) -> bool:
         return True

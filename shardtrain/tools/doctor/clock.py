@@ -93,7 +93,8 @@ def _synchronized(facts: Facts, several: bool) -> Judged | None:
 
 
 def _source(facts: Facts) -> Judged | None:
-    value, expected = facts["source"], "tsc or a hypervisor's own"
+    value = facts["source"]
+    expected = "tsc or a hypervisor's own"
     if value in ("hpet", "acpi_pm", "jiffies"):
         return "warn", f"{value}: each look at the clock is slow", expected, "boot with clocksource=tsc"
     return ("pass", value, expected, "") if value else None

@@ -102,7 +102,8 @@ def read(words: Sequence[str]) -> Request:
         fix = "leave it out; shardtrain train with it checks a mesh without the machines"
         raise ConfigError(Problem("comm.mode", "fake_backend", "sends nothing that could be measured", fix))
     has_config = found.path is not None or bool(found.overrides)
-    limit, num_ranks = taken.own.get("--limit_seconds", LIMIT_SECONDS), taken.own.get("--for_ranks", 0)
+    limit = taken.own.get("--limit_seconds", LIMIT_SECONDS)
+    num_ranks = taken.own.get("--for_ranks", 0)
     flags = ("--json" in taken.own, "--strict" in taken.own)
     return Request(loaded, found.nproc, *flags, limit, has_config, num_ranks)
 
@@ -130,7 +131,8 @@ def _here(request: Request, words: list[str]) -> int:
 
     environment.set_allocator_default(os.environ)
     loaded = request.loaded
-    accelerators, cores = environment.count_accelerators(loaded.config.training.device), environment.usable_cores()
+    accelerators = environment.count_accelerators(loaded.config.training.device)
+    cores = environment.usable_cores()
     choice = environment.choose_processes(loaded.config, request.nproc, os.environ, accelerators, cores)
     os.environ.setdefault(*_OWN_WORDS)
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
@@ -201,7 +203,8 @@ def _run(request: Request) -> dict[str, Any]:
     from shardtrain.tools.doctor.context import RankContext
 
     started = time.monotonic()
-    place, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    place = int(os.environ.get("RANK", "0"))
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     local = (int(os.environ.get("LOCAL_RANK", "0")), _local_size())
     device = pick_device_type(request.loaded.config.training.device)
     with store_channel.open_store(place, size, request.limit_seconds) as store:

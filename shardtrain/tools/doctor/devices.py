@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 AREA = "devices"
 
-CPU_SIZE, CUDA_SIZE = 512, 8192
+CPU_SIZE = 512
+CUDA_SIZE = 8192
 REPEATS = 9
 LOAD_SECONDS = 5.0
 """How long a device is kept busy at most while the driver is asked about it."""
@@ -181,7 +182,8 @@ def _rates(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
     for (_, dtype), rates in kinds.items():
         peak = by_rank[next(iter(rates))]["peak"]
         expected = f"{GOOD_SHARE:.0%} of {peak / TERA:.0f} TFLOP/s or more" if peak else "no expectation"
-        text, subject = fastest_first(reports, rates, "TFLOP/s"), f"matmul {dtype}"
+        text = fastest_first(reports, rates, "TFLOP/s")
+        subject = f"matmul {dtype}"
         low = [rank for rank in rates if peak and rates[rank] * TERA < GOOD_SHARE * peak]
         behind = slow(rates)
         if low:

@@ -45,7 +45,8 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["variables"] = {name: redact(os.environ[name])[:80] for name in names}
     facts["interfaces"] = [name for _, name in socket.if_nameindex()]
     facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
-    facts["cores"], facts["local_size"] = usable_cores(), context.local_size
+    facts["cores"] = usable_cores()
+    facts["local_size"] = context.local_size
     wants = context.device == "cpu" and context.loaded.config.training.device == "auto"
     unseen = unseen_devices(os.environ) if wants else None
     facts["unseen"] = unseen.reason if unseen else ""
@@ -119,7 +120,8 @@ def _threads(facts: Facts) -> Judged | None:
     value = facts["variables"].get("OMP_NUM_THREADS", "")
     if not value.isdecimal():
         return None
-    wanted, cores = int(value) * facts["local_size"], facts["cores"]
+    wanted = int(value) * facts["local_size"]
+    cores = facts["cores"]
     text = f"{value} of OpenMP on {facts['local_size']} ranks for {cores} cores"
     if wanted > cores:
         fewer = f"start {cores} ranks here, or fewer"

@@ -16,7 +16,9 @@ def of_mesh(sizes: Mapping[str, int]) -> Groups:
     >>> of_mesh({"dp_shard": 2, "cp": 1, "tp": 2})
     {'dp_shard': [[0, 2], [1, 3]], 'tp': [[0, 1], [2, 3]]}
     """
-    size, stride, found = math.prod(sizes.values()), math.prod(sizes.values()), {}
+    size = math.prod(sizes.values())
+    stride = math.prod(sizes.values())
+    found = {}
     for axis, degree in sizes.items():
         stride //= degree
         if degree > 1:

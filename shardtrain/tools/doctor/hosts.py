@@ -27,12 +27,14 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["local_size"] = context.local_size
     facts["port_range"] = _numbers("/proc/sys/net/ipv4/ip_local_port_range")
     facts["in_job"] = "SHARDTRAIN_DOCTOR" not in os.environ and context.size > 1
-    facts["port"], facts["port_busy"] = TORCHRUN_PORT, not is_free(TORCHRUN_PORT)
+    facts["port"] = TORCHRUN_PORT
+    facts["port_busy"] = not is_free(TORCHRUN_PORT)
     try:
         found = {entry[4][0] for entry in socket.getaddrinfo(name, None)}
         facts["addresses"] = sorted(map(str, found))
     except OSError as error:
-        facts["addresses"], facts["resolve_error"] = [], str(error.strerror or error)
+        facts["addresses"] = []
+        facts["resolve_error"] = str(error.strerror or error)
 
 
 def _numbers(path: str) -> list[int]:
@@ -56,7 +58,8 @@ def is_free(port: int) -> bool:
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Names that resolve to an address others can reach, equal shares of ranks, a free port."""
-    hosts, by_rank = reports.hosts(), reports.of(AREA)
+    hosts = reports.hosts()
+    by_rank = reports.of(AREA)
     yield _ranks_per_host(reports)
     yield from each(reports, AREA, "name resolves", lambda facts: _resolves(facts, several=len(hosts) > 1))
     found = {facts["architecture"] for facts in by_rank.values()}
@@ -69,7 +72,8 @@ def judge(reports: Reports) -> Iterator[Finding]:
 
 
 def _ranks_per_host(reports: Reports) -> Finding:
-    hosts, by_rank = reports.hosts(), reports.of(AREA)
+    hosts = reports.hosts()
+    by_rank = reports.of(AREA)
     counts = {host: len(ranks) for host, ranks in hosts.items()}
     text = f"{len(hosts)} host{'s' if len(hosts) > 1 else ''}, " + ", ".join(
         f"{host} {count}" for host, count in list(counts.items())[:4]
@@ -91,7 +95,8 @@ def _ranks_per_host(reports: Reports) -> Finding:
 
 
 def _resolves(facts: Facts, several: bool) -> Judged:
-    name, addresses = facts["hostname"], facts["addresses"]
+    name = facts["hostname"]
+    addresses = facts["addresses"]
     expected = "an address that other hosts reach" if several else "an address"
     fix = f"name the address of the fabric for {name} in DNS or /etc/hosts, or set GLOO_SOCKET_IFNAME"
     if not addresses:
@@ -113,12 +118,14 @@ def _ports(facts: Facts) -> Judged | None:
         return None
     low, high = facts["port_range"]
     fix = "widen it: sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
-    text, expected = f"{low} to {high}", f"{LEAST_PORTS} or more"
+    text = f"{low} to {high}"
+    expected = f"{LEAST_PORTS} or more"
     return ("warn", text, expected, fix) if high - low < LEAST_PORTS else ("pass", text, expected, "")
 
 
 def _port(facts: Facts) -> Judged:
-    text, expected = f"port {facts['port']}", "free, for a torchrun without --rdzv-endpoint"
+    text = f"port {facts['port']}"
+    expected = "free, for a torchrun without --rdzv-endpoint"
     fix = "end the process that listens there (ss -ltnp shows it), or give torchrun --rdzv-endpoint HOST:PORT"
     return (
         ("warn", f"{text} is busy", expected, fix) if facts["port_busy"] else ("pass", f"{text} is free", expected, "")

@@ -93,7 +93,8 @@ def _files(facts: Facts) -> Judged | None:
     value = facts.get("open_files")
     if value is None:
         return None
-    text, fix = ("unlimited" if value < 0 else str(value)), "raise it: ulimit -n 65536 (LimitNOFILE, or the container)"
+    text = "unlimited" if value < 0 else str(value)
+    fix = "raise it: ulimit -n 65536 (LimitNOFILE, or the container)"
     expected = f"{FEW_FILES} or more"
     if 0 <= value < TOO_FEW_FILES:
         return "fail", text, expected, fix
@@ -104,7 +105,8 @@ def _processes(facts: Facts) -> Judged | None:
     value = facts.get("processes")
     if value is None:
         return None
-    text, expected = ("unlimited" if value < 0 else str(value)), f"{FEW_PROCESSES} or more"
+    text = "unlimited" if value < 0 else str(value)
+    expected = f"{FEW_PROCESSES} or more"
     fix = "raise it: ulimit -u 65536 (LimitNPROC, or the container)"
     return ("warn", text, expected, fix) if 0 <= value < FEW_PROCESSES else ("pass", text, expected, "")
 
@@ -131,23 +133,28 @@ def _core(facts: Facts) -> Judged | None:
     value = facts.get("core_bytes")
     if value is None or sys.platform != "linux":
         return None
-    text, piped = ("unlimited" if value < 0 else format_bytes(value)), facts["core_pattern"].startswith("|")
+    text = "unlimited" if value < 0 else format_bytes(value)
+    piped = facts["core_pattern"].startswith("|")
     if value and not piped:
         return "warn", f"{text}, to files", "none", "ulimit -c 0: a rank that crashes writes all its memory to disk"
     return "pass", text, "none", ""
 
 
 def _quota(facts: Facts) -> Judged | None:
-    quota, cores = facts["quota"], facts["cores"]
+    quota = facts["quota"]
+    cores = facts["cores"]
     if not quota:
         return "pass", f"none; {cores} cores", "none, or all cores", ""
-    text, fix = f"{quota:g} of {cores} cores", "raise the container's CPU limit, or start fewer ranks and threads"
+    text = f"{quota:g} of {cores} cores"
+    fix = "raise the container's CPU limit, or start fewer ranks and threads"
     return ("warn", text, "none, or all cores", fix) if quota < cores else ("pass", text, "none, or all cores", "")
 
 
 def _load(facts: Facts) -> Judged:
-    load, cores = facts["load"], facts["cores"]
-    expected, text = "below the number of cores", f"{load:.1f} on {cores} cores (last minute)"
+    load = facts["load"]
+    cores = facts["cores"]
+    expected = "below the number of cores"
+    text = f"{load:.1f} on {cores} cores (last minute)"
     if load > 1.5 * cores:
         return "warn", text, expected, "end other processes of this host, or wait for them: top shows them"
     return "pass", text, expected, ""
@@ -163,7 +170,8 @@ def _governor(facts: Facts) -> Judged | None:
 
 def _stolen(facts: Facts) -> Judged | None:
     value = facts["steal"]
-    text, expected = f"{100 * value:.1f} % since boot", f"below {100 * STEAL:.0f} %"
+    text = f"{100 * value:.1f} % since boot"
+    expected = f"below {100 * STEAL:.0f} %"
     return (
         ("warn", text, expected, "move to a host that is not oversold")
         if value > STEAL

@@ -31,7 +31,8 @@ def network_cards(root: Path = Path("/sys/class")) -> list[Facts]:
     found: list[Facts] = []
     behind: set[str] = set()
     for port in sorted(root.glob("infiniband/*/ports/*")):
-        state, speed = _text(port / "state"), re.match(r"([\d.]+) Gb", _text(port / "rate"))
+        state = _text(port / "state")
+        speed = re.match(r"([\d.]+) Gb", _text(port / "rate"))
         card = port.parents[1]
         behind.update(path.name for path in card.glob("device/net/*"))
         up = "ACTIVE" in state
@@ -61,7 +62,8 @@ def device_rate(facts: Facts) -> tuple[float, str]:
     if nvlink:
         return nvlink * GIGA, f"{nvlink:.0f} GB/s of NVLink"
     try:
-        generation, width = int(health["pcie.link.gen.max"]), int(health["pcie.link.width.max"])
+        generation = int(health["pcie.link.gen.max"])
+        width = int(health["pcie.link.width.max"])
     except (KeyError, ValueError):
         return 0.0, ""
     rate = PCIE_LANE.get(generation, 0.0) * width

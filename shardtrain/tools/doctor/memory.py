@@ -58,12 +58,15 @@ def judge(reports: Reports) -> Iterator[Finding]:
 
 
 def _host(facts: Facts, needs: int) -> Judged:
-    total, kind = int(facts["total"]), "host"
+    total = int(facts["total"])
+    kind = "host"
     free = int(facts.get("available", total))
     if facts["limit"] and facts["limit"] < total:
-        total, kind = facts["limit"], "container"
+        total = facts["limit"]
+        kind = "container"
         free = min(free, total - facts["used"])
-    text, needed = f"{format_bytes(free)} free of {format_bytes(total)} ({kind})", needs * facts["local_size"]
+    text = f"{format_bytes(free)} free of {format_bytes(total)} ({kind})"
+    needed = needs * facts["local_size"]
     if needed and free < needed:
         expected = f"{format_bytes(needed)} or more for model and optimizer"
         return "fail", text, expected, "use more hosts, a smaller model, or bfloat16 with training.dtype"
@@ -82,7 +85,8 @@ def _kills(facts: Facts) -> Judged | None:
 def _shared(facts: Facts) -> Judged | None:
     if "shared" not in facts:
         return None
-    text, expected = format_bytes(facts["shared"]), f"{format_bytes(LITTLE_SHARED)} or more"
+    text = format_bytes(facts["shared"])
+    expected = f"{format_bytes(LITTLE_SHARED)} or more"
     if facts["shared"] < LITTLE_SHARED:
         fix = "docker run --shm-size 8g, or an emptyDir of medium Memory at /dev/shm"
         return ("fail" if "device_total" in facts else "warn"), text, expected, fix
@@ -92,7 +96,8 @@ def _shared(facts: Facts) -> Judged | None:
 def _device(facts: Facts, needs: int) -> Judged | None:
     if "device_total" not in facts:
         return None
-    free, total = facts["device_free"], facts["device_total"]
+    free = facts["device_free"]
+    total = facts["device_total"]
     text = f"{format_bytes(free)} free of {format_bytes(total)}"
     if needs and total < needs:
         expected = f"{format_bytes(needs)} or more for model and optimizer"

@@ -32,7 +32,9 @@ SMALL_REPEATS = 20
 
 def collect(context: RankContext, facts: Facts) -> None:
     """Measure the collectives of each axis, then pairs of neighbours; a world of one has no network."""
-    facts["cards"], facts["collectives"], facts["pairs"] = links.network_cards(), [], []
+    facts["cards"] = links.network_cards()
+    facts["collectives"] = []
+    facts["pairs"] = []
     if context.size == 1:
         return
     hosts = _hosts(context)

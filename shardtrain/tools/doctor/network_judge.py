@@ -104,7 +104,8 @@ def _cards(reports: Reports) -> Iterator[Finding]:
         yield Finding(AREA, "fabric", "fail", text, expected, fix, ranks)
     else:
         rates = sorted({card["rate"] for found in fabric.values() for card in found if card["up"]})
-        slowest, fastest = 8 * rates[0] / GIGA, 8 * rates[-1] / GIGA
+        slowest = 8 * rates[0] / GIGA
+        fastest = 8 * rates[-1] / GIGA
         verdict: Verdict = "pass" if len(rates) == 1 else "warn"
         fix = "look at ibstat: a cable that negotiated a lower rate" if verdict == "warn" else ""
         yield Finding(AREA, "fabric", verdict, f"{most} ports of {slowest:.0f} to {fastest:.0f} Gb/s", expected, fix)

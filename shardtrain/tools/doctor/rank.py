@@ -75,7 +75,8 @@ def _limited(context: RankContext, area: Area) -> Facts:
         try:
             area.collect(replace(context, line=line), noted)
         except PeerError as error:
-            noted[ERROR], noted["is_peer"] = str(error), True
+            noted[ERROR] = str(error)
+            noted["is_peer"] = True
         except Exception as error:
             text = str(error).strip().splitlines() or [""]
             noted[ERROR] = redact(f"{type(error).__name__}: {text[0]}"[:300])
@@ -94,7 +95,8 @@ def _limited(context: RankContext, area: Area) -> Facts:
 
 def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = AREAS) -> Reports:
     """What all ranks have sent, on the first rank; those that do not come to the end in time are missing."""
-    facts, missing = {context.rank: own}, {}
+    facts = {context.rank: own}
+    missing = {}
     end = time.monotonic() + context.line.patience_seconds
     for rank in range(context.size):
         if rank == context.rank:
@@ -155,11 +157,14 @@ def _hung(reports: Reports, area: str, by_rank: dict[int, Facts]) -> Iterator[Fi
     where = str(by_rank[behind[0]][STOPPED])
     missing = sorted(reports.missing)
     if area == network.AREA and missing:
-        text, fix = f"{where} hangs: {reports.who(missing)} did not arrive", "look at the log and the host of that rank"
+        text = f"{where} hangs: {reports.who(missing)} did not arrive"
+        fix = "look at the log and the host of that rank"
         yield Finding(area, "check", "fail", text, "an end", fix, tuple(missing))
     elif area == network.AREA and len(behind) == reports.size > 1:
-        text, fix = f"{where} hangs with all ranks in it", "look at firewalls, routes and NCCL_SOCKET_IFNAME"
+        text = f"{where} hangs with all ranks in it"
+        fix = "look at firewalls, routes and NCCL_SOCKET_IFNAME"
         yield Finding(area, "check", "fail", text, "an end", fix)
     else:
-        text, fix = f"{where} did not end on {reports.who(behind)}", "look at what it touches: disk, driver, network"
+        text = f"{where} did not end on {reports.who(behind)}"
+        fix = "look at what it touches: disk, driver, network"
         yield Finding(area, "check", "fail", text, "an end", fix, tuple(behind))

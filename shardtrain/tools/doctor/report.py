@@ -51,7 +51,8 @@ def _named(reports: Reports, findings: Sequence[Finding]) -> dict[str, list[str]
 
 def text_of(document: dict[str, Any]) -> str:
     """The same document as a table; a fix is below each row that needs one."""
-    hosts, device = len(document["hosts"]), document["device"]
+    hosts = len(document["hosts"])
+    device = document["device"]
     ranks = f"{document['ranks']} rank{'s' if document['ranks'] > 1 else ''}"
     lines = [f"{ranks} on {hosts} host{'s' if hosts > 1 else ''}, {device}", ""]
     area = ""

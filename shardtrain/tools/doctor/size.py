@@ -24,7 +24,8 @@ def collect(context: RankContext, facts: Facts) -> None:
     """Note limits of the kernel and of this process that count peers."""
     import resource
 
-    facts["num_ranks"], facts["local_size"] = context.num_ranks or context.size, context.local_size
+    facts["num_ranks"] = context.num_ranks or context.size
+    facts["local_size"] = context.local_size
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     facts["open_files"] = -1 if hard == resource.RLIM_INFINITY else hard  # the soft one is raised to it
     facts["system_files"] = _number("/proc/sys/fs/file-max")

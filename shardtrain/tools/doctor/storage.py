@@ -24,7 +24,9 @@ from shardtrain.utils.units import MIB
 AREA = "storage"
 
 PREFIX = ".shardtrain-doctor-"
-PIECE_BYTES, MOST_BYTES, MOST_SECONDS = 4 * MIB, 64 * MIB, 1.0
+PIECE_BYTES = 4 * MIB
+MOST_BYTES = 64 * MIB
+MOST_SECONDS = 1.0
 SEEN_SECONDS = 3.0
 """How long another host's new file may take to appear: network filesystems remember what a folder held."""
 LEFT_SECONDS = 3600.0
@@ -93,7 +95,8 @@ def _write(place: Place) -> Facts:
     try:
         if isinstance(place, Path):
             _sweep(place)
-            usage, inodes = shutil.disk_usage(place), os.statvfs(place)
+            usage = shutil.disk_usage(place)
+            inodes = os.statvfs(place)
             found["free"] = usage.free
             found["inodes"] = inodes.f_favail if inodes.f_files else -1
             found["filesystem"] = filesystem_of(place)
@@ -112,7 +115,8 @@ def write_rate(folder: Path) -> float:
     descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     try:
         os.unlink(name)
-        started, written = time.perf_counter(), 0
+        started = time.perf_counter()
+        written = 0
         while written < MOST_BYTES and time.perf_counter() - started < MOST_SECONDS:
             written += os.write(descriptor, piece)
         os.fsync(descriptor)
@@ -123,7 +127,8 @@ def write_rate(folder: Path) -> float:
 
 def _put_rate(place: Any) -> float:
     """The same for an object store, by one object of a few MiB."""
-    trial, started = place / f"{PREFIX}{secrets.token_hex(4)}", time.perf_counter()
+    trial = place / f"{PREFIX}{secrets.token_hex(4)}"
+    started = time.perf_counter()
     try:
         trial.write_hashed([memoryview(os.urandom(PIECE_BYTES))])
         return PIECE_BYTES / (time.perf_counter() - started)
@@ -161,7 +166,8 @@ def _look(context: RankContext, folders: dict[str, Place], by_option: dict[str, 
             if seen >= wanted or time.monotonic() > end:
                 break
             time.sleep(0.1)
-        by_option[option]["seen"], by_option[option]["signers"] = sorted(seen & wanted), sorted(wanted)
+        by_option[option]["seen"] = sorted(seen & wanted)
+        by_option[option]["signers"] = sorted(wanted)
     context.line.meet("storage, seen")
 
 

@@ -11,7 +11,8 @@ from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 from shardtrain.tools.doctor.storage import AREA
 from shardtrain.utils.units import GIB, MIB, format_bytes, format_seconds
 
-LITTLE_BYTES, FEW_INODES = GIB, 10_000
+LITTLE_BYTES = GIB
+FEW_INODES = 10_000
 SLOW_BYTES_PER_SECOND = 20 * MIB
 """Of one host: below it, a checkpoint of a small model already takes minutes."""
 
@@ -41,7 +42,8 @@ def _written(option: str, facts: Facts) -> Judged | None:
     if option not in facts["folders"]:
         return None
     found = facts["folders"][option]
-    place, expected = found["place"], "writable"
+    place = found["place"]
+    expected = "writable"
     if found["error"]:
         return "fail", f"{place}: {found['error']}", expected, f"make it writable, or choose another {option}"
     if "free" not in found:
@@ -65,7 +67,8 @@ def _shared(reports: Reports, option: str) -> Iterator[Finding]:
     by_rank = {rank: one for rank, one in by_rank.items() if not one["error"] and "signers" in one}
     if len(by_rank) < 2 or option == "temporary folder":
         return
-    subject, expected = f"{option} shared", "one folder for all ranks"
+    subject = f"{option} shared"
+    expected = "one folder for all ranks"
     if all(one["seen"] == one["signers"] for one in by_rank.values()):
         yield Finding(AREA, subject, "pass", "every rank sees the files of every other", expected)
         return
@@ -100,7 +103,8 @@ def _rate(reports: Reports, option: str) -> Iterator[Finding]:
     needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
     if needs and option == "checkpoint.folder":
         text += f"; a checkpoint of {format_bytes(needs)} takes {format_seconds(needs / sum(rates.values()))} or more"
-    behind, expected = slow(rates), f"{SLOW_BYTES_PER_SECOND / MIB:.0f} MiB/s or more on each host"
+    behind = slow(rates)
+    expected = f"{SLOW_BYTES_PER_SECOND / MIB:.0f} MiB/s or more on each host"
     if behind:
         ranks = [rank for host_rank in behind for rank in reports.hosts()[first[host_rank]]]
         fix = "look at its mount options, its network and other users of its disk"

@@ -35,7 +35,8 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
         yield dist.HashStore()
         return
     timeout = timedelta(seconds=limit_seconds)
-    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    address = os.environ.get("MASTER_ADDR", "")
+    port = os.environ.get("MASTER_PORT", "")
     if not meeting_folder(os.environ) and (not address or not port.isdecimal()):
         fix = "start it with torchrun or srun, or without RANK and WORLD_SIZE"
         raise ConfigError(Problem("MASTER_ADDR:MASTER_PORT", f"{address}:{port}", "is not a place to meet", fix))
@@ -69,7 +70,9 @@ class StoreChannel:
     def __init__(self, store: Any, rank: int, size: int, limit_seconds: float) -> None:
         # a connection of its own: a wait in the process group's store would hold this one too
         self._store = dist.PrefixStore("doctor", store.clone())
-        self.rank, self.size, self.limit_seconds = rank, size, limit_seconds
+        self.rank = rank
+        self.size = size
+        self.limit_seconds = limit_seconds
         self.area = self.where = "the start"
         self.place = 0
         """Marks in this area: ranks come to the same places in the same order, so that less is behind."""
@@ -86,7 +89,8 @@ class StoreChannel:
     def begin(self, area: str) -> StoreChannel:
         """Say that this rank begins an area; gives the line for it, which a check that is left behind may keep."""
         line = copy.copy(self)
-        line.area, line.place = area, 0
+        line.area = area
+        line.place = 0
         line.mark(area)
         return line
 
@@ -96,7 +100,8 @@ class StoreChannel:
 
     def mark(self, where: str) -> None:
         """Say that this rank has come to ``where``, which may take ``limit_seconds`` from now."""
-        self.where, self.deadline = where, time.monotonic() + self.limit_seconds
+        self.where = where
+        self.deadline = time.monotonic() + self.limit_seconds
         self.place += 1
         self._store.set(f"at-{self.rank}", json.dumps(where))
 
@@ -127,7 +132,8 @@ class StoreChannel:
         return json.loads(self._store.get(key)) if self._comes(key, limit_seconds) else None
 
     def _comes(self, key: str, limit_seconds: float, unless: str = "") -> bool:
-        end, pause = time.monotonic() + limit_seconds, FIRST_POLL_SECONDS
+        end = time.monotonic() + limit_seconds
+        pause = FIRST_POLL_SECONDS
         while not self._store.check([key]):
             if time.monotonic() >= end or (unless and self._store.check([unless])):
                 return False

@@ -31,7 +31,9 @@ class Engine(TemplateLM):
 
     def __init__(self, opened: OpenedModel, batch_size: int, is_first: bool = True) -> None:
         super().__init__()
-        self._opened, self._batch_size, self._is_first = opened, batch_size, is_first
+        self._opened = opened
+        self._batch_size = batch_size
+        self._is_first = is_first
         self._device = next(opened.model.parameters()).device
         data = dataclasses.replace(opened.config.data, add_eos=None, separator=None)
         self._prefix = list(ends_of(opened.tokenizer, data).prefix)
@@ -90,7 +92,8 @@ class Engine(TemplateLM):
             numbers = order[start : start + self._batch_size]
             logits_BTV = self._logits([rows[i][0] for i in numbers])
             for i, logits_TV in zip(numbers, logits_BTV, strict=True):
-                length, continuation = len(rows[i][0]), rows[i][1]
+                length = len(rows[i][0])
+                continuation = rows[i][1]
                 logs_tV = logits_TV[length - len(continuation) : length].float().log_softmax(-1)
                 targets_t = torch.tensor(continuation, dtype=torch.int64, device=self._device)
                 value = logs_tV.gather(-1, targets_t[:, None]).sum()
@@ -99,7 +102,8 @@ class Engine(TemplateLM):
 
     def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """Logits (B, T, V) of rows filled up to the right, where causal attention cannot see it."""
-        width, size = self._opened.width, max(map(len, rows))
+        width = self._opened.width
+        size = max(map(len, rows))
         T = -(-size // width) * width
         tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=self._device)
         positions_BT = torch.arange(T, device=self._device).expand(len(rows), -1)
@@ -107,7 +111,8 @@ class Engine(TemplateLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to what a task ends it with."""
-        opened, found = self._opened, [""] * len(requests)
+        opened = self._opened
+        found = [""] * len(requests)
         generator = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):

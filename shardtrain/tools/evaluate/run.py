@@ -54,7 +54,8 @@ def run(asked: Request) -> None:
 
 def _sections(asked: Request, opened: OpenedModel) -> dict[str, Validation]:
     """Each set by its name: those of --data, or that of the run where neither they nor tasks are named."""
-    own, width = opened.config.validation, opened.width
+    own = opened.config.validation
+    width = opened.width
     if asked.data:
         tokens = asked.seq_len or max(width, min(opened.config.training.seq_len, _TOKENS) // width * width)
         return {

@@ -67,7 +67,9 @@ def measure(
         document_isolation.check(opened.model, models.find(config.model.name))
     device = next(opened.model.parameters()).device
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    text, tokens, rows = _Bytes(opened.tokenizer), 0, 0
+    text = _Bytes(opened.tokenizer)
+    tokens = 0
+    rows = 0
     read = read or Read()
     read.total = stream.num_samples
     with torch.inference_mode():
@@ -81,7 +83,8 @@ def measure(
             text.add(batch.targets_BT[batch.targets_BT != IGNORE].tolist())
     if not tokens:
         raise DataError(f"{section.dataset_path}: none of the {rows} sequences has a token to predict; use other data")
-    mean, size = loss.item() / tokens, text.count()
+    mean = loss.item() / tokens
+    size = text.count()
     if not math.isfinite(mean):
         raise NumericalError(f"the loss on {section.dataset_path} is {mean}; compute in another --dtype")
     return {
@@ -98,7 +101,8 @@ class _Bytes:
     """Counts the bytes of the text that target tokens spell; a character may be cut between two rows."""
 
     def __init__(self, tokenizer: data.Tokenizer) -> None:
-        self._tokenizer, self._total = tokenizer, 0
+        self._tokenizer = tokenizer
+        self._total = 0
         self._ids: list[int] = []
 
     def add(self, ids: Iterable[int]) -> None:

@@ -73,7 +73,9 @@ class Answers:
     """Texts of an opened model, as a request asks for them."""
 
     def __init__(self, asked: Request, opened: OpenedModel, is_first: bool = True) -> None:
-        self._asked, self._opened, self._is_first = asked, opened, is_first
+        self._asked = asked
+        self._opened = opened
+        self._is_first = is_first
         tokenizer = opened.tokenizer
         conversations = open_conversations(tokenizer, opened.config.data) if asked.chat else None
         self._encoder = Encoder(tokenizer, opened.config.data, conversations)
@@ -87,7 +89,8 @@ class Answers:
                 ends.add(ids[0])
             else:
                 texts.append(stop)
-        self._stop_ids, self._stops = frozenset(i for i in ends if i is not None), tuple(texts)
+        self._stop_ids = frozenset(i for i in ends if i is not None)
+        self._stops = tuple(texts)
 
     def print_one(self) -> None:
         """Print the text that follows the prompt, as it comes."""
@@ -140,7 +143,8 @@ class Answers:
         return Text(self._opened.tokenizer, prompt, self._stop_ids, self._stops)
 
     def _tell_length(self, prompts: Sequence[Sequence[int]]) -> None:
-        longest, trained = max(map(len, prompts)) + self._asked.max_new_tokens, self._opened.config.training.seq_len
+        longest = max(map(len, prompts)) + self._asked.max_new_tokens
+        trained = self._opened.config.training.seq_len
         if longest > trained and self._is_first:
             print(
                 f"warning: up to {longest} tokens, and the model was trained on sequences of {trained}: what comes "

@@ -45,7 +45,9 @@ class Cache:
 
     def begin(self, lengths: Sequence[int], limit: int, device: torch.device) -> None:
         """Forget all, and expect one pass over prompts of these lengths, padded to the right."""
-        self.lengths, self.filled, self.limit = list(lengths), 0, limit
+        self.lengths = list(lengths)
+        self.filled = 0
+        self.limit = limit
         self._first_B = max(lengths) - torch.tensor(self.lengths, device=device)
         self._padded = len(set(lengths)) > 1
         for core in self._cores:
@@ -53,7 +55,8 @@ class Cache:
 
     def prompts_read(self) -> None:
         """The pass over the prompts is done: what follows is appended."""
-        self.filled, self.lengths = max(self.lengths), []
+        self.filled = max(self.lengths)
+        self.lengths = []
         self._masks = {}
 
     def advance(self) -> None:
@@ -129,8 +132,10 @@ class CachedCore(nn.Module):
             return self.core(q_BTNH, k_BTKH, v_BTKH, *more)  # type: ignore[no-any-return]
         if self.heads_first:
             q_BTNH, k_BTKH, v_BTKH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
-        k_BKTH, v_BKTH = k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2)
-        start, stop = self.cache.filled, self.cache.filled + q_BTNH.size(1)
+        k_BKTH = k_BTKH.transpose(1, 2)
+        v_BKTH = v_BTKH.transpose(1, 2)
+        start = self.cache.filled
+        stop = self.cache.filled + q_BTNH.size(1)
         keys_BKSH, values_BKSH = self._room(stop)
         keys_BKSH[:, :, start:stop] = k_BKTH
         values_BKSH[:, :, start:stop] = v_BKTH
@@ -141,12 +146,14 @@ class CachedCore(nn.Module):
     def keep(self, index: Tensor) -> None:
         """Continue with some of the rows."""
         if self.keys_BKSH is not None and self.values_BKSH is not None:
-            self.keys_BKSH, self.values_BKSH = self.keys_BKSH[index], self.values_BKSH[index]
+            self.keys_BKSH = self.keys_BKSH[index]
+            self.values_BKSH = self.values_BKSH[index]
 
     def _aligned(self, x_BKTH: Tensor) -> Tensor:
         """A cache whose rows end in the same column, with room to grow; what is left of a row is zero."""
         B, K, _, H = x_BKTH.shape
-        lengths, longest = self.cache.lengths, max(self.cache.lengths)
+        lengths = self.cache.lengths
+        longest = max(self.cache.lengths)
         room = min(self.cache.limit, longest + BLOCK)
         cached_BKSH = x_BKTH.new_zeros(B, K, room, H)  # never uninitialised: a weight of 0 times NaN is NaN
         if len(set(lengths)) == 1:
@@ -157,13 +164,15 @@ class CachedCore(nn.Module):
         return cached_BKSH
 
     def _room(self, columns: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.keys_BKSH, self.values_BKSH
+        keys = self.keys_BKSH
+        values = self.values_BKSH
         assert keys is not None and values is not None, "prompts come first"
         size = keys.size(2)
         if columns > size:  # by half, so that all copies together cost no more than a few passes
             more = max(columns, min(self.cache.limit, size + max(BLOCK, size // 2))) - size
             keys, values = (F.pad(x_BKSH, (0, 0, 0, more)) for x_BKSH in (keys, values))
-            self.keys_BKSH, self.values_BKSH = keys, values
+            self.keys_BKSH = keys
+            self.values_BKSH = values
         return keys, values
 
 

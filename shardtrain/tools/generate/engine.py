@@ -28,8 +28,10 @@ class Generator:
     def __init__(
         self, model: nn.Module, layout: Layout, vocab_size: int | None = None, use_cache: bool = True, width: int = 1
     ) -> None:
-        self._model, self._layout = model, layout
-        self._vocab_size, self._width = vocab_size, width
+        self._model = model
+        self._layout = layout
+        self._vocab_size = vocab_size
+        self._width = width
         self._use_cache = use_cache and not hasattr(model, "hf")  # whose attention is inside the library's blocks
 
     @torch.inference_mode()

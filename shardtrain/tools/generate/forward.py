@@ -26,7 +26,9 @@ class Passes(ABC):
     """Reads rows bit by bit; a context manager that leaves the model as it was."""
 
     def __init__(self, model: nn.Module, layout: Layout, width: int = 1) -> None:
-        self._model, self._layout, self._width = model, layout, width
+        self._model = model
+        self._layout = layout
+        self._width = width
         self._device = next(model.parameters()).device
         self._last_B: Tensor | int = 0
         self._stack = ExitStack()
@@ -66,7 +68,8 @@ class Passes(ABC):
 
     def _select(self, head: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Of what goes into the head, each row's last token: (B, 1, D)."""
-        x_BTD, weight = inputs[0], getattr(head, "weight", None)
+        x_BTD = inputs[0]
+        weight = getattr(head, "weight", None)
         if isinstance(weight, DTensor) and not isinstance(x_BTD, DTensor):  # this tp rank's part of the sequence
             mesh = weight.device_mesh
             x_BTD = DTensor.from_local(x_BTD, mesh["tp"] if mesh.ndim > 1 else mesh, (Shard(1),), run_check=False)

@@ -31,10 +31,14 @@ class Held:
     ) -> None:
         """Find and check it (a collective); for what is raised see ``open_model``."""
         self.from_hub = is_hub_folder(path)
-        self.where, self._stored = path, None
+        self.where = path
+        self._stored = None
         if not self.from_hub:
             self.where, self._stored = find_checkpoint(path, config)
-        self._config, self._module, self._shape, self._base = config, module, shape, base
+        self._config = config
+        self._module = module
+        self._shape = shape
+        self._base = base
         self._spec = None if self._stored is None else spec.read_facts(self._stored.facts, self.where)
         if self._spec is None and base is not None:
             rule = "is for adapters, and what is opened is a whole model"

@@ -90,7 +90,8 @@ def find_checkpoint(path: Path, config: Config) -> tuple[Path, Manifest]:
 
 def _verify(path: Path) -> tuple[Manifest | None, str]:
     """The manifest of a checkpoint that is good, or what is wrong with it; ranks share the reading."""
-    stored, damage = None, ""
+    stored = None
+    damage = ""
     try:
         stored = manifest.read(path)
     except CheckpointError as error:

@@ -79,7 +79,8 @@ class Encoder:
     """Prompts to tokens: a text as training begins one, or a conversation by a chat template."""
 
     def __init__(self, tokenizer: Tokenizer, data: Data, conversations: Conversations | None) -> None:
-        self._tokenizer, self._conversations = tokenizer, conversations
+        self._tokenizer = tokenizer
+        self._conversations = conversations
         self._prefix = ends_of(tokenizer, replace(data, add_eos=None, separator=None)).prefix
 
     def row(self, row: Row, field: str, tools_field: str) -> list[int]:

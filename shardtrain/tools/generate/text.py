@@ -17,7 +17,9 @@ class Text:
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], stop_ids: frozenset[int], stops: Sequence[str] = ()
     ) -> None:
-        self._tokenizer, self._stop_ids, self._stops = tokenizer, stop_ids, [stop for stop in stops if stop]
+        self._tokenizer = tokenizer
+        self._stop_ids = stop_ids
+        self._stops = [stop for stop in stops if stop]
         self._context = list(prompt[-_CONTEXT:])
         self._before = tokenizer.decode(self._context)
         # each token but a control one is a byte of text or more
@@ -48,14 +50,16 @@ class Printer:
     """Gives the text of one row piece by piece; the pieces together are its text."""
 
     def __init__(self, text: Text) -> None:
-        self._text, self._printed = text, ""
+        self._text = text
+        self._printed = ""
 
     def more(self, new: Sequence[int]) -> str:
         """What can be printed now."""
         certain = self._text.certain(new)
         if not certain.startswith(self._printed):
             return ""
-        piece, self._printed = certain[len(self._printed) :], certain
+        piece = certain[len(self._printed) :]
+        self._printed = certain
         return piece
 
     def rest(self, new: Sequence[int]) -> str:

@@ -116,7 +116,8 @@ def _fsdp(found: Found, name: str) -> str:
 
 def finish(found: Found) -> None:
     """Join what several keys say."""
-    machines, count = found.get("num_machines", int, 1), found.get("num_processes", int)
+    machines = found.get("num_machines", int, 1)
+    count = found.get("num_processes", int)
     if count is not None:
         found.set(
             "num_processes",
@@ -175,11 +176,9 @@ def _strategy(found: Found) -> None:
     key = _fsdp(found, "sharding_strategy")
     names = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
     given = str(found.get(key, str, "FULL_SHARD"))
-    strategy, machines, count = (
-        names.get(given, given),
-        found.get("num_machines", int, 1),
-        found.get("num_processes", int, 1),
-    )
+    strategy = names.get(given, given)
+    machines = found.get("num_machines", int, 1)
+    count = found.get("num_processes", int, 1)
     reshard = {
         "FULL_SHARD": "always",
         "SHARD_GRAD_OP": "never",

@@ -254,7 +254,8 @@ def finish(found: Found) -> None:
     rows = get("micro_batch_size", int, 1)
     found.set("micro_batch_size", "training.local_batch_size", rows)
     accumulate(found, rows)
-    steps, epochs = get("max_steps", int, 0), get("num_epochs", float, 1.0)
+    steps = get("max_steps", int, 0)
+    epochs = get("num_epochs", float, 1.0)
     if steps > 0:
         found.set("max_steps", "training.steps", steps)
         found.default("training.on_data_end", "repeat", "the data are repeated until max_steps")
@@ -376,7 +377,8 @@ def _data(found: Found) -> None:
         local = path.startswith((".", "/", "~")) or "." in path.rpartition("/")[2]
         files = first.get("data_files")
         if files and path in ("json", "csv", "parquet", "text"):
-            path, local = str(files[0] if isinstance(files, list) else files), True
+            path = str(files[0] if isinstance(files, list) else files)
+            local = True
         found.set("datasets", "training.dataset_path", path, f"type {kind}")
         found.default("training.dataset", source if source == "alpaca" or local else "huggingface")
         found.default("data.format", form)
@@ -485,7 +487,8 @@ def _validation(found: Found) -> None:
         "name the held-out rows in [validation]" if sets else "it is empty",
     )
     on = any(setting.option == "validation.enable" for setting in found.settings)
-    per_epoch, steps = found.get("evals_per_epoch", int, 0), found.get("eval_steps", float, 0.0)
+    per_epoch = found.get("evals_per_epoch", int, 0)
+    steps = found.get("eval_steps", float, 0.0)
     if on and per_epoch > 0:
         found.set("evals_per_epoch", "validation.per_epoch", per_epoch)
     elif on and steps >= 1:

@@ -321,7 +321,8 @@ def _schedule(found: Found) -> None:
 
 def _warmup(found: Found) -> None:
     """How long the warmup is, and its shape."""
-    steps, shape = _k(f"{_WARMUP}num_steps"), _k(f"{_WARMUP}type")
+    steps = _k(f"{_WARMUP}num_steps")
+    shape = _k(f"{_WARMUP}type")
     if found.values.get(steps) == "auto":
         found.answer(steps, "unsupported", "it is left to another program (auto): write the number here")
     else:
@@ -335,7 +336,9 @@ def _warmup(found: Found) -> None:
 
 def _rates(found: Found) -> None:
     """The first rate and the peak, which overrules that of the optimizer."""
-    first, peak, own = _k(f"{_WARMUP}min_lr"), _k(f"{_WARMUP}max_lr"), _k("optimizer.params.lr")
+    first = _k(f"{_WARMUP}min_lr")
+    peak = _k(f"{_WARMUP}max_lr")
+    own = _k("optimizer.params.lr")
     least = found.get(first, float, 0.0)
     if found.values.get(peak) == "auto":
         found.answer(peak, "ignored", "the Trainer, which reads this file, writes its learning rate here")
@@ -359,7 +362,8 @@ def _rates(found: Found) -> None:
 
 def _shares(found: Found) -> None:
     """The first and the last rate of a cosine, whose peak is the optimizer's rate."""
-    first, last = _k(f"{_WARMUP}min_ratio"), _k("scheduler.params.cos_min_ratio")
+    first = _k(f"{_WARMUP}min_ratio")
+    last = _k("scheduler.params.cos_min_ratio")
     share = found.get(last, float, 0.0001)
     found.set(last, "lr_scheduler.min_lr_factor", share, "the last rate, as a share of the peak")
     if not found.get(first, float, 0.0):
@@ -385,7 +389,8 @@ def _length(found: Found) -> None:
 
 
 def _zero(found: Found) -> None:
-    stage, world = found.get(_k("zero_optimization.stage"), int, 0), found.num_processes
+    stage = found.get(_k("zero_optimization.stage"), int, 0)
+    world = found.num_processes
     key = _k("zero_optimization.stage")
     if stage == 3:
         found.set(

@@ -69,7 +69,9 @@ class _Json:
     _SCALAR = re.compile(r"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null")
 
     def __init__(self, path: Path, text: str) -> None:
-        self.path, self.text, self.at = path, text, 0
+        self.path = path
+        self.text = text
+        self.at = 0
         self.lines: dict[Key, int] = {}
         self.count = 0
 
@@ -158,7 +160,8 @@ class _Yaml:
     """YAML 1.1 as ``yaml.safe_load`` reads it, of bounded size, with lines, and with neither aliases nor merges."""
 
     def __init__(self, path: Path, text: str) -> None:
-        self.path, self.text = path, text
+        self.path = path
+        self.text = text
         self.lines: dict[Key, int] = {}
         self.count = 0
 

@@ -144,7 +144,9 @@ def command_line(path: Path, text: str) -> Line:
     for start, command in zip(numbers, joined, strict=True):
         if command.lstrip().startswith("#"):
             continue
-        words, lines, at = [], [], start
+        words = []
+        lines = []
+        at = start
         for piece in command.split("\0"):
             try:
                 new = shlex.split(piece.rstrip().removesuffix("&"), comments=True)
@@ -206,7 +208,8 @@ def before(found: Found) -> None:
 
 def _finish(found: Found, parts: Sequence[Found]) -> None:
     get = found.get
-    stages, tensor = get("pipe_parallel_size", int, 1), get("model_parallel_size", int, 1)
+    stages = get("pipe_parallel_size", int, 1)
+    tensor = get("model_parallel_size", int, 1)
     found.set("pipe_parallel_size", "parallelism.pipeline_parallel_degree", stages)
     found.set("model_parallel_size", "parallelism.tensor_parallel_degree", tensor)
     world = found.num_processes
@@ -274,7 +277,8 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
 def _batches(found: Found, parts: Sequence[Found], stages: int, tensor: int) -> None:
     """In a pipeline a rank passes all its rows of a step, in micro-batches of DeepSpeed's size."""
     settings = {setting.option: setting.value for part in parts for setting in part.settings}
-    micro, total = settings.get("training.local_batch_size"), settings.get("training.global_batch_size")
+    micro = settings.get("training.local_batch_size")
+    total = settings.get("training.global_batch_size")
     if stages == 1 or micro is None:
         return
     found.default("parallelism.pipeline_parallel_microbatch_size", micro, "train_micro_batch_size_per_gpu")

@@ -127,7 +127,8 @@ def open_file(
     """
     found = migrate([path], num_processes, machine=machine)
     if verb == "train" and found.verb != verb:
-        rule, fix = "asks for a test, and this trains", f"run shardtrain {found.verb} {path}"
+        rule = "asks for a test, and this trains"
+        fix = f"run shardtrain {found.verb} {path}"
         raise ConfigError(Problem("mode", found.verb, rule, fix, path.name))
     return _followed(found, arguments, path), found.launch
 

@@ -189,9 +189,12 @@ class Found:
         self.settings.append(Setting(option, value, where))
         if in_file:
             verdict: Verdict = "honoured" if _dotted(key).rpartition(".")[2] == option.rpartition(".")[2] else "renamed"
-            name, given = _dotted(key), self.values[key]
+            name = _dotted(key)
+            given = self.values[key]
         else:
-            verdict, name, given = "default", "", None
+            verdict = "default"
+            name = ""
+            given = None
         text = f"{option} = {_short(value)}{f': {why}' if why else ''}"
         self.entries.append(Entry(name, given, where, verdict, text, option))
 
@@ -225,7 +228,8 @@ def apply(found: Found, rules: Mapping[str, Rule], is_open: str) -> None:
                 found.answer(key, "ignored", "it is empty")
             else:
                 inner = next(name for name in rules if name.startswith(f"{_dotted(key)}."))
-                rule_text, fix = "must be a table", f"write its keys in it, as {inner}"
+                rule_text = "must be a table"
+                fix = f"write its keys in it, as {inner}"
                 found.problems.append(Problem(_dotted(key), value, rule_text, fix, where))
         elif rule is None:
             near = nearest(_dotted(key), rules, 0.92 if is_open else 0.8)

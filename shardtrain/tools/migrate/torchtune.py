@@ -239,10 +239,8 @@ def _data(found: Found) -> None:
         "chat_dataset": ("jsonl", "chat", None),
         "text_completion_dataset": ("jsonl", "text", None),
     }
-    files, source = (
-        found.values.get("dataset\0data_files"),
-        found.get("dataset\0source", str, found.get("dataset\0path", str)),
-    )
+    files = found.values.get("dataset\0data_files")
+    source = found.get("dataset\0source", str, found.get("dataset\0path", str))
     place = "dataset\0source" if "dataset\0source" in found.values else "dataset\0path"
     if builder in forms:
         dataset, form, hub = forms[builder]

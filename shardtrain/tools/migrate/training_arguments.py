@@ -219,10 +219,8 @@ def finish(found: Found) -> None:
         found.answer("logging_steps", "ignored", "a share of the steps; metrics.log_freq counts them")
     _reports(found)
     workers = found.get("dataloader_num_workers", int, 0)
-    prefetch, persistent = (
-        found.get("dataloader_prefetch_factor", int),
-        found.get("dataloader_persistent_workers", bool, False),
-    )
+    prefetch = found.get("dataloader_prefetch_factor", int)
+    persistent = found.get("dataloader_persistent_workers", bool, False)
     if workers and prefetch is not None:
         found.set("dataloader_prefetch_factor", "training.dataloader.prefetch_factor", prefetch)
     if workers and persistent:
@@ -241,7 +239,8 @@ def finish(found: Found) -> None:
 
 
 def _length(found: Found) -> None:
-    steps, epochs = found.get("max_steps", int, -1), found.get("num_train_epochs", float, 3.0)
+    steps = found.get("max_steps", int, -1)
+    epochs = found.get("num_train_epochs", float, 3.0)
     if steps > 0:
         found.set("max_steps", "training.steps", steps)
         found.default("training.on_data_end", "repeat", "the data are repeated until max_steps")
@@ -255,7 +254,8 @@ def _length(found: Found) -> None:
 
 def accumulate(found: Found, rows: int) -> None:
     """Set the rows of a step, which a batch per device, accumulation and the number of devices make."""
-    accumulated, world = found.get("gradient_accumulation_steps", int, 1), found.num_processes
+    accumulated = found.get("gradient_accumulation_steps", int, 1)
+    world = found.num_processes
     if accumulated > 1:
         why = f"of {world} processes" if world else "of 1 process: give --nproc N where there are more"
         total = rows * accumulated * (world or 1)
@@ -265,7 +265,8 @@ def accumulate(found: Found, rows: int) -> None:
 
 def schedule(found: Found, kind: str, key: str) -> None:
     """The schedules of transformers, from 0 at the first step."""
-    steps, ratio = found.get("warmup_steps", float, 0.0), found.get("warmup_ratio", float, 0.0)
+    steps = found.get("warmup_steps", float, 0.0)
+    ratio = found.get("warmup_ratio", float, 0.0)
     if 0 < steps < 1:
         steps, ratio = 0.0, steps  # as transformers 5 reads it
     known = {
@@ -364,7 +365,8 @@ def _saving(found: Found) -> None:
 def _validation(found: Found) -> None:
     key = "eval_strategy" if found.has("eval_strategy") else "evaluation_strategy"
     strategy = str(found.get(key, str, "no")) if found.values.get(key) is not False else "no"
-    file, split = found.get("validation_file", str), found.get("dataset_test_split", str)
+    file = found.get("validation_file", str)
+    split = found.get("dataset_test_split", str)
     on = strategy in ("steps", "epoch") and bool(file or split)
     if strategy in ("steps", "epoch") and not on:
         text = "the file names no held-out set: set validation.enable, dataset and dataset_path"
@@ -388,10 +390,8 @@ def _validation(found: Found) -> None:
         found.set("dataset_test_split", "validation.split", split)
     for name in ("validation_file", "dataset_test_split"):
         found.answer(name, "ignored", "nothing is validated")
-    best, metric = (
-        found.get("load_best_model_at_end", bool, False),
-        str(found.get("metric_for_best_model", str, "loss")),
-    )
+    best = found.get("load_best_model_at_end", bool, False)
+    metric = str(found.get("metric_for_best_model", str, "loss"))
     if on and best and metric.removeprefix("eval_") in ("loss", "accuracy"):
         name = f"validation.{metric.removeprefix('eval_')}"
         found.set(

@@ -16,7 +16,9 @@ SYSTEM = "pytorch_universal_trainer"
 OPEN = "nothing here reads it: a file of hooks does, which hooks_file names, as self.config.task.options"
 LEAVES: frozenset[str] = frozenset()
 MAX_COUNTED_BYTES = 2**31
-_T, _D, _N = "transformers-params.", "data-params.", "dist-params."
+_T = "transformers-params."
+_D = "data-params."
+_N = "dist-params."
 
 
 def looks(values: Mapping[str, Any]) -> bool:
@@ -78,7 +80,8 @@ def prepare(found: Found) -> None:
             continue  # the rules refuse it, with what it may have meant
         value = found.values[key]
         if value is not None and not isinstance(value, int | float | bool | str):
-            rule, fix = "must be a number, a text or true or false, for a hook to read", "write it as text"
+            rule = "must be a number, a text or true or false, for a hook to read"
+            fix = "write it as text"
             found.problems.append(Problem(key.replace("\0", "."), None, rule, fix, found.where(key)))
         elif value is not None:
             found.set(key, f"task.options.{name}", value, "hooks read it as self.config.task.options")
@@ -95,7 +98,8 @@ def finish(found: Found) -> None:
     _data(found, world * rows)
     mode = str(get(_key(_T, "mode"), str, "train"))
     if mode not in ("train", "test"):
-        where, fix = found.where(_key(_T, "mode")), "correct it; a test file without labels gets predictions alone"
+        where = found.where(_key(_T, "mode"))
+        fix = "correct it; a test file without labels gets predictions alone"
         found.problems.append(Problem(f"{_T}mode", mode, "must be train or test", fix, where))
     found.verb = mode
     found.answer(_key(_T, "mode"), "honoured", f"shardtrain.main runs `shardtrain {mode}` of this file")
@@ -179,7 +183,8 @@ def _not_decayed(folder: str | None) -> list[str]:
 
 def _processes(found: Found) -> int:
     """Processes of the run, and what a node's command line has to say of them."""
-    nodes, gpus = found.get(_key(_N, "nodes"), int, 1), found.get(_key(_N, "gpus"), int, 1)
+    nodes = found.get(_key(_N, "nodes"), int, 1)
+    gpus = found.get(_key(_N, "gpus"), int, 1)
     node = found.get(_key(_N, "current_node"), int, 0)
     address = found.get(_key(_N, "master_addr"), str)
     port = found.get(_key(_N, "master_port"), int, 29500)
@@ -257,7 +262,8 @@ def _hooks(found: Found) -> bool:
         found.problems.append(Problem(f"{_T}hooks_file", given, rule, "correct it", found.where(key)))
         return True
     if not names & {"Task", "Model"}:
-        rule, fix = "defines neither a class Task nor a class Model", "see docs/migrate/universal_trainer.md"
+        rule = "defines neither a class Task nor a class Model"
+        fix = "see docs/migrate/universal_trainer.md"
         found.problems.append(Problem(f"{_T}hooks_file", given, rule, fix, found.where(key)))
     if facts is not None:
         found.set(key, "task.name", path, "its class Task")
@@ -284,7 +290,8 @@ def _classes(file: Path) -> set[str]:
 
 def _continue(found: Found) -> None:
     """``continue_training``: a checkpoint-N file of the program, or a shardtrain checkpoint."""
-    key, place = _key(_T, "continue_training"), _key(_T, "continue_training_path")
+    key = _key(_T, "continue_training")
+    place = _key(_T, "continue_training_path")
     path = found.get(place, str)
     if not found.get(key, bool, False):
         found.answer(
@@ -320,7 +327,8 @@ def _batch(found: Found, world: int) -> int:
     rows = batch if distributed else max(1, batch // accumulated // world)
     found.set(_key(_T, "batch_size"), "training.local_batch_size", rows, why)
     if accumulated > 1 or not distributed:
-        key, total = _key(_T, "gradient_accumulation_steps"), rows * accumulated * world
+        key = _key(_T, "gradient_accumulation_steps")
+        total = rows * accumulated * world
         found.set(key, "training.global_batch_size", total, f"rows of a step of {world} processes")
     found.answer(_key(_T, "gradient_accumulation_steps"), "honoured", "nothing is accumulated")
     found.default("training.last_batch", "keep", "an epoch's last step holds what is left of its rows")
@@ -412,9 +420,11 @@ def _rows(file: Path) -> int:
         if file.stat().st_size > MAX_COUNTED_BYTES:
             return 0
         with file.open("rb") as opened:
-            lines, last = 0, b"\n"
+            lines = 0
+            last = b"\n"
             for block in iter(lambda: opened.read(2**20), b""):
-                lines, last = lines + block.count(b"\n"), block[-1:]
+                lines = lines + block.count(b"\n")
+                last = block[-1:]
             return lines + (last != b"\n")
     except OSError:
         return 0

@@ -57,7 +57,8 @@ def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str
             pairs["peak memory in GiB"] = (plan.fullest.peak / GIB, max(metrics["memory_gib"]), ".1f")
         kept = {name: [planned, measured] for name, (planned, measured, _) in pairs.items()}
         atomic_io.write(folder / "planned.json", json.dumps(kept) + "\n")  # for shardtrain report
-        lines, told_of_small = [], {}
+        lines = []
+        told_of_small = {}
         if plan.time.seconds < _SHORT_SECONDS:
             told_of_small["tokens per second and device"] = "in steps this short the host decides, which is not planned"
         if (

@@ -137,10 +137,12 @@ def main(words: Sequence[str]) -> int:
         names = textwrap.fill(", ".join(hardware.names()), 100, initial_indent=margin, subsequent_indent=margin)
         print(HELP.format(devices=names), end="")
         return 0
-    asked, arguments = Asked.of(taken.own), command_line.split(taken.rest)
+    asked = Asked.of(taken.own)
+    arguments = command_line.split(taken.rest)
     for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"):
         if getattr(arguments, name) is not None:
-            rule, fix = "starts processes, and a plan starts none", "use --gpus or --nodes"
+            rule = "starts processes, and a plan starts none"
+            fix = "use --gpus or --nodes"
             raise ConfigError(Problem(f"--{name}", getattr(arguments, name), rule, fix, "command line"))
     device = hardware.find(asked.device)
     loaded = configs.load(arguments.path, arguments.overrides)

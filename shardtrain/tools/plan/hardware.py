@@ -103,7 +103,8 @@ class Device:
         """The same device, all of whose rates are divided by ``times``."""
 
         def of(link: Link) -> Link:
-            rate, latency = link.bytes_per_second / times, link.latency_seconds * times
+            rate = link.bytes_per_second / times
+            latency = link.latency_seconds * times
             return replace(link, bytes_per_second=rate, latency_seconds=latency)
 
         return replace(

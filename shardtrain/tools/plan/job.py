@@ -125,7 +125,9 @@ class Job:
 
 def of_config(config: Config, world_size: int, num_layers: int, sequences_per_row: int = 1) -> Job:
     """The job of a configuration on so many ranks; ``num_layers`` is the model's."""
-    p, training, recompute = config.parallelism, config.training, config.activation_checkpoint
+    p = config.parallelism
+    training = config.training
+    recompute = config.activation_checkpoint
     accumulation = max(1, derived.accumulation_steps(config, world_size))
     rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
     compute = derived.compute_dtype(config)
@@ -205,7 +207,8 @@ def layers_of_stages(p: Parallelism, num_layers: int) -> tuple[range, ...]:
         return (range(num_layers),)
     if p.module_fqns_per_model_part is None:
         return tuple(stages.layers_per_stage(p, num_layers))
-    found, start = [], 0
+    found = []
+    start = 0
     for part in p.module_fqns_per_model_part:
         count = sum(name.startswith("layers.") for name in part)
         found.append(range(start, start + count))

@@ -164,7 +164,9 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | No
         piped = max(moment.activations for moment in moments) - activations
     else:
         piped = 0
-        kept, in_flight, activations = found[0].kept, 1, found[0].most
+        kept = found[0].kept
+        in_flight = 1
+        activations = found[0].most
         moments = [
             replace(one, gradients=max(accumulated, one.gradients))
             for one in (*found[0].moments, _Moment("the update", 0, 0, gradients))
@@ -205,7 +207,8 @@ def _in_pipeline(
     Beside what waits for its backward there are PyTorch's buffers: what each stage receives has one for each
     micro-batch of the step. Where a rank has several stages, what was sent is held until the end of the step.
     """
-    last, count = len(job.stages) - 1, job.num_microbatches
+    last = len(job.stages) - 1
+    count = job.num_microbatches
     stream = job.local_tokens // job.tp * model.dim * job.compute_width
     own = list(found)
     received = sum((index > 0) + (index < last) for index in own) * count * stream
@@ -307,15 +310,18 @@ def recomputes(job: Job, place: int) -> str:
 
 
 def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
-    first, last = index == 0, index == len(job.stages) - 1
+    first = index == 0
+    last = index == len(job.stages) - 1
     found: dict[tuple[int, str], _LayerBytes] = {}  # by identity: to hash a layer takes as long as to count it
     layers = []
     for place, number in enumerate(job.stages[index]):
-        layer, mode = model.layers[number], recomputes(job, place)
+        layer = model.layers[number]
+        mode = recomputes(job, place)
         if (id(layer), mode) not in found:
             found[id(layer), mode] = _layer(layer, job, model.dim, mode, kernels)
         layers.append(found[id(layer), mode])
-    c, tokens = job.compute_width, job.local_tokens
+    c = job.compute_width
+    tokens = job.local_tokens
     split = tokens // job.tp
     stream = split * model.dim * c
     angles = 2 * tokens * (model.layers[0].qk_dim // 2) * 4
@@ -342,7 +348,8 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
         products = 0  # gradients of the head's weight and input, which are made with the loss
         if job.loss == "at head" and saved_at_head(tokens, model.dim, model.vocab, c) >= WORTH_IT_BYTES:
             rows = _rows_at_head(tokens, model.vocab)
-            logits, chunk = rows * columns * c, rows * columns * 4 * 2
+            logits = rows * columns * c
+            chunk = rows * columns * 4 * 2
             of_weight = columns * model.dim * 4 if any(one.trained for one in model.last) else 0
             products = of_weight + tokens * model.dim * c
         if job.tp > 1 and not job.loss_parallel:  # this rank's columns, those of all, and those in their order
@@ -402,7 +409,8 @@ def _is_one_kernel(numel: int, job: Job, kernels: Kernels) -> bool:
 
 @lru_cache(maxsize=8192)
 def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _LayerBytes:
-    c, tokens = job.compute_width, job.local_tokens
+    c = job.compute_width
+    tokens = job.local_tokens
     split = tokens // job.tp
     stream = split * dim * c
     gathered = _input(job, stream)
@@ -413,14 +421,18 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
         and not any(p.trained for p in layer.parameters if p.word == "sequence")
     ):
         norm -= split * dim * 4  # only the gradient of its weight needs the normalised copy
-    heads, kv_heads = -(-layer.heads // job.tp), -(-layer.kv_heads // job.tp)
-    q, k = tokens * heads * layer.qk_dim * c, tokens * kv_heads * layer.qk_dim * c
-    v, out = tokens * kv_heads * layer.v_dim * c, tokens * heads * layer.v_dim * c
+    heads = -(-layer.heads // job.tp)
+    kv_heads = -(-layer.kv_heads // job.tp)
+    q = tokens * heads * layer.qk_dim * c
+    k = tokens * kv_heads * layer.qk_dim * c
+    v = tokens * kv_heads * layer.v_dim * c
+    out = tokens * heads * layer.v_dim * c
     cut = 0
     if layer.v_dim < layer.qk_dim:  # kernels want values as wide as keys: they are padded, and the output is cut
         v, out, cut = k, q, out
     scores = tokens * heads * 4
-    projections, feed = layer.inside("attn"), layer.inside("ffn")
+    projections = layer.inside("attn")
+    feed = layer.inside("ffn")
     squares = 0
     if not job.flash:  # softmax, the mask of dropout and what it leaves (Korthikanti et al. 2022, section 4.1)
         squares = tokens * min(job.seq_len, layer.limit or job.seq_len) * heads * (2 * c + 1)
@@ -475,7 +487,8 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
 
 def _kept_products(layer: Layer, job: Job, tokens: int, dim: int, width: int) -> int:
     """Results that selective recomputation of operations keeps: every second product, and what was reduced over tp."""
-    total, number = 0, 0
+    total = 0
+    number = 0
     for one in layer.linears:
         if one.word == "router":
             continue
@@ -497,12 +510,16 @@ class _Gathered:
     """
 
     def __init__(self, model: ModelShape, job: Job, index: int) -> None:
-        first, last = index == 0, index == len(job.stages) - 1
-        c, r, ranks = job.compute_width, job.reduce_width, job.dp_shard * job.cp
+        first = index == 0
+        last = index == len(job.stages) - 1
+        c = job.compute_width
+        r = job.reduce_width
+        ranks = job.dp_shard * job.cp
         numbers = job.stages[index]
         layers = [unsharded(model.layers[number].parameters, job.tp, job.ep) for number in numbers]
         learning = [unsharded(trained(model.layers[number].parameters), job.tp, job.ep) for number in numbers]
-        largest, most_gradients = max(layers, default=0), max(learning, default=0)
+        largest = max(layers, default=0)
+        most_gradients = max(learning, default=0)
         pair = 2 * largest if len(layers) > 1 else largest
         if job.ep * job.cp * job.tp > 1 and any(model.layers[number].experts for number in numbers):
             pair = (
@@ -513,7 +530,8 @@ class _Gathered:
         own = [trained(model.first) if first else (), trained(model.last) if last else ()]
         embed_gradient, head_gradient = (unsharded(one, job.tp, job.ep) if one else 0 for one in own)
         if model.tied and first and last:
-            head, head_gradient = 0, 0
+            head = 0
+            head_gradient = 0
         width = job.gradient_bytes
         self.layer_shard = (
             sum(sharded(p, job) for p in trained(model.layers[numbers[0]].parameters)) * width if numbers else 0
@@ -562,7 +580,8 @@ def trained(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
 
 def saved_at_head(tokens: int, dim: int, vocabulary: int, element_bytes: int) -> int:
     """What it saves to compute the loss with the head: ``ops.linear_cross_entropy.saved_bytes``, without torch."""
-    rows, usual = _rows_at_head(tokens, vocabulary), min(tokens, max(1, CHUNK_NUMEL // vocabulary))
+    rows = _rows_at_head(tokens, vocabulary)
+    usual = min(tokens, max(1, CHUNK_NUMEL // vocabulary))
     logits = 2 * (tokens - rows) * vocabulary * element_bytes + 8 * (usual - rows) * vocabulary
     return logits - 4 * vocabulary * dim
 

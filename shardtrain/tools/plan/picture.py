@@ -67,7 +67,8 @@ def _head(plan: Plan) -> Iterator[str]:
 
 
 def _memory(plan: Plan, width: int) -> Iterator[str]:
-    capacity, label = plan.device.memory_bytes, width - 32
+    capacity = plan.device.memory_bytes
+    label = width - 32
     scale = max(plan.peak_bytes, capacity)
     rank = plan.fullest
     gradients, activations, gathered = rank.at_peak
@@ -107,7 +108,8 @@ def _bar(rank: RankMemory, plan: Plan, scale: int) -> str:
     gradients, activations, gathered = rank.at_peak
     on_device = (rank.parameters, gradients, rank.optimizer) if not rank.on_host else (0, 0, 0)
     sizes = (*on_device, activations, gathered, plan.overhead_bytes)
-    bar, total = "", 0
+    bar = ""
+    total = 0
     for mark, size in zip(_MARKS, sizes, strict=True):
         total += size
         bar += mark * (round(BAR * total / scale) - len(bar))

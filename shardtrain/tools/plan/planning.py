@@ -278,7 +278,8 @@ def _changed(model: ModelShape, found: Job, device: Device, config: Config) -> l
         option = "parallelism.pipeline_parallel_microbatch_size" if found.pp > 1 else "training.local_batch_size"
         halved = replace(found, rows=found.rows // 2, num_microbatches=found.num_microbatches * 2)
         changes.append((f"{option}={found.rows // 2} with the same global batch", halved))
-    heads, kv_heads = model.layers[0].heads, model.layers[0].kv_heads
+    heads = model.layers[0].heads
+    kv_heads = model.layers[0].kv_heads
     for tp in (2, 4, 8):
         if found.tp < tp <= device.devices_per_node and heads % tp == 0 and kv_heads % tp == 0:
             shards, rest = divmod(found.dp_shard * found.tp, tp)

@@ -94,11 +94,13 @@ def most_kept(
     began = False
     for action in actions:
         change = (action.kind == "F") - (action.kind in ("B", "W"))
-        now, flying = now + change * kept_by_stage.get(action.stage, 0), flying + change
+        now = now + change * kept_by_stage.get(action.stage, 0)
+        flying = flying + change
         if waiting_by_stage and action.kind in ("I", "W"):
             now += waiting_by_stage.get(action.stage, 0) * (1 if action.kind == "I" else -1)
         began = began or action.kind in ("B", "W")
-        most, most_flying = max(most, now), max(most_flying, flying)
+        most = max(most, now)
+        most_flying = max(most_flying, flying)
         if began:
             later = max(later, now)
     return most, most_flying, later
@@ -141,7 +143,9 @@ def simulate(
     rank_of = {action.stage: rank for rank, actions in enumerate(order) for action in actions}
     last = max(rank_of)
     done: dict[tuple[str, int, int], float] = {}
-    clock, place, busy = [0.0] * len(order), [0] * len(order), [0.0] * len(order)
+    clock = [0.0] * len(order)
+    place = [0] * len(order)
+    busy = [0.0] * len(order)
     waiting: dict[tuple[str, int, int], list[int]] = {}
     ready = list(range(len(order)))
     while ready:
@@ -161,7 +165,8 @@ def simulate(
                     break
                 start = max(start, done[need] + (send_seconds if rank_of[need[1]] != rank else 0.0))
             took = seconds[action.kind, action.stage]
-            clock[rank], busy[rank] = start + took, busy[rank] + took
+            clock[rank] = start + took
+            busy[rank] = busy[rank] + took
             place[rank] += 1
             if action.kind != "W":
                 key = ("F" if action.kind == "F" else "B", action.stage, action.microbatch)

@@ -139,7 +139,9 @@ def _global_batch(config: Config, world_size: int) -> int:
 def _candidates(
     config: Config, model: ModelShape, world_size: int, device: Device, global_batch: int
 ) -> Iterator[dict[str, Any]]:
-    layer, layers, seq_len = model.layers[0], len(model.layers), config.training.seq_len
+    layer = model.layers[0]
+    layers = len(model.layers)
+    seq_len = config.training.seq_len
     experts = next((one.experts for one in model.layers if one.experts), None)
     tps = [n for n in _divisors(device.devices_per_node) if not any(
         size % n for size in (layer.heads, layer.kv_heads, model.vocab, seq_len, world_size)

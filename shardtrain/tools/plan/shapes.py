@@ -127,7 +127,8 @@ def read(config: Config) -> ModelShape:
 
     Raises ConfigError where a model has no layers to plan with, which its LAYOUT must name.
     """
-    task, module = tasks.open_task(config), models.find(config.model.name)
+    task = tasks.open_task(config)
+    module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     layout: Layout = module.LAYOUT
     with torch.device("meta"):

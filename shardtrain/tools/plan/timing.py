@@ -87,7 +87,8 @@ def of_step(model: ModelShape, job: Job, device: Device, orders: Sequence[Sequen
     if device.is_cpu:
         device = _with_threads(device, job.world_size)
     last = len(job.stages) - 1
-    forward, backward = {}, {}
+    forward = {}
+    backward = {}
     for index, layers in enumerate(job.stages):
         forward[index], backward[index] = _stage(model, job, device, index, layers, last)
     costs: dict[str, float] = {}
@@ -105,9 +106,12 @@ def of_step(model: ModelShape, job: Job, device: Device, orders: Sequence[Sequen
     else:
         seconds = {}
         for index in forward:
-            ahead, back = sum(forward[index].values()), sum(backward[index].values())
-            seconds["F", index], seconds["B", index] = ahead, back
-            seconds["I", index], seconds["W", index] = back * 0.55, back * 0.45
+            ahead = sum(forward[index].values())
+            back = sum(backward[index].values())
+            seconds["F", index] = ahead
+            seconds["B", index] = back
+            seconds["I", index] = back * 0.55
+            seconds["W", index] = back * 0.45
         send = _send(model, job, device)
         line = schedule.simulate(orders, seconds, send)
         busiest = max(range(job.pp), key=lambda rank: line.busy_seconds[rank])
@@ -209,7 +213,8 @@ def _elements(model: ModelShape, job: Job, index: int) -> int:
 
 @lru_cache(maxsize=16384)
 def _layer(layer: Layer, job: Job, device: Device, dim: int) -> _Pass:
-    c, tokens = job.compute_width, job.local_tokens
+    c = job.compute_width
+    tokens = job.local_tokens
     rate = device.memory_bytes_per_second * device.memory_efficiency
     split = tokens // job.tp if job.split_sequence else tokens
     products = [(one, _product(one, job, device, tokens, job.tp)) for one in layer.linears if one.word != "router"]
@@ -294,7 +299,8 @@ def _product(one: Linear, job: Job, device: Device, tokens: int, tp: int) -> flo
     peak = device.peak("float8" if fast else job.compute_dtype) * device.matmul_efficiency
     half_size = HALF_SIZE
     if fast:
-        peak, half_size = peak * FLOAT8_SHARE, 2 * HALF_SIZE  # twice as fast, with the same time to begin
+        peak = peak * FLOAT8_SHARE
+        half_size = 2 * HALF_SIZE  # twice as fast, with the same time to begin
     size = math.prod(d / (d + half_size) for d in (tokens, into, out))
     if device.is_cpu:
         size = DTENSOR_PRODUCTS if job.tp > 1 and job.compute_dtype == "float32" else 1.0
@@ -312,7 +318,8 @@ def _casts(layer: Layer, job: Job, device: Device) -> tuple[float, float]:
 
     Under tensor parallelism each rank casts what was gathered, or with ``gathers_float8`` its own part before.
     """
-    tokens, tp = job.local_tokens, job.tp
+    tokens = job.local_tokens
+    tp = job.tp
     rate = device.memory_bytes_per_second * device.memory_efficiency
     inputs = outputs = weights = 0.0
     seen: set[tuple[str, int, bool]] = set()
@@ -389,8 +396,10 @@ def _reduce_seconds(model: ModelShape, job: Job, device: Device, own: Sequence[i
         memory.unsharded(memory.trained(tuple(memory.parameters_of_stage(model, job, index))), job.tp, job.ep)
         for index in own
     )
-    size, total = trained * job.reduce_width, 0.0
-    ranks, units = job.dp_shard * job.cp, sum(len(job.stages[index]) for index in own) + 2
+    size = trained * job.reduce_width
+    total = 0.0
+    ranks = job.dp_shard * job.cp
+    units = sum(len(job.stages[index]) for index in own) + 2
     if job.fsdp:
         total += _copies(device, size * (1 + 1 / ranks))
     if ranks > 1:

@@ -42,7 +42,8 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(Problem("--top", asked.top, "must be at least 1", "leave it out for ten", "command line"))
     files = _files(Path(asked.run), asked.step)
     if asked.rank is not None and asked.rank not in files:
-        rule, fix = "has no trace", f"use one of {', '.join(map(str, sorted(files)[:20]))}"
+        rule = "has no trace"
+        fix = f"use one of {', '.join(map(str, sorted(files)[:20]))}"
         raise ConfigError(Problem("--rank", asked.rank, rule, fix, "command line"))
     # of thousands of ranks some are looked at, spread over all
     ranks = sorted(files)
@@ -63,7 +64,8 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
     if path.is_file():
         return {0: path}
     if not path.is_dir():
-        rule, fix = "does not exist", "name the folder of a run, which is its job.dump_folder"
+        rule = "does not exist"
+        fix = "name the folder of a run, which is its job.dump_folder"
         raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
     name = read_options(path / "config.resolved.toml").get("profiling.save_traces_folder", "profile_traces")
     folders = {
@@ -81,7 +83,8 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
         fix = "train with --profiling.enable_profiling, and for as many steps as profiling.profile_freq says"
         raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
     if step is not None and step not in found:
-        rule, fix = "has no trace", f"use one of {', '.join(map(str, sorted(found)[-20:]))}"
+        rule = "has no trace"
+        fix = f"use one of {', '.join(map(str, sorted(found)[-20:]))}"
         raise ConfigError(Problem("--step", step, rule, fix, "command line"))
     return found[max(found) if step is None else step]
 

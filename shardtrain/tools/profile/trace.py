@@ -113,9 +113,11 @@ def read(path: Path) -> Summary:
     # on a CPU gloo's own threads tell what a collective took from its begin to its end
     if not device:
         communication += [_span(one) for one in events if str(one.get("name")).startswith(("gloo:", "mpi:"))]
-    busy, talking = _union(compute), _union(communication)
+    busy = _union(compute)
+    talking = _union(communication)
     found.operations = sorted(named.values(), key=lambda one: -one.self_us)
-    found.compute_us, found.communication_us = _length(busy), _length(talking)
+    found.compute_us = _length(busy)
+    found.communication_us = _length(talking)
     found.exposed_us = found.communication_us - _length(_overlap(talking, busy))
     found.memory = _memory(everything, device=bool(device))
     return found
@@ -145,7 +147,9 @@ class _Bounded(io.RawIOBase):
 
     def __init__(self, file: Any, path: Path) -> None:
         super().__init__()
-        self._file, self._path, self._left = file, path, MOST_BYTES
+        self._file = file
+        self._path = path
+        self._left = MOST_BYTES
 
     def readable(self) -> bool:
         return True
@@ -162,7 +166,8 @@ class _Bounded(io.RawIOBase):
 def _parsed(file: TextIO, path: Path) -> Iterator[Any]:
     """The values of the list ``traceEvents``, or of a file that is a list."""
     decoder = json.JSONDecoder()
-    text, at = file.read(_PART), 0
+    text = file.read(_PART)
+    at = 0
     begin = _BEGIN.search(text)
     while begin is None and (more := file.read(_PART)):
         text = text[-100:] + more
@@ -172,7 +177,8 @@ def _parsed(file: TextIO, path: Path) -> Iterator[Any]:
     at = begin.end()
     while True:
         if len(text) - at < _PART:  # an event is shorter
-            text, at = text[at:] + file.read(_PART), 0
+            text = text[at:] + file.read(_PART)
+            at = 0
         at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]
         if text[at : at + 1] == "]":
             return
@@ -191,7 +197,8 @@ def _memory(events: Iterable[dict[str, Any]], device: bool) -> list[tuple[float,
         facts = one.get("args")
         if one.get("name") != "[memory]" or not isinstance(facts, dict):
             continue
-        total, kind = facts.get("Total Allocated"), facts.get("Device Type")
+        total = facts.get("Total Allocated")
+        kind = facts.get("Device Type")
         when = one.get("ts")
         if isinstance(total, int | float) and isinstance(when, int | float) and (kind != 0) == device:
             found.append((float(when), float(total)))
@@ -217,7 +224,8 @@ def _alone(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], l
         above.append(index)
     for index in order:
         begin, end = _span(events[index])
-        alone, at = [], begin
+        alone = []
+        at = begin
         for first, last in _union(children[index]):
             if first > at:
                 alone.append((at, first))
@@ -240,9 +248,12 @@ def _union(spans: Iterable[Span]) -> list[Span]:
 
 def _overlap(one: Sequence[Span], other: Sequence[Span]) -> list[Span]:
     """What two unions share."""
-    found, i, j = [], 0, 0
+    found = []
+    i = 0
+    j = 0
     while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
+        begin = max(one[i][0], other[j][0])
+        end = min(one[i][1], other[j][1])
         if begin < end:
             found.append((begin, end))
         if one[i][1] < other[j][1]:

@@ -45,7 +45,8 @@ def plan(config: Config, first: int, last: int) -> Plan:
         raise CheckpointError(f"{text}{'; ' + damages[0] if damages else ''}; name the run's job.dump_folder")
     usable = [step for step, stored in known.items() if step < first and not stored.facts.get("weights_only")]
     usable = [step for step in usable if retention.is_whole(folder / f"step-{step}")]
-    base, guard = max(usable, default=0), known[max(known)].facts.get("guard", {}) if known else {}
+    base = max(usable, default=0)
+    guard = known[max(known)].facts.get("guard", {}) if known else {}
     rewinds = guard.get("rewinds", []) if isinstance(guard, dict) else []
     size = known[base].world_size if base else _world_size(run_folder / RESOLVED_CONFIG)
     return Plan(run_folder, folder, base, last, size, tuple(map(tuple, rewinds)))

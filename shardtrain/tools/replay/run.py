@@ -37,7 +37,8 @@ def main(loaded: Loaded, plan: Plan) -> None:
     """Make the steps again as one rank; raises NumericalError, on all ranks, at the first difference."""
     config = loaded.config
     with process_group.join(config.comm, config.training.device) as world:
-        folder, console = Path(config.job.dump_folder), world.rank in log.console_ranks()
+        folder = Path(config.job.dump_folder)
+        console = world.rank in log.console_ranks()
         log.setup(world.rank, world.size, folder, config.metrics.save_log_file, console, False)
         set_numerics(config, world.device)  # the kernels of the run, too: others round otherwise
         with _heartbeat("building the model and opening its data", world):
@@ -51,9 +52,11 @@ def main(loaded: Loaded, plan: Plan) -> None:
 
 
 def _compare_steps(run: Run, plan: Plan, world: process_group.World) -> None:
-    path, same_mesh = plan.run_folder / "metrics.jsonl", plan.world_size in (None, world.size)
+    path = plan.run_folder / "metrics.jsonl"
+    same_mesh = plan.world_size in (None, world.size)
     records = {record["step"]: record for record in read_records(path)} if path.is_file() else {}
-    saved, compared = set(retention.steps(plan.checkpoints)), 0
+    saved = set(retention.steps(plan.checkpoints))
+    compared = 0
     _say(world, f"replaying steps {plan.base + 1} to {plan.last} on {world.size} ranks")
     if not same_mesh:
         _say(world, f"the run had {plan.world_size} ranks: numbers are compared to {OTHER_MESH:g}, tensors are not")
@@ -62,7 +65,9 @@ def _compare_steps(run: Run, plan: Plan, world: process_group.World) -> None:
             outcome = trainer.step(run)
         if outcome is None:
             raise DataError(f"the data ended after step {run.state.step}, or the replay was asked to stop")
-        step, parts, wrong = run.state.step, [], []
+        step = run.state.step
+        parts = []
+        wrong = []
         total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
         mine = {
             "loss": total / outcome.global_tokens if outcome.global_tokens else math.nan,

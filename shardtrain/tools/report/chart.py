@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-WIDTH, HEIGHT = 640, 240
-LEFT, RIGHT, TOP, BOTTOM = 64, 14, 10, 28
+WIDTH = 640
+HEIGHT = 240
+LEFT = 64
+RIGHT = 14
+TOP = 10
+BOTTOM = 28
 COLORS = ("#1f6feb", "#d1570b", "#1a7f37", "#8250df", "#bf3989", "#6e7781", "#0a7ea4", "#9a6700")
 
 
@@ -53,9 +57,11 @@ class Chart:
         x0, x1 = (min(steps), max(steps)) if steps else (0, 1)
         y0, y1 = (min(values), max(values)) if values else (0.0, 1.0)
         if not y1 > y0:  # one value: in the middle
-            y0, y1 = y0 - (abs(y0) / 2 or 0.5), y1 + (abs(y1) / 2 or 0.5)
+            y0 = y0 - (abs(y0) / 2 or 0.5)
+            y1 = y1 + (abs(y1) / 2 or 0.5)
         x1 = max(x1, x0 + 1)
-        inner_width, inner_height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+        inner_width = WIDTH - LEFT - RIGHT
+        inner_height = HEIGHT - TOP - BOTTOM
 
         def place(step: float, height: float) -> tuple[float, float]:
             return (
@@ -97,7 +103,8 @@ def ticks(low: float, high: float, logarithmic: bool = False) -> list[float]:
     [0.1, 1.0, 10.0, 100.0]
     """
     if logarithmic and high > 30 * low:
-        first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+        first = math.ceil(math.log10(low) - 1e-9)
+        last = math.floor(math.log10(high) + 1e-9)
         each = -(-(last - first + 1) // 6)
         return [10.0**power for power in range(first, last + 1, each)]
     rough = (high - low) / 4

@@ -29,7 +29,8 @@ _MOST_METRICS = 200
 _CONFIG_BYTES = 1 << 20
 _LOG_BYTES = 1 << 20
 _MOST_ALERTS = 30
-_MOST_SAMPLES, _TEXT_CHARACTERS = 8, 1000
+_MOST_SAMPLES = 8
+_TEXT_CHARACTERS = 1000
 
 
 @dataclass
@@ -47,7 +48,8 @@ class Series:
         kept: list[int] = []
         for stretch in range(points):
             places = range(stretch * count // points, (stretch + 1) * count // points)
-            low, high = min(places, key=self.values.__getitem__), max(places, key=self.values.__getitem__)
+            low = min(places, key=self.values.__getitem__)
+            high = max(places, key=self.values.__getitem__)
             kept += sorted({low, high})
         return [self.steps[place] for place in kept], [self.values[place] for place in kept]
 
@@ -134,7 +136,8 @@ def _samples(path: Path) -> list[tuple[int, str, str]]:
             continue
         if not isinstance(record, dict) or type(record.get("step")) is not int:
             continue
-        prompt, text = record.get("prompt"), record.get("text")
+        prompt = record.get("prompt")
+        text = record.get("text")
         if isinstance(prompt, str) and isinstance(text, str):
             found.append((record["step"], prompt[:_TEXT_CHARACTERS], text[:_TEXT_CHARACTERS]))
             if len(found) > 2 * _MOST_SAMPLES:

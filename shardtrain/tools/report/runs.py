@@ -91,7 +91,8 @@ def below(root: Path) -> Iterator[Found]:
 
 def look(folder: Path) -> Found:
     """The state of the run of a folder."""
-    metrics, exit_file = folder / "metrics.jsonl", folder / "exit.json"
+    metrics = folder / "metrics.jsonl"
+    exit_file = folder / "exit.json"
     times = {
         path: _modified(path) for path in (metrics, exit_file, folder / "goodput.jsonl", folder / "logs/rank-0.log")
     }

@@ -52,7 +52,8 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
         return code
     environment.set_allocator_default(os.environ)
     config = asked.loaded.config
-    accelerators, cores = environment.count_accelerators(config.training.device), environment.usable_cores()
+    accelerators = environment.count_accelerators(config.training.device)
+    cores = environment.usable_cores()
     choice = environment.choose_processes(config, asked.nproc, os.environ, accelerators, cores)
     _require(asked.loaded, choice.count, accelerators)
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
@@ -76,7 +77,8 @@ def _as_rank(asked: Request) -> NoReturn:
     if has_parent:
         local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
     environment.adopt_slurm(os.environ)
-    size, local_ranks = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    size = int(os.environ["WORLD_SIZE"])
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     environment.set_allocator_default(os.environ)
     environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
     from shardtrain.tools.test import run
@@ -103,14 +105,16 @@ def _read(words: list[str], open_config: Opener) -> Request | None:
     taken = take(words, {"--checkpoint": Option(), "--output": Option(example="FOLDER")})
     if taken.help:
         return None
-    own, arguments = taken.own, split(taken.rest)
+    own = taken.own
+    arguments = split(taken.rest)
     loaded, arguments = open_config(arguments)
     config = loaded.config
     # no step is made: the batch of one says nothing here, and need not be one that these ranks could make
     training = dataclasses.replace(config.training, global_batch_size=-1)
     loaded = dataclasses.replace(loaded, config=dataclasses.replace(config, training=training))
     if not sets_of(loaded.config):
-        rule, fix = "is not set, and neither is task.test_dataset_path", "name a held-out set"
+        rule = "is not set, and neither is task.test_dataset_path"
+        fix = "name a held-out set"
         raise ConfigError(Problem("validation.dataset", None, rule, fix))
     output = own.get("--output", config.job.dump_folder)
     return Request(loaded, own.get("--checkpoint"), arguments, Path(output))

@@ -97,10 +97,12 @@ def _choose(checkpoints: Checkpoints, folder: Place, wanted: str | None) -> Plac
 
 def measure(built: Built, config: Config, mesh: Mesh, split: str) -> tuple[Evaluation, bool]:
     """What the model scores on a set, each row once (a collective), and whether the set has what it predicts."""
-    task, options = built.task, {}
+    task = built.task
+    options = {}
     labelled = True
     if isinstance(task, tasks.RowTask):
-        labelled, options = task.is_labelled(split), {"split": split}
+        labelled = task.is_labelled(split)
+        options = {"split": split}
     with together(config):
         stream = task.open_dataloader(
             section=validation.section(config, mesh.device_mesh.size()),

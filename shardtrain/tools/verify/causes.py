@@ -156,7 +156,8 @@ def swapped_targets(e: Evidence) -> str | None:
     orders = {tuple(reversed(range(count))): "in reverse"}
     for a, b in itertools.combinations(range(count), 2):
         swapped = list(range(count))
-        swapped[a], swapped[b] = b, a
+        swapped[a] = b
+        swapped[b] = a
         orders[tuple(swapped)] = f"{a + 1} and {b + 1} swapped"
     for shift in range(1, count):
         orders[tuple((i + shift) % count for i in range(count))] = f"shifted by {shift}"

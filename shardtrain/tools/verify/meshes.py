@@ -43,7 +43,8 @@ DEFAULT_MESHES = (
 )
 
 RESHARD = "parallelism.fsdp_reshard_after_forward"
-RECOMPUTE, SELECTIVE = "activation_checkpoint.mode", "activation_checkpoint.selective_ac_option"
+RECOMPUTE = "activation_checkpoint.mode"
+SELECTIVE = "activation_checkpoint.selective_ac_option"
 DEFAULT_OPTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("pp=2", {"parallelism.pipeline_parallel_schedule": "ZBVZeroBubble"}),
     ("dp_shard=2,pp=2", {RESHARD: "always", RECOMPUTE: "full"}),

@@ -136,7 +136,8 @@ def _depth(
                 break  # this field counts something else
             missing = len(kinds - _kinds(module, cut))
             if not fewest or missing < left:
-                fewest, left = {name: number}, missing
+                fewest = {name: number}
+                left = missing
             if not left:
                 return fewest, []
         if fewest:

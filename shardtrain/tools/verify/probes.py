@@ -518,7 +518,8 @@ def _kept(count: int, kept: slice) -> Callable[[Tensor, Tensor], tuple[Tensor, T
         dims = [dim for dim, size in enumerate(one.shape) if size == count]
         for dim in dims:
             index = tuple(kept if d == dim else slice(None) for d in range(one.ndim))
-            one, other = one[index], other[index]
+            one = one[index]
+            other = other[index]
         if not dims and one.numel() > 1 and ROWS * count in one.shape:
             return None  # rows and tokens in one dimension
         return one, other

@@ -136,7 +136,8 @@ class _Prober:
         half = self._tokens_BT.size(1) // 2
         out, error, place = self._run(self._model, self._tokens_BT[:1, :half], self._positions_BT[:1, :half])
         if not error and out.shape[:2] != (1, half):
-            error, place = f"it gives {tuple(out.shape)} for tokens (1, {half})", "the model"
+            error = f"it gives {tuple(out.shape)} for tokens (1, {half})"
+            place = "the model"
         rule = f"breaks the promise to read shapes from activations: half of a sequence fails in {place}: {error}"
         return [self._problem(rule, "take batch and sequence from x.shape, not from the config")] if error else []
 

@@ -125,7 +125,8 @@ def _small(
     given: dict[str, Any] = dict(model.overrides)
     # Sizes that own_sizes found for a user's file, or those of our own models, whose names are known.
     if own is not None:
-        sizes, given = {**sizes, **own["sizes"]}, given | own["given"]
+        sizes = {**sizes, **own["sizes"]}
+        given = given | own["given"]
         notes += own["notes"]
     elif not model.name.endswith(".py"):
         given |= _small_sizes(sizes, plans, loaded.config)

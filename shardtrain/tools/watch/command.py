@@ -44,7 +44,8 @@ def main(words: Sequence[str]) -> int:
     if asked is None:
         return 0
     if not 0.1 <= asked.interval_seconds <= 3600:
-        rule, fix = "must be 0.1 to 3600 seconds", "leave it out for one frame a second"
+        rule = "must be 0.1 to 3600 seconds"
+        fix = "leave it out for one frame a second"
         raise ConfigError(Problem("--interval_seconds", asked.interval_seconds, rule, fix, "command line"))
     followed = [Followed(folder) for name in asked.folders for folder in _folders(Path(name))][:_MOST_RUNS]
     if asked.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
@@ -61,14 +62,16 @@ def main(words: Sequence[str]) -> int:
 def _folders(path: Path) -> list[Path]:
     """A run's folder itself, or all runs below a folder; a folder that does not exist yet may still appear."""
     if path.exists() and not path.is_dir():
-        rule, fix = "is not a folder", "name the folder of a run, which is its job.dump_folder"
+        rule = "is not a folder"
+        fix = "name the folder of a run, which is its job.dump_folder"
         raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
     found = [one.folder for one in runs.below(path)] if path.is_dir() else []
     return found or [path]
 
 
 def _show(followed: Sequence[Followed], interval_seconds: float) -> None:
-    selected, due = 0, 0.0
+    selected = 0
+    due = 0.0
     while True:
         if time.monotonic() >= due:
             for one in followed:

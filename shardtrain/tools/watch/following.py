@@ -21,7 +21,8 @@ POINTS = 2048
 """Of a curve; when there are more, it is thinned to half of them."""
 _WHOLE_BYTES = 4 << 20
 """A longer file is sampled when it is opened, and only its end is read whole."""
-_SAMPLES, _SAMPLE_BYTES = 512, 8192
+_SAMPLES = 512
+_SAMPLE_BYTES = 8192
 _LOG_BYTES = 1 << 18
 _MOST_ALERTS = 5
 
@@ -43,12 +44,15 @@ class Tail:
                 status = os.fstat(file.fileno())
                 from_start = status.st_ino != self._inode or status.st_size < self._place
                 if from_start:
-                    self._inode, self._place = status.st_ino, 0
+                    self._inode = status.st_ino
+                    self._place = 0
                 begin = max(self._place, status.st_size - most_bytes)
                 file.seek(begin)
                 data = file.read(most_bytes)
         except OSError:
-            from_start, self._inode, self._place = self._inode != -1, -1, 0
+            from_start = self._inode != -1
+            self._inode = -1
+            self._place = 0
             return b"", from_start
         first = data.find(b"\n") + 1 if begin > self._place else 0  # the skipped part ends within a line
         whole = data.rfind(b"\n") + 1
@@ -84,7 +88,8 @@ class Followed:
         self.state = found.state if there or found.end else "not there yet"
         data, from_start = self._metrics.read(_WHOLE_BYTES)
         if from_start:
-            self.curves, self.last = {}, {}
+            self.curves = {}
+            self.last = {}
             steps = reading.read_options(self.folder / "config.resolved.toml").get("training.steps")
             self.total_steps = steps if type(steps) is int else 0
             if self._metrics.skipped:

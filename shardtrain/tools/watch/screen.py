@@ -106,7 +106,8 @@ def _time(one: Followed, terminal: Terminal) -> list[str]:
     total = sum(known.values())
     if not total:
         return []
-    width, bar = terminal.columns, ""
+    width = terminal.columns
+    bar = ""
     done = 0.0
     for name, value in known.items():
         done += value

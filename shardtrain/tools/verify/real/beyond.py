@@ -149,7 +149,8 @@ def _sample(position: int, samples: int, seed: int) -> int:
     half = (max(6, (samples - 1).bit_length()) + 1) // 2
     mask = 2**half - 1
     while True:
-        left, right = value >> half, value & mask
+        left = value >> half
+        right = value & mask
         for key in keys:
             left, right = right, left ^ (_mixed(right ^ key) & mask)
         # The network permutes a power of two. A value beyond the samples goes through it again (cycle walking).

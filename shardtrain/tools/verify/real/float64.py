@@ -210,6 +210,7 @@ def read(path: str) -> Gradients:
             found.whole[rest] = tensor
         elif kind == "left":
             name, _, first = rest.rsplit("/", 2)
-            right, ids = parts.get(f"right/{rest}"), parts.get(f"ids/{rest}")
+            right = parts.get(f"right/{rest}")
+            ids = parts.get(f"ids/{rest}")
             found.factors.setdefault(name, []).append(Use(int(first), tensor, right, ids))
     return found
