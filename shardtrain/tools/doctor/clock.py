@@ -14,9 +14,12 @@ from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, Verd
 AREA = "clock"
 
 ROUNDS = 4
-WARN_SECONDS, FAIL_SECONDS = 1.0, 30.0
-"""How far clocks may differ: beyond it logs do not show who was first, and leases and certificates seem expired."""
-_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronized
+WARN_SECONDS = 1.0
+"""How far clocks may differ: beyond it logs do not show who was first."""
+FAIL_SECONDS = 30.0
+"""Beyond it leases and certificates seem expired."""
+_TIME_ERROR = 5
+"""What adjtimex(2) returns where the clock is not synchronized."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:
@@ -79,6 +82,8 @@ def judge(reports: Reports) -> Iterator[Finding]:
             yield Finding(AREA, "skew", verdict, text, expected, fix, tuple(away))
         else:
             yield Finding(AREA, "skew", "pass", f"{1000 * apart:.0f} ms apart", expected)
+
+    # the clock of one host alone need follow nothing
     several = len(reports.hosts()) > 1
     yield from each(reports, AREA, "synchronized", lambda facts: _synchronized(facts, several))
     yield from each(reports, AREA, "source", _source)

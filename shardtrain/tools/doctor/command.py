@@ -88,24 +88,25 @@ def main(words: Sequence[str]) -> int:
 
 def read(words: Sequence[str]) -> Request:
     """Take the doctor's own options out of the words; the rest are those of ``train``. Raises ConfigError."""
-    taken = take(
-        words,
-        {"--limit_seconds": Option(_seconds, "30"), "--for_ranks": Option(_num_ranks, "4096")},
-        ("--json", "--strict"),
-    )
-    found = split(taken.rest)
-    if found.max_restarts:
+    options = {"--limit_seconds": Option(_seconds, "30"), "--for_ranks": Option(_num_ranks, "4096")}
+    taken = take(words, options, ("--json", "--strict"))
+    arguments = split(taken.rest)
+    if arguments.max_restarts:
         rule = "has no effect: the doctor runs once"
-        raise ConfigError(Problem("--max_restarts", found.max_restarts, rule, "leave it out", "command line"))
-    loaded = config.load(found.path, found.overrides)
+        raise ConfigError(Problem("--max_restarts", arguments.max_restarts, rule, "leave it out", "command line"))
+    loaded = config.load(arguments.path, arguments.overrides)
     if loaded.config.comm.mode == "fake_backend":
         fix = "leave it out; shardtrain train with it checks a mesh without the machines"
         raise ConfigError(Problem("comm.mode", "fake_backend", "sends nothing that could be measured", fix))
-    has_config = found.path is not None or bool(found.overrides)
-    limit = taken.own.get("--limit_seconds", LIMIT_SECONDS)
-    num_ranks = taken.own.get("--for_ranks", 0)
-    flags = ("--json" in taken.own, "--strict" in taken.own)
-    return Request(loaded, found.nproc, *flags, limit, has_config, num_ranks)
+    return Request(
+        loaded,
+        arguments.nproc,
+        json="--json" in taken.own,
+        strict="--strict" in taken.own,
+        limit_seconds=taken.own.get("--limit_seconds", LIMIT_SECONDS),
+        has_config=arguments.path is not None or bool(arguments.overrides),
+        num_ranks=taken.own.get("--for_ranks", 0),
+    )
 
 
 def _seconds(text: str) -> float:
@@ -138,13 +139,16 @@ def _here(request: Request, words: list[str]) -> int:
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
+
+    # The launcher writes logs and exit.json to the run's folder; those of the doctor go where they are removed.
     folder = Path(tempfile.mkdtemp(prefix="shardtrain-doctor-"))
     os.environ[FOLDER] = str(folder)
-    # the launcher writes logs and exit.json to the run's folder; those of the doctor go where they are removed
     launched = _with_folder(loaded, folder)
     try:
+        # On CPUs ranks are forked, and share what is imported here. A driver of devices does not survive a fork, so
+        # with them each rank is a process of its own.
         if accelerators == 0 and sys.platform == "linux":
-            with heartbeat("importing PyTorch"):  # ranks are forked, and share what is imported here
+            with heartbeat("importing PyTorch"):
                 from shardtrain.tools.doctor import rank  # noqa: F401
 
             status = local.launch(launched, choice.count, main=lambda _: _run(request))
@@ -174,6 +178,7 @@ def _as_rank(request: Request) -> NoReturn:
 
     from shardtrain.launch import environment, local
 
+    # set by our own launcher, with which this rank ends
     parent = os.environ.get("SHARDTRAIN_PARENT")
     if parent:
         local.detach(int(parent))
@@ -205,37 +210,42 @@ def _run(request: Request) -> dict[str, Any]:
     started = time.monotonic()
     place = int(os.environ.get("RANK", "0"))
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    local = (int(os.environ.get("LOCAL_RANK", "0")), _local_size())
     device = pick_device_type(request.loaded.config.training.device)
     with store_channel.open_store(place, size, request.limit_seconds) as store:
-        own = store_channel.StoreChannel(store, place, size, request.limit_seconds)
+        line = store_channel.StoreChannel(store, place, size, request.limit_seconds)
         context = RankContext(
-            request.loaded,
-            place,
-            size,
-            *local,
-            device,
-            request.limit_seconds,
-            store,
-            own,
+            loaded=request.loaded,
+            rank=place,
+            size=size,
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_size=_local_size(),
+            device=device,
+            limit_seconds=request.limit_seconds,
+            store=store,
+            line=line,
             num_ranks=request.num_ranks,
             has_config=request.has_config,
         )
         with heartbeat("shardtrain doctor", 0 if place else None):
             facts = rank.examine(context)
+
+        # Other ranks have sent their facts, and end with the status that the first one finds.
         if place:
-            code = own.receive("exit_code", 2 * own.patience_seconds)
-            own.send(f"left-{place}", True)
+            code = line.receive("exit_code", 2 * line.patience_seconds)
+            line.send(f"left-{place}", True)
             return {"findings": [], "exit_code": 1 if code is None else code}
+
         with heartbeat("shardtrain doctor, waiting for other ranks"):
             reports = rank.gather(context, facts)
         findings = rank.judge(reports)
         result = document(reports, findings, time.monotonic() - started)
         result["exit_code"] = exit_code(findings, request.strict)
-        own.send("exit_code", result["exit_code"])
-        end = time.monotonic() + LEAVE_SECONDS  # with srun, the store that they ask lives in this process
+        line.send("exit_code", result["exit_code"])
+
+        # With srun, the store that the others ask lives in this process: it stays until they have left.
+        end = time.monotonic() + LEAVE_SECONDS
         for other in set(range(1, size)) - set(reports.missing):
-            own.receive(f"left-{other}", max(0.0, end - time.monotonic()))
+            line.receive(f"left-{other}", max(0.0, end - time.monotonic()))
     if FOLDER in os.environ:
         (Path(os.environ[FOLDER]) / REPORT).write_text(json.dumps(result), encoding="utf-8")
     return result
@@ -243,5 +253,7 @@ def _run(request: Request) -> dict[str, Any]:
 
 def _local_size() -> int:
     """Ranks of this host; Slurm writes "8(x2),4" for two hosts of eight and one of four."""
-    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")) if "SLURM_PROCID" in os.environ else None
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or (tasks[0] if tasks else "1"))
+    if os.environ.get("LOCAL_WORLD_SIZE"):
+        return int(os.environ["LOCAL_WORLD_SIZE"])
+    tasks = re.match(r"\d+", os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return int(tasks[0]) if tasks and "SLURM_PROCID" in os.environ else 1

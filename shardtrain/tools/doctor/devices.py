@@ -25,9 +25,11 @@ CUDA_SIZE = 8192
 REPEATS = 9
 LOAD_SECONDS = 5.0
 """How long a device is kept busy at most while the driver is asked about it."""
-GOOD_SHARE, BAD_SHARE = 0.5, 0.2
+GOOD_SHARE = 0.5
 """Of the peak in the data sheet. A large product in bf16 reaches 0.6 to 0.85 of it where power allows; small cards that
 hold their clocks down reach half."""
+BAD_SHARE = 0.2
+"""Of the same: below it is a failure."""
 TERA = 1e12
 
 
@@ -119,6 +121,7 @@ def rate(a: torch.Tensor, b: torch.Tensor) -> float:
             multiply(a, b)
         accelerator.finish(a.device)
         seconds.append((time.perf_counter() - started) / inner)
+    # the first also loads the library; a product of n x n matrices is 2 n^3 operations
     return float(2 * a.shape[0] ** 3 / min(seconds[1:]))
 
 
@@ -152,17 +155,8 @@ def judge(reports: Reports) -> Iterator[Finding]:
         return
     fix = "use hosts of one kind: the slowest device sets the pace of all"
     yield equal(reports, AREA, "kind", {rank: str(facts["name"]) for rank, facts in by_rank.items()}, "warn", fix)
-    yield from _doubly_used(reports, by_rank)
-    wrong = [rank for rank, facts in by_rank.items() if not facts["exact"]]
-    text = f"wrong on {reports.who(wrong)}" if wrong else "exact"
-    replace = "take this device out of the job and have it replaced: its results cannot be trusted" if wrong else ""
-    verdict: Verdict = "fail" if wrong else "pass"
-    yield Finding(AREA, "product of matrices", verdict, text, "exact whole numbers", replace, tuple(wrong))
-    yield from _rates(reports, by_rank)
-    yield from health.judge(reports, {rank: facts["health"] for rank, facts in by_rank.items() if "health" in facts})
 
-
-def _doubly_used(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:
+    # Two ranks of a host on one device.
     used: dict[tuple[str, str], list[int]] = {}
     for rank, facts in by_rank.items():
         if facts.get("uuid"):
@@ -172,6 +166,14 @@ def _doubly_used(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Findin
             fix = "start one rank for each device, and look at CUDA_VISIBLE_DEVICES"
             text = f"{uuid} is that of {reports.who(ranks)}"
             yield Finding(AREA, "one rank a device", "fail", text, "a device of its own", fix, tuple(ranks))
+
+    wrong = [rank for rank, facts in by_rank.items() if not facts["exact"]]
+    text = f"wrong on {reports.who(wrong)}" if wrong else "exact"
+    replace = "take this device out of the job and have it replaced: its results cannot be trusted" if wrong else ""
+    verdict: Verdict = "fail" if wrong else "pass"
+    yield Finding(AREA, "product of matrices", verdict, text, "exact whole numbers", replace, tuple(wrong))
+    yield from _rates(reports, by_rank)
+    yield from health.judge(reports, {rank: facts["health"] for rank, facts in by_rank.items() if "health" in facts})
 
 
 def _rates(reports: Reports, by_rank: dict[int, Facts]) -> Iterator[Finding]:

@@ -17,14 +17,15 @@ def of_mesh(sizes: Mapping[str, int]) -> Groups:
     {'dp_shard': [[0, 2], [1, 3]], 'tp': [[0, 1], [2, 3]]}
     """
     size = math.prod(sizes.values())
-    stride = math.prod(sizes.values())
-    found = {}
+    groups = {}
+    # ranks that are neighbours along an axis are as far apart as the axes behind it have ranks
+    stride = size
     for axis, degree in sizes.items():
         stride //= degree
         if degree > 1:
             firsts = [rank for rank in range(size) if rank // stride % degree == 0]
-            found[axis] = [[first + place * stride for place in range(degree)] for first in firsts]
-    return found
+            groups[axis] = [[first + place * stride for place in range(degree)] for first in firsts]
+    return groups
 
 
 def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
@@ -41,25 +42,26 @@ def of_run(loaded: Loaded, hosts: Sequence[str]) -> Groups:
     own: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         own.setdefault(host, []).append(rank)
+
+    # The axes of the mesh, all ranks together, and where hosts have equal numbers of ranks, within and across them.
     try:
         sizes = mesh.sizes_of(loaded.config, size)
     except ZeroDivisionError:
         sizes = {}
-    found = of_mesh(sizes) if sizes and min(sizes.values()) > 0 and math.prod(sizes.values()) == size else {}
-    found["all ranks"] = [list(range(size))]
+    fits = sizes and min(sizes.values()) > 0 and math.prod(sizes.values()) == size
+    divisions = of_mesh(sizes) if fits else {}
+    divisions["all ranks"] = [list(range(size))]
     alike = len({len(ranks) for ranks in own.values()}) == 1
     if len(own) > 1 and alike:
-        found["one host"] = list(own.values())
-        found["across hosts"] = [list(ranks) for ranks in zip(*own.values(), strict=True)]
-    return _merged({name: groups for name, groups in found.items() if len(groups[0]) > 1})
+        divisions["one host"] = list(own.values())
+        divisions["across hosts"] = [list(ranks) for ranks in zip(*own.values(), strict=True)]
 
-
-def _merged(found: Groups) -> Groups:
-    """Names of one division joined: ``dp_shard (all ranks)``."""
+    # Names of one division are joined: "dp_shard (all ranks)".
     names: dict[str, list[str]] = {}
-    for name, groups in found.items():
-        names.setdefault(str(sorted(groups)), []).append(name)
-    return {joined[0] + "".join(f" ({name})" for name in joined[1:]): found[joined[0]] for joined in names.values()}
+    for name, groups in divisions.items():
+        if len(groups[0]) > 1:
+            names.setdefault(str(sorted(groups)), []).append(name)
+    return {first + "".join(f" ({name})" for name in others): divisions[first] for first, *others in names.values()}
 
 
 def pairs(members: Sequence[int]) -> list[list[tuple[int, int]]]:

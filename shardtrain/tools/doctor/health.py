@@ -86,6 +86,7 @@ def answer(asked: Any, uuid: str) -> Facts:
     if isinstance(asked, _Nothing):
         return {"error": "no nvidia-smi here, or a device without UUID"}
     text, _ = asked.communicate(timeout=SECONDS)
+    # A driver names the first field that it does not know. It is asked again with the old name, or without it.
     fields = list(FIELDS)
     for _ in FIELDS:
         unknown = re.search(r'Field "([^"]+)" is not a valid field', text)
@@ -173,11 +174,16 @@ def _texts(by_rank: dict[int, Facts], look: Any) -> dict[int, str]:
 
 
 def _memory_errors(facts: Facts) -> str:
+    words = []
     errors = int(_number(facts, "ecc.errors.uncorrected.volatile.total"))
-    words = [f"{errors} uncorrected"] if errors else []
-    words += ["rows wait for remapping"] if facts.get("remapped_rows.pending", "0") not in ("0", "No") else []
-    words += ["remapping failed"] if facts.get("remapped_rows.failure", "0") not in ("0", "No") else []
-    words += ["pages wait for retirement"] if facts.get("retired_pages.pending", "No") not in ("0", "No") else []
+    if errors:
+        words.append(f"{errors} uncorrected")
+    if facts.get("remapped_rows.pending", "0") not in ("0", "No"):
+        words.append("rows wait for remapping")
+    if facts.get("remapped_rows.failure", "0") not in ("0", "No"):
+        words.append("remapping failed")
+    if facts.get("retired_pages.pending", "No") not in ("0", "No"):
+        words.append("pages wait for retirement")
     return ", ".join(words)
 
 
@@ -194,11 +200,12 @@ def _reasons(facts: Facts, bits: dict[int, str]) -> str:
 
 
 def _pcie(facts: Facts) -> str:
-    pairs = [("width", "x"), ("gen", "generation ")]
     words = []
-    for name, sign in pairs:
-        context, most = (_number(facts, f"pcie.link.{name}.{kind}") for kind in ("current", "max"))
-        words += [f"{sign}{context:.0f} of {sign}{most:.0f}"] if 0 < context < most else []
+    for name, sign in (("width", "x"), ("gen", "generation ")):
+        current = _number(facts, f"pcie.link.{name}.current")
+        most = _number(facts, f"pcie.link.{name}.max")
+        if 0 < current < most:
+            words.append(f"{sign}{current:.0f} of {sign}{most:.0f}")
     return ", ".join(words)
 
 

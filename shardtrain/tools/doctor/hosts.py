@@ -79,9 +79,10 @@ def _ranks_per_host(reports: Reports) -> Finding:
         f"{host} {count}" for host, count in list(counts.items())[:4]
     )
     text += f" and {len(counts) - 4} more" if len(counts) > 4 else ""
+
+    # Two containers of one name, or a launcher that counts otherwise: groups of one host would be wrong.
     wrong = {host: count for host, count in counts.items() if count != by_rank[hosts[host][0]]["local_size"]}
     if wrong:
-        # two containers of one name, or a launcher that counts otherwise: groups of one host would be wrong
         fix = "give each host or container a name of its own, and start its ranks with one torchrun or srun step"
         expected = "as many ranks on a host as LOCAL_WORLD_SIZE says"
         ranks = tuple(rank for host in wrong for rank in hosts[host])

@@ -13,8 +13,10 @@ from shardtrain.utils.units import GIB, format_bytes
 
 AREA = "limits"
 
-FEW_FILES, TOO_FEW_FILES = 4096, 512
+FEW_FILES = 4096
 """Open files: a rank holds a socket or two for each peer and a file for each shard that it reads."""
+TOO_FEW_FILES = 512
+"""With these no run gets far."""
 FEW_PROCESSES = 4096
 """Threads count: a rank starts some for each device, group and worker."""
 STEAL = 0.05
@@ -32,7 +34,8 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["huge_pages"] = _chosen(_text("/sys/kernel/mm/transparent_hugepage/enabled"))
     facts["core_pattern"] = _text("/proc/sys/kernel/core_pattern")
     facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
-    # the share of CPU time since boot that other guests of this machine's host took
+    # Steal, the eighth number of the first line: the share of CPU time since boot that other guests of this machine's
+    # host took.
     words = _text("/proc/stat").split("\n")[0].split()[1:]
     times: list[int] = [int(word) for word in words[:8]]
     total = sum(times)
@@ -43,11 +46,19 @@ def ulimits() -> dict[str, int]:
     """Soft limits by name, -1 for unlimited."""
     import resource
 
-    names = {"open_files": "RLIMIT_NOFILE", "locked_bytes": "RLIMIT_MEMLOCK", "core_bytes": "RLIMIT_CORE"}
-    names |= {"processes": "RLIMIT_NPROC", "address_bytes": "RLIMIT_AS"}
-    found = {name: getattr(resource, kind, None) for name, kind in names.items()}
-    limits = {name: resource.getrlimit(kind)[0] for name, kind in found.items() if kind is not None}
-    return {name: -1 if value == resource.RLIM_INFINITY else value for name, value in limits.items()}
+    names = {
+        "open_files": "RLIMIT_NOFILE",
+        "locked_bytes": "RLIMIT_MEMLOCK",
+        "core_bytes": "RLIMIT_CORE",
+        "processes": "RLIMIT_NPROC",
+        "address_bytes": "RLIMIT_AS",
+    }
+    limits = {}
+    for name, constant in names.items():
+        if hasattr(resource, constant):  # not every system has each of them
+            soft, _ = resource.getrlimit(getattr(resource, constant))
+            limits[name] = -1 if soft == resource.RLIM_INFINITY else soft
+    return limits
 
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
@@ -172,11 +183,9 @@ def _stolen(facts: Facts) -> Judged | None:
     value = facts["steal"]
     text = f"{100 * value:.1f} % since boot"
     expected = f"below {100 * STEAL:.0f} %"
-    return (
-        ("warn", text, expected, "move to a host that is not oversold")
-        if value > STEAL
-        else ("pass", text, expected, "")
-    )
+    if value > STEAL:
+        return "warn", text, expected, "move to a host that is not oversold"
+    return "pass", text, expected, ""
 
 
 def _pages(facts: Facts) -> Judged | None:

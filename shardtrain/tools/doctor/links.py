@@ -16,10 +16,11 @@ GIGA = 1e9
 PCIE_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 """GB/s of one lane by generation. PCI-SIG, PCI Express Base Specification: 2.5, 5, 8, 16, 32 and 64 GT/s with 8b/10b,
 128b/130b (3 to 5) and 242B/256B (6) coding."""
-GOOD_SHARE, BAD_SHARE = 0.4, 0.2
-"""Of the expected rate, which nccl-tests come near with buffers of many GiB; those of the doctor are smaller. What is
-to be found is the wrong path (sockets instead of InfiniBand, memory instead of NVLink), which costs a factor of five
-or more; smaller losses show beside other groups."""
+GOOD_SHARE = 0.4
+"""Of the expected rate, which nccl-tests come near with buffers of many GiB; those of the doctor are smaller."""
+BAD_SHARE = 0.2
+"""Of the same: below it is a failure. What is to be found is the wrong path (sockets instead of InfiniBand, memory
+instead of NVLink), which costs a factor of five or more; smaller losses show beside other groups."""
 
 
 def network_cards(root: Path = Path("/sys/class")) -> list[Facts]:
@@ -84,8 +85,10 @@ def expected(reports: Reports, group: Sequence[int], groups_at_once: int) -> tup
         return inside, why
     cards = [_cards_rate(facts["cards"]) for rank, facts in reports.of("network").items() if rank in group]
     between = min(cards, default=0.0) / max(1, groups_at_once)
-    if not between or (inside and inside < between):
-        return (inside, why) if between else (0.0, "")
+    if not between:
+        return 0.0, ""
+    if inside and inside < between:
+        return inside, why
     return between, f"{between / GIGA:.0f} GB/s of the network cards"
 
 

@@ -15,8 +15,10 @@ AREA = "memory"
 
 LITTLE_SHARED = 256 * MIB
 """/dev/shm: Docker gives 64 MiB, in which NCCL and data workers fail with a bus error."""
-BUSY_BYTES, BUSY_SHARE = 2 * GIB, 0.05
+BUSY_BYTES = 2 * GIB
 """What a device may hold before the run: contexts take some; more belongs to somebody else."""
+BUSY_SHARE = 0.05
+"""The same as a share of a large device's memory."""
 SPARE_SHARE = 0.05
 
 
@@ -49,6 +51,7 @@ def _oom_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Enough for the states of the model where its size is known; nobody else's memory on the device."""
+    # the first rank has counted the model, in the area of the configuration
     needs = reports.facts.get(0, {}).get("config", {}).get("state_bytes_per_rank", 0)
     on_cpu = not any("device_total" in facts for facts in reports.of(AREA).values())
     yield from each(reports, AREA, "host memory", lambda facts: _host(facts, needs if on_cpu else 0))

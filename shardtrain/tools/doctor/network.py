@@ -6,8 +6,9 @@ Bus bandwidth is that of NVIDIA's nccl-tests (doc/PERFORMANCE.md): bytes times 2
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch import Tensor
 from shardtrain.ops import accelerator
 from shardtrain.tools.doctor import groups, links
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts
+from shardtrain.tools.doctor.outliers import slow
+from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict
 from shardtrain.utils.errors import PeerError
-from shardtrain.utils.units import MIB
+from shardtrain.utils.units import MIB, format_seconds
 
 AREA = "network"
 
@@ -28,6 +30,10 @@ BYTES = {"cpu": 8 * MIB, "accelerator": 256 * MIB}
 PAIR_BYTES = {"cpu": 4 * MIB, "accelerator": 64 * MIB}
 REPEATS = 5
 SMALL_REPEATS = 20
+GIGA = 1e9
+
+Row = tuple[str, str]
+"""Axis and name of a collective."""
 
 
 def collect(context: RankContext, facts: Facts) -> None:
@@ -38,17 +44,21 @@ def collect(context: RankContext, facts: Facts) -> None:
     if context.size == 1:
         return
     hosts = _hosts(context)
+
     context.line.mark("joining the process group")
-    context.torch_device()
-    # longer than any limit of ours: the line says who waits, and PyTorch would end the process
+    context.torch_device()  # current in this thread before NCCL takes the current device
+    # Longer than any limit of ours: the line says who waits, and PyTorch would end the process.
     timeout = timedelta(seconds=20 * context.limit_seconds)
     store = dist.PrefixStore("doctor-group", context.store)
     backend = accelerator.collectives(context.device)
     dist.init_process_group(backend, store=store, rank=context.rank, world_size=context.size, timeout=timeout)
+
+    # Every rank makes all groups in the same order, as PyTorch asks, and is in one of each division. They meet before
+    # each measurement: who comes late would be measured as a slow link.
     for axis, divided in groups.of_run(context.loaded, hosts).items():
         context.line.mark(f"making the groups of {axis}")
-        found: Any = dist.new_subgroups_by_enumeration(divided, timeout=timeout)
-        group: dist.ProcessGroup = found[0]
+        subgroups: Any = dist.new_subgroups_by_enumeration(divided, timeout=timeout)
+        group: dist.ProcessGroup = subgroups[0]
         place = next(number for number, ranks in enumerate(divided) if context.rank in ranks)
         for name, measure in COLLECTIVES.items():
             context.line.meet(f"{name} on {axis}")
@@ -56,7 +66,20 @@ def collect(context: RankContext, facts: Facts) -> None:
             facts["collectives"].append(
                 {"axis": axis, "name": name, "group": place, "ranks": divided[place], **measured}
             )
-    _measure_pairs(context, facts, hosts)
+
+    # Exchange a buffer with each neighbour, all pairs of a round at once; of an odd number one is left out.
+    for kind, rounds in groups.pair_rounds(hosts).items():
+        for number, pairs in enumerate(rounds):
+            context.line.meet(f"{kind}, round {number + 1}")
+            peer = next((a + b - context.rank for a, b in pairs if context.rank in (a, b)), None)
+            if peer is None:
+                continue
+            sent = torch.zeros(PAIR_BYTES[context.kind] // 4, device=context.torch_device())
+            received = torch.empty_like(sent)
+            seconds = _seconds(context, lambda: _exchange(sent, received, peer), REPEATS)  # noqa: B023
+            facts["pairs"].append({"kind": kind, "peer": peer, "rate": sent.nbytes / seconds})
+
+    # One that leaves early would break the connections of those that still measure.
     context.line.meet("leaving the process group")
     dist.destroy_process_group()
 
@@ -69,21 +92,21 @@ def _hosts(context: RankContext) -> list[str]:
     context.line.meet("network")
     if context.rank == 0:
         context.line.send("hosts", [context.line.receive(f"host-{rank}") for rank in range(context.size)])
-    found = context.line.receive("hosts", context.limit_seconds)
-    if found is None:
+    hosts = context.line.receive("hosts", context.limit_seconds)
+    if hosts is None:
         raise PeerError("rank 0 has not sent the hosts of the ranks")
-    return [str(host) for host in found]
+    return [str(host) for host in hosts]
 
 
 def _seconds(context: RankContext, work: Callable[[], object], repeats: int) -> float:
     """The shortest of some repetitions after one that connects: other work slows some of them, a slow link all."""
-    found = []
+    seconds = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
         work()
-        accelerator.finish(context.torch_device())
-        found.append(time.perf_counter() - started)
-    return min(found[1:])
+        accelerator.finish(context.torch_device())  # a kernel is only queued when the call returns
+        seconds.append(time.perf_counter() - started)
+    return min(seconds[1:])
 
 
 def all_reduce(context: RankContext, group: dist.ProcessGroup) -> Facts:
@@ -92,6 +115,7 @@ def all_reduce(context: RankContext, group: dist.ProcessGroup) -> Facts:
     tensor = torch.full((BYTES[context.kind] // 4,), float(group.rank() + 1), device=context.torch_device())
     dist.all_reduce(tensor, group=group)
     right = bool((tensor == size * (size + 1) // 2).all())
+    # zeros stay zeros however often they are added up; other numbers would grow to infinity
     small = tensor[:1].zero_().clone()
     tensor.zero_()
     seconds = _seconds(context, lambda: dist.all_reduce(tensor, group=group), REPEATS)
@@ -119,21 +143,106 @@ COLLECTIVES: dict[str, Callable[[RankContext, dist.ProcessGroup], Facts]] = {
 }
 
 
-def _measure_pairs(context: RankContext, facts: Facts, hosts: list[str]) -> None:
-    """Exchange a buffer with each neighbour, all pairs of a round at once."""
-    for kind, rounds in groups.pair_rounds(hosts).items():
-        for number, pairs in enumerate(rounds):
-            context.line.meet(f"{kind}, round {number + 1}")
-            peer = next((a + b - context.rank for a, b in pairs if context.rank in (a, b)), None)
-            if peer is None:
-                continue
-            sent = torch.zeros(PAIR_BYTES[context.kind] // 4, device=context.torch_device())
-            received = torch.empty_like(sent)
-            seconds = _seconds(context, lambda: _exchange(sent, received, peer), REPEATS)  # noqa: B023
-            facts["pairs"].append({"kind": kind, "peer": peer, "rate": sent.nbytes / seconds})
-
-
 def _exchange(sent: Tensor, received: Tensor, peer: int) -> None:
     work = dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, peer), dist.P2POp(dist.irecv, received, peer)])
     for one in work:
         one.wait()
+
+
+def judge(reports: Reports) -> Iterator[Finding]:
+    """Right sums first; then each axis against its links, its groups against each other, and ranks by their pairs."""
+    yield from _cards(reports)
+    # by axis and collective, then by group, then by rank
+    rows: dict[Row, dict[int, dict[int, Facts]]] = {}
+    for rank, facts in reports.of(AREA).items():
+        for one in facts["collectives"]:
+            rows.setdefault((one["axis"], one["name"]), {}).setdefault(one["group"], {})[rank] = one
+    for (axis, name), divided in rows.items():
+        yield _collective(reports, axis, name, list(divided.values()))
+    yield from _pairs(reports)
+
+
+def _collective(reports: Reports, axis: str, name: str, divided: Sequence[dict[int, Facts]]) -> Finding:
+    subject = f"{name} {axis}"
+    wrong = sorted(rank for group in divided for rank, one in group.items() if not one["right"])
+    if wrong:
+        fix = "take these hosts out of the job: links or devices change numbers; try NCCL_PROTO unset first"
+        return Finding(AREA, subject, "fail", f"wrong numbers on {reports.who(wrong)}", "exact sums", fix, tuple(wrong))
+
+    # The slowest group. A collective ends on all ranks together but for the last hop, so that the median of the ranks
+    # speaks for its group.
+    rates = {min(group): statistics.median(one["rate"] for one in group.values()) for group in divided}
+    members = {min(group): next(iter(group.values()))["ranks"] for group in divided}
+    least = min(rates, key=lambda rank: (rates[rank], rank))
+    text = f"{rates[least] / GIGA:.3g} GB/s"
+    text += f", slowest group {reports.who(members[least])}" if len(rates) > 1 else ""
+    latencies = [one["latency"] for group in divided for one in group.values() if "latency" in one]
+    text += f"; {format_seconds(statistics.median(latencies))} for one number" if latencies else ""
+
+    # What its links should carry, where that is known, and what other groups have reached.
+    expectations = [
+        links.expected(reports, group, _crossing(reports, group, list(members.values()))) for group in members.values()
+    ]
+    limit, why = min(expectations, key=lambda found: found[0])
+    behind = [rank for first in slow(rates) for rank in members[first]]
+    if limit and rates[least] < links.GOOD_SHARE * limit:
+        verdict: Verdict = "fail" if rates[least] < links.BAD_SHARE * limit else "warn"
+        fix = "look at NCCL_DEBUG=INFO for the path that it took: NVLink, PCIe, InfiniBand or sockets"
+        expected = f"{links.GOOD_SHARE:.0%} of {why} or more"
+        return Finding(AREA, subject, verdict, text, expected, fix, tuple(behind or members[least]))
+    if behind:
+        fix = "look at the links and switches of these ranks, and at other jobs on them"
+        return Finding(AREA, subject, "warn", text, "as in other groups", fix, tuple(behind))
+    return Finding(
+        AREA, subject, "pass", text, f"{links.GOOD_SHARE:.0%} of {why} or more" if limit else "no expectation"
+    )
+
+
+def _crossing(reports: Reports, group: Sequence[int], groups: Sequence[Sequence[int]]) -> int:
+    """How many groups send through the network cards of a host of this group at once, at most."""
+    hosts = [{reports.host(rank) for rank in one} for one in groups]
+    own = {reports.host(rank) for rank in group}
+    return max(sum(host in others for others in hosts if len(others) > 1) for host in own)
+
+
+def _pairs(reports: Reports) -> Iterator[Finding]:
+    """A rank is as fast as its better pair: a slow one is slow with both neighbours, they with it alone."""
+    kinds: dict[str, dict[int, float]] = {}
+    for rank, facts in reports.of(AREA).items():
+        for one in facts["pairs"]:
+            best = kinds.setdefault(one["kind"], {})
+            best[rank] = max(best.get(rank, 0.0), one["rate"])
+    for kind, best in kinds.items():
+        behind = slow(best)
+        least = min(best, key=lambda rank: (best[rank], rank))
+        text = f"{best[least] / GIGA:.3g} to {max(best.values()) / GIGA:.3g} GB/s, slowest {reports.who([least])}"
+        fix = "look at the links of this rank or host, and leave it out if they cannot be fixed" if behind else ""
+        yield Finding(AREA, kind, "warn" if behind else "pass", text, "as other pairs", fix, tuple(behind))
+
+
+def _cards(reports: Reports) -> Iterator[Finding]:
+    """Ports of the fabric that are down, or fewer than on other hosts."""
+    if len(reports.hosts()) < 2:
+        return
+    first = {host: ranks[0] for host, ranks in reports.hosts().items() if ranks[0] in reports.of(AREA)}
+    cards = {host: reports.of(AREA)[rank]["cards"] for host, rank in first.items()}
+    fabric = {host: [card for card in found if card["kind"] == "infiniband"] for host, found in cards.items()}
+    most = max((sum(card["up"] for card in found) for found in fabric.values()), default=0)
+    if not most:
+        yield Finding(AREA, "fabric", "pass", "Ethernet", "no expectation")
+        return
+    behind = {host: sum(card["up"] for card in found) for host, found in fabric.items()}
+    behind = {host: up for host, up in behind.items() if up < most}
+    expected = f"{most} ports up on each host"
+    if behind:
+        text = ", ".join(f"{up} on {host}" for host, up in list(behind.items())[:4])
+        fix = "look at ibstat there: a port that is down or lost its cable"
+        ranks = tuple(rank for host in behind for rank in reports.hosts()[host])
+        yield Finding(AREA, "fabric", "fail", text, expected, fix, ranks)
+    else:
+        rates = sorted({card["rate"] for found in fabric.values() for card in found if card["up"]})
+        slowest = 8 * rates[0] / GIGA
+        fastest = 8 * rates[-1] / GIGA
+        verdict: Verdict = "pass" if len(rates) == 1 else "warn"
+        fix = "look at ibstat: a cable that negotiated a lower rate" if verdict == "warn" else ""
+        yield Finding(AREA, "fabric", verdict, f"{most} ports of {slowest:.0f} to {fastest:.0f} Gb/s", expected, fix)

@@ -16,11 +16,9 @@ from shardtrain.tools.doctor import (
     limits,
     memory,
     network,
-    network_judge,
     numbers,
     size,
     storage,
-    storage_judge,
     versions,
 )
 from shardtrain.tools.doctor.context import RankContext
@@ -33,7 +31,7 @@ Collect = Callable[[RankContext, Facts], None]
 
 @dataclass(frozen=True)
 class Area:
-    """One file or two: what a rank notes, and what it means."""
+    """What a rank notes, and what it means."""
 
     name: str
     collect: Collect
@@ -49,10 +47,10 @@ AREAS = (
     Area(size.AREA, size.collect, size.judge),
     Area(memory.AREA, memory.collect, memory.judge),
     Area(clock.AREA, clock.collect, clock.judge),
-    Area(storage.AREA, storage.collect, storage_judge.judge),
+    Area(storage.AREA, storage.collect, storage.judge),
     Area(devices.AREA, devices.collect, devices.judge),
     Area(numbers.AREA, numbers.collect, numbers.judge),
-    Area(network.AREA, network.collect, network_judge.judge),
+    Area(network.AREA, network.collect, network.judge),
 )
 """In the order in which every rank collects them; those that load the machine come last."""
 
@@ -81,12 +79,15 @@ def _limited(context: RankContext, area: Area) -> Facts:
             text = str(error).strip().splitlines() or [""]
             noted[ERROR] = redact(f"{type(error).__name__}: {text[0]}"[:300])
 
+    # The check has a line of its own. One that is left behind may still use it, and disturbs no later area.
     line = context.line.begin(area.name)
     thread = threading.Thread(target=collect, name=f"doctor-{area.name}", daemon=True)
     thread.start()
     while thread.is_alive() and time.monotonic() < line.deadline:
         thread.join(timeout=min(0.2, max(0.01, line.deadline - time.monotonic())))
     facts = {STOPPED: line.where, "place": line.place} if thread.is_alive() else noted
+    # Others need not wait at the next meeting for a rank that has failed. Where it only waited for one that did not
+    # come, it has not failed itself.
     if (STOPPED in facts or ERROR in facts) and not facts.get("is_peer"):
         line.cancel()
     context.line.timed_out = line.timed_out
@@ -111,23 +112,24 @@ def gather(context: RankContext, own: dict[str, Facts], areas: Iterable[Area] = 
 
 def judge(reports: Reports, areas: Iterable[Area] = AREAS) -> list[Finding]:
     """All findings, in the order of the areas."""
-    found = list(_missing(reports))
-    for area in areas:
-        seen = {one.measured for one in found}  # who waits for a rank in one area does so in the next
-        found += [one for one in _unfinished(reports, area.name) if one.measured not in seen]
-        if reports.of(area.name):
-            found += area.judge(reports)
-    return found
+    findings: list[Finding] = []
 
-
-def _missing(reports: Reports) -> Iterator[Finding]:
+    # Ranks that are not there at all, by where they were last seen.
     places: dict[str, list[int]] = {}
     for rank, place in reports.missing.items():
         places.setdefault(place, []).append(rank)
     for place, ranks in places.items():
         text = f"{reports.who(ranks)} did not come to the end, last seen at {place}"
         fix = "look at the log of that rank, and whether its host answers"
-        yield Finding("ranks", "present", "fail", text, f"{reports.size} ranks", fix, tuple(ranks))
+        findings.append(Finding("ranks", "present", "fail", text, f"{reports.size} ranks", fix, tuple(ranks)))
+
+    # Who waits for a rank in one area does so in the next: that is said once.
+    for area in areas:
+        known = {one.measured for one in findings}
+        findings += [one for one in _unfinished(reports, area.name) if one.measured not in known]
+        if reports.of(area.name):
+            findings += area.judge(reports)
+    return findings
 
 
 def _unfinished(reports: Reports, area: str) -> Iterator[Finding]:
@@ -135,11 +137,12 @@ def _unfinished(reports: Reports, area: str) -> Iterator[Finding]:
     by_rank = {rank: facts[area] for rank, facts in sorted(reports.facts.items()) if area in facts}
     yield from _hung(reports, area, {rank: facts for rank, facts in by_rank.items() if STOPPED in facts})
     waited: dict[str, list[int]] = {}
-    texts: dict[str, list[int]] = {}
+    raised: dict[str, list[int]] = {}
     for rank, facts in by_rank.items():
         if ERROR in facts:
-            (waited if facts.get("is_peer") else texts).setdefault(str(facts[ERROR]), []).append(rank)
-    for text, ranks in texts.items():
+            ranks_of = waited if facts.get("is_peer") else raised
+            ranks_of.setdefault(str(facts[ERROR]), []).append(rank)
+    for text, ranks in raised.items():
         measured = f"{text} on {reports.who(ranks)}"
         fix = "fix what the message names; the other findings of this area are about the other ranks"
         yield Finding(area, "check", "fail", measured, "an answer", fix, tuple(ranks))

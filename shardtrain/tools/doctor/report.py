@@ -27,6 +27,11 @@ def document(reports: Reports, findings: Sequence[Finding], seconds: float) -> d
     from shardtrain.tools.doctor import rates  # which knows torch, and --help need not
 
     names = {str(facts["name"]) for facts in reports.of("devices").values()}
+    # ranks that some row is about, and those rows: the nodes to look at first
+    named: dict[str, list[str]] = {}
+    for one in findings:
+        if one.ranks and one.verdict != "pass":
+            named.setdefault(reports.who(one.ranks), []).append(f"{one.area}: {one.subject}")
     return {
         "format": 1,
         "ranks": reports.size,
@@ -35,18 +40,9 @@ def document(reports: Reports, findings: Sequence[Finding], seconds: float) -> d
         "verdict": worst([one.verdict for one in findings]),
         "seconds": round(seconds, 1),
         "findings": [dataclasses.asdict(one) for one in findings],
-        "named": _named(reports, findings),
+        "named": named,
         "rates": rates.of(reports),
     }
-
-
-def _named(reports: Reports, findings: Sequence[Finding]) -> dict[str, list[str]]:
-    """Ranks that some row is about, and those rows: the nodes to look at first."""
-    found: dict[str, list[str]] = {}
-    for one in findings:
-        if one.ranks and one.verdict != "pass":
-            found.setdefault(reports.who(one.ranks), []).append(f"{one.area}: {one.subject}")
-    return found
 
 
 def text_of(document: dict[str, Any]) -> str:

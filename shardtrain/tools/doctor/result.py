@@ -11,8 +11,10 @@ Facts = dict[str, Any]
 """What JSON can hold."""
 
 EQUAL = "equal on all ranks"
-STOPPED, ERROR = "stopped", "error"
-"""Keys of an area's facts: the check outlasted its limit, or raised."""
+STOPPED = "stopped"
+"""Key of an area's facts: the check outlasted its limit, and where."""
+ERROR = "error"
+"""Key of an area's facts: the check raised, and what."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,15 @@ class Reports:
         hosts = self.hosts()
         if len(hosts) < 2:
             return _ranks(ranks)
-        named = {host: [rank for rank in own if rank in ranks] for host, own in hosts.items()}
-        texts = [
-            f"{host} ({_ranks(context)})" if context == hosts[host] else f"{_ranks(context)} ({host})"
-            for host, context in named.items()
-            if context
-        ]
+        # a host whose ranks are all among them comes first, else its ranks do
+        texts = []
+        for host, own in hosts.items():
+            named = [rank for rank in own if rank in ranks]
+            if named:
+                texts.append(f"{host} ({_ranks(named)})" if named == own else f"{_ranks(named)} ({host})")
         silent = [rank for rank in sorted(ranks) if rank not in self.facts]
-        texts += [_ranks(silent)] if silent else []
+        if silent:
+            texts.append(_ranks(silent))
         return ", ".join(texts[:8]) + (f" and {len(texts) - 8} more" if len(texts) > 8 else "")
 
 
@@ -105,9 +108,12 @@ def each(reports: Reports, area: str, subject: str, judge: Callable[[Facts], Jud
             verdict, _, expected, fix = judged
             rows.setdefault((verdict, expected, fix), (judged, []))[1].append(rank)
     for (verdict, measured, expected, fix), ranks in rows.values():
-        some = len(ranks) < len(reports.of(area))
-        text = f"{measured} on {reports.who(ranks)}" if some and verdict != "pass" else measured
-        yield Finding(area, subject, verdict, text, expected, fix, tuple(ranks) if some and verdict != "pass" else ())
+        # ranks are named where they are not all, and where something is wrong with them
+        if verdict != "pass" and len(ranks) < len(reports.of(area)):
+            text = f"{measured} on {reports.who(ranks)}"
+            yield Finding(area, subject, verdict, text, expected, fix, tuple(ranks))
+        else:
+            yield Finding(area, subject, verdict, measured, expected, fix)
 
 
 def worst(verdicts: Collection[Verdict]) -> Verdict:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import os
 import secrets
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoint import storage as checkpoint_storage
-from shardtrain.checkpoint.storage import Place
+from shardtrain.checkpoint.storage import SPARE, Place
 from shardtrain.config.assets import is_built_in
 from shardtrain.config.rules.data import datasets
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts
+from shardtrain.tools.doctor.outliers import equal, odd, slow
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
 from shardtrain.utils.errors import PeerError, ShardtrainError
-from shardtrain.utils.units import MIB
+from shardtrain.utils.units import GIB, MIB, format_bytes, format_seconds
 
 AREA = "storage"
 
@@ -33,17 +36,24 @@ LEFT_SECONDS = 3600.0
 ALL_WRITE = 64
 """With more ranks than this, one of each host signs a folder."""
 
+LITTLE_BYTES = GIB
+FEW_INODES = 10_000
+SLOW_BYTES_PER_SECOND = 20 * MIB
+"""Of one host: below it, a checkpoint of a small model already takes minutes."""
+
 
 def collect(context: RankContext, facts: Facts) -> None:
     """Write to each folder of the run, then look for what the other ranks wrote; removes all of it."""
     folders = writable(context)
     facts["folders"] = {}
+
+    # All ranks name their files after one random word, so that files of another doctor are not taken for theirs.
     if context.rank == 0:
         context.line.send("nonce", secrets.token_hex(4))
-    found = context.line.receive("nonce", context.line.limit_seconds / 2)
-    if found is None:
+    nonce = context.line.receive("nonce", context.line.limit_seconds / 2)
+    if nonce is None:
         raise PeerError("rank 0 has not come to the check of storage")
-    nonce = str(found)
+
     signed: list[Place] = []
     try:
         for option, place in folders.items():
@@ -60,6 +70,7 @@ def collect(context: RankContext, facts: Facts) -> None:
         for sign in signed:
             with contextlib.suppress(OSError, ShardtrainError):
                 sign.unlink(missing_ok=True)
+
     context.line.mark("looking at the data")
     facts["data"] = {name: _survey(path) for name, path in readable(context).items()}
 
@@ -155,7 +166,8 @@ def _look(context: RankContext, folders: dict[str, Place], by_option: dict[str, 
     """Note whose signs this rank sees in each folder, once all ranks have signed."""
     context.line.send(f"signed-{context.rank}", {option: found["signed"] for option, found in by_option.items()})
     context.line.meet("storage, written")
-    if context.rank == 0:  # one list for all: each rank asking each other would be a square of questions
+    # One list for all: each rank asking each other would be a square of questions to the store.
+    if context.rank == 0:
         context.line.send("signers", [context.line.receive(f"signed-{rank}") for rank in range(context.size)])
     all_signed = context.line.receive("signers", context.line.limit_seconds / 2) or []
     end = time.monotonic() + SEEN_SECONDS
@@ -193,8 +205,9 @@ def filesystem_of(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
         lines = [line.split() for line in mounts.read_text(encoding="utf-8").splitlines()]
     except OSError:
         return ""
-    context = str(path.resolve())
-    holding = [(len(words[1]), number, words[2]) for number, words in enumerate(lines) if _below(context, words[1])]
+    # The longest mount point holds the path; of two on one folder, the later covers the earlier.
+    resolved = str(path.resolve())
+    holding = [(len(words[1]), number, words[2]) for number, words in enumerate(lines) if _below(resolved, words[1])]
     return max(holding)[2] if holding else ""
 
 
@@ -204,15 +217,124 @@ def _below(path: str, mount: str) -> bool:
 
 def _survey(path: str) -> str:
     """What is at a path of data, in words that are equal where the content is."""
-    found = sorted(glob.glob(os.path.expanduser(path))) if any(mark in path for mark in "*?[") else [path]
+    path = os.path.expanduser(path)
+    files = sorted(glob.glob(path)) if any(mark in path for mark in "*?[") else [path]
     try:
-        stats = [os.stat(os.path.expanduser(one)) for one in found]
+        stats = [os.stat(file) for file in files]
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     if not stats:
         return "matches no file"
-    if len(found) == 1 and os.path.isdir(os.path.expanduser(found[0])):
-        return f"a folder of {len(os.listdir(os.path.expanduser(found[0])))}"
-    if not all(os.access(os.path.expanduser(one), os.R_OK) for one in found):
+    if len(files) == 1 and os.path.isdir(files[0]):
+        return f"a folder of {len(os.listdir(files[0]))}"
+    if not all(os.access(file, os.R_OK) for file in files):
         return "cannot be read: Permission denied"
     return f"{len(stats)} file{'s' if len(stats) > 1 else ''}, {sum(stat.st_size for stat in stats)} bytes"
+
+
+def judge(reports: Reports) -> Iterator[Finding]:
+    """Each folder: written, shared where it has to be, fast as on other hosts, with room; data alike everywhere."""
+    by_rank = reports.of(AREA)
+    options = list(dict.fromkeys(option for facts in by_rank.values() for option in facts["folders"]))
+    for option in options:
+        yield from each(reports, AREA, option, functools.partial(_written, option))
+        yield from _shared(reports, option)
+        yield from _rate(reports, option)
+
+    # the first rank has counted the model, in the area of the configuration
+    needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
+    if needs and any("checkpoint.folder" in facts["folders"] for facts in by_rank.values()):
+        yield from each(reports, AREA, "room for a checkpoint", lambda facts: _room(facts, needs))
+
+    for option in dict.fromkeys(option for facts in by_rank.values() for option in facts["data"]):
+        texts = {rank: str(facts["data"].get(option, "")) for rank, facts in by_rank.items()}
+        fix = "copy or mount the same files on every host"
+        bad = [rank for rank, text in texts.items() if text.startswith(("cannot", "matches"))]
+        found = equal(reports, AREA, option, texts, "fail", fix)
+        if len(bad) == len(texts):
+            found = Finding(AREA, option, "fail", texts[bad[0]], "readable", "correct the path, or its permissions")
+        yield found
+
+
+def _written(option: str, facts: Facts) -> Judged | None:
+    if option not in facts["folders"]:
+        return None
+    found = facts["folders"][option]
+    place = found["place"]
+    expected = "writable"
+    if found["error"]:
+        return "fail", f"{place}: {found['error']}", expected, f"make it writable, or choose another {option}"
+    if "free" not in found:
+        return "pass", place, expected, ""
+    text = f"{place} ({found['filesystem'] or 'unknown'}), {format_bytes(found['free'])} free"
+    fix = "free space: a full disk ends a run in the middle of a save"
+    if found["free"] < LITTLE_BYTES:
+        return "warn", text, f"writable, {format_bytes(LITTLE_BYTES)} free", fix
+    if 0 <= found["inodes"] < FEW_INODES:
+        text += f", {found['inodes']} files more"
+        return "warn", text, f"writable, {FEW_INODES} files more", "remove small files"
+    return "pass", text, expected, ""
+
+
+def _shared(reports: Reports, option: str) -> Iterator[Finding]:
+    by_rank = {rank: facts["folders"][option] for rank, facts in reports.of(AREA).items() if option in facts["folders"]}
+    by_rank = {rank: one for rank, one in by_rank.items() if not one["error"] and "signers" in one}
+    if len(by_rank) < 2 or option == "temporary folder":
+        return
+    subject = f"{option} shared"
+    expected = "one folder for all ranks"
+    if all(one["seen"] == one["signers"] for one in by_rank.values()):
+        yield Finding(AREA, subject, "pass", "every rank sees the files of every other", expected)
+        return
+    alone = odd({rank: tuple(one["seen"]) for rank, one in by_rank.items()})
+    text = "ranks see their own files"
+    if len(alone) < len(by_rank):
+        text = f"{reports.who(alone)} does not see what others write"
+    if any(one["must_share"] for one in by_rank.values()):
+        fix = 'mount one filesystem on all hosts, or set checkpoint.storage = "first_node"'
+        if any(one["filesystem"] == "object store" for one in by_rank.values()):
+            fix = "use a store that all hosts reach"
+        yield Finding(AREA, subject, "fail", text, expected, fix, tuple(alone))
+    else:
+        yield Finding(AREA, subject, "pass", f"{text}: each host keeps its own", "either", "", ())
+
+
+def _rate(reports: Reports, option: str) -> Iterator[Finding]:
+    """Written by all ranks at once, so what a host can do is the sum over its ranks."""
+    by_rank = {rank: facts["folders"].get(option, {}) for rank, facts in reports.of(AREA).items()}
+    hosts = {
+        host: [by_rank[rank]["rate"] for rank in ranks if by_rank.get(rank, {}).get("rate")]
+        for host, ranks in reports.hosts().items()
+    }
+    first = {ranks[0]: host for host, ranks in reports.hosts().items()}
+    rates = {rank: sum(hosts[host]) for rank, host in first.items() if hosts[host]}
+    if not rates or option == "temporary folder":
+        return
+    least = min(rates, key=lambda rank: (rates[rank], rank))
+    text = f"{rates[least] / MIB:.0f} MiB/s" + (f" on {first[least]}, the slowest host" if len(rates) > 1 else "")
+    needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
+    if needs and option == "checkpoint.folder":
+        text += f"; a checkpoint of {format_bytes(needs)} takes {format_seconds(needs / sum(rates.values()))} or more"
+    behind = slow(rates)
+    expected = f"{SLOW_BYTES_PER_SECOND / MIB:.0f} MiB/s or more on each host"
+    if behind:
+        ranks = [rank for host_rank in behind for rank in reports.hosts()[first[host_rank]]]
+        fix = "look at its mount options, its network and other users of its disk"
+        yield Finding(AREA, f"{option} rate", "warn", text, "as on other hosts", fix, tuple(ranks))
+    elif rates[least] < SLOW_BYTES_PER_SECOND:
+        fix = "choose a faster filesystem, or save less often with checkpoint.interval"
+        yield Finding(AREA, f"{option} rate", "warn", text, expected, fix)
+    else:
+        yield Finding(AREA, f"{option} rate", "pass", text, expected)
+
+
+def _room(facts: Facts, needs: int) -> Judged | None:
+    free = facts["folders"].get("checkpoint.folder", {}).get("free")
+    if free is None:
+        return None
+    expected = f"{format_bytes(SPARE * needs)} for each"
+    fix = "free space, or keep fewer checkpoints with checkpoint.keep_latest_k"
+    count = int(free / (SPARE * needs))
+    if count < 1:
+        return "fail", f"{format_bytes(free)} free, none", expected, fix
+    return ("warn" if count < 2 else "pass"), f"for {count}", expected, fix if count < 2 else ""

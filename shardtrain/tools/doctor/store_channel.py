@@ -18,8 +18,10 @@ from shardtrain.distributed.signed_store import ForgedError, signed
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import meeting_folder
 
-FIRST_POLL_SECONDS, LAST_POLL_SECONDS = 0.002, 0.25
-"""Polls begin dense, for ranks that come together, and get rare: thousands of ranks ask one server."""
+FIRST_POLL_SECONDS = 0.002
+"""Polls begin dense, for ranks that come together."""
+LAST_POLL_SECONDS = 0.25
+"""They get rare, since thousands of ranks ask one server."""
 
 
 @contextlib.contextmanager
@@ -41,6 +43,8 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
         fix = "start it with torchrun or srun, or without RANK and WORLD_SIZE"
         raise ConfigError(Problem("MASTER_ADDR:MASTER_PORT", f"{address}:{port}", "is not a place to meet", fix))
     try:
+        # The store of our own launcher, if it started this rank; else one at the address that torchrun or srun gave,
+        # which the first rank serves unless torchrun's agent does.
         with store_of_attempt(os.environ, timeout) as own:
             store = own
             if store is None:
@@ -60,8 +64,10 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
         ) from error
 
 
-EXTRA_SECONDS, AGAIN_SECONDS = 5.0, 1.0
-"""How long to wait for other ranks: beyond what checks may take, and again after a first wait without an answer."""
+EXTRA_SECONDS = 5.0
+"""How long to wait for other ranks beyond what their checks may take."""
+AGAIN_SECONDS = 1.0
+"""How long to wait once a first wait has had no answer."""
 
 
 class StoreChannel:
@@ -110,6 +116,7 @@ class StoreChannel:
         self.mark(f"waiting for all ranks before {name}")
         limit_seconds = self.patience_seconds
         self.deadline = time.monotonic() + limit_seconds + 1
+        # The last to come opens the door for all, by one key that they ask for; a key of each rank says who is absent.
         self._store.set(f"meet-{name}-{self.rank}", "1")
         if self._store.add(f"meet-{name}", 1) == self.size:
             self._store.set(f"met-{name}", "1")

@@ -31,7 +31,14 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["torch"] = torch.__version__
     facts["python"] = platform.python_version()
     facts["cuda"] = torch.version.cuda or torch.version.hip or ""
-    facts["nccl"] = _nccl() if context.device == "cuda" else ""
+    facts["nccl"] = ""
+    if context.device == "cuda":
+        # a tuple in builds with NCCL or RCCL, an int in old ones, nothing in others
+        try:
+            version = torch.cuda.nccl.version()
+            facts["nccl"] = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
+        except (RuntimeError, AttributeError):
+            pass
     facts["kernel"] = platform.release()
     for name in _LIBRARIES:
         try:
@@ -41,16 +48,6 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["options"] = config_consistency.facts_of(context.loaded.config, context.size)["options"][:12]
 
 
-def _nccl() -> str:
-    import torch
-
-    try:
-        found = torch.cuda.nccl.version()
-    except (RuntimeError, AttributeError):
-        return ""
-    return ".".join(map(str, found)) if isinstance(found, tuple) else str(found)
-
-
 def judge(reports: Reports) -> Iterator[Finding]:
     """Each name equal on all ranks; those that no rank has are left out."""
     by_rank = reports.of(AREA)
@@ -58,6 +55,5 @@ def judge(reports: Reports) -> Iterator[Finding]:
     for name in names:
         verdict: Verdict = "fail" if name in _SERIOUS else "warn"
         fix = _FIXES.get(name, "start all ranks from one environment or one container image")
-        yield equal(
-            reports, AREA, name, {rank: str(facts.get(name, "")) for rank, facts in by_rank.items()}, verdict, fix
-        )
+        values = {rank: str(facts.get(name, "")) for rank, facts in by_rank.items()}
+        yield equal(reports, AREA, name, values, verdict, fix)

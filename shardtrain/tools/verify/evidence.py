@@ -41,7 +41,7 @@ class Evidence:
         self._shaken = shaken
         self.match = max(MATCH, 2 * allowed.gradient)  # the mesh rounds, and so does the share
 
-        # ep is no axis of its own here: it divides experts among ranks that the other axes have already
+        # ep divides experts among ranks that the other axes have already
         self.sizes = {axis: size for axis, size in sizes.items() if axis != "ep"}
         self.experts = sizes.get("ep", 1)
         self.tokens = config.training.seq_len

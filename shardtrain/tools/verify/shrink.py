@@ -102,8 +102,8 @@ def _fitted(plan: Plan, sections: Mapping[str, dict[str, Any]], sequences: int) 
         section, _, name = option.partition(".")
         fitted[section] = {**fitted.get(section, {}), name: value}
     loaded = changed(plan.loaded, fitted, set(), "")
-    # The rules refuse an option that is set and has no effect. What the user wrote for an option that verify has turned
-    # off is no such mistake, so only the mesh's own options count as set.
+    # The rules refuse an option that is set and has no effect. Options that verify has turned off itself must not be
+    # refused, so only the mesh's own options count as set.
     origins = {option: where for option, where in loaded.origins.items() if option.startswith("parallelism.")}
     loaded = dataclasses.replace(loaded, origins=origins)
     found = configs.check(loaded)

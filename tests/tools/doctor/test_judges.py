@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardtrain.tools.doctor import health, links, network_judge, rank, report
+from shardtrain.tools.doctor import health, links, network, rank, report
 from shardtrain.tools.doctor.result import Reports
 
 
@@ -174,8 +174,8 @@ def test_groups_are_counted_at_the_hosts_that_they_cross():
     reports = patients.healthy(4, 2)
     # two pipelines of two hosts each: of the four groups, two cross each host
     divided = [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert [network_judge._crossing(reports, group, divided) for group in divided] == [2, 2, 2, 2]
-    assert network_judge._crossing(reports, [0, 1], [[0, 1], [2, 3]]) == 0
+    assert [network._crossing(reports, group, divided) for group in divided] == [2, 2, 2, 2]
+    assert network._crossing(reports, [0, 1], [[0, 1], [2, 3]]) == 0
 
 
 def test_a_slow_rank_is_told_from_its_neighbours_by_its_better_pair():
