@@ -165,7 +165,9 @@ def _hangs(rank):
 
 def test_a_rank_that_never_comes_is_waited_for_once_and_named(tmp_path):
     started = time.monotonic()
-    reports = examined(3, tmp_path, ["hosts", "clock", "storage", "network"], _absent, limit_seconds=patience.seconds(1.5))
+    reports = examined(
+        3, tmp_path, ["hosts", "clock", "storage", "network"], _absent, limit_seconds=patience.seconds(1.5)
+    )
     assert time.monotonic() - started < patience.seconds(60)
     found = [one for one in patients.judged(reports, "hosts", "clock", "storage", "network") if one.verdict == "fail"]
     assert found[0].area == "ranks" and found[0].ranks == (1,)
