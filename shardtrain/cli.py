@@ -429,9 +429,9 @@ def _checkpoint_of_others(words: list[str]) -> int:
 
 def _refuse_unfit(loaded: Loaded, world_size: int) -> None:
     """Refuse to submit what cannot fit; torch is imported here alone, and where ``launch.device`` is set."""
-    from shardtrain.tools.plan import before_run
+    from shardtrain.tools.plan import planning
 
-    before_run.refuse_unfit(loaded, world_size)
+    planning.refuse_unfit(loaded, world_size)
 
 
 def _completion(words: list[str]) -> int:

@@ -72,6 +72,7 @@ def measure(
     rows = 0
     read = read or Read()
     read.total = stream.num_samples
+    # the sum is kept on the device, in float64: reading it in each step would wait for the device
     with torch.inference_mode():
         for batch in stream:
             there = batch.to(device)
@@ -108,6 +109,7 @@ class _Bytes:
     def add(self, ids: Iterable[int]) -> None:
         for number in ids:
             self._ids.append(number)
+            # at the end of a document no character is cut
             if number == self._tokenizer.eos_id or len(self._ids) >= _TOKENS_AT_ONCE:
                 self._spell()
 

@@ -81,9 +81,11 @@ class Answers:
         self._encoder = Encoder(tokenizer, opened.config.data, conversations)
         self._sampling = Sampling(asked.repetition_penalty, asked.temperature, asked.top_k, asked.top_p)
         self._generator = Generator(opened.model, opened.layout, tokenizer.vocab_size, not asked.no_cache, opened.width)
+        # What ends a row: the tokenizer's end, that of a turn, and what --stop names. The spelling of a control token
+        # is that token, which has no text.
         ends = {tokenizer.eos_id, conversations.turn_end() if conversations is not None else None}
         texts = []
-        for stop in asked.stop:  # the spelling of a control token is that token, which has no text
+        for stop in asked.stop:
             ids = tokenizer.encode_spans([stop])[0][0].tolist()
             if len(ids) == 1 and ids[0] in tokenizer.special_ids:
                 ends.add(ids[0])

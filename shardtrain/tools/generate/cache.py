@@ -81,7 +81,9 @@ class Cache:
 
     def _mask(self, tokens: int, window: int, chunk: int) -> Tensor | None:
         columns = self.filled + tokens
-        if tokens == 1 and not self._padded and not 0 < window < columns and not 0 < chunk < columns:
+        # without a mask PyTorch has faster kernels
+        is_limited = 0 < window < columns or 0 < chunk < columns
+        if tokens == 1 and not self._padded and not is_limited:
             return None
         column_S = torch.arange(columns, device=self._first_B.device)
         own_T1 = column_S[self.filled :, None]
@@ -125,11 +127,21 @@ class CachedCore(nn.Module):
 
         All are (B, N, T, H) where the core that it stands for says ``heads_first``.
         """
+        # Prompts go through the model's own core; what is remembered of them is moved to end in one column.
         if self.cache.lengths:
-            first = (k_BTKH, v_BTKH) if self.heads_first else (k_BTKH.transpose(1, 2), v_BTKH.transpose(1, 2))
-            self.keys_BKSH, self.values_BKSH = (self._aligned(x_BKTH) for x_BKTH in first)
-            more = (documents_BT, sinks_N) if sinks_N is not None else () if documents_BT is None else (documents_BT,)
-            return self.core(q_BTNH, k_BTKH, v_BTKH, *more)  # type: ignore[no-any-return]
+            k_BKTH = k_BTKH if self.heads_first else k_BTKH.transpose(1, 2)
+            v_BKTH = v_BTKH if self.heads_first else v_BTKH.transpose(1, 2)
+            self.keys_BKSH = self._aligned(k_BKTH)
+            self.values_BKSH = self._aligned(v_BKTH)
+            # a core of a user's may take neither of the last two arguments, and is given those that there are
+            if sinks_N is not None:
+                return self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N)  # type: ignore[no-any-return]
+            if documents_BT is not None:
+                return self.core(q_BTNH, k_BTKH, v_BTKH, documents_BT)  # type: ignore[no-any-return]
+            return self.core(q_BTNH, k_BTKH, v_BTKH)  # type: ignore[no-any-return]
+
+        # New tokens are appended. Under tensor parallelism some of them are padding, whose columns are written over by
+        # the next pass.
         if self.heads_first:
             q_BTNH, k_BTKH, v_BTKH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))
         k_BKTH = k_BTKH.transpose(1, 2)
@@ -164,15 +176,16 @@ class CachedCore(nn.Module):
         return cached_BKSH
 
     def _room(self, columns: int) -> tuple[Tensor, Tensor]:
+        """Keys and values with at least so many columns, copied into larger ones where they have fewer."""
         keys = self.keys_BKSH
         values = self.values_BKSH
         assert keys is not None and values is not None, "prompts come first"
         size = keys.size(2)
-        if columns > size:  # by half, so that all copies together cost no more than a few passes
+        # larger by half, so that all copies together cost no more than a few passes
+        if columns > size:
             more = max(columns, min(self.cache.limit, size + max(BLOCK, size // 2))) - size
-            keys, values = (F.pad(x_BKSH, (0, 0, 0, more)) for x_BKSH in (keys, values))
-            self.keys_BKSH = keys
-            self.values_BKSH = values
+            keys = self.keys_BKSH = F.pad(keys, (0, 0, 0, more))
+            values = self.values_BKSH = F.pad(values, (0, 0, 0, more))
         return keys, values
 
 
@@ -185,6 +198,7 @@ def _attend(
     B, T, N, H = q_BTNH.shape
     K = k_BKSH.size(1)
     G = N // K
+    # one token: the G heads of a key-value head stand where the tokens would, R = T G of them for several tokens
     if T == 1:
         q_BKGH = q_BTNH.reshape(B, K, G, H)
         out_BKGH = F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, attn_mask=mask, scale=scores.scale)

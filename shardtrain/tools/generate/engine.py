@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -59,10 +58,9 @@ class Generator:
         draws = Draws(seed, range(len(prompts)) if numbers is None else numbers)
         new: list[list[int]] = [[] for _ in prompts]
         live = list(range(len(prompts))) if max_new_tokens > 0 else []
-        with ExitStack() as stack:
-            passes: Passes = stack.enter_context(
-                (Cached if self._use_cache else Whole)(self._model, self._layout, self._width)
-            )
+        reader: type[Passes] = Cached if self._use_cache else Whole
+        with reader(self._model, self._layout, self._width) as passes:
+            # the prompts first, then the token that each row was given last
             feed: Sequence[Sequence[int]] = prompts
             while live:
                 logits_BV = passes.logits(feed, max_new_tokens)[:, : self._vocab_size]
@@ -73,6 +71,8 @@ class Generator:
                     new[row].append(token)
                 ended = {row for row in live if new[row][-1] in stop_ids or len(new[row]) >= max_new_tokens}
                 ended |= {row for row in live if watch is not None and watch(row, new[row])}
+
+                # Rows that have ended leave the batch; places are those within it, rows those of the caller.
                 going = [place for place, row in enumerate(live) if row not in ended]
                 if going and len(going) < len(live):
                     passes.keep(going)

@@ -57,7 +57,7 @@ class Passes(ABC):
         """One pass: rows of several lengths, the first token of each at position ``starts``."""
         lengths = [len(row) for row in rows]
         longest = max(lengths)
-        T = -(-longest // self._width) * self._width
+        T = -(-longest // self._width) * self._width  # a multiple of the ranks that share the sequence
         tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=self._device)
         positions_BT = torch.tensor(starts, device=self._device)[:, None] + torch.arange(T, device=self._device)
         same = min(lengths) == longest
@@ -70,7 +70,9 @@ class Passes(ABC):
         """Of what goes into the head, each row's last token: (B, 1, D)."""
         x_BTD = inputs[0]
         weight = getattr(head, "weight", None)
-        if isinstance(weight, DTensor) and not isinstance(x_BTD, DTensor):  # this tp rank's part of the sequence
+        # With sequence parallelism this rank has its part of the sequence, as a plain tensor or a DTensor. The whole of
+        # it is gathered, since a row's last token may lie with any rank.
+        if isinstance(weight, DTensor) and not isinstance(x_BTD, DTensor):
             mesh = weight.device_mesh
             x_BTD = DTensor.from_local(x_BTD, mesh["tp"] if mesh.ndim > 1 else mesh, (Shard(1),), run_check=False)
         if isinstance(x_BTD, DTensor):

@@ -8,25 +8,33 @@ never run.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardtrain import config as configs
 from shardtrain import data, distributed, models
+from shardtrain.checkpoint import tensor_reader, tensors
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
 from shardtrain.config import Config, Loaded, derived
 from shardtrain.config.rules.task import OF_TEXT
 from shardtrain.config.schema import Parallelism, Training
 from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.distributed import expert_parallel, tensor_parallel
 from shardtrain.distributed.process_group import World
+from shardtrain.hf import importing
+from shardtrain.hf.opening import is_hub_folder
 from shardtrain.layout import Layout
+from shardtrain.lora import frozen, spec
+from shardtrain.lora.peft import PeftFolder
 from shardtrain.ops.tied import tie, tied_names
-from shardtrain.tools.generate.load_weights import Held
-from shardtrain.tools.generate.locate_checkpoint import load_config
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.tools.generate.locate_checkpoint import find_checkpoint, load_config
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 
 @dataclass(frozen=True)
@@ -82,18 +90,21 @@ def open_model(
         raise ConfigError(Problem("task.name", config.task.name, rule, 'ask "shardtrain test" for its predictions'))
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    held = Held(path, config, module, shape, base, adapter)
+    weights = _StoredWeights(path, config, module, shape, base, adapter)
     model = models.build(module, shape)
     if getattr(model, "kind", "causal") != "causal":
         rule = f"holds a {shape.class_name}, which does not continue a text"
         raise ConfigError(Problem("--from", str(path), rule, "name a causal language model"))
-    held.adapt(model)
+    weights.adapt(model)
+
     tokenizer = tokenizer_of(config)
     if tokenizer.vocab_size > shape.vocab_size:
         rule = f"names a tokenizer with {tokenizer.vocab_size} ids, and the model has rows for {shape.vocab_size}"
         raise ConfigError(Problem("model.hf_assets_path", tokenizer.spec, rule, "use the model's own"))
+
+    # On the meta device: the type, the kernels, and this rank's part of each layer. Buffers keep their type, since
+    # biases of routers change by steps too small for another; they are made again, as to_empty leaves them undefined.
     dtype = dtype or derived.compute_dtype(config)
-    # biases of routers change by steps too small for another type: buffers keep theirs
     buffers = [(owner, name, b) for owner in model.modules() for name, b in owner.named_buffers(recurse=False)]
     model.to(getattr(torch, dtype))
     device = world.device if world is not None else torch.device("cpu")
@@ -101,17 +112,19 @@ def open_model(
         distributed.use_chosen_kernels(model)
     if world is not None and world.size > 1:
         _split(model, module.LAYOUT, config, getattr(shape, "num_experts", 0), world)
+
+    # Memory, which unties what was tied, and the weights.
     ties = tied_names(model)
     model.to_empty(device=device)
     tie(model, ties)
     for owner, name, buffer in buffers:
         owner._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
-    held.fill(model)
+    weights.fill(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    name = f"{config.model.name} {config.model.flavor}, {held.where}, {dtype} on {device.type}"
+    name = f"{config.model.name} {config.model.flavor}, {weights.where}, {dtype} on {device.type}"
     width = world.size if world is not None else 1
-    return OpenedModel(model.eval(), module.LAYOUT, tokenizer, config, name, width, held.from_hub)
+    return OpenedModel(model.eval(), module.LAYOUT, tokenizer, config, name, width, weights.from_hub)
 
 
 def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, world: World) -> None:
@@ -122,7 +135,7 @@ def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, w
         disable_loss_parallel=True,  # every rank needs all logits, to choose the same token
         expert_parallel_degree=world.size if num_experts and num_experts % world.size == 0 else 1,
     )
-    training = Training(seq_len=64 * world.size, local_batch_size=1)
+    training = Training(seq_len=64 * world.size, local_batch_size=1)  # the rules of a run ask for some batch
     config = Config(model=config.model, parallelism=degrees, training=training)
     problems = list(configs.check(Loaded(config)))
     if problems:
@@ -132,3 +145,69 @@ def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, w
     if layout.expert:
         expert_parallel.mesh_of_experts(mesh, config)
         expert_parallel.apply(model, layout, mesh, config)
+
+
+class _StoredWeights:
+    """What lies at a path, found good; filled into a model in two steps, because adapters are modules of their own."""
+
+    _stored: Manifest | None
+
+    def __init__(
+        self, path: Path, config: Config, module: ModuleType, shape: Any, base: Path | None, adapter: Path | None
+    ) -> None:
+        """Find and check it (a collective); for what is raised see ``open_model``."""
+        self.from_hub = is_hub_folder(path)
+        self.where = path
+        self._stored = None
+        if not self.from_hub:
+            self.where, self._stored = find_checkpoint(path, config)
+        self._config = config
+        self._module = module
+        self._shape = shape
+        self._base = base
+        self._spec = None if self._stored is None else spec.read_facts(self._stored.facts, self.where)
+        if self._spec is None and base is not None:
+            rule = "is for adapters, and what is opened is a whole model"
+            raise ConfigError(Problem("--base", str(base), rule, "leave it out"))
+        if self._spec is not None and adapter is not None:
+            rule = f"would be added to {self.where}, which holds adapters itself"
+            raise ConfigError(Problem("--adapter", str(adapter), rule, "merge those first (shardtrain merge)"))
+        self._peft = None if adapter is None else PeftFolder(adapter, module, shape)
+
+    def adapt(self, model: nn.Module) -> None:
+        """Put adapters beside the weights of a model on the meta device, where there are some."""
+        wanted = self._peft.spec if self._peft is not None else self._spec
+        if wanted is not None:
+            spec.apply(model, wanted)
+
+    @torch.no_grad()
+    def fill(self, model: nn.Module) -> None:
+        """Read this rank's part of the model's tensors."""
+        named: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        wanted = self._peft.spec if self._peft is not None else self._spec
+        adapters = {name: tensor for name, tensor in named.items() if wanted is not None and wanted.holds(name)}
+        whole = {name: tensor for name, tensor in named.items() if name not in adapters}
+        if self._stored is None:
+            importing.fill(_prefixed(whole), self.where, self._module, self._shape)
+        elif self._spec is None:
+            self._read(whole)
+        else:
+            found = frozen.find(self._stored.facts, self.where, self._config, self._base, self._module, self._shape)
+            with found as weights:
+                weights.fill(whole)
+            self._read(adapters)
+        if self._peft is not None:
+            self._peft.fill(named)
+
+    def _read(self, named: Mapping[str, Tensor]) -> None:
+        assert self._stored is not None
+        weights = _prefixed(named)
+        tensors.check_names(weights, self._stored, self.where)
+        try:
+            tensor_reader.read(weights, self._stored, self.where)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {self.where} cannot be loaded: {error}") from error
+
+
+def _prefixed(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in named.items()}

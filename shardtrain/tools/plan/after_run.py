@@ -58,20 +58,15 @@ def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str
         kept = {name: [planned, measured] for name, (planned, measured, _) in pairs.items()}
         atomic_io.write(folder / "planned.json", json.dumps(kept) + "\n")  # for shardtrain report
         lines = []
-        told_of_small = {}
-        if plan.time.seconds < _SHORT_SECONDS:
-            told_of_small["tokens per second and device"] = "in steps this short the host decides, which is not planned"
-        if (
-            "memory_gib" in metrics
-            and abs(pairs["peak memory in GiB"][0] - pairs["peak memory in GiB"][1]) < _SMALL_GIB
-        ):
-            told_of_small["peak memory in GiB"] = "less than a plan is exact to"
         for name, (planned, measured, form) in pairs.items():
             off = measured / planned - 1
             text = f"{name}: planned {planned:{form}}, measured {measured:{form}} ({off:+.0%})"
-            if name in told_of_small:
-                lines.append(f"{text}: {told_of_small[name]}")
-            else:
-                lines.append(f"warning: {text}: more than {OFF:.0%} off" if abs(off) > OFF else text)
+            if name.startswith("tokens per second") and plan.time.seconds < _SHORT_SECONDS:
+                text += ": in steps this short the host decides, which is not planned"
+            elif name.startswith("peak memory") and abs(planned - measured) < _SMALL_GIB:
+                text += ": less than a plan is exact to"
+            elif abs(off) > OFF:
+                text = f"warning: {text}: more than {OFF:.0%} off"
+            lines.append(text)
         return lines
     return []

@@ -120,12 +120,15 @@ def _is_rate(value: float) -> bool:
 def _with_rates(
     device: Device, flops: Mapping[str, float], threads: int, collectives: list[tuple[int, int, float]], wrong: Any
 ) -> Measured:
+    """The device with the rates of a report: its row over what was measured, by name, must be of one device."""
     dtype = next((dtype for dtype in flops if dtype in device.flops), None)
     if dtype is None:
         raise wrong(f"measured products in {', '.join(flops)}, of which the row of {device.name} says nothing")
+    # the row of a CPU is of one core, and was measured with some threads
     rate = flops[dtype] / (max(1, threads) ** timing.THREADS_EXPONENT if device.is_cpu else 1)
     ratios = {f"{dtype} products": device.flops[dtype] * device.matmul_efficiency / rate}
     changes: dict[str, Any] = {}
+    # Between hosts all ranks of a host share its network, in a node its links.
     if not device.is_cpu:
         within = [rate for ranks, per_host, rate in collectives if per_host == ranks > 1]
         between = [rate / per_host for ranks, per_host, rate in collectives if per_host < ranks]

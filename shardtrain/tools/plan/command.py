@@ -137,6 +137,8 @@ def main(words: Sequence[str]) -> int:
         names = textwrap.fill(", ".join(hardware.names()), 100, initial_indent=margin, subsequent_indent=margin)
         print(HELP.format(devices=names), end="")
         return 0
+
+    # Everything that can be wrong with the words is found before torch is imported.
     asked = Asked.of(taken.own)
     arguments = command_line.split(taken.rest)
     for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"):
@@ -148,8 +150,9 @@ def main(words: Sequence[str]) -> int:
     loaded = configs.load(arguments.path, arguments.overrides)
     if asked.output:
         _require_writable(Path(asked.output), loaded.path)
-    from shardtrain.tools.plan import picture, planning  # torch, once the words have been found to make sense
+    from shardtrain.tools.plan import picture, planning
 
+    # The devices: the row of the table, with measured rates where there are some, and how many.
     if asked.calibrate is not None:
         from shardtrain.tools.plan import calibrate
 
@@ -161,6 +164,8 @@ def main(words: Sequence[str]) -> int:
         asked.gpus = asked.nodes * device.devices_per_node
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     world_size = asked.gpus or planning.smallest_world(loaded.config, device)
+
+    # A search ranks what the configuration could be.
     if asked.search:
         from shardtrain.tools.plan import search
 
@@ -175,6 +180,8 @@ def main(words: Sequence[str]) -> int:
             if not asked.json:
                 print(f"wrote {asked.output}: shardtrain train {shlex.quote(asked.output)}")
         return 0 if found.ranked else DOES_NOT_FIT
+
+    # A plan is of the configuration as it is.
     configs.require_to_build(loaded, world_size)
     plan = planning.make(loaded.config, world_size, device)
     largest = planning.largest(loaded.config, world_size, device) if asked.largest else None

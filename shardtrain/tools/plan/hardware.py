@@ -135,7 +135,8 @@ def find(name: str, option: str = "--device") -> Device:
     table = _table()
     if name.endswith(".toml"):
         own = _read(Path(name))
-        devices, links = (_tables(own.get(key, {})) for key in ("devices", "links"))
+        devices = _tables(own.get("devices", {}))
+        links = _tables(own.get("links", {}))
         if len(devices) != 1:
             rule = f"has {len(devices)} tables [devices.NAME]"
             raise ConfigError(Problem(option, name, rule, "write exactly one, as in docs/plan.md"))
@@ -182,6 +183,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: str) -> Device:
+    """A device from its row, with defaults; raises ConfigError that names the key for what no device has."""
     row = {
         "power_watts": 0,
         "launch_seconds": 5e-6,

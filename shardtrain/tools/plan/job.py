@@ -15,13 +15,6 @@ STATES = {"AdamW": 2, "Adam": 2, "AdamW8bit": 2, "Muon": 1}
 """Tensors of the size of a parameter that an optimizer keeps of it."""
 
 
-def _state_width(config: Config) -> int:
-    """Bytes of the optimizer's state for each number of each of its tensors."""
-    if config.optimizer.name == "AdamW8bit":
-        return 1
-    return 2 if config.optimizer.state_dtype == "bfloat16" else WIDTH[config.training.dtype]
-
-
 @dataclass(frozen=True)
 class Job:
     """One run on a mesh.
@@ -132,6 +125,8 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
     rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
     compute = derived.compute_dtype(config)
     mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(recompute.mode, "none")
+
+    # What the plan does not know of this configuration, as notes in its answer.
     notes = []
     if recompute.mode == "memory_budget":
         notes.append(
@@ -147,6 +142,8 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
     if name in stages.FROM_CSV and p.pipeline_parallel_degree > 1:
         name = "1F1B" if name in stages.SINGLE else "Interleaved1F1B"
         notes.append(f"pipeline_parallel_schedule_csv is not read here; planned as {name}")
+
+    # Converters by the part of the model that they convert, and whether its products really run in float8.
     float8 = config.quantize.linear.float8
     in_float8 = {
         name.split(".")[1]: not getattr(config.quantize, name.split(".")[1]).float8.emulate
@@ -155,11 +152,21 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
     }
     if not all(in_float8.values()):
         notes.append("float8 is emulated, which is slower than the planned products in the compute type")
-    # as distributed/loss_at_head.py, where the head is an ordinary linear layer of one of this package's decoders
+
+    # As distributed/loss_at_head.py, where the head is an ordinary linear layer of one of this package's decoders.
     own = config.model.name != "transformers" and not config.model.name.endswith(".py")
     plain_head = "linear" not in in_float8 or any(name in ("head", "output") for name in float8.filter_fqns)
     whole = p.tensor_parallel_degree == p.pipeline_parallel_degree == 1
     at_head = own and plain_head and whole and config.task.name == Task().name
+
+    cp_method: Literal["allgather", "ring", "ulysses"] = "ring"
+    if p.context_parallel_method == "ulysses":
+        cp_method = "ulysses"
+    elif p.context_parallel_rotate_method == "allgather":
+        cp_method = "allgather"
+    state_width = 2 if config.optimizer.state_dtype == "bfloat16" else WIDTH[training.dtype]
+    if config.optimizer.name == "AdamW8bit":
+        state_width = 1
     return Job(
         seq_len=training.seq_len,
         rows=rows * sequences_per_row,
@@ -170,7 +177,7 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         cp=p.context_parallel_degree,
         tp=p.tensor_parallel_degree,
         ep=p.expert_parallel_degree,
-        cp_method=_context_method(p),
+        cp_method=cp_method,
         schedule=name,
         stages=layers_of_stages(p, num_layers),
         recompute=mode,
@@ -181,7 +188,7 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         compute_width=WIDTH[compute],
         reduce_width=WIDTH[training.mixed_precision_reduce],
         states=STATES.get(config.optimizer.name, 2),
-        state_width=_state_width(config),
+        state_width=state_width,
         early_step=config.optimizer.early_step_in_backward,
         fsdp=world_size > 1 or compute != training.dtype or training.enable_cpu_offload,
         fused=config.compile.enable and "model" in config.compile.components,
@@ -193,12 +200,6 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         loss="at head" if at_head else "chunked",
         notes=tuple(notes),
     )
-
-
-def _context_method(p: Parallelism) -> Literal["allgather", "ring", "ulysses"]:
-    if p.context_parallel_method == "ulysses":
-        return "ulysses"
-    return "allgather" if p.context_parallel_rotate_method == "allgather" else "ring"
 
 
 def layers_of_stages(p: Parallelism, num_layers: int) -> tuple[range, ...]:

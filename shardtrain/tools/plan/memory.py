@@ -22,11 +22,15 @@ from shardtrain.tools.plan.schedule import Action
 from shardtrain.tools.plan.shapes import Layer, ModelShape, Parameter
 
 Kernels = Literal["cpu", "cpu by rows", "cuda"]
-CHUNK_NUMEL, CPU_CHUNK_NUMEL = 1 << 24, 1 << 18
+CHUNK_NUMEL = 1 << 24
 """Logits that the loss handles at a time, as ops/cross_entropy.py."""
+CPU_CHUNK_NUMEL = 1 << 18
+"""The same on a CPU."""
 BY_ROWS_NUMEL = 1 << 13
 """As ops/rms_norm.py."""
-CHUNKS, WORTH_IT_BYTES = 8, 1 << 28
+CHUNKS = 8
+"""As ops/linear_cross_entropy.py."""
+WORTH_IT_BYTES = 1 << 28
 """As ops/linear_cross_entropy.py."""
 
 
@@ -131,11 +135,11 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | No
     Without an ``order`` what is in flight follows from a formula.
     """
     own = job.stages_of_rank(rank) if job.pp > 1 else [0]
-    last = len(job.stages) - 1
     owners = [parameters_of_stage(model, job, index) for index in own]
-    ends = [(index == 0, index == last) for index in own]
-    if model.tied and len({edge for pair in ends for edge in (0, 1) if pair[edge]}) == 2 and job.pp == 1:
+    if model.tied and job.pp == 1:  # one rank has both ends, which are one tensor
         owners = [[p for p in parameters if p.word != "head"] for parameters in owners]
+
+    # Weights and the optimizer's state, of this rank's shards.
     held = [(one, sharded(one, job)) for parameters in owners for one in parameters]
     parameters = sum(size for _, size in held) * job.stored_width
     parameters += sum(model.layers[number].low_bits_bytes for index in own for number in job.stages[index])
@@ -144,19 +148,22 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | No
     states = sum(_state_bytes(one, size, job) for one, size in held if one.trained)
     if job.shard_states:
         states = math.ceil(states / job.dp_replicate)
-    optimizer = int(states) + 4 * tensors
-    found = {index: _stage(model, job, index, kernels) for index in own}
+    optimizer = int(states) + 4 * tensors  # PyTorch counts the steps of each parameter in a tensor of its own
+
+    # Gradients. With several micro-batches FSDP reduces them once, after the last: until then they are whole, in the
+    # type of the reduction.
     gradients = learning * job.gradient_bytes
     if job.early_step:
         gradients = _gradients_at_once(model, job, own) * job.gradient_bytes
     accumulated = gradients
-    if (
-        job.fsdp and job.num_microbatches > 1 and job.reduces_once
-    ):  # reduced once, after the last: until then they are whole, in that type
+    if job.fsdp and job.num_microbatches > 1 and job.reduces_once:
         whole = (unsharded(trained(tuple(parameters)), job.tp, job.ep) for parameters in owners)
         accumulated = sum(whole) * job.reduce_width
     if job.num_microbatches == 1:
         accumulated = 0
+
+    # Activations and FSDP's buffers, at each moment of a step.
+    found = {index: _stage(model, job, index, kernels) for index in own}
     gathered = sum(_Gathered(model, job, index).most for index in own) if job.fsdp else 0
     if job.pp > 1:
         kept, in_flight, moments = _in_pipeline(model, job, rank, order, found, accumulated)
@@ -171,6 +178,8 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | No
             replace(one, gradients=max(accumulated, one.gradients))
             for one in (*found[0].moments, _Moment("the update", 0, 0, gradients))
         ]
+
+    # Moments differ in gradients too: an update in backward frees them, and offloaded ones are in host memory.
     host = {"nothing": 0, "optimizer": optimizer, "all": parameters + gradients + optimizer}[job.offload]
     if job.early_step:
         moments = [replace(one, gradients=min(one.gradients, gradients)) for one in moments]
@@ -211,9 +220,13 @@ def _in_pipeline(
     count = job.num_microbatches
     stream = job.local_tokens // job.tp * model.dim * job.compute_width
     own = list(found)
+    # Buffers for activations from the stage before and gradients from the stage after. What is sent goes to stages of
+    # other ranks; of that, the last quarter comes after the peak.
     received = sum((index > 0) + (index < last) for index in own) * count * stream
     remote = sum((index > 0 and index - 1 not in own) + (index < last and index + 1 not in own) for index in own)
-    sent = remote * count * stream * 3 // 4 if len(own) > 1 else 0  # those of the last quarter come after the peak
+    sent = remote * count * stream * 3 // 4 if len(own) > 1 else 0
+
+    # Micro-batches in flight: at most, and once backward has begun, when gradients exist too.
     by_stage = {index: one.kept for index, one in found.items()}
     with_extra = {
         index: one.kept + one.extra + (stream if index < last and not sent else 0) for index, one in found.items()
@@ -228,9 +241,12 @@ def _in_pipeline(
         kept, in_flight, _ = schedule.most_kept(by_stage, order)
         waiting = {index: one.waiting for index, one in found.items()}
         held, _, later = schedule.most_kept(with_extra, order, waiting)
-    buffers = sum(_stage_weights(model, job, index) for index in own) * job.compute_width
-    if not job.fsdp:
-        buffers = 0
+
+    # FSDP's gathered weights: those of a moment, or where none are freed all weights of all stages.
+    buffers = 0
+    if job.fsdp:
+        weights = (tuple(parameters_of_stage(model, job, index)) for index in own)
+        buffers = sum(unsharded(parameters, job.tp, job.ep) for parameters in weights) * job.compute_width
     frees = job.fsdp and job.frees_gathered
     moments = []
     for one in found.values():
@@ -242,11 +258,6 @@ def _in_pipeline(
             moments.append(_Moment(moment.name, held + more, gathered, 0))
             moments.append(_Moment(moment.name, later + more, gathered, accumulated))
     return kept, in_flight, moments
-
-
-def _stage_weights(model: ModelShape, job: Job, index: int) -> int:
-    """Elements of all weights of a stage, gathered."""
-    return unsharded(tuple(parameters_of_stage(model, job, index)), job.tp, job.ep)
 
 
 def _state_bytes(one: Parameter, size: int, job: Job) -> float:
@@ -310,9 +321,12 @@ def recomputes(job: Job, place: int) -> str:
 
 
 def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
+    """What a micro-batch needs on a stage: its layers, the ends of the model if they are there, and each moment."""
     first = index == 0
     last = index == len(job.stages) - 1
-    found: dict[tuple[int, str], _LayerBytes] = {}  # by identity: to hash a layer takes as long as to count it
+
+    # The layers. Equal ones are counted once, known by identity: to hash a layer takes as long as to count it.
+    found: dict[tuple[int, str], _LayerBytes] = {}
     layers = []
     for place, number in enumerate(job.stages[index]):
         layer = model.layers[number]
@@ -327,11 +341,10 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
     angles = 2 * tokens * (model.layers[0].qk_dim // 2) * 4
     kept = sum(one.kept for one in layers) + angles
     held = _Gathered(model, job, index)
-    moments = [
-        _Moment(
-            "the end of forward", kept + max((one.whole - one.kept for one in layers), default=0), held.end_of_forward
-        )
-    ]
+    recomputed = max((one.whole - one.kept for one in layers), default=0)
+    moments = [_Moment("the end of forward", kept + recomputed, held.end_of_forward)]
+
+    # The last stage: the norm before the head, logits, and the loss over chunks of them.
     ends = extra = output = 0
     if last:
         columns = -(-model.vocab // job.tp) if job.loss_parallel else model.vocab
@@ -345,7 +358,8 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
             logits = 0
         elif job.loss == "whole":  # a float32 copy, its log-softmax and its gradient; the compiler needs one less
             chunk = tokens * columns * 4 * (2 if job.fused else 3)
-        products = 0  # gradients of the head's weight and input, which are made with the loss
+        # the loss at the head makes the gradients of the head's weight and input at once, and never has all logits
+        products = 0
         if job.loss == "at head" and saved_at_head(tokens, model.dim, model.vocab, c) >= WORTH_IT_BYTES:
             rows = _rows_at_head(tokens, model.vocab)
             logits = rows * columns * c
@@ -362,6 +376,8 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
         moments.append(_Moment("backward of the head", with_head, held.backward_of_head))
         ends += logits
         extra = output = logits if job.pp > 1 else 0  # PyTorch's stage holds its output until its backward is over
+
+    # Backward of the layers, of the embedding, and what schedules that split the backward pass keep between its halves.
     if layers:
         behind = kept + layers[-1].working - layers[-1].kept
         moments.append(_Moment("backward of a layer", behind, held.backward_of_last, held.head_shard))
@@ -409,6 +425,7 @@ def _is_one_kernel(numel: int, job: Job, kernels: Kernels) -> bool:
 
 @lru_cache(maxsize=8192)
 def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _LayerBytes:
+    """What autograd saves in a layer, tensor by tensor, and the most that its backward takes."""
     c = job.compute_width
     tokens = job.local_tokens
     split = tokens // job.tp
@@ -421,6 +438,8 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
         and not any(p.trained for p in layer.parameters if p.word == "sequence")
     ):
         norm -= split * dim * 4  # only the gradient of its weight needs the normalised copy
+
+    # Attention: its norm, queries, keys, values, the output, and the log-sum-exp of the scores in float32.
     heads = -(-layer.heads // job.tp)
     kv_heads = -(-layer.kv_heads // job.tp)
     q = tokens * heads * layer.qk_dim * c
@@ -453,7 +472,8 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
         if one.word == "replicate":  # a latent: its norm, and what the next product saves
             attention += norm_bytes(tokens * one.out_features, tokens, job, kernels, False)
             attention += tokens * one.out_features * c
-    # each product, what the activation function makes of it, and (a gated one has two products) what they multiply to
+
+    # Feed-forward: each product, what the activation function makes of it, and what the two of a gated one multiply to.
     into = [one for one in feed if one.word != "rowwise"]
     hidden = sum(tokens * -(-one.out_features // (job.tp if one.word == "colwise" else 1)) * c for one in into)
     saved_again = [one.trained for one in feed if one.word == "rowwise"]
@@ -467,6 +487,8 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
             ffn += rows * dim * c + 2 * rows * layer.experts.ffn * c
         ffn += split * layer.experts.count * 4 + rows * (8 * 3 + 4 * 3)
         hidden += 2 * rows * layer.experts.ffn * c + (2 + (job.ep > 1)) * rows * dim * c  # and gradients of rows
+
+    # What of it is kept, by the mode of recomputation.
     whole = attention + ffn
     weights = unsharded(tuple(p for p in layer.parameters if p.trained), job.tp, job.ep) * c
     if mode == "none":
@@ -477,12 +499,16 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
         kept = whole - squares
     else:
         kept = stream + out + scores + _kept_products(layer, job, tokens, dim, c)
-    # the feed-forward's backward is first: gradients of its products, of the stream, and of its own weights
+
+    # The feed-forward's backward is first: gradients of its products, of the stream, and of its own weights. At the end
+    # attention is left, with the gradients of all weights.
     share = ffn / max(1, whole)
     start = whole + stream + (2 * gathered if job.tp > 1 else 0) + hidden + int(weights * share / 3)
     end = whole - ffn + 2 * stream + gathered + q + k + v + weights
-    start, end = (moment + layer.restored_numel * c for moment in (start, end))
-    return _LayerBytes(whole, kept, (stream if mode != "none" else 0) + max(start, end))
+    working = max(start, end) + layer.restored_numel * c
+    if mode != "none":
+        working += stream
+    return _LayerBytes(whole, kept, working)
 
 
 def _kept_products(layer: Layer, job: Job, tokens: int, dim: int, width: int) -> int:
@@ -520,29 +546,35 @@ class _Gathered:
         learning = [unsharded(trained(model.layers[number].parameters), job.tp, job.ep) for number in numbers]
         largest = max(layers, default=0)
         most_gradients = max(learning, default=0)
+        # The layer in use and the one that is gathered ahead. Experts are a unit of their own, and what is gathered
+        # next to them is the rest of the layer.
         pair = 2 * largest if len(layers) > 1 else largest
         if job.ep * job.cp * job.tp > 1 and any(model.layers[number].experts for number in numbers):
-            pair = (
-                largest  # experts are a unit of their own, and what is gathered next to them is the rest of the layer
-            )
+            pair = largest
+
+        # The ends of the model; tied, they are one tensor, which counts as the embedding.
         embed = unsharded(model.first, job.tp, job.ep) if first else 0
         head = unsharded(model.last, job.tp, job.ep) if last else 0
-        own = [trained(model.first) if first else (), trained(model.last) if last else ()]
-        embed_gradient, head_gradient = (unsharded(one, job.tp, job.ep) if one else 0 for one in own)
+        of_embed = trained(model.first) if first else ()
+        of_head = trained(model.last) if last else ()
+        embed_gradient = unsharded(of_embed, job.tp, job.ep) if of_embed else 0
+        head_gradient = unsharded(of_head, job.tp, job.ep) if of_head else 0
         if model.tied and first and last:
             head = 0
             head_gradient = 0
+
+        # Reduced gradients of this rank's shards.
         width = job.gradient_bytes
-        self.layer_shard = (
-            sum(sharded(p, job) for p in trained(model.layers[numbers[0]].parameters)) * width if numbers else 0
-        )
-        self.head_shard = (sum(sharded(p, job) for p in own[1]) if head_gradient else 0) * width
-        self.embed_shard = sum(sharded(p, job) for p in own[0]) * width
-        self.all_shards = (
-            self.head_shard
-            + self.embed_shard
-            + sum(sum(sharded(p, job) for p in trained(model.layers[number].parameters)) for number in numbers) * width
-        )
+        of_layers = [
+            sum(sharded(p, job) for p in trained(model.layers[number].parameters)) * width for number in numbers
+        ]
+        self.layer_shard = of_layers[0] if of_layers else 0
+        self.head_shard = (sum(sharded(p, job) for p in of_head) if head_gradient else 0) * width
+        self.embed_shard = sum(sharded(p, job) for p in of_embed) * width
+        self.all_shards = self.head_shard + self.embed_shard + sum(of_layers)
+
+        # Gathered weights and gradients on their way: without FSDP none; without freeing, all weights until their
+        # backward; else two layers at a time.
         if not job.fsdp:
             self.most = self.end_of_forward = self.loss = self.backward_of_head = 0
             self.backward_of_last = self.backward_of_layer = self.backward_of_embed = 0

@@ -40,15 +40,18 @@ def lines(
         *_budget(plan, tokens, dollars_per_hour, save_seconds, width),
         *_verdict(plan),
     ]
-    return found if columns is None else [piece for line in found for piece in _wrapped(line, max(columns, width))]
+    if columns is None:
+        return found
 
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """A sentence as lines that are short enough, which tables are already."""
-    if len(line) <= width:
-        return [line]
-    indent = " " * (len(line) - len(line.lstrip()))
-    return textwrap.wrap(line, width, initial_indent=indent, subsequent_indent=indent + "  ")
+    # sentences as lines that are short enough, which tables are already
+    wrapped: list[str] = []
+    for line in found:
+        if len(line) <= max(columns, width):
+            wrapped.append(line)
+        else:
+            indent = " " * (len(line) - len(line.lstrip()))
+            wrapped += textwrap.wrap(line, max(columns, width), initial_indent=indent, subsequent_indent=indent + "  ")
+    return wrapped
 
 
 def _head(plan: Plan) -> Iterator[str]:
@@ -80,11 +83,9 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
         ("B FSDP buffers", gathered),
         ("+ driver and allocator", plan.overhead_bytes),
     )
-    place = (
-        f" of pipeline rank {rank.pp_rank} ({rank.layers} layers, {rank.in_flight} in flight)"
-        if plan.job.pp > 1
-        else ""
-    )
+    place = ""
+    if plan.job.pp > 1:
+        place = f" of pipeline rank {rank.pp_rank} ({rank.layers} layers, {rank.in_flight} in flight)"
     yield f"peak memory{place}, reached in {rank.when}"
     for name, size in rows:
         yield f"  {name:<{label}}{format_bytes(size):>12}"
@@ -105,9 +106,11 @@ def _memory(plan: Plan, width: int) -> Iterator[str]:
 
 
 def _bar(rank: RankMemory, plan: Plan, scale: int) -> str:
+    """The parts of a rank's memory in the order of _MARKS, and ^ where the device ends."""
     gradients, activations, gathered = rank.at_peak
     on_device = (rank.parameters, gradients, rank.optimizer) if not rank.on_host else (0, 0, 0)
     sizes = (*on_device, activations, gathered, plan.overhead_bytes)
+    # each mark up to where the sum so far ends, so that roundings do not add up
     bar = ""
     total = 0
     for mark, size in zip(_MARKS, sizes, strict=True):

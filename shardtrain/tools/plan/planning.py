@@ -9,21 +9,24 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardtrain import tasks
-from shardtrain.config import derived
+from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.launch import environment
 from shardtrain.ops import cpu_kernel_speed
+from shardtrain.tools.plan import hardware, memory, schedule, shapes, timing
 from shardtrain.tools.plan import job as jobs
-from shardtrain.tools.plan import memory, schedule, shapes, timing
 from shardtrain.tools.plan.hardware import Device
 from shardtrain.tools.plan.job import Job
 from shardtrain.tools.plan.memory import RankMemory
 from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.tools.plan.timing import StepTime
+from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import GIB, format_bytes, format_count
 
-CONTEXT_BYTES, FRAGMENTS = GIB, 0.03
-"""On a GPU: the driver's context with NCCL's buffers, and the share that PyTorch's allocator cannot hand out."""
+CONTEXT_BYTES = GIB
+"""On a GPU: the driver's context with NCCL's buffers."""
+FRAGMENTS = 0.03
+"""On a GPU: the share that PyTorch's allocator cannot hand out."""
 SECONDS_PER_FAILURE = 54 * 86400 * 16384 / 419
 """Of one device: 419 unexpected interruptions in 54 days on 16,384 H100 (The Llama 3 Herd of Models, 2024, 3.3.4)."""
 MOST_DEVICES = 1_000_000
@@ -155,29 +158,27 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
     """
     model = model or shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
-    found = jobs.of_config(config, world_size, len(model.layers), sequences)
-    plan = of_job(model, found, device, kernels_of(device, config, world_size))
-    return plan if plan.fits else replace(plan, fixes=tuple(_fixes(model, found, device, config)))
+    job = jobs.of_config(config, world_size, len(model.layers), sequences)
+    plan = of_job(model, job, device, kernels_of(device, config, world_size))
+    return plan if plan.fits else replace(plan, fixes=tuple(_fixes(model, job, device, config)))
 
 
-def of_job(model: ModelShape, found: Job, device: Device, kernels: memory.Kernels) -> Plan:
+def of_job(model: ModelShape, job: Job, device: Device, kernels: memory.Kernels) -> Plan:
     """The same of a job, without fixes."""
-    orders = schedule.orders(
-        found.schedule, found.pp, len(found.stages), found.num_microbatches, found.recomputes_layers
-    )
-    ranks = tuple(memory.of_ranks(model, found, orders, kernels))
+    orders = schedule.orders(job.schedule, job.pp, len(job.stages), job.num_microbatches, job.recomputes_layers)
+    ranks = tuple(memory.of_ranks(model, job, orders, kernels))
     sizes = {
-        "pp": found.pp,
-        "dp_replicate": found.dp_replicate,
-        "dp_shard": found.dp_shard,
-        "cp": found.cp,
-        "tp": found.tp,
+        "pp": job.pp,
+        "dp_replicate": job.dp_replicate,
+        "dp_shard": job.dp_shard,
+        "cp": job.cp,
+        "tp": job.tp,
     }
-    if found.ep > 1:
-        sizes["ep"] = found.ep
-    time = timing.of_step(model, found, device, orders)
+    if job.ep > 1:
+        sizes["ep"] = job.ep
+    time = timing.of_step(model, job, device, orders)
     over = overhead(max(rank.peak for rank in ranks), device)
-    return Plan(model.name, model.num_params, device, sizes, found, ranks, over, time, model.flops_per_token)
+    return Plan(model.name, model.num_params, device, sizes, job, ranks, over, time, model.flops_per_token)
 
 
 def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
@@ -186,7 +187,7 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
     Sequences in multiples of 128 per rank that shares one, to 1 %; layers by one like the last, in whole pipelines.
     """
     model = shapes.read(config)
-    found = jobs.of_config(config, world_size, len(model.layers), tasks.open_task(config).sequences_per_row)
+    job = jobs.of_config(config, world_size, len(model.layers), tasks.open_task(config).sequences_per_row)
     kernels = kernels_of(device, config, world_size)
 
     def fits(one: Job, shape: ModelShape = model) -> bool:
@@ -194,16 +195,16 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
         used = max(rank.peak for rank in memory.of_ranks(shape, one, orders, kernels))
         return used + overhead(used, device) <= device.memory_bytes
 
-    unit = 128 * found.cp * found.tp
+    unit = 128 * job.cp * job.tp
     answer = {
-        "training.seq_len": unit * _most(lambda n: fits(replace(found, seq_len=n * unit))),
-        "training.local_batch_size": _most(lambda n: fits(replace(found, rows=n))),
+        "training.seq_len": unit * _most(lambda n: fits(replace(job, seq_len=n * unit))),
+        "training.local_batch_size": _most(lambda n: fits(replace(job, rows=n))),
     }
-    if found.pp == 1:
+    if job.pp == 1:
 
         def deeper(count: int) -> bool:
             layers = (*model.layers, *model.layers[-1:] * count)[:count]
-            return fits(replace(found, stages=(range(count),)), replace(model, layers=layers))
+            return fits(replace(job, stages=(range(count),)), replace(model, layers=layers))
 
         answer["model.overrides.num_layers"] = _most(deeper)
     return answer
@@ -219,7 +220,10 @@ def _most(holds: Callable[[int], bool]) -> int:
     high = 2 * low
     while high - low > max(1, low // 100):
         middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        if holds(middle):
+            low = middle
+        else:
+            high = middle
     return low
 
 
@@ -249,17 +253,17 @@ def smallest_world(config: Config, device: Device) -> int:
 def lighter(config: Config, world_size: int, device: Device) -> list[str]:
     """Up to three changes that take at least a tenth less memory than a configuration does, the fastest first."""
     model = shapes.read(config)
-    found = jobs.of_config(config, world_size, len(model.layers), tasks.open_task(config).sequences_per_row)
-    now = of_job(model, found, device, kernels_of(device, config, world_size))
-    plans = [one for one in _changed(model, found, device, config) if one[1].peak_bytes < 0.9 * now.peak_bytes]
+    job = jobs.of_config(config, world_size, len(model.layers), tasks.open_task(config).sequences_per_row)
+    now = of_job(model, job, device, kernels_of(device, config, world_size))
+    plans = [one for one in _changed(model, job, device, config) if one[1].peak_bytes < 0.9 * now.peak_bytes]
     plans.sort(key=lambda one: (one[1].world_size, -one[1].tps))
     own = format_bytes(now.peak_bytes)
     return [f"{text}: {format_bytes(plan.peak_bytes)} planned, in place of {own}" for text, plan in plans[:3]]
 
 
-def _fixes(model: ModelShape, found: Job, device: Device, config: Config) -> list[str]:
+def _fixes(model: ModelShape, job: Job, device: Device, config: Config) -> list[str]:
     """Up to three changes that would fit, the fastest first; where no single one does, the three that help most."""
-    plans = _changed(model, found, device, config)
+    plans = _changed(model, job, device, config)
     fitting = sorted((one for one in plans if one[1].fits), key=lambda one: (one[1].world_size, -one[1].tps))
     if fitting:
         return [
@@ -269,35 +273,60 @@ def _fixes(model: ModelShape, found: Job, device: Device, config: Config) -> lis
     return [f"{text}: {format_bytes(plan.peak_bytes)}, still too much alone" for text, plan in plans[:3]]
 
 
-def _changed(model: ModelShape, found: Job, device: Device, config: Config) -> list[tuple[str, Plan]]:
+def _changed(model: ModelShape, job: Job, device: Device, config: Config) -> list[tuple[str, Plan]]:
     """What may be changed for less memory, each alone, and what it would give."""
     changes: list[tuple[str, Job]] = []
-    if found.recompute != "full":
-        changes.append(('activation_checkpoint.mode="full"', replace(found, recompute="full")))
-    if found.rows > 1 and found.rows % 2 == 0:
-        option = "parallelism.pipeline_parallel_microbatch_size" if found.pp > 1 else "training.local_batch_size"
-        halved = replace(found, rows=found.rows // 2, num_microbatches=found.num_microbatches * 2)
-        changes.append((f"{option}={found.rows // 2} with the same global batch", halved))
+    if job.recompute != "full":
+        changes.append(('activation_checkpoint.mode="full"', replace(job, recompute="full")))
+    if job.rows > 1 and job.rows % 2 == 0:
+        option = "parallelism.pipeline_parallel_microbatch_size" if job.pp > 1 else "training.local_batch_size"
+        halved = replace(job, rows=job.rows // 2, num_microbatches=job.num_microbatches * 2)
+        changes.append((f"{option}={job.rows // 2} with the same global batch", halved))
+
+    # Tensor parallelism within a node takes ranks from the shards; as fewer ranks then read data, each has more
+    # micro-batches.
     heads = model.layers[0].heads
     kv_heads = model.layers[0].kv_heads
     for tp in (2, 4, 8):
-        if found.tp < tp <= device.devices_per_node and heads % tp == 0 and kv_heads % tp == 0:
-            shards, rest = divmod(found.dp_shard * found.tp, tp)
+        if job.tp < tp <= device.devices_per_node and heads % tp == 0 and kv_heads % tp == 0:
+            shards, rest = divmod(job.dp_shard * job.tp, tp)
             if not rest and shards:
-                split = replace(found, tp=tp, dp_shard=shards, num_microbatches=found.num_microbatches * tp // found.tp)
+                split = replace(job, tp=tp, dp_shard=shards, num_microbatches=job.num_microbatches * tp // job.tp)
                 changes.append((f"parallelism.tensor_parallel_degree={tp}", split))
-    if found.stored_width == 4:
-        changes.append(('training.dtype="bfloat16"', replace(found, stored_width=2, state_width=2)))
-    if found.dp_replicate > 1:
-        whole = replace(found, dp_replicate=1, dp_shard=found.dp_shard * found.dp_replicate)
+
+    if job.stored_width == 4:
+        changes.append(('training.dtype="bfloat16"', replace(job, stored_width=2, state_width=2)))
+    if job.dp_replicate > 1:
+        whole = replace(job, dp_replicate=1, dp_shard=job.dp_shard * job.dp_replicate)
         changes.append(("parallelism.data_parallel_replicate_degree=1 (shard over all)", whole))
     if not config.training.enable_cpu_offload and not device.is_cpu:
-        changes.append(("training.enable_cpu_offload=true", replace(found, offload="all")))
-    kernels = kernels_of(device, config, found.world_size)
+        changes.append(("training.enable_cpu_offload=true", replace(job, offload="all")))
+    kernels = kernels_of(device, config, job.world_size)
     plans = [(text, of_job(model, one, device, kernels)) for text, one in changes]
+
+    # The least multiple of the devices that fits, or the largest that is tried.
     for times in (2, 4, 8, 16, 32):
-        more = of_job(model, replace(found, dp_shard=found.dp_shard * times), device, kernels)
+        more = of_job(model, replace(job, dp_shard=job.dp_shard * times), device, kernels)
         if more.fits or times == 32:
             plans.append((f"{times} times as many devices ({more.world_size})", more))
             break
     return plans
+
+
+def refuse_unfit(loaded: Loaded, world_size: int) -> None:
+    """Before a run is submitted: raise ConfigError where it does not fit on so many of the devices ``launch.device``.
+
+    Raises:
+        ConfigError: also for a device that is not known, and for a configuration that ``train`` would refuse to plan.
+    """
+    name = str(loaded.config.launch.device)
+    device = hardware.find(name, "launch.device")
+    plan = make(loaded.config, world_size, device)
+    if plan.fits:
+        return
+    fix = f"for example {plan.fixes[0]}" if plan.fixes else "use more devices, or a smaller model"
+    rule = (
+        f"has {format_bytes(device.memory_bytes)}, and a rank of {world_size} is planned to need "
+        f"{format_bytes(plan.peak_bytes)} (shardtrain plan shows for what)"
+    )
+    raise ConfigError(Problem("launch.device", name, rule, fix))

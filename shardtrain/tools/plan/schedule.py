@@ -59,6 +59,7 @@ def orders(
             stage_index_to_group_rank={},
         )  # fmt: skip
 
+    # PyTorch's schedules list the actions of all ranks when they are made, and ask nothing more of a stage than this.
     kind: Any = get_schedule_class(schedule)
     own = [stage(index) for index in stages.stages_of_rank(schedule, 0, degree, num_stages)]
     found = kind(own, n_microbatches=num_microbatches, loss_fn=lambda *_: 0).pipeline_order
@@ -146,6 +147,8 @@ def simulate(
     clock = [0.0] * len(order)
     place = [0] * len(order)
     busy = [0.0] * len(order)
+
+    # Each rank continues until it needs what is not done yet, and is taken up again when that is.
     waiting: dict[tuple[str, int, int], list[int]] = {}
     ready = list(range(len(order)))
     while ready:

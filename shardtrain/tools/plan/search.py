@@ -6,6 +6,7 @@ Candidates are counted twice: all by formulas, the best again with their pipelin
 
 from __future__ import annotations
 
+import itertools
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -90,29 +91,36 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
         converters.append([*config.model.converters, FLOAT8])
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
-    global_batch = _global_batch(config, world_size)
     kernels = planning.kernels_of(device, config, world_size)
+
+    # Sequences of a step: what is set, or what the configuration's own mesh would have on these devices.
+    global_batch = config.training.global_batch_size
+    if global_batch == -1:
+        shards = max(1, world_size // derived.other_degrees(config))
+        replicas = config.parallelism.data_parallel_replicate_degree
+        global_batch = config.training.local_batch_size * replicas * shards
+
+    # First all by formulas. The first and the last rank of a pipeline need most memory: one has most micro-batches in
+    # flight, the other has the logits.
     fitting: list[tuple[float, int, dict[str, Any], Job]] = []
     least: tuple[int, dict[str, Any], Job] | None = None
     counted = 0
-    for options in (
-        options if names == config.model.converters else {**options, "model.converters": names}
-        for options in _candidates(config, model, world_size, device, global_batch)
-        for names in converters
-    ):
+    for of_mesh, names in itertools.product(_candidates(config, model, world_size, device, global_batch), converters):
+        options = of_mesh if names == config.model.converters else {**of_mesh, "model.converters": names}
         changed = with_options(config, options)
         job = jobs.of_config(changed, world_size, len(model.layers), sequences)
         if any(len(one) == 0 for one in job.stages[1:-1]) or job.num_microbatches < 1:
             continue
         counted += 1
-        places = {0, job.pp - 1}
-        most = max(memory.of_rank(model, job, place, None, kernels).peak for place in places)
+        most = max(memory.of_rank(model, job, place, None, kernels).peak for place in {0, job.pp - 1})
         most += planning.overhead(most, device)
         if least is None or most < least[0]:
             least = most, options, job
         if most <= device.memory_bytes:
             seconds = timing.of_step(model, job, device, None).seconds
             fitting.append((seconds / job.tokens_per_step, most, options, job))
+
+    # Then the best again, with their pipelines played out and under the rules of train.
     fitting.sort(key=lambda one: (one[0], one[1]))
     ranked: list[Ranked] = []
     for _, _, options, job in fitting[:PLAYED_OUT]:
@@ -127,25 +135,17 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     return Found(ranked, counted, len(fitting), closest)
 
 
-def _global_batch(config: Config, world_size: int) -> int:
-    """Sequences of a step: what is set, or what the configuration's own mesh would have on these devices."""
-    if config.training.global_batch_size != -1:
-        return config.training.global_batch_size
-    others = derived.other_degrees(config)
-    shards = max(1, world_size // others)
-    return config.training.local_batch_size * config.parallelism.data_parallel_replicate_degree * shards
-
-
 def _candidates(
     config: Config, model: ModelShape, world_size: int, device: Device, global_batch: int
 ) -> Iterator[dict[str, Any]]:
+    """The options of every mesh of so many devices that divides the model and the batch."""
     layer = model.layers[0]
     layers = len(model.layers)
     seq_len = config.training.seq_len
     experts = next((one.experts for one in model.layers if one.experts), None)
-    tps = [n for n in _divisors(device.devices_per_node) if not any(
-        size % n for size in (layer.heads, layer.kv_heads, model.vocab, seq_len, world_size)
-    )]  # fmt: skip
+    # tensor parallelism stays within a node; a context split needs plain causal attention, and pays for long sequences
+    sizes = (layer.heads, layer.kv_heads, model.vocab, seq_len, world_size)
+    tps = [n for n in _divisors(device.devices_per_node) if all(size % n == 0 for size in sizes)]
     can_split = not any(one.limit for one in model.layers) and model.layers[0].causal
     for tp in tps:
         for pp in _divisors(world_size // tp):

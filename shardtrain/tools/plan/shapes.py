@@ -141,6 +141,9 @@ def read(config: Config) -> ModelShape:
     base_dtype = config.lora.base_dtype if config.lora.enable else "training"
     if base_dtype != "training":
         quantize.take_out(model, layout, base_dtype)
+
+    # Layers of one kind are one object, which what counts them knows by identity: they differ in norms, in parameters,
+    # in windows of attention, or in linears.
     layers: nn.ModuleDict = getattr(model, layout.layers)
     found: dict[tuple[object, ...], Layer] = {}
     kinds = []
@@ -164,8 +167,11 @@ def read(config: Config) -> ModelShape:
     if not kinds:
         rule = f"has no modules in LAYOUT.layers={layout.layers!r}"
         raise ConfigError(Problem("model.name", config.model.name, rule, "a plan needs at least one layer"))
+
+    # The ends, and sizes of the whole model.
     tied = any({name.partition(".")[0] for name in names} & set(layout.last) for names in tied_names(model))
-    first, last = (tuple(_parameters(model, names, layout)) for names in (layout.first, layout.last))
+    first = tuple(_parameters(model, layout.first, layout))
+    last = tuple(_parameters(model, layout.last, layout))
     dim = int(getattr(shape, "dim", 0)) or kinds[0].parameters[0].shape[-1]
     label = f"{config.model.name} {config.model.flavor}"
     columns = task.num_outputs(shape) or int(getattr(shape, "vocab_size", 1))
@@ -232,6 +238,8 @@ def decoder(
 
 
 def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
+    """One layer by its modules; what these do not say, as the number of heads, by the usual names of a shape."""
+    # Forward runs what it splits by columns before what it splits by rows, whatever the order of definition.
     linears = [
         Linear(
             name,
@@ -243,9 +251,10 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
     ]
-    # forward runs what it splits by columns before what it splits by rows, whatever the order of definition
     order = list(dict.fromkeys(one.path.rpartition(".")[0] for one in linears))
     linears.sort(key=lambda one: (order.index(one.path.rpartition(".")[0]), one.word == "rowwise"))
+
+    # Attention: its core, how far it looks, and its heads.
     cores = [
         core for name, core in layer.named_modules() if layout.context and matches(f"{path}.{name}", layout.context)
     ]
@@ -255,11 +264,14 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
     qk_dim = int(getattr(shape, "head_dim", 0) or getattr(shape, "dim", heads) // heads)
     if getattr(shape, "qk_nope_head_dim", 0):
         qk_dim = int(shape.qk_nope_head_dim) + int(getattr(shape, "qk_rope_head_dim", 0))  # type: ignore[attr-defined]
+
+    # Experts, as stacks of matrices. What has their path is a plain feed-forward in some layers of some models.
     moe = next((m for n, m in layer.named_modules() if layout.expert and matches(f"{path}.{n}", layout.expert)), None)
     experts = None
-    stacks = [p for n, p in moe.named_parameters() if n.startswith("experts.") and p.ndim == 3] if moe else []
-    biased = any(p.ndim == 2 and n.startswith("experts.") for n, p in moe.named_parameters()) if moe else False
-    if stacks:  # what has the path is a plain feed-forward in some layers of some models
+    of_experts = [p for n, p in moe.named_parameters() if n.startswith("experts.")] if moe else []
+    stacks = [p for p in of_experts if p.ndim == 3]
+    biased = any(p.ndim == 2 for p in of_experts)
+    if stacks:
         dim = int(getattr(shape, "dim", 0))
         width = min((size for one in stacks for size in one.shape[1:] if size != dim), default=dim)
         experts = Experts(int(stacks[0].shape[0]), int(getattr(shape, "top_k", 1)), int(width), biased)

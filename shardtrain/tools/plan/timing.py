@@ -23,10 +23,12 @@ from shardtrain.tools.plan.shapes import Layer, Linear, ModelShape
 
 HALF_SIZE = 96
 """A dimension of a product at which half of the rate of a large one is reached."""
-STREAM_PASSES, HIDDEN_PASSES = 20.0, 5.0
-"""Reads and writes in forward, of a layer's residual stream and of its feed-forward's insides, one kernel at a time."""
+STREAM_PASSES = 20.0
+"""Reads and writes of a layer's residual stream in forward, one kernel at a time."""
+HIDDEN_PASSES = 5.0
+"""The same of its feed-forward's insides."""
 FUSED = 0.5
-"""What the compiler leaves of them."""
+"""What the compiler leaves of both."""
 LAUNCHES = 26
 """Kernels of a layer's forward."""
 EXPERT_LAUNCHES = 40
@@ -43,9 +45,10 @@ LOAD = 1.25
 """Rows of the busiest rank over the mean, where experts are on different ranks."""
 CONTENTION = 0.06
 """By how much computation slows down while a collective runs beside it."""
-COLLECTIVE_LAUNCHES, DTENSOR_LAUNCHES = 24, 48
-"""Kernels that a CPU would start in the time that Python takes for a collective of FSDP, and for one of a DTensor with
-the dispatch of what comes before it."""
+COLLECTIVE_LAUNCHES = 24
+"""Kernels that a CPU would start in the time that Python takes for a collective of FSDP."""
+DTENSOR_LAUNCHES = 48
+"""The same for a collective of a DTensor, with the dispatch of what comes before it."""
 PIECE_LAUNCHES = 12
 """And for each part of the keys that queries attend to under context parallelism: kernel, cuts, merging."""
 THREADS_EXPONENT = 0.9
@@ -91,13 +94,17 @@ def of_step(model: ModelShape, job: Job, device: Device, orders: Sequence[Sequen
     backward = {}
     for index, layers in enumerate(job.stages):
         forward[index], backward[index] = _stage(model, job, device, index, layers, last)
+
+    # The passes of all micro-batches: without a pipeline one after the other; else those of the busiest rank, and the
+    # time that it waits, by a formula or as the schedule is played out.
     costs: dict[str, float] = {}
     bubble = 0.0
     if job.pp == 1:
         for one in (forward[0], backward[0]):
             _add(costs, one, job.num_microbatches)
     elif orders is None:
-        slowest = max(range(job.pp), key=lambda rank: sum(sum(backward[index].values()) for index in _own(job, rank)))
+        of_rank = {rank: sum(sum(backward[index].values()) for index in _own(job, rank)) for rank in range(job.pp)}
+        slowest = max(of_rank, key=lambda rank: of_rank[rank])
         for index in _own(job, slowest):
             for one in (forward[index], backward[index]):
                 _add(costs, one, job.num_microbatches)
@@ -110,6 +117,7 @@ def of_step(model: ModelShape, job: Job, device: Device, orders: Sequence[Sequen
             back = sum(backward[index].values())
             seconds["F", index] = ahead
             seconds["B", index] = back
+            # apart, the gradients of inputs with attention take a little more than those of weights
             seconds["I", index] = back * 0.55
             seconds["W", index] = back * 0.45
         send = _send(model, job, device)
@@ -142,6 +150,8 @@ def _stage(
     """Seconds of forward and of backward of a micro-batch on one stage, by cost, FSDP's exposed part included."""
     forward: dict[str, float] = {}
     backward: dict[str, float] = {}
+
+    # Layers that are equal, and recomputed alike, are counted once.
     alike: dict[tuple[int, str], list[int]] = {}
     for place, number in enumerate(layers):
         alike.setdefault((id(model.layers[number]), memory.recomputes(job, place)), []).append(number)
@@ -155,6 +165,8 @@ def _stage(
             _add(backward, one.again, len(numbers))
         elif mode == "core":
             _add(backward, {"attention": one.forward["attention"]}, len(numbers))
+
+    # The head and the loss, which reads and writes the logits in float32 and in the compute type.
     if index == last:
         columns = -(-model.vocab // job.tp)
         product = Linear("head", model.dim, columns, "replicate")
@@ -177,6 +189,8 @@ def _once_a_step(model: ModelShape, job: Job, device: Device, costs: Mapping[str
     worst = max({0, job.pp - 1}, key=lambda rank: sum(_elements(model, job, index) for index in _own(job, rank)))
     own = _own(job, worst)
     once: dict[str, float] = {}
+
+    # Gradients: beside the last micro-batch's backward pass, two thirds of a pass, as far as that is long enough.
     gradients = _reduce_seconds(model, job, device, own)
     if job.fsdp and not job.frees_gathered:
         gradients += sum(_gather_seconds(model, job, device, index) for index in own)
@@ -186,6 +200,8 @@ def _once_a_step(model: ModelShape, job: Job, device: Device, costs: Mapping[str
         once["gradient reduction"] = gradients
     elif gradients:
         once["gradient reduction"] = max(gradients - HIDDEN_SHARE * backward, gradients / 16)
+
+    # The update reads weights and gradients and writes weights; it reads and writes the state.
     held = sum(memory.sharded(one, job) for index in own for one in memory.parameters_of_stage(model, job, index))
     states = held / (job.dp_replicate if job.shard_states else 1)
     moved = held * (3 * job.stored_width) + states * job.states * job.state_width * 2 + states * job.stored_width * 2
@@ -213,20 +229,25 @@ def _elements(model: ModelShape, job: Job, index: int) -> int:
 
 @lru_cache(maxsize=16384)
 def _layer(layer: Layer, job: Job, device: Device, dim: int) -> _Pass:
+    """Seconds of one layer's passes on a micro-batch."""
     c = job.compute_width
     tokens = job.local_tokens
     rate = device.memory_bytes_per_second * device.memory_efficiency
     split = tokens // job.tp if job.split_sequence else tokens
+
+    # Products. Recomputation of operations keeps every second one, and a frozen weight needs no gradient.
     products = [(one, _product(one, job, device, tokens, job.tp)) for one in layer.linears if one.word != "router"]
     matmul = sum(seconds for _, seconds in products)
     cast_forward, cast_backward = _casts(layer, job, device) if _is_float8(job, device) else (0.0, 0.0)
     kept = sum(seconds for number, (_, seconds) in enumerate(products) if number % 2 == 0)
     frozen = sum(seconds for one, seconds in products if not one.trained)
     hidden = sum(one.out_features for one in layer.inside("ffn") if one.word != "rowwise") / job.tp * tokens
+
+    # Experts: products of groups of rows, as many as there are experts on this rank, and an exchange of rows before
+    # and after them.
     exchange = 0.0
     if layer.experts:
         rows = int(split * layer.experts.top_k * (LOAD if job.ep > 1 else 1))
-        # products of groups of rows, as many as there are experts on this rank
         groups = max(1, layer.experts.count // job.ep)
         expert = Linear("", dim, layer.experts.ffn, "replicate")
         types = replace(job, float8=job.float8_experts)
@@ -236,42 +257,54 @@ def _layer(layer: Layer, job: Job, device: Device, dim: int) -> _Pass:
         if job.ep > 1:
             moved = rows * dim * c * (job.ep - 1) / job.ep
             exchange = 2 * (_exchange(moved, job, device) + _latency(device, job.ep, job))
+
+    # Attention, and everything that is bound by reading and writing memory.
     attention = _attention(layer, job, device)
     heads = tokens * (layer.heads + layer.kv_heads) * layer.qk_dim / job.tp
     passes = (STREAM_PASSES * split * dim + HIDDEN_PASSES * hidden + 6 * heads) * c
     elementwise = passes / rate * (FUSED if job.fused else 1.0)
+
+    # Tensor parallelism: two gathers and two reductions, or two all-reduces.
     stream = tokens * dim * c
     tensor = 0.0
     if job.tp > 1:
         one = stream * (job.tp - 1) / job.tp / _bandwidth(device, job.tp, 1) + _latency(device, job.tp, job)
-        # two gathers and two reductions, or two all-reduces
         tensor = 4 * (one + _host(device, DTENSOR_LAUNCHES) + _copies(device, stream))
         if job.gathers_float8 and _is_float8(job, device):
             tensor *= 0.75
+
+    # Context parallelism: keys and values of all ranks. Each part of the keys gives an output, which is merged with
+    # those before it in float32.
     context = 0.0
     if job.cp > 1:
         kv_heads = layer.heads if job.repeats_kv else layer.kv_heads
         kv = 2 * tokens * kv_heads * layer.qk_dim * c / job.tp
         context = kv * (job.cp - 1) / _bandwidth(device, job.cp, job.tp) + _latency(device, job.cp, job)
-        # each part of the keys gives an output, which is merged with those before it in float32
         merged = tokens * layer.heads * layer.v_dim / job.tp * (c + 4 * 4)
         context += (job.cp if job.cp_method == "ring" else 2) * merged / rate
         messages = job.cp if job.cp_method == "ring" else 2  # keys and values
         pieces = 2 * job.cp - 1 + (job.cp_method == "ring")
         context += messages * _host(device, COLLECTIVE_LAUNCHES) + pieces * _host(device, PIECE_LAUNCHES)
+
+    # Starting kernels: beside the device's work, so that only what is longer than that counts. A CPU is its own host,
+    # and an exchange of experts makes the host wait for the device.
     launches = LAUNCHES * device.launch_seconds * (0.5 if job.fused else 1.0)
     routing = EXPERT_LAUNCHES * device.launch_seconds if layer.experts else 0.0
     work = matmul + attention + elementwise
     host = launches + routing if device.is_cpu else max(0.0, launches + routing - work)
     if job.ep > 1:
         host = max(host, routing)
-    links = {"tensor parallel": tensor, "context parallel": context, "expert exchange": exchange}
+
+    # Backward has two products for each of forward's, of inputs and of weights. Its attention computes the scores again
+    # and has four products more, 2.5 times the FLOPs.
     forward = {
         "matmul": matmul + cast_forward,
         "attention": attention,
         "elementwise": elementwise,
         "kernel launches": host,
-        **links,
+        "tensor parallel": tensor,
+        "context parallel": context,
+        "expert exchange": exchange,
     }
     backward = {
         "matmul": 2 * matmul - frozen + cast_backward,
@@ -304,6 +337,7 @@ def _product(one: Linear, job: Job, device: Device, tokens: int, tp: int) -> flo
     size = math.prod(d / (d + half_size) for d in (tokens, into, out))
     if device.is_cpu:
         size = DTENSOR_PRODUCTS if job.tp > 1 and job.compute_dtype == "float32" else 1.0
+    # the roofline: bound by FLOPs or by reading two matrices and writing one
     moved = (tokens * (into + out) + into * out) * job.compute_width
     rate = device.memory_bytes_per_second * device.memory_efficiency
     return max(2 * tokens * into * out / (peak * size), moved / rate)
