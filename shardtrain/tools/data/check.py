@@ -76,10 +76,29 @@ def main(words: list[str]) -> int:
         return 0
     loaded = load(*found.configuration())
     world_size = found.own.get("--world_size") or found.own.get("--nproc")
-    if problems := [*check(loaded), *(machine_notes(loaded, world_size, None, None) if world_size else ())]:
+    problems = list(check(loaded))
+    if world_size:
+        problems += machine_notes(loaded, world_size, None, None)
+    if problems:
         raise ConfigError(problems)
-    report = examine(loaded.config, world_size or _ranks_here(loaded.config))
-    print(json.dumps(_as_json(report), indent=1) if "--json" in found.own else "\n".join(_as_text(report)))
+
+    # Ranks decide the steps of an epoch: those that train would start on this machine, unless the user names them.
+    if not world_size:
+        accelerators = environment.count_accelerators(loaded.config.training.device)
+        cores = environment.usable_cores()
+        world_size = environment.choose_processes(loaded.config, None, os.environ, accelerators, cores).count
+    report = examine(loaded.config, world_size)
+
+    if "--json" in found.own:
+        document = {
+            "datasets": report.tables,
+            "warnings": report.warnings,
+            "problems": [*report.problems, *report.bad],
+            "exit_code": report.exit_code,
+        }
+        print(json.dumps(document, indent=1))
+    else:
+        print("\n".join(_as_text(report)))
     return report.exit_code
 
 
@@ -95,12 +114,15 @@ def examine(config: Config, world_size: int) -> Report:
             f"the tokenizer has {tokenizer.vocab_size} ids, and the model's vocabulary {vocab_size}; set "
             f"model.overrides.vocab_size to {tokenizer.vocab_size} or more"
         )
+
     training = list(surveys(config, config.training, tokenizer))
     packings = _packings(config, config.training, tokenizer)
     for survey, epoch in zip(training, _epochs(config, training, packings, world_size), strict=True):
         packing = packings[survey.name]
         report.tables[survey.name] = _facts(survey, packing) | epoch
         _judge(survey, config, vocab_size, packing, report)
+
+    # Validation, and its documents that training has too.
     if config.validation.enable:
         packings = _packings(config, config.validation, tokenizer)
         for survey in surveys(config, config.validation, tokenizer):
@@ -108,7 +130,12 @@ def examine(config: Config, world_size: int) -> Report:
             name = f"validation: {survey.name}"
             report.tables[name] = _facts(survey, packing) | {"sequences per pass": survey.num_rows(packing)}
             _judge(survey, config, vocab_size, packing, report)
-            _judge_leak(survey, training, report)
+            count, examples = survey.shared_with(training)
+            if count:
+                report.warnings.append(
+                    f"validation set {survey.name}: {count} of {survey.tally.documents} documents are in the training "
+                    f"data ({', '.join(examples)}{', ...' if count > len(examples) else ''})"
+                )
     return report
 
 
@@ -176,6 +203,8 @@ def _facts(survey: Survey, packing: Packing) -> dict[str, Any]:
 
 @dataclass
 class _Counted:
+    """What a mixture asks of a source that is only counted."""
+
     mean_targets: float
 
 
@@ -195,7 +224,13 @@ def _epochs(
         mixture = Mixture(build_dataset.stages_of(config, feeds))
         ends = [mixture.first_position_beyond(index, count) for index, count in enumerate(rows)]
     elif config.task.name not in OF_DOCUMENTS:
-        ends = [_end_of_task(config, world_size)]
+        # rows of a task: the last step of an epoch is as training.last_batch says
+        stream = tasks.open_task(config).open_dataloader(
+            batch_rank=0,
+            num_batch_ranks=derived.data_parallel_degree(config, world_size),
+            accumulation=derived.accumulation_steps(config, world_size),
+        )
+        ends = [int(stream.places_per_epoch or 0)]
     tables = []
     for count, end in zip(rows, ends, strict=True):
         table: dict[str, Any] = {"sequences per epoch": count, "sequences per step": batch}
@@ -205,21 +240,13 @@ def _epochs(
     return tables
 
 
-def _end_of_task(config: Config, world_size: int) -> int:
-    """Places of an epoch of rows of a task, whose last step is as training.last_batch says."""
-    stream = tasks.open_task(config).open_dataloader(
-        batch_rank=0,
-        num_batch_ranks=derived.data_parallel_degree(config, world_size),
-        accumulation=derived.accumulation_steps(config, world_size),
-    )
-    return int(stream.places_per_epoch or 0)
-
-
 def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, report: Report) -> None:
     """Enter what is wrong with one dataset into the report."""
     tally = survey.tally
     policy = BadRows.of(config.data)
     report.bad.extend(survey.damage)
+
+    # Bad rows, as data.bad_rows says: none are let through, or a share of them.
     if not policy.skip and tally.num_bad:
         fix = 'correct or remove them, or set data.bad_rows="skip"'
         if tally.num_bad == tally.rows:
@@ -230,6 +257,8 @@ def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, re
             policy.judge(tally, f"dataset {survey.name}")
         except DataError as error:
             report.bad.append(str(error))
+
+    # Nothing to learn, or nothing left of it once it is packed.
     if tally.documents and not tally.learned and not survey.damage:
         report.bad.append(f"dataset {survey.name} has no token that is learned; see data.format")
     elif tally.documents and not survey.damage and not survey.num_rows(packing):
@@ -251,30 +280,6 @@ def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, re
         report.warnings.append(
             f"dataset {survey.name}: {share:.1f} % of the documents are exact copies of earlier ones"
         )
-
-
-def _judge_leak(survey: Survey, training: list[Survey], report: Report) -> None:
-    count, examples = survey.shared_with(training)
-    if count:
-        report.warnings.append(
-            f"validation set {survey.name}: {count} of {survey.tally.documents} documents are in the training data "
-            f"({', '.join(examples)}{', ...' if count > len(examples) else ''})"
-        )
-
-
-def _ranks_here(config: Config) -> int:
-    """Ranks that ``train`` would start on this machine."""
-    accelerators = environment.count_accelerators(config.training.device)
-    return environment.choose_processes(config, None, os.environ, accelerators, environment.usable_cores()).count
-
-
-def _as_json(report: Report) -> dict[str, Any]:
-    return {
-        "datasets": report.tables,
-        "warnings": report.warnings,
-        "problems": [*report.problems, *report.bad],
-        "exit_code": report.exit_code,
-    }
 
 
 def _as_text(report: Report) -> Iterator[str]:

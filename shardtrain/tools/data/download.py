@@ -81,6 +81,7 @@ def main(words: list[str]) -> int:
     names = _choose(options, list(files))
     print(f"{options.repo_id} at {commit}: {len(names)} files to {folder}", flush=True)
     try:
+        # What is there with the hash that the hub tells stays.
         missing = []
         for name in names:
             expected = _expected(files[name])
@@ -90,9 +91,16 @@ def main(words: list[str]) -> int:
                 print(f"{name}: is there already", flush=True)
             else:
                 missing.append(name)
+
         if missing:
             folder.mkdir(parents=True, exist_ok=True)
-            _check_space(folder, sum(files[name].size or 0 for name in missing))
+            num_bytes = sum(files[name].size or 0 for name in missing)
+            free = shutil.disk_usage(folder).free
+            if num_bytes > free:
+                raise StorageError(
+                    f"{folder} has {format_bytes(free)} free and {format_bytes(num_bytes)} are to be fetched; "
+                    "make room, or name another --local_dir"
+                )
             with _staging(folder) as staging:
                 for name in missing:
                     # on a terminal the library draws a bar
@@ -163,9 +171,10 @@ class Hub:
             fix = "write it like ORGANISATION/NAME"
             raise ConfigError(Problem("--repo_id", self.repo_id, rule, fix)) from error
         except Exception as error:
-            if isinstance(error, HfHubHTTPError) or not isinstance(
-                error, ValueError | KeyError | TypeError | AttributeError | RecursionError
-            ):
+            # The library fails with plain errors of Python where the answer is JSON of another kind. Its errors of HTTP
+            # are some of them ValueError too.
+            is_of_python = isinstance(error, ValueError | KeyError | TypeError | AttributeError | RecursionError)
+            if isinstance(error, HfHubHTTPError) or not is_of_python:
                 raise self._explain(error) from error
             rule = f"did not give a list of the files of {self.repo_id}"
             raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, rule, "name the address of a hub")) from error
@@ -268,7 +277,8 @@ def fetch(hub: Hub, name: str, commit: str, facts: RepoSibling, staging: Path, t
     expected = _expected(facts)
     path = hub.download(name, commit, staging)
     if expected and _hash(path, expected[0]) != expected[1]:
-        path.unlink()  # what lay in a cache may be damaged, and so may what came
+        # what lay in the library's cache may be damaged: once more, past the cache
+        path.unlink()
         path = hub.download(name, commit, staging, force=True)
         found = _hash(path, expected[0])
         if found != expected[1]:
@@ -285,11 +295,13 @@ def _staging(folder: Path) -> Iterator[Path]:
     staging = folder / STAGING
     staging.mkdir(exist_ok=True)
     with (staging / ".lock").open("a") as lock:  # NFS locks only what is open for writing
+        # Another process has the lock, or has just removed the file with its folder: a lock on a file that nobody else
+        # can open would keep nobody out.
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(lock.fileno()), os.stat(lock.name)):
                 raise BlockingIOError
-        except (BlockingIOError, FileNotFoundError):  # the other one has it, or has just removed it
+        except (BlockingIOError, FileNotFoundError):
             rule = "is being written by another process"
             raise ConfigError(Problem("--local_dir", str(folder), rule, "wait for it to end")) from None
         try:
@@ -350,15 +362,6 @@ def _hash(path: Path, kind: str) -> str:
             digest.update(block)
         os.fsync(file.fileno())  # it gets its name next
     return digest.hexdigest()
-
-
-def _check_space(folder: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if num_bytes > free:
-        raise StorageError(
-            f"{folder} has {format_bytes(free)} free and {format_bytes(num_bytes)} are to be fetched; "
-            "make room, or name another --local_dir"
-        )
 
 
 def _cannot_write(error: OSError, path: Path) -> StorageError:

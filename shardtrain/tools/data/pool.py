@@ -59,11 +59,17 @@ def run(num_units: int, skip: set[int], work: Work, processes: int) -> Iterator[
     failed: dict[int, ShardtrainError] = {}
     try:
         while True:
+            # Hand out units in their order, and none after a failure.
             for worker in workers:
-                while not failed and len(worker.units) < _QUEUED and (unit := next(todo, None)) is not None:
+                while not failed and len(worker.units) < _QUEUED:
+                    unit = next(todo, None)
+                    if unit is None:
+                        break
                     worker.units.append(unit)
                     with suppress(OSError):  # of one that died, _hear reads what it still said, and then its end
                         _send(worker.connection, {"unit": unit})
+
+            # Units before the first that failed are waited for: an earlier one may still fail, and is the one to tell.
             first = min(failed, default=num_units)
             if not any(unit < first for worker in workers for unit in worker.units):
                 break
@@ -75,7 +81,8 @@ def run(num_units: int, skip: set[int], work: Work, processes: int) -> Iterator[
 
 
 def _start(count: int, work: Work) -> list[_Worker]:
-    # forked, so that the source and the tokenizer are opened once for all; no thread of ours runs here
+    # Forked, so that the source and the tokenizer are opened once for all. A fork copies locks that other threads hold,
+    # and no thread of ours runs here.
     context = multiprocessing.get_context("fork")
     workers: list[_Worker] = []
     for _ in range(count):
@@ -129,11 +136,13 @@ def _death(worker: _Worker) -> str:
 
 def _serve(connection: Connection, foreign: list[Connection], work: Work) -> None:
     """A process: does units until its connection closes."""
-    for other in foreign:  # ends of this process's parent: while one is open, its death could not be noticed
+    # The parent's ends of the pipes were copied by the fork: while one is open here, its death could not be noticed.
+    for other in foreign:
         other.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and stops its processes
+    # Ctrl-C reaches the parent too, which stops its processes.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # these processes are the parallelism; threads below them would fight for the same cores
+    # These processes are the parallelism; threads below them would fight for the same cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     say = _Sayer(connection, os.getppid())

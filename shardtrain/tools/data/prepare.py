@@ -247,7 +247,7 @@ class _Work:
         def work(number: int, say: pool.Say) -> dict[str, Any]:
             return units.write_unit(self.folder, job.source, job.encoder, policy, self._units[number], say)
 
-        skip = {*range(self.merged), *self._waiting}
+        # a shard has one reader, so that few of them keep few processes busy
         if not isinstance(job.source, Table) and len(self._units) < processes:
             count = len(self._units)
             parts, have = ("1 part", "has") if count == 1 else (f"{count} parts", "have")
@@ -256,7 +256,10 @@ class _Work:
                 f"of {processes} processes {have} work; cut it into more files to use all",
                 file=sys.stderr,
             )
+
+        # Units are done in any order, and laid into the shards in that of the source.
         rows = 0
+        skip = {*range(self.merged), *self._waiting}
         self._merge()
         for number, news in pool.run(len(self._units), skip, work, processes):
             if number is not None:
@@ -282,7 +285,8 @@ class _Work:
 
     def _merge(self) -> None:
         """Lay the units that are next in order into the shards; their files stay until that is safely on the disk."""
-        while (done := self._waiting.pop(self.merged, None)) is not None:
+        while self.merged in self._waiting:
+            done = self._waiting.pop(self.merged)
             units.append_unit(self.folder, self._units[self.merged], done, self._writer)
             self.tally.merge(units.tally_from_json(done["tally"]))
             self._to_remove.append(self.merged)
@@ -290,6 +294,7 @@ class _Work:
 
     def save(self) -> None:
         """Note how far the shards came, and delete the units that they hold."""
+        # in this order: a unit whose tokens are not noted yet is laid in again after a kill
         position = self._writer.position()
         self._write_state({"merged": self.merged, "position": position, "tally": units.tally_to_json(self.tally)})
         for number in self._to_remove:
@@ -349,7 +354,7 @@ class _Work:
 
 def _same_facts(job: Job, facts: Mapping[str, Any]) -> None:
     """Stop where a folder was made from something else."""
-    now: dict[str, Any] = json.loads(json.dumps(dict(job.facts)))
+    now: dict[str, Any] = json.loads(json.dumps(dict(job.facts)))  # tuples as lists, as in what was read
     different = [key for key in now if now[key] != facts.get(key)]
     if not different:
         return

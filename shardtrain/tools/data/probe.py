@@ -117,27 +117,31 @@ def probe(
     if len(numbers) < 2:
         raise ValueError("the first row has one document; a leak needs two")
     stops = lengths.cumsum(0).tolist()
-    inputs = (batch.tokens_BT[:1], batch.positions_BT[:1], batch.documents_BT[:1])
+
+    # The documents that are changed, each at its first token: some of them, spread over the sequence.
+    count = len(stops)
+    picked = {round(i * (count - 1) / (MAX_CHANGES - 1)) for i in range(MAX_CHANGES)}
+    tokens_BT = batch.tokens_BT[:1]
+    rest = (batch.positions_BT[:1], batch.documents_BT[:1])
     changes = []
     with torch.no_grad():
-        logits_TV = model(*inputs)[0]
-        # which of so many documents are changed, spread over the sequence
-        count = len(stops)
-        picked = {round(i * (count - 1) / (MAX_CHANGES - 1)) for i in range(MAX_CHANGES)}
+        logits_TV = model(tokens_BT, *rest)[0]
         for index in sorted(picked):
             place = stops[index] - int(lengths[index])
-            changed_BT = inputs[0].clone()
+            changed_BT = tokens_BT.clone()
             changed_BT[0, place] = (changed_BT[0, place] + 1) % logits_TV.size(-1)
-            moved_T = (model(changed_BT, *inputs[1:])[0] - logits_TV).abs().amax(-1)
+            moved_T = (model(changed_BT, *rest)[0] - logits_TV).abs().amax(-1)
             moved_T = ~(moved_T <= tolerance * logits_TV.abs().max())  # so that NaN counts as moved
             changes.append(_change(int(numbers[index]), place, stops[index], moved_T, documents_T))
     return ProbeReport(changes, _wrong_targets(batch, learned_BT, ends_are_inputs) + _wrong_positions(batch))
 
 
 def _change(document: int, place: int, stop: int, moved_T: Tensor, documents_T: Tensor) -> Change:
+    """What moved: logits of other documents are leaks; where its own did not, the model cannot show a leak."""
     leaks: dict[int, list[int]] = {}
     for moved in moved_T.nonzero().flatten().tolist():
-        if (other := int(documents_T[moved])) != document:
+        other = int(documents_T[moved])
+        if other != document:
             leaks.setdefault(other, []).append(moved)
     return Change(document, place, stop, leaks, blind=not bool(moved_T[place : min(place + 2, stop)].all()))
 
@@ -147,7 +151,9 @@ def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: boo
     from shardtrain.data import IGNORE
 
     assert batch.documents_BT is not None  # probe has looked
-    tokens, targets, documents = (x[0].tolist() for x in (batch.tokens_BT, batch.targets_BT, batch.documents_BT))
+    tokens = batch.tokens_BT[0].tolist()
+    targets = batch.targets_BT[0].tolist()
+    documents = batch.documents_BT[0].tolist()
     wrong = []
     for t, target in enumerate(targets[:-1]):  # the token after the last is not in the row
         if target == IGNORE:
@@ -204,8 +210,10 @@ def show_boundaries(batch: Batch, tokenizer: Tokenizer, around: int = 4, most: i
     from shardtrain.data import IGNORE
 
     assert batch.documents_BT is not None  # _row has looked
-    columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT, batch.documents_BT)
-    tokens, targets, positions, documents = (x[0].tolist() for x in columns)
+    tokens = batch.tokens_BT[0].tolist()
+    targets = batch.targets_BT[0].tolist()
+    positions = batch.positions_BT[0].tolist()
+    documents = batch.documents_BT[0].tolist()
     with_loss = sum(target != IGNORE for target in targets)
     count = len(set(documents))
     lines = [f"sequence of {len(tokens)} tokens in {count} documents; {with_loss} targets carry loss"]

@@ -178,6 +178,9 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
     positions = batch.positions_BT[row].tolist()
     documents = [0] * len(tokens) if batch.documents_BT is None else batch.documents_BT[row].tolist()
     length = _without_filler(tokens, targets, documents, pad_id)
+
+    # Targets are shifted by one: a token is learned where it is the target of the one before it, which the first of a
+    # document is not.
     parts: list[Part] = []
     for column, token in enumerate(tokens[:length]):
         begins = column == 0 or documents[column] != documents[column - 1]

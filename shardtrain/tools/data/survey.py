@@ -51,6 +51,7 @@ class Survey:
 
     def duplicates(self) -> tuple[int, list[tuple[str, str]]]:
         """Documents that occurred before, and the first of them: where it is and where the same one was."""
+        # first[which[d]] is the first document with the hash of document d
         _, first, which = np.unique(self.hashes, return_index=True, return_inverse=True)
         again = np.flatnonzero(first[which] != np.arange(len(which)))
         examples = [(self.place(int(d)), self.place(int(first[which[d]]))) for d in again[:_EXAMPLES]]

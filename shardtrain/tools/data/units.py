@@ -218,6 +218,8 @@ class _UnitFiles:
             high = int(tokens.max())
             if low < 0 or high >= self._vocab_size:
                 raise beyond_vocabulary(low if low < 0 else high, self._vocab_size)
+        # The file of masks begins with the first token without loss: until then all tokens carry it, and ones are
+        # written for them.
         mask = _mask_of(self._documents)
         if mask is not None and not self._masked:
             self._masked = True
@@ -240,6 +242,7 @@ class _UnitFiles:
     def _write(self, ending: str, values: npt.NDArray[Any]) -> None:
         content = np.ascontiguousarray(values).data.cast("B") if len(values) else memoryview(b"")
         self._digests[ending].update(content)
+        # an unbuffered write may take less than it is given
         while len(content):
             content = content[self._files[ending].write(content) :]
 

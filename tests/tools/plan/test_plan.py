@@ -269,3 +269,28 @@ def test_float8_is_searched_where_it_is_asked_for_and_the_device_has_it(tmp_path
     assert both["ranked"][0]["tokens_per_second"] > plain["ranked"][0]["tokens_per_second"]
     code, _, err = answer(capsys, "llama3_8b", "--gpus", "8", "--search", "--float8", "--device", "a100")
     assert code == 2 and "has no float8 products" in err
+
+
+SLURM = ["launch", "slurm", "--dry-run", "--launch.nodes", "2", "--launch.devices_per_node", "8"]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["llama3_70b", "--launch.device", "a100-40gb"],
+            'launch.device="a100-40gb" has 39.40 GiB, and a rank of 16 is planned to need',
+        ),
+        (["llama3_8b", "--launch.device", "h1000"], 'launch.device="h1000" is not a known device; did you mean h100'),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_it_is_submitted(words, told, capsys) -> None:
+    assert cli.main([*SLURM[:2], words[0], *SLURM[2:], *words[1:]]) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err and printed.out == "" and len(printed.err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("device", [["--launch.device", "h100"], []])
+def test_what_fits_or_is_not_asked_about_is_submitted(device, capsys) -> None:
+    assert cli.main([*SLURM[:2], "llama3_8b", *SLURM[2:], *device]) == 0
+    assert "#SBATCH" in capsys.readouterr().out
