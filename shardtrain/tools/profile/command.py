@@ -73,11 +73,12 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
         for one in (path / str(name)).glob("iteration_*")
         if one.name.removeprefix("iteration_").isdecimal()
     }
-    found = {
-        number: {int(match[1]): one for one in folder.iterdir() if (match := _FILE.match(one.name))}
-        for number, folder in folders.items()
-    }
-    found = {number: files for number, files in found.items() if files}
+    found: dict[int, dict[int, Path]] = {}
+    for number, folder in folders.items():
+        for file in folder.iterdir():
+            match = _FILE.match(file.name)
+            if match:
+                found.setdefault(number, {})[int(match[1])] = file
     if not found:
         rule = "has no profiler trace"
         fix = "train with --profiling.enable_profiling, and for as many steps as profiling.profile_freq says"
@@ -112,9 +113,10 @@ def _text(found: dict[int, Summary], chosen: int, num_ranks: int, top: int) -> l
     lines.append(f"{'RANK':>6} {'STEP':>9} {'COMPUTE':>9} {'COMM':>9} {'EXPOSED':>9}  per step{some}")
     for rank, one in found.items():
         each = max(1, len(one.steps))
-        step, compute, talk, exposed = (
-            _time(us / each) for us in (one.span_us, one.compute_us, one.communication_us, one.exposed_us)
-        )
+        step = _time(one.span_us / each)
+        compute = _time(one.compute_us / each)
+        talk = _time(one.communication_us / each)
+        exposed = _time(one.exposed_us / each)
         share = f"{one.exposed_us / one.span_us:.0%}" if one.span_us else "-"
         mark = "*" if rank == chosen and len(found) > 1 else " "
         lines.append(f"{mark}{rank:>5} {step:>9} {compute:>9} {talk:>9} {exposed:>9}  {share} of the step is exposed")
@@ -137,4 +139,6 @@ def _text(found: dict[int, Summary], chosen: int, num_ranks: int, top: int) -> l
 
 
 def _time(us: float) -> str:
-    return f"{us / 1e6:.3f} s" if us >= 1e6 else f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.0f} us"
+    if us >= 1e6:
+        return f"{us / 1e6:.3f} s"
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.0f} us"

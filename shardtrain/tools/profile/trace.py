@@ -84,12 +84,16 @@ def read(path: Path) -> Summary:
         for one in everything
         if one.get("ph") == "X" and all(type(one.get(key)) in (int, float) for key in ("ts", "dur")) and "name" in one
     ]
+
+    # Steps, as the profiler marked them; without marks all is one.
     found = Summary(path)
     steps = [_span(one) for one in events if one.get("cat") == "user_annotation" and _STEP.match(str(one.get("name")))]
     found.steps = [end - begin for begin, end in sorted(steps)]
     if not found.steps and events:
         spans = [_span(one) for one in events]
         found.steps = [max(end for _, end in spans) - min(begin for begin, _ in spans)]
+
+    # Kernels of the device where there are some, else operators on the CPU, by thread or stream.
     device = [one for one in events if one.get("cat") in _DEVICE]
     found.on_device = bool(device)
     work = device or [one for one in events if one.get("cat") == "cpu_op"]
@@ -110,9 +114,10 @@ def read(path: Path) -> Summary:
                 communication.append(_span(one))
             else:
                 compute += alone
-    # on a CPU gloo's own threads tell what a collective took from its begin to its end
+    # On a CPU gloo's own threads tell what a collective took from its begin to its end.
     if not device:
         communication += [_span(one) for one in events if str(one.get("name")).startswith(("gloo:", "mpi:"))]
+
     busy = _union(compute)
     talking = _union(communication)
     found.operations = sorted(named.values(), key=lambda one: -one.self_us)
@@ -128,7 +133,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb", opener=atomic_io.without_waiting) as file:
             found = []
-            for number, event in enumerate(_parsed(io.TextIOWrapper(io.BufferedReader(_Bounded(file, path))), path)):
+            text = io.TextIOWrapper(io.BufferedReader(_Bounded(file, path)))
+            for number, event in enumerate(_parsed(text, path)):
                 if number == MOST_EVENTS:
                     raise DataError(f"the trace {path} has more than {MOST_EVENTS} events; open it in ui.perfetto.dev")
                 if isinstance(event, dict):
@@ -213,6 +219,8 @@ def _span(event: dict[str, Any]) -> Span:
 def _alone(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], list[Span]]]:
     """Each event of a thread with the spans in which none of those that it called was running."""
     children: dict[int, list[Span]] = defaultdict(list)
+
+    # By begin, and of two that begin together the longer first: it is the one that called the other.
     order = sorted(range(len(events)), key=lambda index: (events[index]["ts"], -events[index]["dur"]))
     above: list[int] = []
     for index in order:
@@ -222,6 +230,8 @@ def _alone(events: Sequence[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], l
         if above:
             children[above[-1]].append((begin, min(end, _span(events[above[-1]])[1])))
         above.append(index)
+
+    # What is left of each event between those that it called.
     for index in order:
         begin, end = _span(events[index])
         alone = []

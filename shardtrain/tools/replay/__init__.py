@@ -69,14 +69,10 @@ def main(words: Sequence[str]) -> int:
         rule = "is the run's own folder, into which nothing is written"
         raise ConfigError(Problem("--output", str(output), rule, "name another folder", "command line"))
     replayed = dataclasses.replace(loaded, config=config_of(loaded.config, found, output))
-    command = (
-        sys.executable,
-        "-m",
-        "shardtrain",
-        "replay",
-        *words,
-        *(() if request.output else ("--output", str(output))),
-    )
+    # ranks that are processes of their own are given the folder, which each would else make for itself
+    command = [sys.executable, "-m", "shardtrain", "replay", *words]
+    if not request.output:
+        command += ["--output", str(output)]
     status = _start(replayed, found, request, command)
     if status == 0 and not request.output:
         shutil.rmtree(output, ignore_errors=True)
@@ -93,6 +89,8 @@ def _start(loaded: Loaded, found: Plan, request: _Request, command: Sequence[str
 
     environment.set_allocator_default(os.environ)
     cores = environment.usable_cores()
+
+    # One rank of a launcher's: of our own, which is then its parent, or of torchrun or srun.
     if environment.is_rank(os.environ):
         environment.adopt_slurm(os.environ)
         count = int(os.environ["WORLD_SIZE"])
@@ -101,6 +99,8 @@ def _start(loaded: Loaded, found: Plan, request: _Request, command: Sequence[str
             local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
             local.leave(local.run_child(loaded, rank))
         local.leave(local.run_rank(loaded, rank, count))
+
+    # As many ranks as the run had, if they can be had here.
     accelerators = environment.count_accelerators(loaded.config.training.device)
     asked = request.nproc or found.world_size
     count = environment.choose_processes(loaded.config, asked, os.environ, accelerators, cores).count

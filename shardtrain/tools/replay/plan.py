@@ -43,13 +43,24 @@ def plan(config: Config, first: int, last: int) -> Plan:
     if not known and not (run_folder / "metrics.jsonl").is_file():
         text = f"{run_folder} holds neither metrics.jsonl nor a checkpoint: nothing to compare with"
         raise CheckpointError(f"{text}{'; ' + damages[0] if damages else ''}; name the run's job.dump_folder")
+
+    # The newest whole checkpoint before the steps; a save of weights alone has no state to continue with.
     usable = [step for step, stored in known.items() if step < first and not stored.facts.get("weights_only")]
     usable = [step for step in usable if retention.is_whole(folder / f"step-{step}")]
     base = max(usable, default=0)
+
+    # The newest checkpoint of all knows every rollback of the run, and with them the rows that it left out.
     guard = known[max(known)].facts.get("guard", {}) if known else {}
     rewinds = guard.get("rewinds", []) if isinstance(guard, dict) else []
-    size = known[base].world_size if base else _world_size(run_folder / RESOLVED_CONFIG)
-    return Plan(run_folder, folder, base, last, size, tuple(map(tuple, rewinds)))
+
+    world_size = None
+    if base:
+        world_size = known[base].world_size
+    elif (run_folder / RESOLVED_CONFIG).is_file():
+        from shardtrain.train.run_folder import read_world_size
+
+        world_size = read_world_size(run_folder / RESOLVED_CONFIG)
+    return Plan(run_folder, folder, base, last, world_size, tuple(map(tuple, rewinds)))
 
 
 def config_of(config: Config, found: Plan, output: Path) -> Config:
@@ -65,13 +76,13 @@ def config_of(config: Config, found: Plan, output: Path) -> Config:
         initial_load_path=config.checkpoint.initial_load_path if config.lora.enable else path,
         create_seed_checkpoint=False,
         keep_best="",  # which needs a validation, and none is made
-        accept_changes=[*config.checkpoint.accept_changes, "training.spike_policy"],  # see below
+        accept_changes=[*config.checkpoint.accept_changes, "training.spike_policy"],  # changed below
         **part,  # type: ignore[arg-type]
     )
-    # spikes that made the run go back are not part of what is left of it
     lora = config.lora
     if lora.enable and found.base:
         lora = dataclasses.replace(lora, initial_load_path=path)
+    # Spikes that made the run go back are not part of what is left of it, and a replay goes back for none.
     policy = "log" if config.training.spike_policy == "rewind" else config.training.spike_policy
     return dataclasses.replace(
         config,
@@ -83,9 +94,3 @@ def config_of(config: Config, found: Plan, output: Path) -> Config:
         profiling=dataclasses.replace(config.profiling, enable_profiling=False, enable_memory_snapshot=False),
         metrics=dataclasses.replace(config.metrics, enable_tensorboard=False, enable_wandb=False, sinks=[]),
     )
-
-
-def _world_size(resolved: Path) -> int | None:
-    from shardtrain.train.run_folder import read_world_size
-
-    return read_world_size(resolved) if resolved.is_file() else None

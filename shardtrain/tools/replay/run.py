@@ -60,6 +60,8 @@ def _compare_steps(run: Run, plan: Plan, world: process_group.World) -> None:
     _say(world, f"replaying steps {plan.base + 1} to {plan.last} on {world.size} ranks")
     if not same_mesh:
         _say(world, f"the run had {plan.world_size} ranks: numbers are compared to {OTHER_MESH:g}, tensors are not")
+
+    # Each step is compared as it is made, and all ranks stop together at the first that differs.
     while run.state.step < plan.last:
         with _heartbeat(f"step {run.state.step + 1}", world):
             outcome = trainer.step(run)

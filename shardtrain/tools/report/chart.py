@@ -52,6 +52,7 @@ class Chart:
 
     def svg(self, label: str) -> str:
         """The drawing; ``label`` names it for those who cannot see it."""
+        # The ranges of both axes.
         steps = [step for line in self.lines for step in line.steps]
         values = [self._height(value) for line in self.lines for value in line.values]
         x0, x1 = (min(steps), max(steps)) if steps else (0, 1)
@@ -69,6 +70,7 @@ class Chart:
                 TOP + (1 - (height - y0) / (y1 - y0)) * inner_height,
             )
 
+        # Grid lines and numbers, then the curves over them.
         parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">']
         for value in ticks(10**y0, 10**y1, True) if self.is_logarithmic else ticks(y0, y1):
             _, y = place(x0, self._height(value))

@@ -41,11 +41,16 @@ def build(runs: Sequence[RunRecord]) -> str:
     names = _names(runs)
     charts = _charts(runs, names)
     title = "Run " + names[0] if len(runs) == 1 else f"{len(runs)} runs"
-    script, style = (resources.files(__package__).joinpath(name).read_text() for name in ("report.js", "report.css"))
-    # without "<" nothing can end the element
+    package = resources.files(__package__)
+    script = package.joinpath("report.js").read_text()
+    style = package.joinpath("report.css").read_text()
+
+    # Names of runs and metrics are texts of others. In JSON without "<" nothing can end the script element, and the
+    # policy lets no script run but this one, known by its hash.
     data = json.dumps([chart.data() for chart in charts], allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
-    rules = f"default-src 'none'; script-src '{_hash(script)}'; style-src 'unsafe-inline'; base-uri 'none'"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    rules = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'"
     figures = [
         f'<figure id="chart-{index}"><h3>{escape(chart.title)}</h3>{chart.svg(chart.title)}'
         '<div class="value" aria-live="off"></div></figure>'
@@ -75,10 +80,6 @@ def build(runs: Sequence[RunRecord]) -> str:
     )
 
 
-def _hash(text: str) -> str:
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
 def _names(runs: Sequence[RunRecord]) -> list[str]:
     """What each run is called: its folder, or its path where two folders have one name."""
     names = [run.name for run in runs]
@@ -94,6 +95,7 @@ def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
             if series is not None and len(series.steps):
                 yield Line(name + suffix, *series.thinned(points), color=color, dots=source == "validation")
 
+    # The charts of CHARTS, then rows of each source in one, then a chart for every metric that is not known here.
     found = []
     known = {*LEFT_OUT, *(name for _, metrics, _ in CHARTS for name in metrics)}
     for title, metrics, logarithmic in CHARTS:
@@ -150,6 +152,7 @@ def _summary(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
             )
         )
     head = ("Run", "Step", "Tokens", "Loss", "Best validation loss", "Tokens/s", "Memory, GiB", "Goodput", "State")
+    # columns of which no run says anything are left out
     kept = [place for place in range(len(head)) if any(row[place] for row in rows)]
     return _table([head[place] for place in kept], [[row[place] for place in kept] for row in rows])
 

@@ -140,6 +140,7 @@ def _samples(path: Path) -> list[tuple[int, str, str]]:
         text = record.get("text")
         if isinstance(prompt, str) and isinstance(text, str):
             found.append((record["step"], prompt[:_TEXT_CHARACTERS], text[:_TEXT_CHARACTERS]))
+            # every second one goes, again and again, so that a long file takes no more memory than a short one
             if len(found) > 2 * _MOST_SAMPLES:
                 del found[1:-1:2]
     if len(found) > _MOST_SAMPLES:
@@ -156,7 +157,7 @@ def _lines(path: Path) -> Iterator[bytes | None]:
                 if line.strip():
                     yield line
                 continue
-            if len(line) < _LINE_BYTES:
+            if len(line) < _LINE_BYTES:  # the end of the file, which is torn
                 return
             while line and not line.endswith(b"\n"):
                 line = file.readline(_LINE_BYTES)

@@ -70,7 +70,8 @@ def main(words: Sequence[str]) -> int:
         return 0
     print(f"{'STATE':<12} {'STEP':>9} {'LOSS':>9} {'AGE':>8}  RUN")
     for run in found:
-        step, loss = (_number(run.last.get(name)) for name in ("step", "loss"))
+        step = _number(run.last.get("step"))
+        loss = _number(run.last.get("loss"))
         age = format_seconds(round(run.age_seconds))
         print(visible(f"{run.state:<12} {step:>9} {loss:>9} {age:>8}  {run.folder}", lines=False))
     return 0
@@ -93,15 +94,18 @@ def look(folder: Path) -> Found:
     """The state of the run of a folder."""
     metrics = folder / "metrics.jsonl"
     exit_file = folder / "exit.json"
-    times = {
-        path: _modified(path) for path in (metrics, exit_file, folder / "goodput.jsonl", folder / "logs/rank-0.log")
-    }
+    written = (metrics, exit_file, folder / "goodput.jsonl", folder / "logs/rank-0.log")
+    times = {path: _modified(path) for path in written}
+
+    # An exit.json that is older than the last record is of an attempt before this one.
     end: dict[str, Any] = {}
-    if times[exit_file] >= times[metrics]:  # an older one is of an attempt before this one
+    if times[exit_file] >= times[metrics]:
         try:
             end = json.loads(_tail(exit_file))
         except (ValueError, RecursionError):
             end = {}
+
+    # The last whole record: a line may be torn, where the file is being written.
     last: dict[str, Any] = {}
     for line in reversed(_tail(metrics).split(b"\n")):
         record = record_of(line)

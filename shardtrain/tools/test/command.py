@@ -47,6 +47,8 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
 
     if environment.is_rank(os.environ):
         _as_rank(asked)
+
+    # On several nodes a launcher of ours runs the verb on each; else the ranks are started here.
     code = agent.run_verb("test", words, asked.loaded.config, asked.nproc, asked.arguments)
     if code is not None:
         return code

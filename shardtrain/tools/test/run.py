@@ -79,7 +79,8 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
 
 
 def _choose(checkpoints: Checkpoints, folder: Place, wanted: str | None) -> Place:
-    # the first rank decides: where a shared folder lags, ranks would open different steps
+    """The checkpoint that is meant. The first rank decides: where a shared folder lags, ranks would open different
+    steps."""
     step = broadcast_json(best.read_pointer(folder).get("step", -1))
     if wanted in (None, "best") and step >= 0 and first_rank(lambda: retention.is_whole(folder / f"step-{step}")):
         return folder / f"step-{step}"

@@ -22,8 +22,10 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import color_allowed
 from shardtrain.utils.sparkline import BARS, bars_for
 
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""Switch to the alternate screen and hide the cursor, and back."""
+_ENTER = "\x1b[?1049h\x1b[?25l"
+"""Switch to the alternate screen and hide the cursor."""
+_LEAVE = "\x1b[?25h\x1b[?1049l"
+"""Show the cursor, and switch back."""
 _NEXT = ("\t", "\x1b[B", "\x1b[C", "j", "l")
 _BEFORE = ("\x1b[Z", "\x1b[A", "\x1b[D", "k", "h")
 _MOST_RUNS = 32
@@ -51,8 +53,8 @@ def main(words: Sequence[str]) -> int:
     if asked.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
         for one in followed:
             one.look()
-        lines = [line for number in range(len(followed)) for line in frame(followed[number:][:1], 0, _terminal())[:-2]]
-        print("\n".join(lines))
+            lines = frame([one], 0, _terminal())
+            print("\n".join(lines[:-2]))  # without the line of keys
         return 0
     with _screen():
         _show(followed, asked.interval_seconds)
@@ -77,12 +79,15 @@ def _show(followed: Sequence[Followed], interval_seconds: float) -> None:
             for one in followed:
                 one.look()
             due = time.monotonic() + interval_seconds
+
+        # Each line overwrites the one before it, so nothing flickers or scrolls.
         terminal = _terminal()
         lines = frame(followed, selected, terminal)
-        # each line overwrites the one before it, so nothing flickers or scrolls
         text = "\x1b[H" + "\r\n".join(f"{line}\x1b[K" for line in lines[: terminal.lines]) + "\x1b[J"
         sys.stdout.write(text)
         sys.stdout.flush()
+
+        # A key is handled at once, else the next frame comes when it is due.
         ready, _, _ = select.select([sys.stdin], [], [], max(0.05, due - time.monotonic()))
         if not ready:
             continue

@@ -86,6 +86,8 @@ class Followed:
         self.age_seconds = found.age_seconds
         there = (self.folder / "metrics.jsonl").exists()
         self.state = found.state if there or found.end else "not there yet"
+
+        # Metrics: of a file that is new here and long, records spread over its older part, then its end.
         data, from_start = self._metrics.read(_WHOLE_BYTES)
         if from_start:
             self.curves = {}
@@ -96,13 +98,17 @@ class Followed:
                 self._sample()
         for line in data.splitlines():
             self._take(line)
+
         data, _ = self._validation.read(_LOG_BYTES)
         for line in data.splitlines()[-1:]:
             self.validation = _record(line) or self.validation
+
+        # The last alerts, each once.
         data, from_start = self._log.read(_LOG_BYTES)
         lines = [line[:300] for line in data.decode(errors="replace").splitlines()]
         new = [line for line in lines if " WARNING " in line[:40] or " ERROR " in line[:40]]
-        self.alerts = list(dict.fromkeys([*([] if from_start else self.alerts), *new]))[-_MOST_ALERTS:]
+        before = [] if from_start else self.alerts
+        self.alerts = list(dict.fromkeys([*before, *new]))[-_MOST_ALERTS:]
 
     def _sample(self) -> None:
         """Records spread over what is older than the file's end."""

@@ -68,10 +68,16 @@ def _details(one: Followed, terminal: Terminal) -> list[str]:
     width = terminal.columns
     age = f"{format_seconds(round(one.age_seconds))} ago" if math.isfinite(one.age_seconds) and one.last else ""
     whole = f" of {one.total_steps:,}" if one.total_steps else ""
+    """The lines of one run: its state, a bar of its steps, its curves, where the time went, counts and alerts."""
     state = one.state
-    colour = 32 if state in ("under way", "ended") else 31 if state.startswith("failed") else 33
+    colour = 33  # yellow
+    if state in ("under way", "ended"):
+        colour = 32  # green
+    elif state.startswith("failed"):
+        colour = 31  # red
     text = f"{_name(one)}  {state}  step {_step(one)}{whole}  {age}".rstrip()
     lines = [terminal.paint(_cut(text, width), colour)]
+
     if one.total_steps and one.last:
         share = min(1.0, one.last["step"] / one.total_steps)
         seconds = one.last.get("step_seconds")
