@@ -125,7 +125,11 @@ def finish(found: Found) -> None:
             max(1, count // max(1, machines)),
             f"{count} over {machines} nodes",
         )
-    kind = str(found.get("distributed_type", str, "NO")) if found.values.get("distributed_type") is not False else "NO"
+
+    # How the processes share the model. YAML reads an unquoted NO as false.
+    kind = "NO"
+    if found.values.get("distributed_type") is not False:
+        kind = str(found.get("distributed_type", str, "NO"))
     _precision(found)
     if kind == "FSDP":
         _strategy(found)
@@ -173,6 +177,7 @@ def _precision(found: Found) -> None:
 
 
 def _strategy(found: Found) -> None:
+    """FSDP: what is sharded, what is freed after forward, offload and recomputation."""
     key = _fsdp(found, "sharding_strategy")
     names = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
     given = str(found.get(key, str, "FULL_SHARD"))
@@ -193,11 +198,10 @@ def _strategy(found: Found) -> None:
         found.set(key, "parallelism.data_parallel_replicate_degree", count, "each process holds the whole model")
         found.default("parallelism.data_parallel_shard_degree", 1)
     else:
-        found.answer(
-            key,
-            "unsupported" if strategy != "NO_SHARD" else "honoured",
-            "strategies are FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2",
-        )
+        text = "strategies are FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2"
+        found.answer(key, "honoured" if strategy == "NO_SHARD" else "unsupported", text)
+
+    # FSDP 2 says it by a key of its own, which goes before the strategy.
     again = _fsdp(found, "reshard_after_forward")
     value = found.values.get(again)
     if isinstance(value, bool):
@@ -213,6 +217,7 @@ def _strategy(found: Found) -> None:
 
 
 def _zero(found: Found, count: int | None) -> None:
+    """The stages of ZeRO as FSDP; keys are written flat or as in a DeepSpeed file."""
     key = "deepspeed_config\0zero_stage"
     key = key if key in found.values else "deepspeed_config\0zero_optimization\0stage"
     stage = found.get(key, int, 2)
@@ -223,11 +228,9 @@ def _zero(found: Found, count: int | None) -> None:
         found.default("parallelism.data_parallel_shard_degree", 1)
         if stage == 1:
             found.default("parallelism.shard_optimizer_states", True)
-    found.answer(
-        key,
-        "honoured" if stage in (0, 1) else "unsupported",
-        "one process has nothing to shard" if stage in (0, 1) else "stages are 0 to 3",
-    )
+    if stage in (0, 1):
+        found.answer(key, "honoured", "one process has nothing to shard")
+    found.answer(key, "unsupported", "stages are 0 to 3")
     for name in ("offload_optimizer", "offload_param"):
         for place in (f"deepspeed_config\0{name}_device", f"deepspeed_config\0zero_optimization\0{name}\0device"):
             device = found.get(place, str)

@@ -245,12 +245,16 @@ _FORMATS = {
 def finish(found: Found) -> None:
     """Join what several keys say, and set what axolotl does where nothing is said."""
     get = found.get
+
+    # The model.
     name = get("base_model", str)
     if name:
         folder, how = model_folder(name)
         found.set("base_model", "model.hf_assets_path", folder, how)
         found.default("model.flavor", "from_folder", "the folder says which model it holds")
         found.default("checkpoint.initial_load_in_hf", True, "training begins with its weights")
+
+    # The batch, and the length of the run.
     rows = get("micro_batch_size", int, 1)
     found.set("micro_batch_size", "training.local_batch_size", rows)
     accumulate(found, rows)
@@ -265,6 +269,8 @@ def finish(found: Found) -> None:
         found.answer("num_epochs", "unsupported", "epochs are whole; training.steps ends a run anywhere")
     found.answer("max_steps", "ignored", "it asks for nothing")
     found.answer("num_epochs", "ignored", "max_steps decides")
+
+    # The optimizer with its schedule, and precision.
     schedule(found, str(get("lr_scheduler", str, "cosine")), "lr_scheduler")
     least = get("cosine_min_lr_ratio", float)
     if least is not None:
@@ -285,27 +291,21 @@ def finish(found: Found) -> None:
     _validation(found)
     if get("wandb_project", str):
         found.set("wandb_project", "metrics.enable_wandb", True, "and WANDB_PROJECT in the environment")
-    given = found.values.get("deepspeed")
-    found.answer(
-        "deepspeed", "honoured" if given else "ignored", "give that file beside this one" if given else "it is empty"
-    )
+
+    # Tables and files beside, which matter where something is in them.
+    if found.values.get("deepspeed"):
+        found.answer("deepspeed", "honoured", "give that file beside this one")
+    found.answer("deepspeed", "ignored", "it is empty")
     for key in ("model_config", "overrides_of_model_config"):
         value = found.values.get(key)
-        inner = value if isinstance(value, dict) else {}
-        asks = any(
-            item not in (None, "")
-            for part in inner.values()
-            for item in (part.values() if isinstance(part, dict) else [part])
-        )
-        found.answer(
-            key,
-            "unsupported" if asks else "ignored",
-            "fields of a model are model.overrides.FIELD" if asks else "it is empty",
-        )
-    value = found.values.get("peft")
-    found.answer(
-        "peft", "ignored" if not _asks(value) else "unsupported", "weights of adapters start as lora.init says"
-    )
+        fields: list[Any] = []
+        for part in value.values() if isinstance(value, dict) else ():
+            fields += part.values() if isinstance(part, dict) else [part]
+        if any(field not in (None, "") for field in fields):
+            found.answer(key, "unsupported", "fields of a model are model.overrides.FIELD")
+        found.answer(key, "ignored", "it is empty")
+    asks_of_peft = _asks(found.values.get("peft"))
+    found.answer("peft", "unsupported" if asks_of_peft else "ignored", "weights of adapters start as lora.init says")
     for key in list(found.values):
         found.answer(key, "ignored", "it is read together with keys that this file does not have")
 
@@ -315,6 +315,7 @@ def _asks(value: Any) -> bool:
 
 
 def _optimizer_args(found: Found) -> None:
+    """Constants of the optimizer: those that are options of ours are taken, where all of them are."""
     value = found.values.get("optim_args")
     known = {"eps": "optimizer.eps", "weight_decay": "optimizer.weight_decay"}
     if isinstance(value, dict) and value and set(value) <= known.keys():
@@ -328,14 +329,13 @@ def _optimizer_args(found: Found) -> None:
                 found.default(known[name], rate, "in optim_args")
             else:
                 found.set("optim_args", known[name], rate)
-    found.answer(
-        "optim_args",
-        "unsupported" if value else "ignored",
-        "constants of an optimizer are options of [optimizer]" if value else "it is empty",
-    )
+    if value:
+        found.answer("optim_args", "unsupported", "constants of an optimizer are options of [optimizer]")
+    found.answer("optim_args", "ignored", "it is empty")
 
 
 def _adapter(found: Found) -> None:
+    """LoRA, on weights of 4 or 8 bits or on those of the folder; without an adapter its keys say nothing."""
     kind = found.get("adapter", str)
     if kind in ("lora", "qlora"):
         found.set("adapter", "lora.enable", True)
@@ -368,6 +368,7 @@ def _adapter(found: Found) -> None:
 
 
 def _data(found: Found) -> None:
+    """One dataset of a known type, what of its rows is learned, and how they share sequences."""
     sets = [entry for entry in found.get("datasets", list, []) if isinstance(entry, dict) and entry.get("path")]
     first = sets[0] if sets else {}
     kind = first.get("type")
@@ -389,23 +390,11 @@ def _data(found: Found) -> None:
             found.default("data.messages_field", first["field_messages"])
         if form == "text" and isinstance(first.get("field"), str):
             found.default("data.text_field", first["field"])
-        known = {
-            "path",
-            "type",
-            "split",
-            "train_on_split",
-            "name",
-            "field_messages",
-            "field",
-            "data_files",
-            "ds_type",
-            "roles_to_train",
-            "shards",
-            "conversation",
-        }
-        strange = sorted(
-            key for key, value in first.items() if key not in known and value not in (None, "") and value != []
-        )
+
+        # A field that is not among these would change the rows, and so would loss on another role.
+        known = {"path", "type", "split", "train_on_split", "name", "field_messages", "field", "data_files", "ds_type"}
+        known |= {"roles_to_train", "shards", "conversation"}
+        strange = sorted(key for key, value in first.items() if key not in known and value not in (None, "", []))
         roles = first.get("roles_to_train")
         if roles not in (None, ["assistant"], ["gpt"], ["model"], ["assistant", "gpt"]):
             strange.append("roles_to_train")
@@ -416,14 +405,14 @@ def _data(found: Found) -> None:
                 "unsupported",
                 f"{', '.join(strange)} of a dataset: columns are named in [data], and the assistant has the loss",
             )
+    elif len(sets) > 1:
+        text = "name each dataset in [data.sources.NAME], with its weight and format"
+        found.answer("datasets", "unsupported", text)
     elif sets:
-        text = (
-            "name each dataset in [data.sources.NAME], with its weight and format"
-            if len(sets) > 1
-            else f'of type {kind!r}: write rows as messages (data.format = "chat"), or name columns in data.template'
-        )
+        text = f'of type {kind!r}: write rows as messages (data.format = "chat"), or name columns in data.template'
         found.answer("datasets", "unsupported", text)
     found.answer("datasets", "ignored", "it names none")
+
     inputs = found.get("train_on_inputs", bool, False)
     found.answer("train_on_inputs", "unsupported" if inputs else "honoured", "the answer alone has loss")
     template = found.get("chat_template", str)
@@ -435,18 +424,18 @@ def _data(found: Found) -> None:
             "unsupported",
             "save it to a file, and name that in data.chat_template; recipes/chatml.jinja is ChatML's",
         )
+
     packing = found.get("sample_packing", bool, False)
     found.set("sample_packing", "data.packing", "first_fit" if packing else "padded")
+    strategies = {"drop": "drop", "truncate": "cut"}
     strategy = found.get("excess_length_strategy", str, "drop")
-    if strategy in ("drop", "truncate"):
-        found.set(
-            "excess_length_strategy",
-            "data.long_documents",
-            "drop" if strategy == "drop" else "cut",
-            "rows longer than sequence_len",
-        )
+    if strategy in strategies:
+        why = "rows longer than sequence_len"
+        found.set("excess_length_strategy", "data.long_documents", strategies[strategy], why)
     else:
         found.answer("excess_length_strategy", "unsupported", "it is drop or truncate: data.long_documents")
+
+    # Tasks of preferences make their own batches of rows, which packing says nothing of.
     tasks = {"dpo": "preference", "ipo": None, "kto": "kto", "orpo": "orpo", "simpo": "simpo"}
     rl = found.get("rl", str)
     if rl is not None and tasks.get(rl):
@@ -454,22 +443,17 @@ def _data(found: Found) -> None:
         found.settings = [
             s for s in found.settings if s.option not in ("data.format", "data.packing", "data.long_documents")
         ]
-    found.answer(
-        "rl",
-        "unsupported" if rl else "ignored",
-        "there are dpo, kto, orpo and simpo: task.name" if rl else "it is empty",
-    )
+    if rl:
+        found.answer("rl", "unsupported", "there are dpo, kto, orpo and simpo: task.name")
+    found.answer("rl", "ignored", "it is empty")
 
 
 def _validation(found: Found) -> None:
-    share = found.get("val_set_size", float, 0.0)
-    found.answer(
-        "val_set_size",
-        "unsupported" if share else "ignored",
-        "no rows are taken from training: write them to a file, and name that in validation.dataset_path"
-        if share
-        else "nothing is held out",
-    )
+    """Held-out rows of a file of their own, and when they are measured."""
+    if found.get("val_set_size", float, 0.0):
+        text = "no rows are taken from training: write them to a file, and name that in validation.dataset_path"
+        found.answer("val_set_size", "unsupported", text)
+    found.answer("val_set_size", "ignored", "nothing is held out")
     sets = [entry for entry in found.get("test_datasets", list, []) if isinstance(entry, dict) and entry.get("path")]
     if len(sets) == 1 and any(s.option == "training.dataset_path" for s in found.settings):
         training = next((s.value for s in found.settings if s.option == "training.dataset"), "jsonl")
@@ -481,11 +465,9 @@ def _validation(found: Found) -> None:
         length = found.get("sequence_len", int)
         if length:
             found.default("validation.seq_len", length)
-    found.answer(
-        "test_datasets",
-        "unsupported" if sets else "ignored",
-        "name the held-out rows in [validation]" if sets else "it is empty",
-    )
+    if sets:
+        found.answer("test_datasets", "unsupported", "name the held-out rows in [validation]")
+    found.answer("test_datasets", "ignored", "it is empty")
     on = any(setting.option == "validation.enable" for setting in found.settings)
     per_epoch = found.get("evals_per_epoch", int, 0)
     steps = found.get("eval_steps", float, 0.0)

@@ -9,7 +9,6 @@ from pathlib import Path
 from shardtrain import config
 from shardtrain.config import json_schema
 from shardtrain.tools.migrate.reading import Migration, migrate, unnamed
-from shardtrain.tools.migrate.report import Entry
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
 
 USAGE = """\
@@ -29,9 +28,13 @@ Each key is honoured, renamed, ignored (it changes no number) or unsupported, wi
 
 def main(words: Sequence[str]) -> int:
     """Read, report and write; raises ConfigError where a file cannot be taken."""
-    words, flags = (
-        (list(words[: words.index("--")]), list(words[words.index("--") + 1 :])) if "--" in words else (list(words), [])
-    )
+    # what follows "--" are flags of FMEngine's
+    words = list(words)
+    flags: list[str] = []
+    if "--" in words:
+        place = words.index("--")
+        flags = words[place + 1 :]
+        words = words[:place]
     if any(word in ("--help", "-h") for word in words):
         print(USAGE, end="")
         return 0
@@ -64,6 +67,8 @@ def main(words: Sequence[str]) -> int:
     if not files:
         fix = "write it like shardtrain config migrate parameters.yml -o new.toml"
         raise ConfigError(Problem("shardtrain config migrate", None, "needs a file", fix, "command line"))
+
+    # Folders of the machine that trains need not be here, so nothing that the files name is followed.
     found = migrate(files, nproc, flags)
     loaded = config.load_settings(found.settings, path=files[0], follow=False)
     text = f"{json_schema.DIRECTIVE}\n{config.set_toml(loaded)}"
@@ -100,12 +105,10 @@ def report(found: Migration, loaded: config.Loaded) -> list[str]:
         for problem in config.check(loaded)
         if not (problem.option == "model.flavor" and problem.value == "from_folder")
     ]
-    counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in by_verdict.items() if verdict != "default")
-    return [*lines, f"{sum(map(_is_key, found.entries))} keys: {counts}"]
-
-
-def _is_key(entry: Entry) -> bool:
-    return entry.verdict != "default"
+    # what a system does by default is the answer to no key of the files
+    del by_verdict["default"]
+    counts = ", ".join(f"{len(entries)} {verdict}" for verdict, entries in by_verdict.items())
+    return [*lines, f"{sum(map(len, by_verdict.values()))} keys: {counts}"]
 
 
 def _write(file: Path, text: str) -> None:

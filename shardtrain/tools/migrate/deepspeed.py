@@ -210,20 +210,23 @@ def _batches(found: Found) -> None:
 
 
 def _precision(found: Found) -> None:
+    """bf16, fp16 with its loss scale, and the type in which gradients are summed."""
     bf16 = found.get(_k("bf16.enabled"), bool, found.get(_k("bfloat16.enabled"), bool, False))
     fp16 = found.get(_k("fp16.enabled"), bool, False)
     asked = [found.values.get(_k(name)) for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled")]
     auto = "auto" in asked and not (bf16 or fp16)
     precision = "bfloat16" if bf16 else "float16" if fp16 else "float32"
-    key = _k(
-        "fp16.enabled" if fp16 and not bf16 else "bf16.enabled" if found.has(_k("bf16.enabled")) else "bfloat16.enabled"
-    )
+    key = _k("bf16.enabled") if found.has(_k("bf16.enabled")) else _k("bfloat16.enabled")
+    if fp16 and not bf16:
+        key = _k("fp16.enabled")
     if not auto:
         found.set(key, "training.mixed_precision_param", precision)
     for name in ("bf16.enabled", "bfloat16.enabled", "fp16.enabled"):
         text = "left to the trainer that reads this file" if auto else f"training computes in {precision}"
         found.answer(_k(name), "ignored" if auto else "honoured", text)
     found.answer("precision", "ignored", f"bf16 and fp16 decide: training computes in {precision}")
+
+    # The loss scale of fp16, which is dynamic here.
     scale = _k("fp16.loss_scale")
     static = found.get(scale, float, 0.0)
     if fp16:
@@ -242,6 +245,7 @@ def _precision(found: Found) -> None:
     for name in ("fp16.loss_scale", "fp16.initial_scale_power", "fp16.loss_scale_window"):
         text = "left to the trainer that reads this file" if auto else "without fp16 there is no loss scale"
         found.answer(_k(name), "ignored", text)
+
     key = _k("data_types.grad_accum_dtype")
     words = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
     kind = found.get(key, str)
@@ -257,6 +261,7 @@ def _precision(found: Found) -> None:
 
 
 def _optimizer(found: Found) -> None:
+    """Adam or AdamW with its constants; without one the trainer that reads the file has its own."""
     kind = found.get(_k("optimizer.type"), str)
     if kind is None:
         return
@@ -295,6 +300,7 @@ _WARMUP = "scheduler.params.warmup_"
 
 
 def _schedule(found: Found) -> None:
+    """One of DeepSpeed's own schedules; without one the rate of its optimizer stays."""
     kind = found.get(_k("scheduler.type"), str)
     if kind in _SCHEDULES:
         found.set(_k("scheduler.type"), "lr_scheduler.name", *_SCHEDULES[kind])
@@ -389,6 +395,7 @@ def _length(found: Found) -> None:
 
 
 def _zero(found: Found) -> None:
+    """The stages of ZeRO as FSDP: what is sharded, and what is freed after forward."""
     stage = found.get(_k("zero_optimization.stage"), int, 0)
     world = found.num_processes
     key = _k("zero_optimization.stage")
@@ -415,16 +422,14 @@ def _zero(found: Found) -> None:
         )
     else:
         found.answer(key, "unsupported", "stages are 0 to 3")
-    devices = {
-        name: found.get(_k(f"zero_optimization.{name}.device"), str) for name in ("offload_optimizer", "offload_param")
-    }
-    for name, device in devices.items():
+
+    for name in ("offload_optimizer", "offload_param"):
         key = _k(f"zero_optimization.{name}.device")
-        if device in ("cpu", "nvme"):
-            if device == "nvme":
-                found.answer(key, "unsupported", "host memory is the nearest: training.enable_cpu_offload")
-            else:
-                found.set(key, "training.enable_cpu_offload", True, "parameters, gradients and state together")
+        device = found.get(key, str)
+        if device == "cpu":
+            found.set(key, "training.enable_cpu_offload", True, "parameters, gradients and state together")
+        elif device == "nvme":
+            found.answer(key, "unsupported", "host memory is the nearest: training.enable_cpu_offload")
         found.answer(key, "ignored", "nothing is offloaded")
     if found.get(_k("zero_optimization.cpu_offload"), bool, False):
         found.set(_k("zero_optimization.cpu_offload"), "training.enable_cpu_offload", True)

@@ -131,16 +131,15 @@ class Line:
 
 def command_line(path: Path, text: str) -> Line:
     """The command that a shell script gives to FMEngine; raises ConfigError where there is none."""
+    # Commands, whose lines a backslash joins; a zero byte keeps them apart, so that each word has its line.
     joined: list[str] = []
     numbers: list[int] = []
-    number = 1
-    for piece in text.replace("\r\n", "\n").split("\n"):
+    for number, piece in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         if joined and joined[-1].endswith("\\"):
             joined[-1] = joined[-1][:-1] + "\0" + piece
         else:
             joined.append(piece)
             numbers.append(number)
-        number += 1
     for start, command in zip(numbers, joined, strict=True):
         if command.lstrip().startswith("#"):
             continue
@@ -163,6 +162,7 @@ def command_line(path: Path, text: str) -> Line:
 
 def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()) -> Line:
     """Read ``--flag value`` words; those before the program are the launcher's. A flag alone is true."""
+    # runner ... program.py flags: what lies before the program is of the launcher, and before that of the shell
     line = Line(path or Path(where))
     end = next((number for number, word in enumerate(words) if word.partition("=")[0] == FLAG), len(words))
     programs = [number for number, word in enumerate(words[:end]) if word.endswith(".py")]
@@ -174,9 +174,11 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
         name, equals, value = word[2:].partition("=")
         name = name.replace("-", "_")
         after = words[number + 1] if number + 1 < len(words) else ""
-        text = (
-            value if equals else ("true" if after.startswith("--") or not after or number + 1 == start - 1 else after)
-        )
+        text = after
+        if equals:
+            text = value
+        elif after.startswith("--") or not after or number + 1 == start - 1:  # the next word is the program
+            text = "true"
         key = f"launcher\0{name}" if number < start else name
         if "$" in text:
             if number < start:
@@ -207,6 +209,7 @@ def before(found: Found) -> None:
 
 
 def _finish(found: Found, parts: Sequence[Found]) -> None:
+    """Join what several flags say with the DeepSpeed file beside them, and set what FMEngine does by default."""
     get = found.get
     stages = get("pipe_parallel_size", int, 1)
     tensor = get("model_parallel_size", int, 1)
@@ -219,6 +222,8 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
             Problem("pipe_parallel_size", stages, rule, "use divisors", found.where("pipe_parallel_size"))
         )
         return
+
+    # Nodes and processes, which are options of the launcher.
     for key, option in (
         ("num_nodes", "launch.nodes"),
         ("nnodes", "launch.nodes"),
@@ -228,6 +233,8 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
         count = get(f"launcher\0{key}", int)
         if count is not None:
             found.set(f"launcher\0{key}", option, count)
+
+    # The model.
     folder = get("init_ckpt", str)
     if folder:
         found.set("init_ckpt", "model.hf_assets_path", folder, "a folder with config.json and tokenizer")
@@ -254,6 +261,8 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
         found.answer("use_deepspeed", "unsupported", "FMEngine required it to be true; leave it out")
     found.answer("use_deepspeed", "ignored", "it had to be true")
     found.default("checkpoint.enable", True)
+
+    # The data, as FMEngine read them: without end, joined by line breaks.
     data = get("data_path", str)
     if data:
         local = "jsonl" in data

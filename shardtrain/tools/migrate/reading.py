@@ -79,20 +79,30 @@ def migrate(
     machine = machine or ThisMachine()
     if len(files) == 1 and files[0].suffix.lower() == ".toml" and not flags:
         return _toml(files[0])
+
+    # The files, and what command lines of FMEngine name: its JSON and the number of processes.
     documents = [read(file) for file in files if not _is_script(file)]
     lines = [fmengine.command_line(file, read_text(file)) for file in files if _is_script(file)]
-    lines += [fmengine.parse(flags, "command line")] if flags else []
+    if flags:
+        lines.append(fmengine.parse(flags, "command line"))
     for line in lines:
         named = line.documents(documents)
         documents += named
         num_processes = num_processes or line.num_processes
         for document in named:
             fmengine.require_deepspeed(document, reader_of(document).SYSTEM)
+
+    # How many ranks the run has, which batches of others are written per: what is given, what accelerate's file names,
+    # or those of this machine. A file of the universal trainer names its nodes itself.
     chosen = [(reader_of(document), document) for document in documents]
     for reader, document in chosen:
-        num_processes = num_processes or _named_processes(document)
-        if num_processes is None and machine.nproc and reader is not universal_trainer:  # whose file names the nodes
+        named_processes = document.values.get("num_processes") if accelerate.looks(document.values) else None
+        if num_processes is None and type(named_processes) is int and named_processes > 0:
+            num_processes = named_processes
+        if num_processes is None and machine.nproc and reader is not universal_trainer:
             num_processes = machine.nproc * (machine.nodes or 1)
+
+    # The answers to each key, and the settings of all files together.
     copies = next((line.num_copies(num_processes) for line in lines), num_processes)
     parts: list[Found] = [_read(reader, document, copies, bool(lines), machine) for reader, document in chosen]
     parts += [line.read(num_processes, parts) for line in lines]
@@ -193,12 +203,6 @@ def _is_script(file: Path) -> bool:
     return file.suffix.lower() in (".sh", ".slurm", ".sbatch")
 
 
-def _named_processes(document: Document) -> int | None:
-    """The number of processes that accelerate's file names, which the others' batches need."""
-    value = document.values.get("num_processes") if accelerate.looks(document.values) else None
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
-
-
 def _read(
     reader: Any, document: Document, num_processes: int | None, beside_flags: bool, machine: ThisMachine
 ) -> Found:
@@ -220,6 +224,7 @@ def _read(
 
 def _join(parts: Sequence[Found], problems: list[Problem]) -> list[Setting]:
     """The settings of all files; what one says itself goes before what another does by default."""
+    # each option's setting, and whether its file says it itself
     settings: dict[str, tuple[Setting, bool]] = {}
     for part in parts:
         own = {entry.option for entry in part.entries if entry.verdict != "default"}

@@ -172,7 +172,10 @@ class Found:
         return self.values.get(key) not in (None, "", "auto")
 
     def answer(self, key: str, verdict: Verdict, text: str) -> None:
-        """Answer for a key that sets no option."""
+        """Answer for a key that sets no option, and has no answer yet: the first one stays.
+
+        So a reader first says what a key asks for, and then, with no condition, what it means where nothing did.
+        """
         if key in self.values and not self.answered(key):
             self.entries.append(Entry(_dotted(key), self.values[key], self.where(key), verdict, text))
 

@@ -183,16 +183,14 @@ def finish(found: Found) -> None:
     found.answer("metric_logger\0_component_", "ignored", "metrics.jsonl is always written")
     loss = get("loss\0_component_", str, "").rpartition(".")[2]
     known = "CrossEntropy" in loss or loss.startswith("CE") or not loss
-    found.answer(
-        "loss\0_component_",
-        "honoured" if known else "unsupported",
-        "cross-entropy over the tokens with loss" if known else "losses belong to tasks: task.name",
-    )
+    if known:
+        found.answer("loss\0_component_", "honoured", "cross-entropy over the tokens with loss")
+    found.answer("loss\0_component_", "unsupported", "losses belong to tasks: task.name")
     found.default("checkpoint.enable", True, "each epoch ended with a save; the last step is always saved")
     if get("profiler\0enabled", bool, False):
-        warm, active, wait = (
-            get(f"profiler\0{name}_steps", int, n) for name, n in (("warmup", 5), ("active", 2), ("wait", 5))
-        )
+        warm = get("profiler\0warmup_steps", int, 5)
+        active = get("profiler\0active_steps", int, 2)
+        wait = get("profiler\0wait_steps", int, 5)
         found.set("profiler\0warmup_steps", "profiling.profiler_warmup", warm)
         found.set("profiler\0active_steps", "profiling.profiler_active", active)
         found.set(
@@ -205,6 +203,7 @@ def finish(found: Found) -> None:
 
 
 def _model(found: Found) -> None:
+    """The folder says which model it holds; its builder says adapters and the bits of the weights beside them."""
     key = "model\0_component_"
     component = found.get(key, str, "")
     folder = found.get("checkpointer\0checkpoint_dir", str)
@@ -230,6 +229,7 @@ def _model(found: Found) -> None:
 
 
 def _data(found: Found) -> None:
+    """A dataset by its builder: from files, from the hub, or a set that the builder names itself."""
     key = "dataset\0_component_"
     builder = found.get(key, str, "").rpartition(".")[2]
     forms = {
@@ -244,7 +244,9 @@ def _data(found: Found) -> None:
     place = "dataset\0source" if "dataset\0source" in found.values else "dataset\0path"
     if builder in forms:
         dataset, form, hub = forms[builder]
-        path = str(files[0] if isinstance(files, list) and files else files) if files else source or hub
+        path = source or hub
+        if files:
+            path = str(files[0] if isinstance(files, list) else files)
         if files or source in ("json", "parquet", "csv", "text"):
             kinds = {"json": "jsonl", "csv": "tsv", "parquet": "parquet", "text": "text"}
             dataset = dataset if dataset == "alpaca" else kinds.get(source or "json", "jsonl")
@@ -272,6 +274,7 @@ def _data(found: Found) -> None:
         found.answer(key, "unsupported", "datasets are those of training.dataset, and columns those of [data]")
     for name in (place, "dataset\0data_files"):
         found.answer(name, "honoured", "in training.dataset")
+
     split = found.get("dataset\0split", str)
     if split and re.fullmatch(r"[\w-]+", split):
         found.set("dataset\0split", "data.split", split)
@@ -292,6 +295,7 @@ def _data(found: Found) -> None:
 
 
 def _optimizer(found: Found) -> None:
+    """AdamW or Adam with its constants, and the schedule."""
     key = "optimizer\0_component_"
     kind = found.get(key, str, "torch.optim.AdamW").rpartition(".")[2]
     if kind in ("AdamW", "Adam"):

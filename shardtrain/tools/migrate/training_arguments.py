@@ -218,6 +218,8 @@ def finish(found: Found) -> None:
     else:
         found.answer("logging_steps", "ignored", "a share of the steps; metrics.log_freq counts them")
     _reports(found)
+
+    # Options of the DataLoader that it refuses without workers.
     workers = found.get("dataloader_num_workers", int, 0)
     prefetch = found.get("dataloader_prefetch_factor", int)
     persistent = found.get("dataloader_persistent_workers", bool, False)
@@ -227,18 +229,16 @@ def finish(found: Found) -> None:
         found.set("dataloader_persistent_workers", "training.dataloader.persistent_workers", True)
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
         found.answer(name, "ignored", "without workers it has no effect")
-    deepspeed = found.values.get("deepspeed")
-    found.answer(
-        "deepspeed",
-        "honoured" if deepspeed else "ignored",
-        "give that file beside this one, and both are read" if deepspeed else "it is empty",
-    )
+    if found.values.get("deepspeed"):
+        found.answer("deepspeed", "honoured", "give that file beside this one, and both are read")
+    found.answer("deepspeed", "ignored", "it is empty")
     found.answer("fsdp", "honoured", "parameters are sharded over the ranks")
     for key in list(found.values):
         found.answer(key, "ignored", "it is read together with keys that this file does not have")
 
 
 def _length(found: Found) -> None:
+    """The length of the run: steps, if there are any, before epochs."""
     steps = found.get("max_steps", int, -1)
     epochs = found.get("num_train_epochs", float, 3.0)
     if steps > 0:
@@ -267,8 +267,10 @@ def schedule(found: Found, kind: str, key: str) -> None:
     """The schedules of transformers, from 0 at the first step."""
     steps = found.get("warmup_steps", float, 0.0)
     ratio = found.get("warmup_ratio", float, 0.0)
-    if 0 < steps < 1:
-        steps, ratio = 0.0, steps  # as transformers 5 reads it
+    if 0 < steps < 1:  # a share of the steps, as transformers 5 reads it
+        ratio = steps
+        steps = 0.0
+    # name -> shape, the last rate over the peak, and the warmup where the name decides it
     known = {
         "linear": ("linear", 0.0, None),
         "cosine": ("cosine", 0.0, None),
@@ -301,6 +303,7 @@ def precision(found: Found) -> None:
         found.answer("fp16", "unsupported", "bf16 is set too, and one is to be chosen")
     name = "bf16" if bf16 else "fp16"
     wanted = "bfloat16" if bf16 else "float16" if fp16 else "float32"
+    # where neither is set, a DeepSpeed file may say it
     if bf16 or fp16 or not found.document.values.get("deepspeed"):
         found.set(name, "training.mixed_precision_param", wanted, "" if bf16 or fp16 else "computed in float32")
     for other in ("bf16", "fp16"):
@@ -329,7 +332,10 @@ def optimizer(found: Found, kind: str, key: str) -> None:
 
 
 def _saving(found: Found) -> None:
-    strategy = str(found.get("save_strategy", str, "steps")) if found.values.get("save_strategy") is not False else "no"
+    """When to save, and how many checkpoints stay. YAML reads an unquoted ``no`` as false."""
+    strategy = "no"
+    if found.values.get("save_strategy") is not False:
+        strategy = str(found.get("save_strategy", str, "steps"))
     found.default("checkpoint.enable", True, "the last step is always saved")
     steps = found.get("save_steps", float, 500.0)
     if strategy == "steps" and steps >= 1:
@@ -363,8 +369,11 @@ def _saving(found: Found) -> None:
 
 
 def _validation(found: Found) -> None:
+    """When held-out rows are measured, which rows they are, and what the best checkpoint is chosen by."""
     key = "eval_strategy" if found.has("eval_strategy") else "evaluation_strategy"
-    strategy = str(found.get(key, str, "no")) if found.values.get(key) is not False else "no"
+    strategy = "no"
+    if found.values.get(key) is not False:
+        strategy = str(found.get(key, str, "no"))
     file = found.get("validation_file", str)
     split = found.get("dataset_test_split", str)
     on = strategy in ("steps", "epoch") and bool(file or split)
@@ -376,11 +385,9 @@ def _validation(found: Found) -> None:
         if strategy == "epoch":
             found.default("validation.per_epoch", 1)
         else:
-            found.set(
-                "eval_steps",
-                "validation.freq",
-                int(max(1, found.get("eval_steps", float, found.get("logging_steps", float, 500.0)))),
-            )
+            # logging_steps unless set, as the Trainer has it
+            steps = found.get("eval_steps", float, found.get("logging_steps", float, 500.0))
+            found.set("eval_steps", "validation.freq", int(max(1, steps)))
     for name in ("eval_strategy", "evaluation_strategy"):
         found.answer(name, "ignored", "nothing is validated")
     found.answer("eval_steps", "ignored", "nothing is validated at steps")
@@ -406,6 +413,7 @@ def _validation(found: Found) -> None:
 
 
 def _model_and_data(found: Found) -> None:
+    """What scripts beside the Trainer name: the model, the data, and TRL's and PEFT's options."""
     key = "model_name_or_path" if found.has("model_name_or_path") else "model_name"
     name = found.get(key, str)
     if name:
@@ -415,6 +423,7 @@ def _model_and_data(found: Found) -> None:
         found.default("checkpoint.initial_load_in_hf", True, "training begins with its weights")
     for other in ("model_name_or_path", "model_name"):
         found.answer(other, "ignored", "it is empty")
+
     data = found.get("dataset_name", str)
     if data:
         found.set("dataset_name", "training.dataset_path", data)
@@ -429,6 +438,7 @@ def _model_and_data(found: Found) -> None:
             found.default("validation.dataset_path", data)
         if "training.seq_len" in where:
             found.default("validation.seq_len", where["training.seq_len"])
+
     modules(found, "lora_target_modules", "lora.target_modules")
     modules(found, "lora_modules_to_save", "lora.modules_to_save")
     if found.has("lora_r"):
@@ -451,8 +461,13 @@ def _source(file: str) -> str:
 
 
 def _reports(found: Found) -> None:
+    """Where metrics go beside metrics.jsonl: one name or several."""
     given = found.values.get("report_to")
-    names = [str(name) for name in given] if isinstance(given, list) else [str(given)] if given else []
+    names = []
+    if isinstance(given, list):
+        names = [str(name) for name in given]
+    elif given:
+        names = [str(given)]
     known = {name: f"metrics.enable_{name}" for name in ("tensorboard", "wandb", "mlflow", "trackio")}
     chosen = [name for name in names if name in known]
     for number, name in enumerate(chosen):

@@ -151,7 +151,16 @@ def finish(found: Found) -> None:
         ("metrics.save_log_file", "logger_logs/training_{rank}.log"),
     ):
         found.default(option, value)
-    patterns = _not_decayed(folder) if network else ["*bias*"]
+
+    # Names that the program left without decay, each pattern of which must fit a parameter. BART's norms are called
+    # layer_norm and layernorm_embedding, and decay, as they did there.
+    patterns = ["*bias*"]
+    if network:
+        kind = _facts(folder).get("model_type") if folder else "encoder"
+        if kind in _CLASSIFIERS and kind not in ("bart", "mbart"):
+            patterns = ["*bias*", "*LayerNorm.weight*"]
+        elif kind not in ("bart", "mbart"):
+            patterns = []
     if patterns:
         found.default("optimizer.no_weight_decay", patterns, "names with `bias` or `LayerNorm.weight`")
     _continue(found)
@@ -170,17 +179,6 @@ _CLASSIFIERS = {
 """Kinds of config.json that a class of transformers trains, where this package has no model of its own."""
 
 
-def _not_decayed(folder: str | None) -> list[str]:
-    """Patterns of the names that the program left without decay, each of which must fit a parameter.
-
-    BART's norms are called layer_norm and layernorm_embedding, and decay, as they did there.
-    """
-    kind = _facts(folder).get("model_type") if folder else "encoder"
-    if kind in ("bart", "mbart"):
-        return ["*bias*"]
-    return ["*bias*", "*LayerNorm.weight*"] if kind in _CLASSIFIERS else []
-
-
 def _processes(found: Found) -> int:
     """Processes of the run, and what a node's command line has to say of them."""
     nodes = found.get(_key(_N, "nodes"), int, 1)
@@ -197,6 +195,8 @@ def _processes(found: Found) -> int:
     if found.problems:
         return 1
     machine = found.machine
+
+    # One process with DataParallel over local devices: a process each here, which share the batch.
     if not distributed:
         text = "all local devices share the batch, as DataParallel did, each as a process of its own"
         found.answer(_key(_T, "is_distributed"), "honoured", text)
@@ -216,6 +216,8 @@ def _processes(found: Found) -> int:
                 "device of its own; the numbers are those of one"
             )
         return used
+
+    # A process per device of every node, which meet at the first node.
     found.set(_key(_N, "nodes"), "launch.nodes", nodes)
     found.set(_key(_N, "gpus"), "launch.nproc_per_node", gpus)
     found.answer(_key(_T, "is_distributed"), "honoured", "a process per device")
@@ -337,35 +339,35 @@ def _batch(found: Found, world: int) -> int:
 
 
 def _sharding(found: Found, world: int) -> None:
+    """The four switches of fairscale: FSDP for the model, or its optimizer that is sharded over replicas."""
     names = ("optimizer_sharding", "model_sharding", "autowrap", "reshard_forward")
-    optimizer, model, wrap, reshard = (found.get(_key(_T, f"use_fairscale_{name}"), bool, False) for name in names)
     place = {name: _key(_T, f"use_fairscale_{name}") for name in names}
-    if model:
+    is_on = {name: found.get(place[name], bool, False) for name in names}
+    if is_on["model_sharding"]:
         found.set(place["model_sharding"], "parallelism.data_parallel_shard_degree", -1)
-        value = "always" if reshard else "never"
+        value = "always" if is_on["reshard_forward"] else "never"
         found.set(place["reshard_forward"], "parallelism.fsdp_reshard_after_forward", value)
-        text = (
-            "each block is sharded by itself"
-            if wrap
-            else "blocks are sharded one by one all the same, which takes less memory"
-        )
+        text = "blocks are sharded one by one all the same, which takes less memory"
+        if is_on["autowrap"]:
+            text = "each block is sharded by itself"
         found.answer(place["autowrap"], "honoured", text)
+        found.answer(place["optimizer_sharding"], "honoured", "the optimizer's state is sharded with the model")
     elif world > 1:
         found.default("parallelism.data_parallel_replicate_degree", world, "each process held the whole model")
         found.default("parallelism.data_parallel_shard_degree", 1, "each process held the whole model")
-        if optimizer:
+        if is_on["optimizer_sharding"]:
             found.set(place["optimizer_sharding"], "parallelism.shard_optimizer_states", True)
-    if model:
-        found.answer(place["optimizer_sharding"], "honoured", "the optimizer's state is sharded with the model")
+
+    # the rest, which has no answer yet
+    text = "one process has nothing to shard"
+    if world > 1 or is_on["model_sharding"]:
+        text = "nothing is sharded by it"
     for name in names:
-        found.answer(
-            place[name],
-            "ignored",
-            "nothing is sharded by it" if world > 1 or model else "one process has nothing to shard",
-        )
+        found.answer(place[name], "ignored", text)
 
 
 def _data(found: Found, step_rows: int) -> None:
+    """The files of data_dir, or the rows of a file of hooks, and what is counted in epochs of them."""
     folder = found.get(_key(_D, "data_dir"), str)
     key = _key(_D, "is_dev_file")
     evaluates = found.get(key, bool, True)
@@ -379,6 +381,8 @@ def _data(found: Found, step_rows: int) -> None:
         for name in (key, _key(_T, "log_steps_ratio"), _key(_T, "save_steps_ratio")):
             found.answer(name, "ignored", "there is no data_dir")
         return
+
+    # The files that the program's users have: a part each of training, development and test.
     base = Path(_home(folder or ""))
     if not own_rows:
         train = str(_file(base, "train"))
@@ -398,6 +402,8 @@ def _data(found: Found, step_rows: int) -> None:
         found.set(key, "validation.enable", False)
         found.settings = [s for s in found.settings if s.option != "checkpoint.keep_best"]
         found.entries = [entry for entry in found.entries if entry.option != "checkpoint.keep_best"]
+
+    # Ratios of an epoch become steps, where the rows of the file can be counted.
     rows = 0 if own_rows else _rows(_file(base, "train"))
     steps = -(-rows // max(1, step_rows))
     for name, option in (("log_steps_ratio", "metrics.log_freq"), ("save_steps_ratio", "checkpoint.interval")):
@@ -422,10 +428,10 @@ def _rows(file: Path) -> int:
         with file.open("rb") as opened:
             lines = 0
             last = b"\n"
-            for block in iter(lambda: opened.read(2**20), b""):
-                lines = lines + block.count(b"\n")
+            while block := opened.read(2**20):
+                lines += block.count(b"\n")
                 last = block[-1:]
-            return lines + (last != b"\n")
+            return lines + (last != b"\n")  # the last line may have no end
     except OSError:
         return 0
 
