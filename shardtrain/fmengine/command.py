@@ -7,7 +7,6 @@ import io
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from shardtrain.checkpoint import manifest
 from shardtrain.hf.opening import is_hub_folder
@@ -72,6 +71,7 @@ def to_fmengine(words: Sequence[str]) -> int:
         raise ConfigError(f"{found.output} exists; give a new folder")
     from shardtrain.fmengine import folders
 
+    # A checkpoint is exported first, into a folder that is there within the block.
     with contextlib.ExitStack() as stack:
         folder = found.checkpoint
         if not is_hub_folder(folder) or (folder / manifest.MANIFEST).is_file():
@@ -106,16 +106,22 @@ def to_hf_format(words: Sequence[str]) -> int:
     found = parser.read([_dashed(word) for word in words])
     if found is None:
         return 0
-    adapters = _truth("--is-lora-tuned", found.is_lora_tuned)
+    adapters = str(found.is_lora_tuned).lower()
+    if adapters not in ("true", "false", "yes", "no", "1", "0"):
+        raise ConfigError(
+            Problem("--is-lora-tuned", found.is_lora_tuned, "must be true or false", "correct it", "command line")
+        )
+    adapters_alone = adapters in ("true", "yes", "1")
     if found.base_model and not Path(found.base_model).is_dir():
         rule = "is not a folder here; nothing is fetched"
         fix = f"shardtrain data download --repo_id {found.base_model}, and name the folder"
         raise ConfigError(Problem("--base-model", found.base_model, rule, fix, "command line"))
     base = Path(found.base_model) if found.base_model else None
-    ours = _steps_of_run(found.in_model_path)
     from shardtrain.fmengine import folders
     from shardtrain.lora import FACT
 
+    # The steps that are asked for: of a shardtrain run, under the names that FMEngine would give them, or of FMEngine.
+    ours = _steps_of_run(found.in_model_path)
     names = list(ours) if ours else folders.steps(found.in_model_path)
     chosen = names if found.step == "all" else [found.step]
     if ours and found.step == "latest":
@@ -126,8 +132,8 @@ def to_hf_format(words: Sequence[str]) -> int:
         output = found.out_model_path / name if found.step == "all" else found.out_model_path
         if ours:
             holds = FACT in manifest.read(ours[name]).facts  # FMEngine's looked for adapters by itself, too
-            status = _export(ours[name], output, base, adapters or holds)
-        elif adapters:
+            status = _export(ours[name], output, base, adapters_alone or holds)
+        elif adapters_alone:
             status = _adapters(found.in_model_path, output, name, found.lora_alpha, True)
         else:
             if output.exists():
@@ -192,9 +198,3 @@ def _dashed(word: str) -> str:
     name, equals, value = word.partition("=")
     plain = {"--in_model_path", "--out_model_path", "--base_model", "--is_lora_tuned"}
     return f"{name.replace('_', '-')}{equals}{value}" if name in plain else word
-
-
-def _truth(option: str, word: Any) -> bool:
-    if str(word).lower() not in ("true", "false", "yes", "no", "1", "0"):
-        raise ConfigError(Problem(option, word, "must be true or false", "correct it", "command line"))
-    return str(word).lower() in ("true", "yes", "1")

@@ -49,10 +49,11 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
     with open_weights(folder, found.block) as weights:
         if found.hub is None:
             raise ConfigError(f"{folder} holds a {found.config.class_name}, which has no files per layer")
+
+        # Which tensor goes into the file of which layer. A tied head is written out: FMEngine has one always.
         translation = translation_of(models.find(found.name), found.config, str(folder))
         mapping.check(translation, weights, found.passed_over)
-        wanted = dict.fromkeys(translation.their_shapes())
-        sources = {name: name for name in wanted}
+        sources = {name: name for name in translation.their_shapes()}
         if getattr(found.config, "tied_embeddings", False):
             sources[f"{family.head}weight"] = f"{family.embed}weight"
         layers: dict[int, dict[str, str]] = {number: {} for number in range(num_layers + 3)}
@@ -61,21 +62,28 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
             dim = family.divided(name)
             shape = weights.shape(where)
             if dim is not None and shape[dim] % num_shards:
-                raise ConfigError(_undivided(name, shape[dim], num_shards))
+                rule = f"does not divide the {shape[dim]} of {name}"
+                fix = "use a divisor"
+                if "embed" in name or "lm_head" in name:
+                    more = -(-shape[dim] // num_shards) * num_shards
+                    fix = f"use a divisor, or import with --vocab_size {more} first"
+                raise ConfigError(Problem("--mp_world_size", num_shards, rule, fix, "command line"))
             layers[number][rest] = name
         heads = (getattr(found.config, "num_heads", 0), getattr(found.config, "num_kv_heads", 0))
         if any(count and count % num_shards for count in heads):
             rule = f"does not divide the {heads[0]} heads of queries, or the {heads[1]} of keys and values"
             raise ConfigError(Problem("--mp_world_size", num_shards, rule, "use a divisor of both", "command line"))
+
+        # The files of a step, for each model-parallel rank a state without weights, and what lies beside them.
         with _new(output) as temporary:
             step = temporary / _STEP
             step.mkdir()
             for number, names in layers.items():
                 whole = {rest: _read(weights, sources[name]) for rest, name in names.items()}
                 for shard in range(num_shards):
-                    parts = {
-                        rest: _part(t, family.divided(names[rest]), shard, num_shards) for rest, t in whole.items()
-                    }
+                    parts = {}
+                    for rest, tensor in whole.items():
+                        parts[rest] = _part(tensor, family.divided(names[rest]), shard, num_shards)
                     torch.save(parts, step / f"layer_{number:02d}-model_{shard:02d}-model_states.pt")
             for shard in range(num_shards):
                 state: dict[str, Any] = {"dp_world_size": 1, "mp_world_size": num_shards, "module": None}
@@ -83,6 +91,8 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
                 torch.save(state, step / f"mp_rank_{shard:02d}_model_states.pt")
             (temporary / LATEST).write_text(_STEP)
             _copy_beside(folder, temporary)
+
+            # Read back, before the folder has its name.
             with LayerWeights(temporary) as written:
                 for name, where in sources.items():
                     if not torch.equal(_bits(_read(written, name)), _bits(_read(weights, where))):
@@ -111,7 +121,17 @@ def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator
         _copy_beside(described, temporary)
         (temporary / where.name).symlink_to(where.resolve(), target_is_directory=True)
         (temporary / LATEST).write_text(where.name)
-        _fit_vocabulary(temporary)
+
+        # FMEngine adds tokens that a tokenizer lacks, and rows for them, of which the base's config.json knows nothing.
+        facts = dict(read_json(temporary / CONFIG))
+        family, _ = family_of(temporary)
+        with LayerWeights(temporary) as weights:
+            name = f"{family.embed}weight"
+            rows = weights.shape(name)[0] if name in weights else 0
+        known = facts.get("vocab_size")
+        if isinstance(known, int) and rows > known:
+            (temporary / CONFIG).write_text(json.dumps({**facts, "vocab_size": rows}, indent=2))
+            print(f"vocab_size is {rows} in place of {known}: FMEngine has added {rows - known} rows")
         yield temporary
 
 
@@ -137,6 +157,8 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float) -> tuple
     if output.exists():
         raise ConfigError(f"{output} exists; give a new folder")
     where = _step(folder, step)
+
+    # Layers count from the embedding, which is file 0: the first layer of the model is in file 1.
     tensors: dict[str, Tensor] = {}
     ranks: set[int] = set()
     for (number, shard), path in sorted(layer_files.files_of(where).items()):
@@ -179,19 +201,6 @@ def _step(folder: Path, step: str) -> Path:
     return found
 
 
-def _fit_vocabulary(folder: Path) -> None:
-    """FMEngine adds tokens that a tokenizer lacks, and rows for them: the base's config.json does not know of these."""
-    said = dict(read_json(folder / CONFIG))
-    family, _ = family_of(folder)
-    with LayerWeights(folder) as weights:
-        name = f"{family.embed}weight"
-        rows = weights.shape(name)[0] if name in weights else 0
-    known = said.get("vocab_size")
-    if isinstance(known, int) and rows > known:
-        (folder / CONFIG).write_text(json.dumps({**said, "vocab_size": rows}, indent=2))
-        print(f"vocab_size is {rows} in place of {known}: FMEngine has added {rows - known} rows")
-
-
 def _copy_beside(folder: Path, output: Path) -> None:
     shutil.copyfile(folder / CONFIG, output / CONFIG)
     for name in source.of_folder(folder).files:
@@ -231,12 +240,3 @@ def _part(tensor: Tensor, dim: int | None, shard: int, num_shards: int) -> Tenso
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _undivided(name: str, size: int, num_shards: int) -> Problem:
-    rule = f"does not divide the {size} of {name}"
-    fix = "use a divisor"
-    if "embed" in name or "lm_head" in name:
-        more = -(-size // num_shards) * num_shards
-        fix = f"use a divisor, or import with --vocab_size {more} first"
-    return Problem("--mp_world_size", num_shards, rule, fix, "command line")

@@ -67,10 +67,11 @@ class Card:
                 front[key] = list(value) if isinstance(value, tuple) else value
         front["tags"] = tags
         lines = ["---", *(f"{key}: {json.dumps(value, ensure_ascii=False)}" for key, value in front.items()), "---"]
-        began = (
-            f" It began with [{self.base_model}](https://huggingface.co/{self.base_model})." if self.base_model else ""
-        )
-        lines += ["", f"# {self.name}", "", f"Trained with shardtrain.{began}", ""]
+        lines += ["", f"# {self.name}", ""]
+        began = ""
+        if self.base_model:
+            began = f" It began with [{self.base_model}](https://huggingface.co/{self.base_model})."
+        lines += [f"Trained with shardtrain.{began}", ""]
         if self.facts:
             lines += ["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in self.facts), ""]
         if self.options:
@@ -120,6 +121,8 @@ def of_checkpoint(
     """The card of an exported checkpoint, by its manifest and, where they are there, the files of its run."""
     run = Path(os.path.realpath(checkpoint)).parent.parent
     state: Mapping[str, Any] = manifest.read(checkpoint).facts.get("state", {})
+
+    # What the run's configuration says of the model, the data and the task.
     config = None
     facts = []
     if (run / RESOLVED_CONFIG).is_file():
@@ -137,6 +140,8 @@ def of_checkpoint(
             facts.append(("Adapters", f"rank {config.lora.rank}, alpha {config.lora.alpha:g}"))
         if data := _data(config):
             facts.append(("Data", ", ".join(data)))
+
+    # How far it came, and how good it was then.
     if state.get("step"):
         facts.append(("Steps", f"{state['step']:,}"))
     if state.get("tokens_seen"):
@@ -144,6 +149,8 @@ def of_checkpoint(
     step = int(state.get("step") or 0)
     facts += _measured(run / "metrics.jsonl", step, "Training")
     facts += _measured(run / "validation.jsonl", step, "Validation")
+
+    # How it was computed.
     if config is not None:
         from shardtrain.config import derived
 

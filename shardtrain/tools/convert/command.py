@@ -45,6 +45,7 @@ def import_main(words: Sequence[str]) -> int:
 
     if found.to.exists():
         raise ConfigError(f"{found.to} exists; give a new folder")
+    # a folder with a pickle alone is read as one with safetensors, which is there within the block
     with legacy.as_safetensors(found.folder, found.to) if found.legacy_bin else nullcontext(found.folder) as folder:
         _check_tokenizer(found.folder, found.vocab_size)
         model = importing.to_checkpoint(folder, found.to, found.dtype, found.vocab_size)
@@ -116,6 +117,8 @@ def export_main(words: Sequence[str]) -> int:
         from shardtrain.tools.convert.pushing import Push
 
         push = Push(found.push, found.private, found.overwrite_card)
+
+    # The repository has been looked at before anything is written: a token that may not write it ends the command here.
     status = _to_folder(found, push)
     if push is not None and status == 0:
         address = push.send(found.to or found.checkpoint)
@@ -141,6 +144,7 @@ def _to_folder(found: Any, push: Any) -> int:
         return 0
     if not 0.001 <= found.shard_gigabytes <= 1000:
         raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
+    # An upload that was cut off is continued: the folder that it wrote knows by its card of which checkpoint it is.
     if found.to.exists():
         of = "" if is_folder else _identity(found, step_of(found.checkpoint, found.config))
         if push is not None and of and card.exported(found.to) == of:
@@ -149,6 +153,8 @@ def _to_folder(found: Any, push: Any) -> int:
         raise ConfigError(f"{found.to} exists; give a new folder")
     if not is_hub_folder(found.checkpoint):
         return _export(found, found.checkpoint)
+
+    # From one Hugging Face folder to another, by a checkpoint that is removed at the end.
     from shardtrain.hf import importing
 
     for option in ("config", "adapter", "base_model"):
@@ -201,6 +207,9 @@ def _export(found: Any, path: Path) -> int:
     if FACT in manifest.read(checkpoint).facts:
         rule = "holds adapters and no model"
         raise ConfigError(f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
+
+    # Where the weights began: what an import noted, or the folder that the run's configuration names. It gives types,
+    # config.json and tokenizer.
     begun = source.of_checkpoint(checkpoint, manifest.read(checkpoint))
     if begun is None and "loaded" in options:
         from shardtrain.hf import origin
@@ -220,18 +229,16 @@ def _export(found: Any, path: Path) -> int:
     files = export(wanted)
     print(f"{found.to}: {', '.join(files)}; every weight was read back and is equal")
     if not any(one.has_tokenizer for one in wanted.sources()):
-        why = _no_tokenizer(wanted.tokenizer, options)
+        why = "the import noted none"
+        if wanted.tokenizer is not None:
+            why = f"{wanted.tokenizer} has no file of one"
+        elif "assets" in options:
+            why = f"the run's is {options['assets']!r}, and no folder"
         print(f"no tokenizer is among them: {why}; copy it there, or give --tokenizer")
     if found.check != "weights":
         _check_logits(wanted, found.check == "logits")
     _write_card(found, checkpoint, begun)
     return 0
-
-
-def _no_tokenizer(folder: Path | None, options: dict[str, Any]) -> str:
-    if folder is not None:
-        return f"{folder} has no file of one"
-    return f"the run's is {options['assets']!r}, and no folder" if "assets" in options else "the import noted none"
 
 
 def _check_logits(wanted: Export, must: bool, reason: str = "") -> None:

@@ -7,6 +7,7 @@ by one before the commit, so that the same command continues where it was interr
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -87,13 +88,12 @@ class Push:
             fix = "leave --private out, or make it private in its settings on the hub"
             raise self._wrong("exists and is public", fix)
         names = [str(file.rfilename) for file in info.siblings or []]
-        return info.sha, names, self._read_card(info.sha) if CARD in names else None
-
-    def _read_card(self, commit: str) -> str:
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as folder:
-            return self._hub.download(CARD, commit, Path(folder), force=True).read_text("utf-8", errors="replace")
+        text = None
+        if CARD in names:
+            with tempfile.TemporaryDirectory() as folder:
+                path = self._hub.download(CARD, info.sha, Path(folder), force=True)
+                text = path.read_text("utf-8", errors="replace")
+        return info.sha, names, text
 
     @property
     def keeps_card(self) -> bool:
@@ -117,6 +117,9 @@ class Push:
         if self.head is None:
             self._ask(lambda: self._api.create_repo(self.repo_id, private=self._private or None, exist_ok=False))
             tell(f"{self.repo_id}: created{', private' if self._private else ''}")
+
+        # Large files are stored one by one before the commit, which refers to them. If one fails, nothing of the upload
+        # can be seen in the repository, and the same command finds what is stored.
         additions: list[CommitOperationAdd] = []
         stored: list[str] = []
         for name in names:
@@ -129,6 +132,9 @@ class Push:
             if addition._is_uploaded:
                 stored.append(name)
                 tell(f"{name}: {format_bytes((folder / name).stat().st_size)}")
+
+        # One commit: the new files in, weights of an earlier upload out. It fails where somebody has changed the
+        # repository since it was looked at.
         stale = [name for name in self.theirs if _WEIGHTS.fullmatch(name) and name not in names]
         for name in stale:
             tell(f"{name}: taken out of {self.repo_id}, whose weights these replace")
@@ -142,17 +148,18 @@ class Push:
             )
         except ShardtrainError as error:
             raise self._not_all(error, stored, names) from error
-        self._read_back(folder, names, done.oid)
-        return f"{self._hub.endpoint}/{self.repo_id}"
 
-    def _read_back(self, folder: Path, names: list[str], commit: str) -> None:
-        info = self._ask(lambda: self._api.model_info(self.repo_id, revision=commit, files_metadata=True))
+        # Every file at that commit, by the hash that the hub has of it.
+        info = self._ask(lambda: self._api.model_info(self.repo_id, revision=done.oid, files_metadata=True))
         there = {str(file.rfilename): file for file in info.siblings or []}
         for name in names:
             expected = _expected(there[name]) if name in there else None
             if expected is None or _hash(folder / name, expected[0]) != expected[1]:
                 what = "is not in" if name not in there else "is another file in"
-                raise DataError(f"{name} {what} {self.repo_id} at {commit}; look at its .gitignore, and push it again")
+                raise DataError(
+                    f"{name} {what} {self.repo_id} at {done.oid}; look at its .gitignore, and push it again"
+                )
+        return f"{self._hub.endpoint}/{self.repo_id}"
 
     def _not_all(self, error: ShardtrainError, stored: list[str], names: list[str]) -> ShardtrainError:
         there = f"{', '.join(stored)} of {len(names)} files are stored" if stored else "no large file is stored"

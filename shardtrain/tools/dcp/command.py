@@ -57,6 +57,8 @@ def from_dcp(words: Sequence[str]) -> int:
     if "--help" in words or "-h" in words:
         print(_FROM_USAGE, end="")
         return 0
+
+    # --optimizer is ours; all other options are overrides of the configuration.
     rest = list(words)
     wanted: bool | None = None
     for place, word in enumerate(rest):
@@ -123,9 +125,11 @@ def to_dcp(words: Sequence[str]) -> int:
     count, whole = writing.to_dcp(checkpoint, found.output, model, found.names, groups)
     print(f"{found.output}: {count} tensors, each read back and equal")
     if not whole:
-        why = "as asked" if found.model_only else "the checkpoint has none of Adam or AdamW" if loaded else (
-            "their rates are in the run's configuration, which is not there: give --config"
-        )  # fmt: skip
+        why = "their rates are in the run's configuration, which is not there: give --config"
+        if found.model_only:
+            why = "as asked"
+        elif loaded:
+            why = "the checkpoint has none of Adam or AdamW"
         print(f"without the optimizer's state: {why}")
     return 0
 

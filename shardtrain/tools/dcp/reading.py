@@ -58,10 +58,14 @@ def from_dcp(
     network = models.build(module, config)
     parameters = dict(network.named_parameters())
     shapes = {name: tuple(tensor.shape) for name, tensor in {**parameters, **dict(network.named_buffers())}.items()}
+
+    # Which tensor of the folder is which of ours.
     there = _unwrapped(FlatFile(folder) if folder.is_file() else DcpFolder(folder))
     naming, prefix = recognise(model.name, config, shapes, there.tensors)
     weights = {name: prefix + naming.theirs(name) for name in shapes}
     _check(weights, shapes, there, f"{model.name} {model.flavor}")
+
+    # The step, by the train state or else by the folder's name, and the optimizer's state.
     step = _count(there, "step")
     found = Read(naming, _step_of_name(folder) if step is None else step, False)
     if step is None and any(name.startswith("train_state.step") for name in [*there.tensors, *there.objects]):
@@ -69,6 +73,9 @@ def from_dcp(
     if naming.kind == TORCHTITAN:
         found.notices += _other_angles(model.name, config, seq_len)
     states = _optimizer(there, naming, {name: shapes[name] for name in parameters}, with_optimizer, found)
+
+    # What else is in the folder: the embedding once more where ends are tied, state of the other program, which is
+    # left, and nothing that a model of this kind would not have.
     used = {*weights.values(), *states.values()}
     tied = {prefix + naming.theirs("head.weight")} if getattr(config, "tied_embeddings", False) else set()
     for name in tied & there.tensors.keys():
@@ -97,6 +104,8 @@ def from_dcp(
     if there.unread:
         types = [f"{name} ({dtype})" for name, dtype in there.unread.items()]
         found.notices.append(f"{listed(types)}: not taken, of a type that no weight has")
+
+    # Write them, tensor by tensor. A moment of the optimizer has the order of rows of its parameter.
     ours = {WEIGHTS_PREFIX + name: theirs for name, theirs in weights.items()}
     ours |= {f"optimizer.{name}": theirs for name, theirs in states.items()}
     kinds = {name: there.tensors[theirs] for name, theirs in ours.items()}
@@ -125,21 +134,27 @@ def from_dcp(
 
 
 def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], there: Folder, model: str) -> None:
-    missing = [theirs for theirs in weights.values() if theirs not in there.tensors]
-    integral = [
-        f"{theirs} {there.tensors[theirs].dtype}"
-        for theirs in weights.values()
-        if theirs in there.tensors and not there.tensors[theirs].dtype.startswith(("float", "bfloat"))
-    ]
-    wrong = [
-        f"{theirs} {list(there.tensors[theirs].shape)} in place of {list(shapes[name])}"
-        for name, theirs in weights.items()
-        if theirs in there.tensors and there.tensors[theirs].shape != shapes[name]
-    ]
+    """Raise CheckpointError where the folder does not hold every weight, in its shape and as a floating-point type."""
+    missing = []
+    integral = []
+    wrong = []
+    for name, theirs in weights.items():
+        if theirs not in there.tensors:
+            missing.append(theirs)
+            continue
+        tensor = there.tensors[theirs]
+        if not tensor.dtype.startswith(("float", "bfloat")):
+            integral.append(f"{theirs} {tensor.dtype}")
+        if tensor.shape != shapes[name]:
+            wrong.append(f"{theirs} {list(tensor.shape)} in place of {list(shapes[name])}")
     if missing or wrong or integral:
-        parts = [f"{len(missing)} missing: {listed(missing)}"] if missing else []
-        parts += [f"{len(integral)} of a type that is not trained: {listed(integral)}"] if integral else []
-        parts += [f"{len(wrong)} of another shape: {listed(wrong)}"] if wrong else []
+        parts = []
+        if missing:
+            parts.append(f"{len(missing)} missing: {listed(missing)}")
+        if integral:
+            parts.append(f"{len(integral)} of a type that is not trained: {listed(integral)}")
+        if wrong:
+            parts.append(f"{len(wrong)} of another shape: {listed(wrong)}")
         has = f" (it has {listed(sorted(there.tensors))})" if len(missing) == len(weights) else ""
         raise CheckpointError(
             f"{there.folder} is not {model}: {'; '.join(parts)}{has}; name the model, flavor and overrides that it was "

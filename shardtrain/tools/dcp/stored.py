@@ -51,7 +51,9 @@ _MAX_NAME = 1000
 _MAX_VALUE = 2**20
 _MAX_BYTES = 2**30
 """Of metadata; more are refused unread."""
-_FREE_STEPS, _BYTES_PER_STEP = 1_000_000, 16
+_FREE_STEPS = 1_000_000
+"""Steps of the unpickler that metadata may take in any case."""
+_BYTES_PER_STEP = 16
 """An honest part takes some 40 steps of the metadata and a thousand bytes of a file: so what is read of metadata is
 bounded by what the folder itself takes of a disk."""
 
@@ -108,7 +110,20 @@ class DcpFolder:
         steps = _FREE_STEPS + found // _BYTES_PER_STEP
         with damage(self._where):
             self._read(parse(self._bytes(), _NAMES, self._where, max_steps=steps))
-        self._check_files()
+
+        # Every file that the metadata names is there, and as long as they say.
+        every = [c.place for tensor in self.tensors.values() for c in tensor.chunks] + [*self.objects.values()]
+        ends: dict[str, int] = {}
+        for place in every:
+            ends[place.file] = max(ends.get(place.file, 0), place.begin + place.length)
+        for file, end in sorted(ends.items()):
+            path = self.folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is missing; {METADATA} names it: copy the whole folder")
+            if path.stat().st_size < end:
+                raise CheckpointError(
+                    f"{path} has {path.stat().st_size} bytes, and {METADATA} speaks of {end}: it is cut"
+                )
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, whole, on the CPU; raises CheckpointError where a byte is not the one that was written."""
@@ -121,7 +136,8 @@ class DcpFolder:
         whole = torch.empty(found.shape, dtype=getattr(torch, found.dtype))
         for chunk in found.chunks:
             box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            whole[box] = self._item(chunk.place, name, found.dtype, chunk.sizes)
+            with damage(self._part(chunk.place, name)):
+                whole[box] = self._tensor_of(chunk.place, name, found.dtype, chunk.sizes)
         return whole
 
     def value(self, name: str) -> Any:
@@ -149,6 +165,8 @@ class DcpFolder:
             ) from None
 
     def _read(self, whole: Any) -> None:
+        """Fill ``tensors``, ``objects`` and ``unread`` from metadata that was parsed, nothing of which is trusted."""
+        # Where each part lies, by the name and, for a part of a tensor, its offsets.
         table = _state(whole, f"{_DCP}.Metadata", self._where)
         described = _dict(table.get("state_dict_metadata"), self._where)
         places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
@@ -159,7 +177,10 @@ class DcpFolder:
             if not isinstance(name, str):
                 raise self._bad("has an invalid name of a tensor")
             places[name, None if offset is None else _size(offset, self._where)] = self._place(info)
-        budget = 10_000_000  # of boxes: tables in a pickle may be shared, and few bytes describe many
+
+        # Each tensor: its type, its shape, and the boxes that cover it. Tables in a pickle may be shared, so that few
+        # bytes describe many boxes: their number is bounded.
+        budget = 10_000_000
         for name, one in described.items():
             if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not name.isprintable():
                 raise self._bad("has an invalid name of a tensor")
@@ -172,6 +193,7 @@ class DcpFolder:
             facts = _state(one, f"{_DCP}.TensorStorageMetadata", self._where)
             properties = facts.get("properties")
             state = properties.state if isinstance(properties, Made) else None
+            # PyTorch pickles TensorProperties as a tuple that begins with the type; a table of fields is taken as well
             first = state.get("dtype") if isinstance(state, dict) else state[0] if isinstance(state, tuple) else None
             if not isinstance(first, Name) or str(first) not in _TYPES | _UNREAD:
                 raise self._bad("has a tensor without a type")
@@ -186,7 +208,8 @@ class DcpFolder:
             for chunk in _list(facts.get("chunks"), self._where):
                 budget -= 1
                 box = _state(chunk, f"{_DCP}.ChunkStorageMetadata", self._where)
-                offsets, sizes = (_size(box.get(key), self._where) for key in ("offsets", "sizes"))
+                offsets = _size(box.get("offsets"), self._where)
+                sizes = _size(box.get("sizes"), self._where)
                 place = places.get((name, offsets))
                 if budget < 0 or place is None:
                     raise self._bad(f"says nothing of where a part of {name} lies")
@@ -211,25 +234,8 @@ class DcpFolder:
             raise self._bad("has tensors that were changed as they were written (extensions of its writer)")
         return Place(file, begin, length)  # type: ignore[arg-type]
 
-    def _check_files(self) -> None:
-        every = [c.place for tensor in self.tensors.values() for c in tensor.chunks] + [*self.objects.values()]
-        ends: dict[str, int] = {}
-        for place in every:
-            ends[place.file] = max(ends.get(place.file, 0), place.begin + place.length)
-        for file, end in sorted(ends.items()):
-            path = self.folder / file
-            if not path.is_file():
-                raise CheckpointError(f"{path} is missing; {METADATA} names it: copy the whole folder")
-            if path.stat().st_size < end:
-                raise CheckpointError(
-                    f"{path} has {path.stat().st_size} bytes, and {METADATA} speaks of {end}: it is cut"
-                )
-
-    def _item(self, place: Place, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
-        with damage(self._part(place, name)):
-            return self._tensor_of(place, name, dtype, sizes)
-
     def _tensor_of(self, place: Place, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
+        """The tensor of one item, where it is the one that the metadata describe."""
         described, read = self._open(place, name)
         where = self._part(place, name)
         if not isinstance(described, Made) or str(described.name) not in torch_file.REBUILD:

@@ -105,9 +105,9 @@ def _optimizer(
         for moment in MOMENTS:
             sources[f"optimizer.state.{theirs}.{moment}"] = (f"optimizer.{name}.{moment}", name)
         group = dataclasses.asdict(options(name))
+        # a load asks for every field that this PyTorch has in a group of that kind, so one is made to look
         kind: type[torch.optim.Optimizer] = getattr(torch.optim, group.pop("name"))
         one = kind([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # type: ignore[call-arg]
-        # and what this PyTorch has in a group of that kind beside
         group = {**{key: value for key, value in one.param_groups[0].items() if key != "params"}, **group}
         objects |= {f"optimizer.param_groups.{theirs}.{key}": value for key, value in group.items()}
     state = stored.facts["state"]
