@@ -99,6 +99,7 @@ def own_counts(e: Evidence) -> str | None:
     for unit, shares in splits.items():
         if len(shares) < 2:
             continue
+        # the share's gradient is divided by the count of the whole batch, and is to be by its own
         total: Tensor | None = torch.zeros_like(e.theirs(e.suspect))
         for rows in shares:
             part = e.shares.gradient(e.suspect, rows)
@@ -118,6 +119,9 @@ def micro_batch(e: Evidence) -> str | None:
     parts = [e.shares.gradient(e.suspect, e.micro_rows_of(index)) for index in range(e.num_micro)]
     if any(part is None for part in parts):
         return None
+
+    # The gradient of the step without one of them, with one of them twice, and of the first or last alone: as where
+    # gradients are zeroed or kept at the wrong micro-batch.
     known = [part for part in parts if part is not None]
     whole = torch.stack(known).sum(0)
     last = e.num_micro
@@ -212,6 +216,7 @@ def positions(e: Evidence) -> str | None:
     """Under cp each part's positions are wrong, or attention over the parts is."""
     if e.size("cp") == 1 or not e.first.loss_differs:
         return None
+    # what one process gives with the positions of a wrong split; else the first attention core itself is compared
     for text, wrong in _wrong_positions(e):
         if e.explains_loss(e.shares.loss(wrong.expand_as(e.batch.positions_BT)), 2e-6):
             return f"wrong positions under cp: {text}"
@@ -238,6 +243,8 @@ def _core(e: Evidence) -> str | None:
     """Compare what the first attention core is given and gives with one process's."""
     step = e.first.step
     ours = e.expected.record.parts
+
+    # Of the first micro-batch: this rank's rows, its part of the sequence and its heads.
     outcome: dict[str, float] = {}
     for record in e.records:
         for name in ("q", "k", "v", "out"):
@@ -287,6 +294,8 @@ def balance_loss(e: Evidence) -> str | None:
     mine = e.mine(e.suspect)
     if mine is None:
         return None
+
+    # The gradient is that of the loss, plus so many times that of the balance losses (least squares).
     balance = whole - without
     factor = float(((mine - without) * balance).sum() / balance.square().sum())
     if changes_nothing(e, factor) or not e.explains(e.suspect, lambda _: without + factor * balance):
@@ -299,6 +308,7 @@ def clipped_otherwise(e: Evidence) -> str | None:
     norm = e.expected.total(e.first.step)
     if e.first.loss_differs or any(abs(r.norms[e.first.step] - norm) > 1e-4 * norm for r in e.records):
         return None
+    # each rank's part is one factor times one process's, and the factors may differ between ranks
     factors = {}
     for record, part, slices in e.holders(e.suspect):
         theirs = e.theirs(e.suspect)[slices]

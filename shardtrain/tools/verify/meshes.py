@@ -71,9 +71,11 @@ class Plan:
     @property
     def described_options(self) -> str:
         """The options in short, as the table has them: "reshard always, recompute full"."""
-        parts = [f"reshard {self.options[RESHARD]}"] if RESHARD in self.options else []
+        parts = []
+        if RESHARD in self.options:
+            parts.append(f"reshard {self.options[RESHARD]}")
         if RECOMPUTE in self.options:
-            parts.append(" ".join(["recompute", self.options[RECOMPUTE], str(self.options.get(SELECTIVE, ""))]).strip())
+            parts.append(f"recompute {self.options[RECOMPUTE]} {self.options.get(SELECTIVE, '')}".strip())
         return ", ".join(parts)
 
     @property
@@ -94,13 +96,15 @@ def read(text: str) -> dict[str, int]:
     ({'tp': 2, 'pp': 2}, {'ep': 2, 'dp_shard': 2})
     """
     degrees: dict[str, int] = {}
-    if (words := text.split()) and len(words) > 1 and "," not in text:
+    words = text.split()
+    if len(words) > 1 and "," not in text:
         fix = f"write {','.join(words)}"
         raise ConfigError(Problem("--mesh", text, "has no commas between its axes", fix, "command line"))
     for part in text.split(","):
         axis, _, degree = (piece.strip() for piece in part.partition("="))
         where = "command line"
         if axis not in OPTIONS:
+            # "tp2" and "tp:2", or a configuration that was taken for the value of --mesh
             close = re.fullmatch(rf"({'|'.join(OPTIONS)})[:_ ]?(\d+)", axis)
             fix = f"write {close[1]}={close[2]}" if close else f"axes are {', '.join(OPTIONS)}"
             if "=" not in part and (text.endswith((".toml", ".py")) or text in presets.names()):
@@ -112,6 +116,7 @@ def read(text: str) -> dict[str, int]:
             rule = f'gives {axis} the degree "{degree}"'
             raise ConfigError(Problem("--mesh", text, rule, f"write it like {axis}=2", where))
         degrees[axis] = int(degree)
+    # ep is dealt out over ranks of the other axes: with too few of them, ranks of dp_shard are added
     experts = degrees.get("ep", 1)
     if "dp_shard" not in degrees and degrees.get("cp", 1) * degrees.get("tp", 1) % experts:
         degrees["dp_shard"] = experts
@@ -145,12 +150,15 @@ def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[Plan]:
     if own and own not in names:
         names.insert(0, own)
     plans = [plan for name in names for plan in _plans(loaded, name, schedules)]
+
+    # Meshes with other options. Of pipelines, schedules that are asked for are all that are tried.
     for name, options in DEFAULT_OPTIONS:
+        if schedules and "pp" in name:
+            continue
         schedule = options.get("parallelism.pipeline_parallel_schedule", "")
         if not schedule and "pp" in name:
             schedule = loaded.config.parallelism.pipeline_parallel_schedule
-        if not (schedules and "pp" in name):  # schedules that are asked for are all that are tried
-            plans.append(_plan(loaded, name, schedule, read(name), options))
+        plans.append(_plan(loaded, name, schedule, read(name), options))
     return plans
 
 
@@ -171,12 +179,16 @@ def of_run(loaded: Loaded) -> list[str]:
     p = loaded.config.parallelism
     own = {axis: getattr(p, OPTIONS[axis]) for axis in ("tp", "pp", "cp", "ep") if getattr(p, OPTIONS[axis]) > 1}
     least = {axis: next(n for n in range(2, degree + 1) if degree % n == 0) for axis, degree in own.items()}
+
+    # All together, if that fits into eight ranks: first at the run's own degrees, then at the least.
     for degrees in (own, least):
         words = [",".join(f"{axis}={degree}" for axis, degree in degrees.items())]
         if _ranks(words[0]) <= MAX_DEFAULT_RANKS:
             break
     else:
         words = [f"{axis}={degree}" for axis, degree in least.items()]
+
+    # Heads may not survive being dealt to as many ranks as in the run, whatever they do on fewer.
     tp = own.get("tp", 1)
     if degrees.get("tp", 1) < tp <= MAX_DEFAULT_RANKS:
         words.append(f"tp={tp}")
@@ -198,30 +210,33 @@ def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[Plan]:
 def _plan(
     loaded: Loaded, mesh: str, schedule: str, degrees: Mapping[str, int], options: Mapping[str, Any] | None = None
 ) -> Plan:
-    values: dict[str, Any] = {option: degrees.get(axis, 1) for axis, option in OPTIONS.items()}
-    if schedule:
-        values["pipeline_parallel_schedule"] = schedule
-    rows = rows_per_data_rank(degrees)
-    data_ranks = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
-    batch = {"local_batch_size": rows, "global_batch_size": rows * data_ranks}
-    parallelism = {
-        **values,
+    """A mesh as a configuration, checked by the rules of the configuration itself."""
+    parallelism: dict[str, Any] = {option: degrees.get(axis, 1) for axis, option in OPTIONS.items()}
+    parallelism |= {
         "pipeline_parallel_microbatch_size": 1,
         "pipeline_parallel_layers_per_stage": None,
         "module_fqns_per_model_part": None,
     }
+    if schedule:
+        parallelism["pipeline_parallel_schedule"] = schedule
     if degrees.get("dp_replicate", 1) == 1:
         parallelism["shard_optimizer_states"] = False  # without replicas there is nothing to split it over
+    rows = rows_per_data_rank(degrees)
+    data_ranks = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    batch = {"local_batch_size": rows, "global_batch_size": rows * data_ranks}
+
+    # Options that count as set by --mesh: a rule that one of them breaks is an error of the mesh.
     of_mesh = {f"parallelism.{OPTIONS[axis]}" for axis in degrees}
-    of_mesh |= {"parallelism.pipeline_parallel_schedule"} if schedule else set()
+    if schedule:
+        of_mesh.add("parallelism.pipeline_parallel_schedule")
     sections: dict[str, dict[str, Any]] = {"parallelism": parallelism, "training": batch}
     for option, value in (options or {}).items():
         section, _, name = option.partition(".")
         sections.setdefault(section, {})[name] = value
         of_mesh.add(option)
     loaded = changed(loaded, sections, of_mesh, f"--mesh {mesh}")
-    found = [*configs.check(loaded), *configs.unavailable(loaded)]
-    return Plan(mesh, schedule, degrees, loaded, "\n".join(str(problem) for problem in found), options or {})
+    problems = [*configs.check(loaded), *configs.unavailable(loaded)]
+    return Plan(mesh, schedule, degrees, loaded, "\n".join(map(str, problems)), options or {})
 
 
 def rows_per_data_rank(degrees: Mapping[str, int]) -> int:

@@ -176,6 +176,7 @@ def _smaller_size(
     name: str, value: int, factor: int, fewer: int, tp: int, heads: Mapping[str, int], clamp: bool
 ) -> dict[str, int]:
     """One field with its smaller value; nothing where it stays."""
+    # Names that say what is not to be divided come first: a base of rotary angles, a length, a vocabulary, a count.
     if _NOT_A_SIZE.search(name) or value < 16:
         return {}
     if _LENGTH.search(name):
@@ -186,6 +187,8 @@ def _smaller_size(
         return {name: _EXPERTS} if clamp and value > _EXPERTS and value % _EXPERTS == 0 else {}
     if _COUNT.search(name) and not name.endswith(("dim", "size", "embd", "inner")):
         return {}
+
+    # A width. With fewer heads each keeps more of it; what heads divide, and what tp divides, they still divide.
     if "head" in name:
         return {name: value * fewer // factor}
     dealt = [4 * count // fewer for count in heads.values() if value % count == 0]  # a head keeps 4 features or more

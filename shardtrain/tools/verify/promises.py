@@ -168,6 +168,7 @@ class _Prober:
         """Other tokens in one document change no logit of the next, where the model receives documents at all."""
         if "documents_BT" not in inspect.signature(self._model.forward).parameters:
             return []
+        # two documents in each row: every token of the first is changed, and the logits of the second are compared
         half = self._tokens_BT.size(1) // 2
         documents_BT = (torch.arange(self._tokens_BT.size(1)) >= half).long().expand_as(self._tokens_BT)
         before = self._model(self._tokens_BT, self._positions_BT, documents_BT=documents_BT)
@@ -276,6 +277,7 @@ class _Prober:
 
     def _runs_as_colwise(self, halved: nn.Module, path: str) -> bool:
         """Whether layers run where the linear of this name has half of its outputs in place of its inputs."""
+        # in every layer the linear of this name is taken from the whole model again, and halved the other way
         before = f"{self._layout.layers}."
         name = path.removeprefix(before).partition(".")[2]
         tried = copy.deepcopy(halved)
@@ -289,6 +291,7 @@ class _Prober:
 
     def _whole_beside_halves(self, halved: nn.Module) -> str:
         """The linear that every layer has whole, where layers run once half of its outputs are left; "" for none."""
+        # linears called "replicate", by their name within a layer: each kind is halved alone, in all layers
         before = f"{self._layout.layers}."
         whole: dict[str, list[str]] = {}
         for path, module in halved.named_modules():

@@ -63,7 +63,9 @@ def _with(row: Row) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    initial = "-" if row.initial is None else "bitwise" if row.initial == 0 else f"{row.initial} differ"
+    initial = "-"
+    if row.initial is not None:
+        initial = "bitwise" if row.initial == 0 else f"{row.initial} differ"
     errors = ("-" if value is None else f"{value:.1e}" for value in (row.loss, row.gradient, row.norm, row.weights))
     seconds = f"{row.seconds:.1f}" if row.verdict != "not possible" else "-"
     return (row.mesh, _with(row) or "-", initial, *errors, row.verdict, seconds)
@@ -71,9 +73,12 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def document(model: str, notes: Sequence[str], rows: Sequence[Row]) -> str:
     """One JSON document: model, what was changed for the test, and the rows; an infinite error is null."""
-    finite = [
-        {k: None if isinstance(v, float) and v in (float("inf"), float("-inf")) else v for k, v in asdict(row).items()}
-        for row in rows
-    ]
+    finite = []
+    for row in rows:
+        fields = asdict(row)
+        for name, value in fields.items():
+            if isinstance(value, float) and value in (float("inf"), float("-inf")):  # JSON has no infinity
+                fields[name] = None
+        finite.append(fields)
     document = {"model": model, "notes": list(notes), "rows": finite, "exit_code": exit_code(rows)}
     return json.dumps(document, indent=2, allow_nan=False)

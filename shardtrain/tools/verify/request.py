@@ -59,11 +59,12 @@ def read(words: Sequence[str]) -> Request:
     if taken.help:
         return Request(help=True)
     own = taken.own
-    real_only = {"--memory"} if "--memory" in own and "--real" not in own else set()
-    elsewhere = {"--mesh", "--schedule", "--steps", "--full"} & own.keys()
-    if unused := sorted(real_only or (elsewhere if "--real" in own else set())):
-        rule = "has no effect " + ("without --real" if real_only else "with --real, whose meshes and sizes are fixed")
-        raise ConfigError(Problem(unused[0], None, rule, "leave it out", "command line"))
+    if "--memory" in own and "--real" not in own:
+        raise ConfigError(Problem("--memory", None, "has no effect without --real", "leave it out", "command line"))
+    if "--real" in own:
+        for option in sorted({"--mesh", "--schedule", "--steps", "--full"} & own.keys()):
+            rule = "has no effect with --real, whose meshes and sizes are fixed"
+            raise ConfigError(Problem(option, None, rule, "leave it out", "command line"))
     path, overrides = taken.configuration()
     return Request(
         path,

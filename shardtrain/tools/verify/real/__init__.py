@@ -337,14 +337,10 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    error = "-" if row.error is None else f"{row.error:.1e}" if row.error else "0"
+    error = "-"
+    seconds = "-"
+    if row.error is not None:
+        error = f"{row.error:.1e}" if row.error else "0"
+        seconds = f"{row.seconds:.1f}"
     limit = f"{row.limit:.1e}" if row.limit else "0"
-    return (
-        row.check,
-        row.size,
-        row.mesh,
-        error,
-        limit,
-        row.verdict,
-        f"{row.seconds:.1f}" if row.error is not None else "-",
-    )
+    return row.check, row.size, row.mesh, error, limit, row.verdict, seconds
