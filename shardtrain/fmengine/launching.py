@@ -55,6 +55,8 @@ def deepspeed(words: list[str]) -> int:
             raise ConfigError(
                 Problem(f"--{name}", text, "must be a whole number above 0", "correct it", "command line")
             )
+
+    # On the hosts of a hostfile, or on this machine alone, as DeepSpeed decides it.
     several = _hosts(options)
     if several:
         return _on_hosts(options, flags, several)
@@ -70,6 +72,7 @@ def torchrun(words: list[str]) -> int:
     at = next((n for n, word in enumerate(words) if word.endswith("cli/train.py")), None)
     if at is not None and any(word.partition("=")[0] == FLAG for word in words[at:]):
         words = [*words[:at], "-m", "shardtrain.fmengine", "train", *words[at + 1 :]]
+    # this process becomes PyTorch's launcher: signals and the exit status are its own, and nothing is flushed later
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
 
@@ -152,21 +155,28 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
     """Write the configuration that the flags ask for where all hosts see it, and start it on them by ssh."""
     from shardtrain.launch import command, hostfile
 
+    # The hosts, chosen as `launch ssh` will choose them, to know how many processes there are.
     named: dict[str, str] = {"hostfile": words[1]}
     named.update({name: options[name] for name in ("include", "exclude") if name in options})
     launch = config.load(None, [f"--launch.ssh.{name}={text}" for name, text in named.items()]).config.launch
     count = int(options["num_nodes"]) if "num_nodes" in options else None
     chosen = hostfile.chosen(launch, count)
     each = int(options.get("num_gpus", chosen[0].slots or 1))
-    if len(chosen) == 1:  # taken for this machine, and reached by no ssh, as there
+
+    # DeepSpeed takes a single host for this machine, whatever its name, and uses no ssh.
+    if len(chosen) == 1:
         if chosen[0].devices is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, chosen[0].devices))
         return train(["--nproc", str(each), *flags])
+
+    # --num_gpus means the first devices of each host.
     if "num_gpus" in options and chosen[0].slots and each < chosen[0].slots and "include" not in options:
-        devices = ",".join(map(str, range(each)))  # the first of each host, as there
+        devices = ",".join(map(str, range(each)))
         words = [*words, "--include", "@".join(f"{host.name}:{devices}" for host in chosen)]
     elif "num_gpus" in options:
         words = [*words, "--nproc", options["num_gpus"]]
+
+    # The flags as a file of ours in the output folder, which all hosts see.
     loaded = migrate.load_flags(flags, each * len(chosen), follow=False)
     folder = Path(loaded.config.job.dump_folder)
     file = folder / "fmengine.toml"
@@ -177,10 +187,13 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
         raise StorageError(f"{file}: cannot be written ({error.strerror}); name another --output_dir") from None
     for notice in loaded.notices:
         print(notice, file=sys.stderr)
+
+    # Folder, interpreter and variables as here.
     carried = sorted(name for name in os.environ if name.startswith(_CARRIED))
-    more = ["--launch.workdir", os.getcwd(), "--launch.python", sys.executable]
-    more += ["--launch.forward_env", *carried] if carried else []
-    return command.main(["ssh", str(file.absolute()), *words, *more])
+    words = [*words, "--launch.workdir", os.getcwd(), "--launch.python", sys.executable]
+    if carried:
+        words += ["--launch.forward_env", *carried]
+    return command.main(["ssh", str(file.absolute()), *words])
 
 
 def _local_devices(options: dict[str, str]) -> str:

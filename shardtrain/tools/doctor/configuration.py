@@ -50,6 +50,7 @@ def judge(reports: Reports) -> Iterator[Finding]:
     """A row for each problem and note, with the ranks that have it where not all do."""
     by_rank = reports.of(AREA)
     verdicts: tuple[tuple[str, Verdict], ...] = (("problems", "fail"), ("notes", "warn"))
+    # a problem ends with its fix, after the last semicolon
     clean = True
     for kind, verdict in verdicts:
         texts = list(dict.fromkeys(text for facts in by_rank.values() for text in facts[kind]))

@@ -45,6 +45,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     context.line.mark("a matrix product")
     a, b = operands(device, dtype)
     facts["exact"] = is_exact(a, b)
+    # its health is asked while it multiplies, and its rate measured after that, when it is warm
     if context.device != "cpu":
         facts["uuid"] = health.uuid_of(device)
         facts["health"] = _under_load(facts["uuid"], a, b)

@@ -41,6 +41,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     from shardtrain.launch.environment import unseen_devices, usable_cores
     from shardtrain.utils.log import redact
 
+    # other variables may be secrets, and even of these a value may hold one
     names = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and name not in _HARMLESS]
     facts["variables"] = {name: redact(os.environ[name])[:80] for name in names}
     facts["interfaces"] = [name for _, name in socket.if_nameindex()]

@@ -63,6 +63,7 @@ def ulimits() -> dict[str, int]:
 
 def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     """CPUs that the cgroup of this process allows (version 2, then 1), or 0 without a quota."""
+    # version 2 has both numbers in one file, "max 100000" without a quota; version 1 has -1 for none
     for quota, period in (("cpu.max", ""), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         words = _text(root / quota).split() + (_text(root / period).split() if period else [])
         if len(words) == 2 and words[0] not in ("max", "-1") and int(words[1]):

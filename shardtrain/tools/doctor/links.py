@@ -41,6 +41,7 @@ def network_cards(root: Path = Path("/sys/class")) -> list[Facts]:
         found.append({"name": f"{card.name}:{port.name}", "kind": "infiniband", "up": up, "rate": rate})
     for card in sorted(root.glob("net/*")):
         speed = re.match(r"\d+$", _text(card / "speed"))
+        # bridges, loopback and other interfaces of software have no device behind them
         if card.name in behind or not (card / "device").exists():
             continue
         up = _text(card / "operstate") == "up"

@@ -207,6 +207,7 @@ def _crossing(reports: Reports, group: Sequence[int], groups: Sequence[Sequence[
 
 def _pairs(reports: Reports) -> Iterator[Finding]:
     """A rank is as fast as its better pair: a slow one is slow with both neighbours, they with it alone."""
+    # neighbours within a host, and between hosts: other links, so they are not compared with each other
     kinds: dict[str, dict[int, float]] = {}
     for rank, facts in reports.of(AREA).items():
         for one in facts["pairs"]:
@@ -224,6 +225,7 @@ def _cards(reports: Reports) -> Iterator[Finding]:
     """Ports of the fabric that are down, or fewer than on other hosts."""
     if len(reports.hosts()) < 2:
         return
+    # all ranks of a host see the same cards, and its first one speaks for it
     first = {host: ranks[0] for host, ranks in reports.hosts().items() if ranks[0] in reports.of(AREA)}
     cards = {host: reports.of(AREA)[rank]["cards"] for host, rank in first.items()}
     fabric = {host: [card for card in found if card["kind"] == "infiniband"] for host, found in cards.items()}

@@ -47,6 +47,7 @@ def norm_error(gradient: torch.Tensor) -> float:
     """Relative distance of the trainer's norm of a gradient from that in float64."""
     from shardtrain.ops.dtensor import squared_norm
 
+    # in blocks: a float64 copy of all of it would take twice the memory again
     exact = sum(float(block.double().square().sum()) for block in gradient.split(_BLOCK))
     return abs((float(squared_norm([gradient])) / exact) ** 0.5 - 1)
 

@@ -56,6 +56,7 @@ def slow(rates: Mapping[int, float]) -> list[int]:
     if len(rates) == 2:
         limit = SURELY_SLOW * max(rates.values())
     else:
+        # 1.4826 makes the median absolute deviation the standard deviation of normal numbers
         median = statistics.median(rates.values())
         deviation = statistics.median(abs(rate - median) for rate in rates.values())
         spread = max(1.4826 * deviation, LEAST_SPREAD * median)

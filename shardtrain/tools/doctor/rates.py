@@ -19,6 +19,8 @@ def of(reports: Reports) -> Facts:
     flops: dict[str, float] = {}
     for facts in found:
         flops[facts["dtype"]] = min(facts["rate"], flops.get(facts["dtype"], facts["rate"]))
+
+    # Of each collective on each axis the slowest group, which the others wait for; of a group the median rank.
     groups: dict[tuple[str, str, int], list[Facts]] = {}
     for facts in reports.of(network.AREA).values():
         for one in facts["collectives"]:

@@ -123,6 +123,7 @@ def _write(place: Place) -> Facts:
 def write_rate(folder: Path) -> float:
     """Bytes per second of a durable write; the file has no name while it is written, so nothing can be left."""
     piece = memoryview(os.urandom(PIECE_BYTES))
+    # random bytes, which no filesystem compresses, to the disk and not to its cache alone
     descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     try:
         os.unlink(name)
@@ -302,12 +303,13 @@ def _shared(reports: Reports, option: str) -> Iterator[Finding]:
 def _rate(reports: Reports, option: str) -> Iterator[Finding]:
     """Written by all ranks at once, so what a host can do is the sum over its ranks."""
     by_rank = {rank: facts["folders"].get(option, {}) for rank, facts in reports.of(AREA).items()}
-    hosts = {
-        host: [by_rank[rank]["rate"] for rank in ranks if by_rank.get(rank, {}).get("rate")]
-        for host, ranks in reports.hosts().items()
-    }
-    first = {ranks[0]: host for host, ranks in reports.hosts().items()}
-    rates = {rank: sum(hosts[host]) for rank, host in first.items() if hosts[host]}
+    first: dict[int, str] = {}  # a host by its first rank, which stands for it
+    rates: dict[int, float] = {}
+    for host, ranks_of_host in reports.hosts().items():
+        first[ranks_of_host[0]] = host
+        of_host = [by_rank[rank]["rate"] for rank in ranks_of_host if by_rank.get(rank, {}).get("rate")]
+        if of_host:
+            rates[ranks_of_host[0]] = sum(of_host)
     if not rates or option == "temporary folder":
         return
     least = min(rates, key=lambda rank: (rates[rank], rank))

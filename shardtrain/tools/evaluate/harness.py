@@ -81,6 +81,7 @@ class Engine(TemplateLM):
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
         """Of each continuation its log-likelihood after the context, and whether it is what greedy decoding gives."""
+        # The input is all but the last token, and the last of it are the targets of the continuation.
         rows = []
         for _texts, context, continuation in requests:
             whole = [*context, *continuation][-(self.max_length + 1) :]
@@ -114,6 +115,8 @@ class Engine(TemplateLM):
         opened = self._opened
         found = [""] * len(requests)
         generator = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
+
+        # Requests with the same options are sampled together, rows of like length in a batch.
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)

@@ -56,6 +56,7 @@ def _sections(asked: Request, opened: OpenedModel) -> dict[str, Validation]:
     """Each set by its name: those of --data, or that of the run where neither they nor tasks are named."""
     own = opened.config.validation
     width = opened.width
+    # sequences that the ranks can split, no longer than the model was trained on
     if asked.data:
         tokens = asked.seq_len or max(width, min(opened.config.training.seq_len, _TOKENS) // width * width)
         return {

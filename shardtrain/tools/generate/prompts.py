@@ -29,6 +29,7 @@ class Row:
 
     def with_prediction(self, field: str, prediction: str) -> str:
         """The object as it was written, with one field more."""
+        # the closing brace is moved: writing the values again would change numbers, spaces and escapes
         comma = ", " if self.values else ""
         return f"{self.line[:-1].rstrip()}{comma}{json.dumps(field)}: {json.dumps(prediction, ensure_ascii=False)}}}"
 
@@ -116,6 +117,7 @@ def check_output(path: Path) -> None:
 
 def write_rows(path: Path, rows: Sequence[Row], predictions: Sequence[str], field: str) -> None:
     """Write all rows with their predictions, or nothing."""
+    # under a name of this process until it is whole and on the disk
     lines = (row.with_prediction(field, text) for row, text in zip(rows, predictions, strict=True))
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

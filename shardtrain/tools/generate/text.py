@@ -32,6 +32,8 @@ class Text:
     def of(self, new: Sequence[int]) -> str:
         """The text of the new tokens, without what ended it."""
         kept = list(new[:-1]) if new and new[-1] in self._stop_ids else list(new)
+        # Decoded behind the end of the prompt, since a tokenizer may drop a space at the beginning of a text. Where the
+        # prompt ends within a character its own text changes, and the new tokens are decoded alone.
         whole = self._tokenizer.decode([*self._context, *kept])
         text = whole.removeprefix(self._before) if whole.startswith(self._before) else self._tokenizer.decode(kept)
         places = [text.find(stop) for stop in self._stops if stop in text]
@@ -41,8 +43,8 @@ class Text:
         """What of the text no later token can change: without half a character, or the beginning of a stop text."""
         text = self.of(new).rstrip(_INCOMPLETE)
         for stop in self._stops:
-            held = next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
-            text = text[: len(text) - held] if held else text
+            begun = next((size for size in range(len(stop) - 1, 0, -1) if text.endswith(stop[:size])), 0)
+            text = text[: len(text) - begun]
         return text
 
 
