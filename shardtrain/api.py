@@ -95,12 +95,14 @@ class Trainer:
         """
         if isinstance(config, Loaded):
             if options:
-                rule, fix = "cannot be given beside a configuration that is loaded", "give them to load_config"
+                rule = "cannot be given beside a configuration that is loaded"
+                fix = "give them to load_config"
                 raise ConfigError(Problem("options", dict(options), rule, fix))
             self._loaded = config
         else:
             self._loaded = load_config(config, options)
-        self._stack, self._environment = ExitStack(), _EnvironmentChanges()
+        self._stack = ExitStack()
+        self._environment = _EnvironmentChanges()
         self._stack.callback(self._environment.undo)
         self._stack.callback(_restore, (log.logger.level, log.logger.propagate), _switches())
         self._stack.callback(setattr, sys, "excepthook", sys.excepthook)  # a process group puts its rank before traces
@@ -173,7 +175,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leave the process group and the folder; a second call does nothing."""
-        self._closed, self._open = True, None
+        self._closed = True
+        self._open = None
         self._stack.close()
 
     def __enter__(self) -> Trainer:
@@ -302,7 +305,8 @@ def plan(
     loaded = config if isinstance(config, Loaded) and not options else None
     if loaded is None:
         if isinstance(config, Loaded):
-            rule, fix = "cannot be given beside a configuration that is loaded", "give them to load_config"
+            rule = "cannot be given beside a configuration that is loaded"
+            fix = "give them to load_config"
             raise ConfigError(Problem("options", dict(options or {}), rule, fix))
         loaded = load_config(config, options)
     row = hardware.find(device)
@@ -386,7 +390,8 @@ class _EnvironmentChanges:
             yield
         finally:
             for name in before.keys() | os.environ.keys():
-                was, now = before.get(name), os.environ.get(name)
+                was = before.get(name)
+                now = os.environ.get(name)
                 if was != now:
                     self._changes[name] = (self._changes.get(name, (was, None))[0], now)
 

@@ -141,9 +141,11 @@ def _dispatch(words: list[str]) -> int:
     if not words:
         fix = f"use one of {', '.join(names)}, as in shardtrain train debug; shardtrain --help says what each does"
         raise ConfigError(Problem("shardtrain", None, "needs a verb", fix, "command line"))
-    verb, rest = words[0], words[1:]
+    verb = words[0]
+    rest = words[1:]
     if verb == "help" and rest:
-        verb, rest = rest[0], [*rest[1:], "--help"]
+        verb = rest[0]
+        rest = [*rest[1:], "--help"]
     if verb not in VERBS:
         near = [_OTHER_NAMES[verb]] if verb in _OTHER_NAMES else difflib.get_close_matches(verb, names, 1)
         fix = f"did you mean {near[0]}?" if near else f"use one of {', '.join(names)}"
@@ -194,7 +196,8 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
     from shardtrain.launch import environment
     from shardtrain.tools import migrate
 
-    path, overrides = Path(arguments.path), arguments.overrides
+    path = Path(arguments.path)
+    overrides = arguments.overrides
     if environment.is_rank(os.environ) and not arguments.nnodes:
         world = os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS", "")
         return migrate.open_file(path, overrides, int(world) if world.isdecimal() else None, verb=verb)[0], arguments
@@ -380,7 +383,8 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
         return []
     import shlex
 
-    config, found = loaded.config, []
+    config = loaded.config
+    found = []
     folder = shlex.quote(config.job.dump_folder)
     if activate:
         found.append(activate)

@@ -88,7 +88,8 @@ def matches(path: str, pattern: str) -> bool:
     >>> matches("layers.3.attn.wq", "layers.*.attn.w[!o]"), matches("layers.3.ffn.w1", "layers.*")
     (True, False)
     """
-    names, globs = path.split("."), _globs(pattern)
+    names = path.split(".")
+    globs = _globs(pattern)
     return len(names) == len(globs) and all(glob.match(name) for name, glob in zip(names, globs, strict=True))
 
 

@@ -46,7 +46,8 @@ def _read(words: list[str]) -> tuple[str, str, list[str]]:
     from shardtrain.tools import migrate
     from shardtrain.tools.migrate import universal_trainer
 
-    rest, path = list(words), None
+    rest = list(words)
+    path = None
     for place, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name == "--params":

@@ -1,4 +1,4 @@
-"""When to save, if not every so many steps: by the clock, or as often as costs least for a stated rate of failures."""
+"""When to save: every so many steps, by the clock, or as often as costs least for a stated rate of failures."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from shardtrain.checkpoint.async_save import Saving
+from shardtrain.checkpoint.best import Best
 from shardtrain.config.schema import Checkpoint
 from shardtrain.utils.log import logger
 
@@ -37,6 +39,27 @@ def useful_share(interval_seconds: float, stall_seconds: float, mttf_seconds: fl
     """
     lost = (restart_seconds + interval_seconds / 2) / mttf_seconds
     return max(0.0, (1 - lost) / (1 + stall_seconds / interval_seconds))
+
+
+class IsDue:
+    """Whether to save after a step: by its number, by the first rank's clock, or as the best so far."""
+
+    def __init__(self, options: Checkpoint, saving: Saving, best: Best) -> None:
+        self._options = options
+        self._saving = saving
+        self._best = best
+
+    def __call__(self, step: int, total_steps: int) -> bool:
+        """Equal on all ranks: the clock is heard of in the sums that begin a step, and so is the best result."""
+        options = self._options
+        if not options.enable or options.load_only:
+            return False
+        first = options.enable_first_step_checkpoint and step == 1
+        by_number = options.interval_type == "steps" and step % options.interval == 0
+        by_number |= options.hf_interval > 0 and step % options.hf_interval == 0
+        by_clock = self._saving.by_clock and self._saving.due
+        is_best = bool(options.keep_best) and self._best.is_new(step)
+        return first or step == total_steps or by_number or by_clock or is_best
 
 
 class Interval:

@@ -33,7 +33,7 @@ from shardtrain.checkpoint.async_save import Saving, Staging, Writing
 from shardtrain.checkpoint.best import Best
 from shardtrain.checkpoint.collectives import all_ranks, all_ranks_to_first, any_rank, broadcast_json, first_rank
 from shardtrain.checkpoint.exports import Exporter
-from shardtrain.checkpoint.interval import Interval
+from shardtrain.checkpoint.interval import Interval, IsDue
 from shardtrain.checkpoint.manifest import Manifest, StoredFile
 from shardtrain.checkpoint.storage import Place, storage_of
 from shardtrain.config.schema import Checkpoint, Config
@@ -74,6 +74,7 @@ class Saver:
         self.saving.by_clock = self._saves and self._options.interval_type != "steps"
         if self._is_first and self.saving.by_clock:
             self.saving.is_time = self.interval.is_time
+        self.is_due = IsDue(self._options, self.saving, self.best)
         self.saved_step = 0
         """The newest step that is on disk, or that the run began with; equal on all ranks."""
         self.failures_in_a_row = self.skipped = 0
@@ -90,18 +91,6 @@ class Saver:
     @property
     def _saves(self) -> bool:
         return self._options.enable and not self._options.load_only
-
-    def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether to save after this step: by its number, by the first rank's clock, or as the best so far."""
-        options = self._options
-        if not self._saves:
-            return False
-        first = options.enable_first_step_checkpoint and step == 1
-        by_number = options.interval_type == "steps" and step % options.interval == 0
-        by_number |= options.hf_interval > 0 and step % options.hf_interval == 0
-        by_clock = self.saving.by_clock and self.saving.due
-        is_best = bool(options.keep_best) and self.best.is_new(step)
-        return first or step == total_steps or by_number or by_clock or is_best
 
     def save(
         self,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
@@ -24,18 +22,7 @@ from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
 from shardtrain.layout import Layout
 from shardtrain.ops import cpu_kernels, layer_norm, onednn_linear, rms_norm
 
-__all__ = ["BATCH_AXES", "LOSS_AXES", "STEPS", "Mesh", "Runner", "build", "parallelize"]
-
-STEPS: tuple[Callable[[nn.Module, Layout, Mesh, Config], None], ...] = (
-    reading.apply,
-    tensor_parallel.apply,
-    context_parallel.apply,
-    expert_parallel.apply,
-    activation_checkpoint.apply,
-    compile.apply,
-    fsdp.apply,  # last: it must see final parameters
-)
-"""What happens to each part of a model, in order; cutting it into pipeline stages comes before."""
+__all__ = ["BATCH_AXES", "LOSS_AXES", "Mesh", "Runner", "build", "parallelize"]
 
 
 def use_chosen_kernels(model: nn.Module) -> None:
@@ -48,7 +35,10 @@ def use_chosen_kernels(model: nn.Module) -> None:
 
 
 def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vocab_size: int) -> Runner:
-    """Cut, swap and shard a model that is still on the meta device; no memory is used before ``materialize``."""
+    """Cut, swap and shard a model that is still on the meta device; no memory is used before ``materialize``.
+
+    What is off is not called: the file of an axis of one rank has no part in a run.
+    """
     if config.training.dtype != "float32":
         model.to(getattr(torch, config.training.dtype))
     if layout.expert:
@@ -63,11 +53,26 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     piped = mesh.size("pp") > 1
     modules = pipeline_parallel.cut(model, layout, mesh, config) if piped else [model]
     for module in modules:
-        for step in STEPS:
-            step(module, layout, mesh, config)
+        if config.model.name.endswith(".py"):
+            reading.apply(module, layout, mesh, config)
+        if mesh.size("tp") > 1:
+            tensor_parallel.apply(module, layout, mesh, config)
+        if mesh.size("cp") > 1:
+            context_parallel.apply(module, layout, mesh, config)
+        if layout.expert:
+            expert_parallel.apply(module, layout, mesh, config)
+        # a layer that recomputes is compiled around the recomputation, or has been compiled within it
+        if config.activation_checkpoint.mode != "none":
+            activation_checkpoint.apply(module, layout, mesh, config)
+        if config.compile.enable:
+            compile.apply(module, layout, mesh, config)
+        # last: FSDP keeps the parameters that it finds, so that none may be replaced after it
+        fsdp.apply(module, layout, mesh, config)
     vocabulary = None
     if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
         vocabulary = tensor_parallel.SplitVocabulary(mesh, vocab_size)
-    chunk_loss = compile.compiled_chunk_loss(config) if vocabulary is None else None
+    chunk_loss = None
+    if config.compile.enable and vocabulary is None:
+        chunk_loss = compile.compiled_chunk_loss(config)
     parts = ModelParts(modules, mesh, config, chunk_loss, vocabulary, has_experts)
     return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size) if piped else PlainRunner(parts)

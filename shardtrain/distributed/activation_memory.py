@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-FSDP, SHAPES = "torch.distributed.fsdp", "torch.distributed.tensor._sharding_prop"
+FSDP = "torch.distributed.fsdp"
+SHAPES = "torch.distributed.tensor._sharding_prop"
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
@@ -76,7 +77,8 @@ class LiveMemory(TorchDispatchMode):
         key = storage._cdata
         if key in self._seen:
             return
-        size, caller = 0, _caller() if made_here else ""
+        size = 0
+        caller = _caller() if made_here else ""
         if caller == FSDP:
             self._buffers.add(storage)
         elif made_here and caller != SHAPES:

@@ -44,7 +44,8 @@ def put_back(model: nn.Module, word_of: Words, mesh: DeviceMesh, aside: Aside) -
     """Split the factors, and freeze again what a style has made again."""
     taken, trained = aside
     for path, factors in taken.items():
-        linear, splits = model.get_submodule(path), _SPLITS[str(word_of(path))]
+        linear = model.get_submodule(path)
+        splits = _SPLITS[str(word_of(path))]
         for name, factor in factors.items():
             dim = splits[name]
             placement = Replicate() if dim is None else Shard(dim)

@@ -55,7 +55,8 @@ def sequence_part(x_BT: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
 
 def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: Window) -> Iterator[Piece]:
     """The pieces of ``length`` queries at the end of ``total`` keys."""
-    everything, own = slice(0, length), slice(total - length, total)
+    everything = slice(0, length)
+    own = slice(total - length, total)
     mine = None if documents_Bs is None else documents_Bs[:, own]
     if window.tokens:
         return _within_window([(everything, slice(0, total), total - length)], mine, documents_Bs, window)
@@ -140,7 +141,8 @@ def _causal_parts(tokens: int, source: int, rank: int, balanced: bool) -> list[t
     A balanced part is a head chunk and a tail chunk. Its own part is causal as it lies. To an earlier rank's keys all
     rows come after the head chunk and before the tail one; to a later rank's, the tail rows alone come after both.
     """
-    everything, half = slice(0, tokens), tokens // 2
+    everything = slice(0, tokens)
+    half = tokens // 2
     if source == rank:
         return [(everything, everything, True)]
     if not balanced:

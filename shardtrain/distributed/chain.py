@@ -64,7 +64,10 @@ def _follow(whole: nn.Module, layout: Layout, degree: int) -> int:
     modules = dict(zip(names, map(model.get_submodule, names), strict=True))
     parameters = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     token = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    given, giver, reached, features = token, "the tokens", 0, 0
+    given = token
+    giver = "the tokens"
+    reached = 0
+    features = 0
     givers: dict[int, str] = {}
     kept: list[Tensor] = []  # ids are of living tensors
 
@@ -100,7 +103,8 @@ def _follow(whole: nn.Module, layout: Layout, degree: int) -> int:
         if strange is not None:
             source = givers.get(id(strange)) or parameters.get(id(strange)) or "another module"
             raise _refusal(degree, f"{name} uses what {source} has, and not x alone", "pass x alone along the chain")
-        giver, reached = name, reached + 1
+        giver = name
+        reached += 1
         given = out.detach().requires_grad_(out.is_floating_point())
         givers[id(given)] = f"the output of {name}"
         kept.append(given)
@@ -125,7 +129,8 @@ def _leaves(out: Tensor) -> Iterator[Tensor]:
     """The tensors without history from which a tensor was computed, among those that are differentiated."""
     if out.requires_grad and out.grad_fn is None:
         yield out
-    waiting, seen = [out.grad_fn], set()
+    waiting = [out.grad_fn]
+    seen = set()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:

@@ -75,11 +75,13 @@ def _compare(store: Any, config: Config, own: Mapping[str, str], world_size: int
     """What differs between ranks, as a sentence; empty when nothing does."""
     deadline = time.monotonic() + config.comm.init_timeout_seconds
     found: dict[int, tuple[dict[str, str], dict[str, Any]]] = {0: (dict(own), {})}
-    missing, differs = list(range(1, world_size)), False
+    missing = list(range(1, world_size))
+    differs = False
     while missing and not differs:
         # some at a time, and those that have not come again after all others: what the store is asked while ranks are
         # awaited does not grow with their number
-        asked, missing = missing[:_ASKED_AT_A_TIME], missing[_ASKED_AT_A_TIME:]
+        asked = missing[:_ASKED_AT_A_TIME]
+        missing = missing[_ASKED_AT_A_TIME:]
         arrived = [rank for rank in asked if store.check([f"facts-{rank}"])]
         for rank in arrived:
             facts, differing = json.loads(store.get(f"facts-{rank}"))

@@ -44,7 +44,8 @@ def gathered_attention(
     to the chunks before it in full and to its own causally, as one call each merged by their log-sum-exp, so no mask of
     (t, T) is ever made.
     """
-    size, rank = group.size(), group.rank()
+    size = group.size()
+    rank = group.rank()
     k_BTKH, v_BTKH = (_natural_order(_GatherSequence.apply(x, group, shared), size, balanced) for x in (k_BtKH, v_BtKH))
     mine = (rank, 2 * size - 1 - rank) if balanced else (rank,)
     length = q_BtNH.size(1) // len(mine)
@@ -205,7 +206,8 @@ class _PrefixAttention(torch.autograd.Function):
         scores: Scores,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        merged, ctx.scores = Merged(q_BlNH, scores), scores
+        merged = Merged(q_BlNH, scores)
+        ctx.scores = scores
         seen = _window(window, k_BsKH.size(1), q_BlNH, scores)
         ctx.blocked = bool(seen.tokens)
         ctx.pieces = list(prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, seen))
@@ -222,7 +224,8 @@ class _PrefixAttention(torch.autograd.Function):
         saved = (gradients[0], q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
         exact = torch.float32 if ctx.blocked else k_BsKH.dtype  # blocks of queries share keys
         dq = torch.zeros_like(q_BlNH, dtype=torch.float32)
-        dk, dv = torch.zeros_like(k_BsKH, dtype=exact), torch.zeros_like(v_BsKH, dtype=exact)
+        dk = torch.zeros_like(k_BsKH, dtype=exact)
+        dv = torch.zeros_like(v_BsKH, dtype=exact)
         for piece in ctx.pieces:
             part = _backward_of(piece, ctx.scores, *saved)
             dq[piece.batch, piece.rows] += part[0]
@@ -298,7 +301,9 @@ class Merged:
     def attend(self, piece: Piece, q_BtNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> None:
         """Add what the queries of a piece get from its keys."""
         batch, rows, columns, causal, band = piece
-        q_BlNH, k_BsKH, v_BsKH = q_BtNH[batch, rows], k_BsKH[batch, columns], v_BsKH[batch, columns]
+        q_BlNH = q_BtNH[batch, rows]
+        k_BsKH = k_BsKH[batch, columns]
+        v_BsKH = v_BsKH[batch, columns]
         out_BlNH, lse_BNl = attend(q_BlNH, k_BsKH, v_BsKH, causal, band, self._scores)
         old_BNl = self.lse_BNt[batch, :, rows]
         new_BNl = torch.logaddexp(old_BNl, lse_BNl)
@@ -325,7 +330,9 @@ def _backward_of(
     """What a piece adds to the gradients of its queries, keys and values."""
     batch, rows, columns, causal, band = piece
     gradient, q, out = (x[batch, rows] for x in (gradient_BtNH, q_BtNH, out_BtNH))
-    k, v, lse_BNl = k[batch, columns], v[batch, columns], lse_BNt[batch, :, rows]
+    k = k[batch, columns]
+    v = v[batch, columns]
+    lse_BNl = lse_BNt[batch, :, rows]
     return attend_backward(gradient, q, k, v, out, lse_BNl, causal, band, scores)
 
 
@@ -343,7 +350,8 @@ class _Ring(torch.autograd.Function):
         scores: Scores,
         sinks_N: Tensor | None,
     ) -> Tensor:
-        merged, ctx.scores = Merged(q_BtNH, scores), scores
+        merged = Merged(q_BtNH, scores)
+        ctx.scores = scores
         keys_values = torch.stack((k_BtKH, v_BtKH))
         seen = _window(window, q_BtNH.size(1) * group.size(), q_BtNH, scores)
         ctx.pieces = ring_pieces(q_BtNH.size(1), group.rank(), group.size(), balanced, documents_BT, seen)

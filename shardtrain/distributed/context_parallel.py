@@ -55,8 +55,11 @@ class SplitAttentionCore(nn.Module):
 
     def __init__(self, function: CoreFunction, group: dist.ProcessGroup, balanced: bool, core: nn.Module) -> None:
         super().__init__()
-        self._function, self._group, self._balanced = function, group, balanced
-        self.window, self.heads_first = int(getattr(core, "window", 0) or 0), bool(getattr(core, "heads_first", False))
+        self._function = function
+        self._group = group
+        self._balanced = balanced
+        self.window = int(getattr(core, "window", 0) or 0)
+        self.heads_first = bool(getattr(core, "heads_first", False))
         self.chunk = int(getattr(core, "chunk", 0) or 0)
         self._scores = scores_of(core)
 
@@ -75,7 +78,8 @@ class SplitAttentionCore(nn.Module):
         """
         if self.heads_first:
             q_BtNH, k_BtKH, v_BtKH = (x.transpose(1, 2) for x in (q_BtNH, k_BtKH, v_BtKH))
-        rows, tokens = q_BtNH.size(0), q_BtNH.size(1) * self._group.size()
+        rows = q_BtNH.size(0)
+        tokens = q_BtNH.size(1) * self._group.size()
         documents_BT = document_mask.chunked(documents_BT, self.chunk, (rows, tokens), q_BtNH.device)
         window = self.window if self.window < tokens else 0
         inputs = (q_BtNH, k_BtKH, v_BtKH, self._group, self._balanced, documents_BT, window, self._scores, sinks_N)
@@ -85,8 +89,6 @@ class SplitAttentionCore(nn.Module):
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Replace every attention core, in place; parameters are not touched."""
-    if mesh.size(AXIS) == 1:
-        return
     p = config.parallelism
     gathered = p.context_parallel_rotate_method == "allgather"
     function: CoreFunction = ring_attention
@@ -116,23 +118,28 @@ def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) ->
     The model is the whole one, on the meta device; outside of the cores, tokens may not meet where a rank has a part of
     them. Raises ConfigError for the first that breaks the contract.
     """
-    split, dealt = mesh.size(AXIS) > 1, mesh.size("tp") > 1
+    split = mesh.size(AXIS) > 1
+    dealt = mesh.size("tp") > 1
     if not (split or dealt) or hasattr(model, "tensor_plan"):
         return
     if layout.context:
         _check_each_core(model, layout, mesh, config)
     if split and layout.context and (broken := token_mixing.outside_of_cores(model, layout)):
-        rule, fix = f"splits sequences, and the model {broken.rule}", f"{broken.fix}, or set the degree to 1"
+        rule = f"splits sequences, and the model {broken.rule}"
+        fix = f"{broken.fix}, or set the degree to 1"
         raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
     # between layers tensor parallelism splits sequences too; another task than the next token may take the first one
     if dealt and config.task.name in OF_NEXT_TOKENS and (broken := token_mixing.outside_of_gathered(model, layout)):
-        rule, fix = f"splits sequences, and the model {broken.rule}", f"{broken.fix}, or set the degree to 1"
+        rule = f"splits sequences, and the model {broken.rule}"
+        fix = f"{broken.fix}, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size("tp"), rule, fix))
 
 
 def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    split, dealt = mesh.size(AXIS) > 1, mesh.size("tp") > 1
-    given, tried = attention_core.trace(model, layout), set()
+    split = mesh.size(AXIS) > 1
+    dealt = mesh.size("tp") > 1
+    given = attention_core.trace(model, layout)
+    tried = set()
     for path, core in model.named_modules():
         if not matches(path, layout.context):
             continue
@@ -140,7 +147,8 @@ def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
         if kind in tried:
             continue
         tried.add(kind)
-        call, option = given.get(path), "parallelism.context_parallel_degree"
+        call = given.get(path)
+        option = "parallelism.context_parallel_degree"
         broken = attention_core.broken_when_split(core, call, config.training.seq_len) if split else None
         ranks = mesh.size(AXIS, "tp") if split and config.parallelism.context_parallel_method == "ulysses" else 1
         if broken is None:
@@ -166,7 +174,8 @@ def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tenso
     Documents are not cut: attention needs those of all tokens, and every rank has them.
     """
     columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT)
-    size, rank = mesh.size(AXIS), mesh.rank(AXIS)
+    size = mesh.size(AXIS)
+    rank = mesh.rank(AXIS)
     if size == 1:
         return columns
     parts = [sequence_part(column, rank, size, is_balanced(config)) for column in columns]

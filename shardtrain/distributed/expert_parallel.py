@@ -52,7 +52,8 @@ def mesh_of_experts(mesh: Mesh, config: Config) -> DeviceMesh:
         }
         kept = {name: size for name, size in sizes.items() if size > 1 or name == "efsdp"}
         ranks = torch.arange(mesh.device_mesh.size()).view(*kept.values())
-        kind, names = mesh.device.type, tuple(kept)
+        kind = mesh.device.type
+        names = tuple(kept)
         mesh.expert_meshes[degree] = gloo_sockets.private(lambda: DeviceMesh(kind, ranks, mesh_dim_names=names))
     return mesh.expert_meshes[degree]
 
@@ -183,7 +184,8 @@ class AllToAllDispatch(nn.Module):
         ranks = self._group.size()
         received_E = torch.empty_like(count_E)  # (rank, expert here): what each rank sends to each expert of this one
         dist.all_to_all_single(received_E, count_E.contiguous(), group=self._group)
-        count_re, received_re = count_E.view(ranks, -1), received_E.view(ranks, -1)
+        count_re = count_E.view(ranks, -1)
+        received_re = received_E.view(ranks, -1)
         # sizes of messages are numbers of the host, which waits for them: once for each layer and micro-batch
         sent, received = read(torch.stack((count_re.sum(1), received_re.sum(1))), "rows of experts to exchange")
         rows_PD = _Exchange.apply(x_RD, received, sent, self._group)
@@ -200,7 +202,9 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.received, ctx.sent, ctx.group = received, sent, group
+        ctx.received = received
+        ctx.sent = sent
+        ctx.group = group
         return _exchange(x, received, sent, group)
 
     @staticmethod
@@ -210,7 +214,8 @@ class _Exchange(torch.autograd.Function):
 
 def _places(mesh: Mesh, config: Config, length: int) -> Tensor:
     """Places in the whole sequence of the ``length`` tokens of it that this rank holds: cut over cp, then over tp."""
-    cp, tp = mesh.size("cp"), mesh.size("tp")
+    cp = mesh.size("cp")
+    tp = mesh.size("tp")
     whole_1T = torch.arange(length * cp * tp).unsqueeze(0)
     if cp > 1:
         whole_1T = sequence_part(whole_1T, mesh.rank("cp"), cp, context_parallel.is_balanced(config))

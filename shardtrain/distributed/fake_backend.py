@@ -71,7 +71,10 @@ class _Layer:
     def __init__(
         self, memory: LiveMemory, layer: nn.Module, is_first: bool, is_last: bool, standing: _Standing
     ) -> None:
-        self._memory, self._is_first, self._is_last, self._standing = memory, is_first, is_last, standing
+        self._memory = memory
+        self._is_first = is_first
+        self._is_last = is_last
+        self._standing = standing
         layer.register_forward_pre_hook(self._enter, prepend=True)  # before FSDP's own hook, which gathers
         layer.register_forward_hook(self._leave)
 
@@ -203,7 +206,8 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
     memory = LiveMemory(part.parameters())
     for names in by_kind.values():
         most = LAYERS_OF_A_KIND if isinstance(layers, nn.ModuleDict) else len(names)  # else none can be left out
-        traced, absent = names[:most], names[most:]
+        traced = names[:most]
+        absent = names[most:]
         standing = _Standing(len(absent))
         for name in traced if absent else ():
             _Layer(memory, layers[name], name == traced[0], name == traced[-1], standing)
@@ -215,7 +219,8 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
             _deal_evenly(module, memory)
     with memory:
         yield memory, done
-    done.most, done.gathered = memory.most_activations, memory.most_gathered
+    done.most = memory.most_activations
+    done.gathered = memory.most_gathered
 
 
 def _deal_evenly(dispatch: expert_parallel.AllToAllDispatch, memory: LiveMemory) -> None:
@@ -242,8 +247,11 @@ def _most_kept(kept_by_stage: dict[int, int], actions: Sequence[Any]) -> tuple[i
     """Bytes and micro-batches kept between forward and backward when most bytes are; weights' backward frees them."""
     now = most = flying = most_flying = 0
     for action in actions:
-        word, stage = action.computation_type.value, action.stage_index
+        word = action.computation_type.value
+        stage = action.stage_index
         change = (word == "F") - (word in ("B", "W"))  # "I", the backward of inputs alone, frees nothing
-        now, flying = now + change * kept_by_stage.get(stage, 0), flying + change
-        most, most_flying = max(most, now), max(most_flying, flying)
+        now += change * kept_by_stage.get(stage, 0)
+        flying += change
+        most = max(most, now)
+        most_flying = max(most_flying, flying)
     return (most, most_flying) if actions else (sum(kept_by_stage.values()), 1)

@@ -27,7 +27,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 CONVERTERS = "model.converters"
-LINEAR, GROUPED = "quantize.linear.float8", "quantize.grouped_mm.float8"
+LINEAR = "quantize.linear.float8"
+GROUPED = "quantize.grouped_mm.float8"
 SMALL = "auto_filter_small_kn"
 """A word of filter_fqns: layers whose products are too small to gain by float8 are left as they are."""
 _TITAN = (("head", "output"), ("embed", "tok_embeddings"), (".attn.", ".attention."), (".ffn.", ".feed_forward."),
@@ -46,7 +47,8 @@ def convert(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> Non
     if LINEAR in wanted:
         _convert_linear(model, mesh, config)
     if GROUPED in wanted:
-        options, found = config.quantize.grouped_mm.float8, _experts_of(model, config)
+        options = config.quantize.grouped_mm.float8
+        found = _experts_of(model, config)
         for _, experts in found:
             experts.product = partial(float8.grouped_product, multiply=experts.product, emulate=options.emulate)
         how = ", emulated" if options.emulate else ""
@@ -64,7 +66,8 @@ def check(model: nn.Module, config: Config) -> None:
 
 
 def _check_device(mesh: Mesh, config: Config) -> None:
-    options, wanted = config.quantize, config.model.converters
+    options = config.quantize
+    wanted = config.model.converters
     on_device = (LINEAR in wanted and not options.linear.float8.emulate) or (
         GROUPED in wanted and not options.grouped_mm.float8.emulate
     )
@@ -76,7 +79,8 @@ def _check_device(mesh: Mesh, config: Config) -> None:
     else:
         major, minor = torch.cuda.get_device_capability()
         # grouped products have a kernel for Hopper alone
-        name, capable = f"{torch.cuda.get_device_name()} (capability {major}.{minor})", (major, minor) >= (8, 9)
+        name = f"{torch.cuda.get_device_name()} (capability {major}.{minor})"
+        capable = (major, minor) >= (8, 9)
         capable = capable and (GROUPED not in wanted or options.grouped_mm.float8.emulate or major == 9)
     if not capable:
         rule = f"needs float8 products that {name} lacks; it computes in bfloat16, float16 and float32"
@@ -123,7 +127,8 @@ def _linears_of(model: nn.Module, config: Config) -> _Linears:
 
 
 def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
-    options, found = config.quantize.linear.float8, _linears_of(model, config)
+    options = config.quantize.linear.float8
+    found = _linears_of(model, config)
     recipe = options.recipe_name or "tensorwise"
     if not options.emulate:
         _check_parts(found.converted, mesh)
@@ -192,7 +197,8 @@ class GatheredInFloat8:
     """How FSDP gathers one weight: rounded, as bytes, and restored."""
 
     def __init__(self, param: Any, dtype: torch.dtype) -> None:
-        self._param, self._dtype = param, dtype
+        self._param = param
+        self._dtype = dtype
         self._restored: Tensor | None = None
         self.amax: Tensor | None = None
         """Largest magnitude over the ranks that hold a part, where it is known already."""
@@ -244,7 +250,8 @@ def gather_in_float8(parts: Sequence[nn.Module], mesh: Mesh, config: Config) -> 
             one = GatheredInFloat8(param, dtype)
             # FSDP2's extension for tensors that gather otherwise; it asks the tensor at hand, of whatever class
             local = param._sharded_local_tensor
-            local.fsdp_pre_all_gather, local.fsdp_post_all_gather = one.before, one.after
+            local.fsdp_pre_all_gather = one.before
+            local.fsdp_post_all_gather = one.after
             param._init_extensions()
             gathered.append(one)
     return gathered

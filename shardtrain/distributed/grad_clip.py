@@ -47,7 +47,8 @@ class SquaredNorm:
             axes: tuple[str, ...] = ()
             if isinstance(gradient, DTensor):
                 # axes on which ranks hold the same part are left out: their squares would count once for each rank
-                mesh, split = gradient.device_mesh, split_axes(gradient)
+                mesh = gradient.device_mesh
+                split = split_axes(gradient)
                 names = mesh.mesh_dim_names or ()
                 axes = tuple(names[axis] for axis in split)
                 for axis in split:
@@ -111,7 +112,8 @@ class Agreement:
         # tensor-parallel peers hold the same loss
         own_loss = loss.double() if mesh.rank("tp") == 0 else torch.zeros_like(loss, dtype=torch.float64)
         own = torch.stack([own_loss, (~is_finite).double(), own_norm, own_norm.square()])
-        self._sums_4, self._num_ranks = mesh.sum_of_all(own), mesh.device_mesh.size()
+        self._sums_4 = mesh.sum_of_all(own)
+        self._num_ranks = mesh.device_mesh.size()
 
     def on_device(self, max_norm: float) -> OnDevice:
         """What the host will decide, decided on the device, for an update that is queued before the host knows."""

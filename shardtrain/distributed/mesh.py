@@ -43,7 +43,8 @@ class Mesh:
 
     def rank(self, *axes: str) -> int:
         """This rank's place along the axes together, the last axis running fastest."""
-        place, existing = 0, self.device_mesh.mesh_dim_names or ()
+        place = 0
+        existing = self.device_mesh.mesh_dim_names or ()
         for axis in axes:
             rank = self.device_mesh.get_local_rank(axis) if axis in existing else 0
             place = place * self.sizes[axis] + rank

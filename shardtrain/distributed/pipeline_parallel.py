@@ -116,7 +116,8 @@ class PipelineRunner(Runner):
 
     def __init__(self, parts: ModelParts, whole: nn.Module, layout: Layout, vocab_size: int) -> None:
         super().__init__(parts)
-        config, mesh = parts.config, parts.mesh
+        config = parts.config
+        mesh = parts.mesh
         count = stages.num_stages(config.parallelism, len(getattr(whole, layout.layers)))
         self._indices = _own_stages(mesh, config, count)
         self._last = count - 1
@@ -216,14 +217,16 @@ class PipelineRunner(Runner):
 
 
 def _input(index: int, hidden: int, mesh: Mesh, config: Config) -> Tensor:
-    rows, tokens = config.parallelism.pipeline_parallel_microbatch_size, _local_tokens(mesh, config)
+    rows = config.parallelism.pipeline_parallel_microbatch_size
+    tokens = _local_tokens(mesh, config)
     if index == 0:
         return torch.empty(rows, tokens, dtype=torch.int64, device="meta")
     return _activation(rows, tokens // mesh.size("tp"), hidden, config)
 
 
 def _output(is_last: bool, hidden: int, vocab_size: int, mesh: Mesh, config: Config) -> Tensor:
-    rows, tokens = config.parallelism.pipeline_parallel_microbatch_size, _local_tokens(mesh, config)
+    rows = config.parallelism.pipeline_parallel_microbatch_size
+    tokens = _local_tokens(mesh, config)
     if not is_last:
         return _activation(rows, tokens // mesh.size("tp"), hidden, config)
     columns = vocab_size

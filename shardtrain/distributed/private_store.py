@@ -24,7 +24,8 @@ import torch.distributed as dist
 from shardtrain.utils.errors import StorageError
 from shardtrain.utils.process import STORE, meeting_folder
 
-_A_DAY_SECONDS, _POLL_SECONDS = 86_400, 0.02
+_A_DAY_SECONDS = 86_400
+_POLL_SECONDS = 0.02
 _OPEN = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

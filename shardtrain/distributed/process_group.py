@@ -53,7 +53,8 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     Raises:
         PeerError: somebody who does not know the run's secret has written where the nodes meet.
     """
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = int(os.environ.get("RANK", "0"))
+    size = int(os.environ.get("WORLD_SIZE", "1"))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device_type = pick_device_type(device)
     torch_device = accelerator.of_rank(device_type, local_rank)

@@ -29,7 +29,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
     Sets ``model.ends_are_read``, which ``fsdp`` obeys. Pipelines find the same by following their chain.
     """
-    if mesh.device_mesh.size() == 1 or mesh.size("pp") > 1 or not config.model.name.endswith(".py"):
+    if mesh.device_mesh.size() == 1 or mesh.size("pp") > 1:
         return
     found = read_elsewhere(model, layout)
     for name, reader in found.items():

@@ -52,7 +52,8 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
             yield None
             return
         place = private_store.folder_of_launcher(environment)
-    shared, done = _connect(environment, timeout, place), threading.Event()
+    shared = _connect(environment, timeout, place)
+    done = threading.Event()
 
     def store(name: str) -> dist.Store:
         if place is None:
@@ -86,13 +87,15 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
 def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | None) -> dist.Store | FolderStore:
     if place:
         return FolderStore(place)
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+    address = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
     return signed(dist.TCPStore(address, port, is_master=False, timeout=timeout), environment, "")
 
 
 def _answer(store: dist.Store | FolderStore, name: str, done: threading.Event) -> None:
     """Answer everybody who asks, ranks of earlier attempts too, until all have joined."""
-    seen, open_numbers = 0, set[int]()
+    seen = 0
+    open_numbers = set[int]()
     while not done.wait(POLL_SECONDS):
         try:
             count = min(store.add(_ASKED, 0), seen + _MOST_AT_ONCE)  # anybody may count, and must not fill the memory

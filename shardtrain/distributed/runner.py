@@ -45,8 +45,11 @@ class Runner(ABC):
     """A model on a mesh."""
 
     def __init__(self, parts: ModelParts) -> None:
-        self.model_parts, self.parts = parts, parts.modules
-        self._mesh, self._config, self._chunk_loss = parts.mesh, parts.config, parts.chunk_loss
+        self.model_parts = parts
+        self.parts = parts.modules
+        self._mesh = parts.mesh
+        self._config = parts.config
+        self._chunk_loss = parts.chunk_loss
         self._vocabulary = parts.vocabulary
         self._has_experts = parts.has_experts
         self._split_states: SplitStates | None = None

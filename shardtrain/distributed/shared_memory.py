@@ -28,7 +28,8 @@ _HALF_BYTES = 1 << 20
 
 def use(model: nn.Module) -> None:
     """Let the units of FSDP gather and reduce by these collectives; their groups must be gloo's."""
-    gather, reduce = AllGather(), ReduceScatter()
+    gather = AllGather()
+    reduce = ReduceScatter()
     reduce.exchanges = gather.exchanges
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -60,7 +61,8 @@ class AllGather(_Collective):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         """Give all ranks the inputs (n,) of all, in order of ranks: (ranks n,)."""
-        out_Rn, in_n = output_tensor.view(group.size(), -1), input_tensor.flatten()
+        out_Rn = output_tensor.view(group.size(), -1)
+        in_n = input_tensor.flatten()
         exchange = self.exchange(group)
         if exchange is None:
             dist.all_gather(list(out_Rn.unbind()), in_n, group=group)
@@ -87,8 +89,10 @@ class ReduceScatter(_Collective):
         """Give each rank the sum (n,) of all ranks' inputs (ranks n,) for it."""
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"FSDP asks for {op}, and gradients are sums")
-        ranks, own = group.size(), group.rank()
-        in_Rn, out_n = input_tensor.view(ranks, -1), output_tensor.flatten()
+        ranks = group.size()
+        own = group.rank()
+        in_Rn = input_tensor.view(ranks, -1)
+        out_n = output_tensor.flatten()
         exchange = self.exchange(group)
         if exchange is None:
             for_me_Rn = torch.empty_like(in_Rn)
@@ -168,7 +172,8 @@ class Exchange:
     """
 
     def __init__(self, group: dist.ProcessGroup, memory: mmap.mmap) -> None:
-        self._group, self._turn = group, 0
+        self._group = group
+        self._turn = 0
         self._bytes_R2b = torch.frombuffer(memory, dtype=torch.uint8).view(group.size(), 2, _HALF_BYTES)
         self._meet = torch.zeros(1, dtype=torch.uint8)
 
@@ -211,7 +216,8 @@ class Exchange:
 
     def give(self, own_rm: Tensor) -> list[Tensor]:
         """Write rows of numbers, wait, and get those of each rank (r, m), to be read before the next call."""
-        half_Rb, self._turn = self._bytes_R2b[:, self._turn], 1 - self._turn
+        half_Rb = self._bytes_R2b[:, self._turn]
+        self._turn = 1 - self._turn
         used = own_rm.numel() * own_rm.element_size()
         rows = [half_b[:used].view(own_rm.dtype).view(own_rm.shape) for half_b in half_Rb]
         own = self._group.rank()

@@ -49,7 +49,8 @@ class SignedStore(dist.Store):
 
     def __init__(self, store: dist.Store, key: bytes) -> None:
         super().__init__()
-        self._store, self._key = store, key
+        self._store = store
+        self._key = key
         _alive.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:

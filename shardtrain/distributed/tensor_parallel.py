@@ -75,7 +75,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
         inductor._micro_pipeline_tp = True
         enable_symm_mem_for_group(mesh.group(AXIS).group_name)
-    ties, factors = tied_names(model), adapters.set_aside(model, partial(word_of, layout))
+    ties = tied_names(model)
+    factors = adapters.set_aside(model, partial(word_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), plan)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
     if not config.compile.enable:  # a compiler takes DTensors apart by itself
@@ -84,7 +85,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
                 _multiply_local_parts(module)  # type: ignore[arg-type]
     adapters.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
     # leave each attention core the slopes of the heads that this rank has
-    size, rank = mesh.size(AXIS), mesh.rank(AXIS)
+    size = mesh.size(AXIS)
+    rank = mesh.rank(AXIS)
     for place, core in model.named_modules():
         if layout.context and matches(place, layout.context) and (slopes_N := getattr(core, "alibi_slopes", None)):
             heads = len(slopes_N) // size
@@ -172,13 +174,15 @@ def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
 
     class Watch(TorchFunctionMode):
         def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            values, name = [*args, *(kwargs or {}).values()], getattr(function, "__name__", "")
+            values = [*args, *(kwargs or {}).values()]
+            name = getattr(function, "__name__", "")
             is_on = next((value for value in values[2:3] if isinstance(value, bool)), True)
             if "dropout" in name and is_on and values and isinstance(values[0], Tensor) and _is_whole(values[0]):
                 seen.append(name)
             return function(*args, **(kwargs or {}))
 
-    waiting, watching = [Watch()], []
+    waiting = [Watch()]
+    watching = []
 
     def begin(*_: Any) -> None:
         if waiting:
@@ -202,7 +206,8 @@ class _Length:
     """
 
     def __init__(self, ranks: int) -> None:
-        self._ranks, self._tokens = ranks, 0
+        self._ranks = ranks
+        self._tokens = 0
 
     def note(self, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         positions_BT = inputs[1] if len(inputs) > 1 else next(iter(keywords.values()))
@@ -293,12 +298,13 @@ def _multiply_local_parts(linear: nn.Linear) -> None:
     """
     own_forward = linear.forward
     by_outputs = linear.weight.placements == (Shard(0),)  # type: ignore[attr-defined]
-    share, inputs = (Partial(),), (Shard(1),)
-    if not by_outputs and linear.weight.placements != inputs:  # type: ignore[attr-defined]
+    if not by_outputs and linear.weight.placements != (Shard(1),):  # type: ignore[attr-defined]
         return
+    share = (Partial(),)
 
     def forward(x: Tensor) -> Tensor:
-        weight, bias = linear._parameters["weight"], linear._parameters.get("bias")
+        weight = linear._parameters["weight"]
+        bias = linear._parameters.get("bias")
         if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
             return own_forward(x)
         if x.placements != ((Replicate(),) if by_outputs else (Shard(x.ndim - 1),)):
@@ -328,7 +334,9 @@ def _style(
     length: _Length | None = None,
     sequences: _Sequences | None = None,
 ) -> ParallelStyle:
-    sequence, length, sequences = Shard(1), length or _Length(1), sequences or _Sequences()
+    sequence = Shard(1)
+    length = length or _Length(1)
+    sequences = sequences or _Sequences()
     if word == "embed":
         return SplitEmbedding(input_layouts=Replicate(), output_layouts=sequence)
     if word == "sequence":
@@ -439,7 +447,8 @@ class WholeWeights(ParallelStyle):
     """
 
     def __init__(self, gradient: Placement, take: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._gradient, self._take = gradient, take or _plain
+        self._gradient = gradient
+        self._take = take or _plain
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):

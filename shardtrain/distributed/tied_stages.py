@@ -85,7 +85,8 @@ class TiedStages:
         """Add what the other holders have, in the order of their ranks."""
         if len(holders) == 1:
             return
-        group, place = self._mesh.group(AXIS), self._mesh.rank(AXIS)
+        group = self._mesh.group(AXIS)
+        place = self._mesh.rank(AXIS)
         sent = own.to(self._mesh.device).contiguous()
         values = {holder: sent if holder == place else torch.empty_like(sent) for holder in holders}
         messages = []

@@ -18,7 +18,8 @@ class UpdateInBackward:
     """An optimizer that steps when backward has reduced a gradient, which is freed at once; its norm is kept."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-        self._optimizer, self._mesh = optimizer, mesh
+        self._optimizer = optimizer
+        self._mesh = mesh
         self._squares = SquaredNorm(mesh)
         for parameter in parameters:
             if parameter.requires_grad:
@@ -33,5 +34,6 @@ class UpdateInBackward:
 
     def norm(self) -> Tensor:
         """The norm of all gradients since it was asked for last (a collective)."""
-        squares, self._squares = self._squares, SquaredNorm(self._mesh)
+        squares = self._squares
+        self._squares = SquaredNorm(self._mesh)
         return squares.norm()

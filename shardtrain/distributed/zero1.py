@@ -28,7 +28,8 @@ class SplitStates:
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], mesh: Mesh, block: int = 1) -> None:
         self._group = mesh.group(AXIS)
-        self._replicas, self._replica = mesh.size(AXIS), mesh.rank(AXIS)
+        self._replicas = mesh.size(AXIS)
+        self._replica = mesh.rank(AXIS)
         self._parameters = parameters
         self._dims = {name: _free_dim(parameter, self._replicas, block) for name, parameter in parameters.items()}
         self.slices = {name: self._slice(name, parameter) for name, parameter in parameters.items()}

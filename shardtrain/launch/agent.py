@@ -74,7 +74,8 @@ def run_verb(
     several = nodes_of_platform(arguments or split([]), os.environ)
     if several is None:
         return None
-    accelerators, cores = environment.count_accelerators(config.training.device), environment.usable_cores()
+    accelerators = environment.count_accelerators(config.training.device)
+    cores = environment.usable_cores()
     choice = choose_processes(config, nproc, os.environ, several, accelerators, cores)
     return run(several, choice.count, [verb, *words], grace_seconds=0)
 
@@ -108,9 +109,11 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
             return status_of(_left(agent))
         except RendezvousError as error:
             rule = f"of {nodes.least} nodes did not happen within {nodes.join_seconds} s, or its host is gone"
-            reason, fix = f"({type(error).__name__})", "are all nodes up, and is the port open between them?"
+            reason = f"({type(error).__name__})"
+            fix = "are all nodes up, and is the port open between them?"
             if isinstance(error, RendezvousStateError):
-                rule, reason = "was disturbed:", str(error)
+                rule = "was disturbed:"
+                reason = str(error)
                 fix = f"give all nodes the same {SECRET}, or look for who else reaches that port"
             raise PeerError(f"the meeting at {nodes.endpoint} {rule} {reason}; {fix}") from None
         finally:
@@ -149,7 +152,8 @@ def _refuse_taken(endpoint: str) -> None:
 def _await_host(nodes: Nodes) -> None:
     """Wait until something listens where the nodes meet: PyTorch's own wait hears no signal, and is 60 s at most."""
     host, _, port = nodes.endpoint.rpartition(":")
-    end, why = time.monotonic() + nodes.join_seconds, ""
+    end = time.monotonic() + nodes.join_seconds
+    why = ""
     while time.monotonic() < end:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()

@@ -165,7 +165,8 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
         ConfigError: ranks would have no device.
     """
     launch = loaded.config.launch
-    ranks, devices = launch.nproc_per_node, launch.devices_per_node
+    ranks = launch.nproc_per_node
+    devices = launch.devices_per_node
     on_cpu = loaded.config.training.device == "cpu"
     if devices and on_cpu:
         told = f'{devices} GPUs of each node are asked for, and training.device = "cpu" uses none'
@@ -193,7 +194,9 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
 
 def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
     """Tell where checkpoints would go with their pod."""
-    job, checkpoint, launch = loaded.config.job, loaded.config.checkpoint, loaded.config.launch
+    job = loaded.config.job
+    checkpoint = loaded.config.checkpoint
+    launch = loaded.config.launch
     if platform not in ("kubernetes", "runai") or not checkpoint.enable or "://" in checkpoint.folder:
         return
     folder = PurePosixPath(launch.workdir or IMAGE_WORKDIR, job.dump_folder, checkpoint.folder)
@@ -276,7 +279,8 @@ def _submitted(job_id: str, asked: Asked, shown: str | None = None) -> None:
 def _own(path: str, asked: Asked) -> Plan:
     """The platform of a file of the user's."""
     module = own_file.load(path, "platform", "shardtrain launch", *_FILE)
-    job, launch = asked.job(), asked.launch
+    job = asked.job()
+    launch = asked.launch
     text = module.render(job, launch)
     if not isinstance(text, str):
         rule = f"renders a {type(text).__name__}"
@@ -310,7 +314,8 @@ def _local(asked: Asked) -> Plan:
 
 
 def _ssh(asked: Asked) -> Plan:
-    job, launch = asked.job(), asked.launch
+    job = asked.job()
+    launch = asked.launch
     chosen = hostfile.chosen(launch, launch.nodes if asked.loaded.is_set("launch.nodes") else None)
     _forwarded(job)
     meeting = launch.ssh.rendezvous_host or ssh.address_of(chosen[0], launch)
@@ -355,7 +360,8 @@ def _kubernetes(asked: Asked) -> Plan:
 
 
 def _runai(asked: Asked) -> Plan:
-    job, launch = asked.job(), asked.launch
+    job = asked.job()
+    launch = asked.launch
     words = runai.render(job, launch)
     _note_unasked(asked.loaded, "runai")
 

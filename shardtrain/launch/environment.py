@@ -74,7 +74,8 @@ def is_slurm_node(environment: Mapping[str, str]) -> bool:
     >>> is_slurm_node(step), is_slurm_node({**step, "SLURM_GPUS_ON_NODE": "8"})
     (False, True)
     """
-    nodes, tasks = environment.get("SLURM_STEP_NUM_NODES"), environment.get("SLURM_STEP_NUM_TASKS")
+    nodes = environment.get("SLURM_STEP_NUM_NODES")
+    tasks = environment.get("SLURM_STEP_NUM_TASKS")
     gpus = environment.get("SLURM_GPUS_ON_NODE", "")
     return "SLURM_PROCID" in environment and nodes == tasks not in (None, "1") and gpus.isdecimal() and int(gpus) > 1
 
@@ -117,7 +118,8 @@ def _require_rank(environment: Mapping[str, str]) -> None:
     rank, size, _ = (_number(environment, name, "", least=int(name == "WORLD_SIZE")) for name in RANK_NAMES)
     _number(environment, "LOCAL_WORLD_SIZE", "1", least=1)
     if rank >= size:
-        rule, fix = f"is not a rank of WORLD_SIZE={size}", f"use 0 to {size - 1}"
+        rule = f"is not a rank of WORLD_SIZE={size}"
+        fix = f"use 0 to {size - 1}"
         raise ConfigError(Problem("RANK", rank, rule, fix, "environment"))
     if size > 1 and not meeting_folder(environment):
         port = _number(environment, "MASTER_PORT", "", least=1)
@@ -154,7 +156,8 @@ def simulated_rank(environment: Mapping[str, str], world_size: int) -> int:
         raise ConfigError(Problem("comm.mode", "fake_backend", rule, "start it without torchrun or srun, with --nproc"))
     text = environment.get("RANK") or "0"
     if not text.isdecimal() or int(text) >= world_size:
-        rule, fix = f"is not a rank of a world of {world_size}", f"use 0 to {world_size - 1}"
+        rule = f"is not a rank of a world of {world_size}"
+        fix = f"use 0 to {world_size - 1}"
         raise ConfigError(Problem("RANK", text, rule, fix, "environment"))
     return int(text)
 
@@ -360,7 +363,8 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
     threads = environment["OMP_NUM_THREADS"]
     if environment is os.environ and "torch" in sys.modules and threads.isdecimal() and int(threads):
         sys.modules["torch"].set_num_threads(int(threads))
-    named, own = environment.get("GLOO_SOCKET_IFNAME", ""), [name for _, name in socket.if_nameindex()]
+    named = environment.get("GLOO_SOCKET_IFNAME", "")
+    own = [name for _, name in socket.if_nameindex()]
     if any(name and name not in own for name in named.split(",")):
         rule = "is not a network interface of this machine"
         raise ConfigError(Problem("GLOO_SOCKET_IFNAME", named, rule, f"use {' or '.join(own)}, or unset it"))

@@ -25,7 +25,11 @@ from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError
 from shardtrain.utils.redact import one_line, redact, visible
 
-GENERAL, PEER, OUT_OF_MEMORY, PREEMPTED, NOT_SAVED = 1, 6, 7, 75, 76
+GENERAL = 1
+PEER = 6
+OUT_OF_MEMORY = 7
+PREEMPTED = 75
+NOT_SAVED = 76
 MEANINGS = frozenset({0, 2, 3, 4, 5, PEER, OUT_OF_MEMORY, 8, PREEMPTED, NOT_SAVED, 93})
 """Statuses that say what happened, to people and to schedulers."""
 RETRYABLE = frozenset({6, 8, 75, 76})
@@ -78,9 +82,12 @@ def describe(error: BaseException, rank: int) -> Failure:
     text = visible(" ".join(str(error).split()))
     if isinstance(error, SystemExit):
         text = f"sys.exit({text or 'None'}) was called before the run had ended"
-    host, others = socket.gethostname(), _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
+    host = socket.gethostname()
+    others = _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
     if others is not None:  # all ranks raise what one of them has met
-        rank, host, text = int(others[1]), others[2], others[3]
+        rank = int(others[1])
+        host = others[2]
+        text = others[3]
     is_peer = kind in _PEER_TYPES or (isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS))
     return Failure(
         rank=rank,

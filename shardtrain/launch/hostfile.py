@@ -145,7 +145,8 @@ def _filter(option: str, text: str, hosts: list[Host]) -> dict[str, tuple[int, .
             continue
         if not re.fullmatch(r"\d+(,\d+)*", numbers):
             raise _wrong(option, text, f"has no devices after {name}:", "write them like node1:0,2")
-        devices, slots = tuple(sorted(set(map(int, numbers.split(","))))), by_name[name].slots
+        devices = tuple(sorted(set(map(int, numbers.split(",")))))
+        slots = by_name[name].slots
         if slots is None or devices[-1] >= slots:
             raise _wrong(
                 option, text, f"names device {devices[-1]} of {name}, which has {slots or 'no'} slots", "count from 0"

@@ -152,7 +152,8 @@ def without(overrides: Sequence[str], *names: str) -> list[str]:
     >>> without(["--launch.nodes", "2", "--training.steps=5"], "launch.")
     ['--training.steps=5']
     """
-    kept, keeps = [], True
+    kept = []
+    keeps = True
     for word in overrides:
         if word.startswith("--"):
             option = word[2:].partition("=")[0].replace("-", "_")

@@ -170,7 +170,8 @@ def launch(
     ``max_restarts`` times, and continues from its last checkpoint; see ``restart``.
     """
     watch = Watch(loaded.config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS)
-    job, folder = ledger.new_job(), Path(loaded.config.job.dump_folder)
+    job = ledger.new_job()
+    folder = Path(loaded.config.job.dump_folder)
     restarts = Restarts(max_restarts, lambda: signals.step_of(_newest_checkpoint(loaded)))
     with watch.signals():
         while True:
@@ -358,7 +359,8 @@ def _report(
     loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path
 ) -> tuple[int, failure.Failure | None]:
     """Find the first cause, say it in one line, write ``exit.json``; gives the exit status and the cause."""
-    failures, all_done = [], True
+    failures = []
+    all_done = True
     for rank, status in statuses.items():
         report = failure.read_record(_record_path(records, rank))
         is_done = status in FINE and (status != 0 or _done_path(_record_path(records, rank)).exists())
@@ -373,11 +375,13 @@ def _report(
         code = first.exit_code
         print(*failure.lines(first, log_path(loaded, first.rank), len(statuses)), sep="\n", file=sys.stderr)
     elif not all_done:
-        name, code = signal.Signals(watch.signal_number or signal.SIGTERM).name, failure.NOT_SAVED
+        name = signal.Signals(watch.signal_number or signal.SIGTERM).name
+        code = failure.NOT_SAVED
         first = failure.stopped(0, name, _newest_checkpoint(loaded))
         print(*failure.lines(first, "", len(statuses)), file=sys.stderr)
     else:
-        first, code = None, max(statuses.values())
+        first = None
+        code = max(statuses.values())
     if first is None or not first.leaves_folder_alone:
         failure.write_exit(run_folder, first, code)
     return code, first

@@ -74,7 +74,8 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         raise ConfigError(
             Problem(name, text, "is not a number of nodes", "write 2, or 1:4 for an elastic run", _at(name))
         )
-    least, most = int(found[1] or found[2]), int(found[2])
+    least = int(found[1] or found[2])
+    most = int(found[2])
     # a platform may say 1 and mean it, whatever others number; but not where it numbers nodes itself
     own = (name.replace("NNODES", "NODE_RANK"),)
     rank = _number("--node_rank", arguments.node_rank, NODE_RANK if most > 1 else own, names, least=0)
@@ -158,7 +159,8 @@ def _refuse_half(arguments: CommandLine, names: Mapping[str, str]) -> None:
 
 def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> None:
     """Stop where srun has started several tasks on a node, each of which would start all ranks of it."""
-    tasks, hosts = names.get("SLURM_STEP_NUM_TASKS", ""), names.get("SLURM_STEP_NUM_NODES", "")
+    tasks = names.get("SLURM_STEP_NUM_TASKS", "")
+    hosts = names.get("SLURM_STEP_NUM_NODES", "")
     if name == "SHARDTRAIN_NNODES" and tasks.isdecimal() and hosts.isdecimal() and int(tasks) > int(hosts):
         rule = f"is for one task a node, and srun has started {tasks} on {hosts}"
         raise ConfigError(Problem(name, text, rule, "srun --ntasks-per-node=1, or unset it", "environment"))
@@ -187,7 +189,8 @@ def _by_suffix(names: Mapping[str, str]) -> str | None:
     >>> _by_suffix({"SHARDTRAIN_HOST_SUFFIX": "i", "SLURMD_NODENAME": "jwb0001"}), _by_suffix({})
     ('jwb0001i', None)
     """
-    suffix, name = names.get("SHARDTRAIN_HOST_SUFFIX"), names.get("SLURMD_NODENAME")
+    suffix = names.get("SHARDTRAIN_HOST_SUFFIX")
+    name = names.get("SLURMD_NODENAME")
     return f"{name}{suffix}" if suffix and name else None
 
 

@@ -26,9 +26,13 @@ from shardtrain import __version__
 READY = "shardtrain host ready"
 """How the first line of its output begins: the package is here, and the command is awaited. The version follows, and
 the address at which sshd took the connection (``-`` where there was none)."""
-STOP, KILL, BEAT = b"stop\n", b"kill\n", b"\n"
-BEAT_SECONDS, SILENCE_SECONDS = 5.0, 30.0
-"""How often the launcher says something at least, and how long a host hears nothing until it stops its run."""
+STOP = b"stop\n"
+KILL = b"kill\n"
+BEAT = b"\n"
+BEAT_SECONDS = 5.0
+"""How often the launcher says something at least."""
+SILENCE_SECONDS = 30.0
+"""How long a host hears nothing until it stops its run."""
 POLL_SECONDS = 0.05
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 
@@ -39,7 +43,8 @@ class Launcher:
     def __init__(self) -> None:
         self.gone = False
         """Whether it has left, or said nothing for ``SILENCE_SECONDS``."""
-        self._text, self._heard_at = b"", time.monotonic()
+        self._text = b""
+        self._heard_at = time.monotonic()
 
     def listen(self, seconds: float) -> list[bytes]:
         """Wait up to so many seconds; gives the lines that came."""
@@ -47,7 +52,9 @@ class Launcher:
             time.sleep(seconds)
         elif select.select([0], [], [], seconds)[0]:
             read = os.read(0, 65536)
-            self.gone, self._text, self._heard_at = not read, self._text + read, time.monotonic()
+            self.gone = not read
+            self._text += read
+            self._heard_at = time.monotonic()
         elif time.monotonic() - self._heard_at > SILENCE_SECONDS:
             self.gone = True
         *lines, self._text = self._text.split(b"\n")
@@ -61,7 +68,8 @@ def main() -> int:
         return 2
     address = os.environ.get("SSH_CONNECTION", "").split()
     print(READY, __version__, address[2] if len(address) == 4 else "-", flush=True)
-    launcher, lines = Launcher(), list[bytes]()
+    launcher = Launcher()
+    lines = list[bytes]()
     while not lines and not launcher.gone:
         lines = launcher.listen(SILENCE_SECONDS)
     if not lines or lines[0] in (STOP, KILL):

@@ -17,8 +17,11 @@ class Restarts:
     """Counts the restarts of a run, and those in a row that saved nothing new."""
 
     def __init__(self, limit: int, newest_step: Callable[[], int]) -> None:
-        self.limit, self.used, self._fruitless = limit, 0, 0
-        self._newest_step, self._step = newest_step, newest_step()
+        self.limit = limit
+        self.used = 0
+        self._fruitless = 0
+        self._newest_step = newest_step
+        self._step = newest_step()
         self._cause = ""
         self.why = ""
         """Why a crash loop is one."""
@@ -33,7 +36,8 @@ class Restarts:
             return code
         step = self._newest_step()
         if step > self._step:
-            self._step, self._fruitless = step, 0
+            self._step = step
+            self._fruitless = 0
         cause = f"{first.kind} in {first.place}" if first and first.place and code == GENERAL else ""
         if cause and cause == self._cause:
             self.why = f"two attempts in a row ended with {cause}"
@@ -42,5 +46,6 @@ class Restarts:
         if self._fruitless == FRUITLESS:
             self.why = f"{FRUITLESS} restarts in a row gained nothing"
             return CRASH_LOOP
-        self.used, self._fruitless = self.used + 1, self._fruitless + 1
+        self.used += 1
+        self._fruitless += 1
         return None

@@ -28,7 +28,9 @@ class Watch:
     def __init__(self, grace_seconds: float = NOTHING_TO_SAVE_SECONDS) -> None:
         self.pids: dict[int, int] = {}
         self._reaped: Callable[[int], int | None] = lambda rank: None
-        self._grace_seconds, self._asked_at, self._interrupted_at = grace_seconds, 0.0, 0.0
+        self._grace_seconds = grace_seconds
+        self._asked_at = 0.0
+        self._interrupted_at = 0.0
         self.statuses: dict[int, int] = {}
         self.ended_at: dict[int, float] = {}
         self.stopped_by_us: set[int] = set()
@@ -41,7 +43,8 @@ class Watch:
         def handle(number: int, _frame: FrameType | None) -> None:
             now = time.monotonic()
             if not self.signal_number:
-                self.signal_number, self._asked_at = number, now
+                self.signal_number = number
+                self._asked_at = now
                 self.send(signal.Signals(number))
             if number == signal.SIGINT:
                 if self._interrupted_at and now - self._interrupted_at > ONE_REQUEST_SECONDS:
@@ -64,7 +67,10 @@ class Watch:
         ``reaped`` gives the status of a rank that ended while others were still being forked, which reaps it.
         """
         self._reaped = reaped
-        self.pids, self.statuses, self.ended_at, self.stopped_by_us = pids, {}, {}, set()
+        self.pids = pids
+        self.statuses = {}
+        self.ended_at = {}
+        self.stopped_by_us = set()
         if self.signal_number:
             self.send(signal.Signals(self.signal_number))
 
@@ -97,7 +103,8 @@ class Watch:
                 found = self._reaped(rank)
                 status = 1 if found is None else found
             if status is not None:
-                self.statuses[rank], self.ended_at[rank] = status, time.time()
+                self.statuses[rank] = status
+                self.ended_at[rank] = time.time()
 
 
 def exit_status(pid: int) -> int | None:

@@ -124,7 +124,8 @@ class Bucket:
 
     def _hop(self, k: int) -> _Hop:
         """The k-th all-to-all: before it, this rank holds what it owns along the axes before k, of all ranks there."""
-        place, size = self._here, self._sizes[k]
+        place = self._here
+        size = self._sizes[k]
         mine = [m for m, matrix in enumerate(self._matrices) if matrix.owner[:k] == place[:k]]
         before = list(product(*(range(n) for n in self._sizes[:k])))
         sent: list[list[Key]] = [[] for _ in range(size)]
@@ -172,7 +173,8 @@ def plan(tensors: Sequence[Tensor], local_elements: int = LOCAL_ELEMENTS) -> lis
         for tensor in members:
             if waiting and elements + tensor.numel() > local_elements * num_ranks:
                 buckets.append(Bucket(waiting, load))
-                waiting, elements = [], 0
+                waiting = []
+                elements = 0
             waiting.append(tensor)
             elements += tensor.numel()
         buckets.append(Bucket(waiting, load))

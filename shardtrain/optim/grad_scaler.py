@@ -12,7 +12,8 @@ SMALLEST = 2.0**-14
 gradients that overflow even here are not a matter of scale."""
 LARGEST = 2.0**24
 """Ceiling of the scale. All-zero gradients are finite at any scale; without a bound it would grow to infinity."""
-_BACKOFF, _GROWTH = 0.5, 2.0
+_BACKOFF = 0.5
+_GROWTH = 2.0
 
 
 class LossScaler:
@@ -64,7 +65,8 @@ class LossScaler:
         Raises:
             CheckpointError: when a value is missing or out of range.
         """
-        scale, finite_steps = state.get("scale"), state.get("finite_steps")
+        scale = state.get("scale")
+        finite_steps = state.get("finite_steps")
         if scale is None or not SMALLEST <= scale <= LARGEST or finite_steps is None or finite_steps < 0:
             raise CheckpointError(
                 f"the loss scaler's state {dict(state)} is not a scale and count; use another checkpoint"

@@ -135,7 +135,8 @@ class LowBitsAdam(torch.optim.Optimizer):
                     self._constants,
                 )
             except torch._dynamo.exc.TorchDynamoException as error:  # raised before anything has run
-                name, why = self._config.name, str(error).splitlines()[0][:200]
+                name = self._config.name
+                why = str(error).splitlines()[0][:200]
                 logger.warning(f"the update of {name} is not compiled, and slow: {why}")
                 update = self._compiled = update_part
                 continue
@@ -201,7 +202,8 @@ def update_part(
     """
     place = stochastic_rounding.places(weight.shape, strides, first)
     by_weight, by_mean, by_squares = stochastic_rounding.chances(key, step, place)
-    w, g = weight.float(), gradient.float()
+    w = weight.float()
+    g = gradient.float()
     mean, squares = (_read(held, name, tables) for name in ("exp_avg", "exp_avg_sq"))
     if c.is_adam:
         g = g.add(w, alpha=weight_decay)
@@ -209,7 +211,8 @@ def update_part(
         w = w.mul(decay)
     mean = mean.lerp(g, 1 - c.beta1)
     squares = squares.mul(c.beta2).addcmul_(g, g, value=1 - c.beta2)
-    of_mean, of_squares = 1 - c.beta1**step, (1 - c.beta2**step).sqrt()
+    of_mean = 1 - c.beta1**step
+    of_squares = (1 - c.beta2**step).sqrt()
     w = w - lr / of_mean * mean / (squares.sqrt() / of_squares + c.eps)
     weight.copy_(_rounded(w, weight.dtype, by_weight, c))
     _write(held, "exp_avg", mean, by_mean, tables, c)
@@ -277,7 +280,8 @@ def _check_blocks(parameter: Tensor, name: str) -> None:
     """A block lies on one rank."""
     if parameter.ndim < 2 or parameter.numel() < SMALLEST:
         return
-    columns, size = local_slices(parameter)[-1], parameter.size(-1)
+    columns = local_slices(parameter)[-1]
+    size = parameter.size(-1)
     if columns.start % BLOCK or (columns.stop % BLOCK and columns.stop != size):
         rule = f"keeps blocks of {BLOCK} numbers together, and the {size} columns of {name} are cut within one"
         fix = "use a smaller parallelism.tensor_parallel_degree, or AdamW"

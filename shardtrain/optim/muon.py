@@ -25,10 +25,14 @@ from shardtrain.optim.gather_matrices import Bucket, plan
 from shardtrain.optim.param_groups import parameter_groups
 from shardtrain.utils.errors import ConfigError, Problem
 
-MUON, ADAMW = "muon", "adamw"
-"""What the key "algorithm" of a parameter group says."""
-_A, _B, _C = 3.4445, -4.7750, 2.0315
-"""Jordan's quintic: steep at zero; it takes singular values to about 0.7 to 1.2 within five steps, not to exactly 1."""
+# what the key "algorithm" of a parameter group says
+MUON = "muon"
+ADAMW = "adamw"
+
+# Jordan's quintic: steep at zero; it takes singular values to about 0.7 to 1.2 within five steps, not to exactly 1
+_A = 3.4445
+_B = -4.7750
+_C = 2.0315
 _EPS = 1e-7
 
 
@@ -126,7 +130,8 @@ class Muon(torch.optim.Optimizer):
         key = tuple(map(id, parameters))
         if key not in self._buckets:
             self._buckets[key] = plan(parameters)
-        steps, lr = self._config.muon_steps, group["lr"]
+        steps = self._config.muon_steps
+        lr = group["lr"]
         for bucket in self._buckets[key]:
             directions = [self._direction(parameter) for parameter in bucket.tensors]
             updates = bucket.map(directions, lambda matrix: orthogonalize(matrix, steps))
@@ -141,7 +146,8 @@ class Muon(torch.optim.Optimizer):
         """Advance the momentum by the gradient; this rank's part of what is to be made orthogonal, ready to be sent."""
         assert parameter.grad is not None
         decay = self._config.muon_momentum
-        gradient, momentum = local_tensor(parameter.grad), local_tensor(self.state[parameter]["momentum"])
+        gradient = local_tensor(parameter.grad)
+        momentum = local_tensor(self.state[parameter]["momentum"])
         momentum.lerp_(gradient, 1 - decay)
         direction = gradient.lerp(momentum, decay) if self._config.muon_nesterov else momentum
         # parameters that are offloaded to the host travel and iterate on the mesh's device

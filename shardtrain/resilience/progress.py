@@ -24,14 +24,17 @@ class Phases:
         self.name: Phase = "start"
         self.entered = 0
         """How many phases were entered: equal on ranks that have come equally far."""
-        self._clock, self._since = clock, clock()
+        self._clock = clock
+        self._since = clock()
         self._seconds: dict[Phase, float] = {}
 
     def begin(self, name: Phase) -> None:
         """The phase before has ended."""
         now = self._clock()
         self._seconds[self.name] = self._seconds.get(self.name, 0.0) + now - self._since
-        self.name, self._since, self.entered = name, now, self.entered + 1
+        self.name = name
+        self._since = now
+        self.entered += 1
 
     @contextlib.contextmanager
     def within(self, name: Phase) -> Iterator[None]:
@@ -121,7 +124,8 @@ def tick() -> None:
 def begin_step(step: int, facts: Mapping[str, object]) -> None:
     """A step begins, on all ranks; ``facts`` are counters that must be equal on them."""
     m = _now
-    m.step, m.begun = step, m.begun + 1
+    m.step = step
+    m.begun += 1
     for grain in GRAINS if m.mark_steps else ():
         if m.begun % (grain * m.mark_steps) == 0:
             text = ", ".join(f"{name} {value}" for name, value in facts.items())

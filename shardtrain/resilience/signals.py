@@ -69,7 +69,8 @@ def _watch(
 
     ``hurry`` ends the process, and is given the reason; ``notify_launcher`` lets the launcher know of the request.
     """
-    notified, interrupted_at = False, -math.inf
+    notified = False
+    interrupted_at = -math.inf
     while True:
         ready, _, _ = select.select([numbers], [], [], stop.next_look_seconds())
         if stop.closed:

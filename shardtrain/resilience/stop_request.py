@@ -27,8 +27,10 @@ NOT_IN_TIME = float(2**20)
 """Added by a rank whose time is too short for a save; ranks are fewer than this."""
 AT_ONCE_SECONDS = 3.0
 """What a process has for its last lines where there is nothing to save."""
-RESERVE_SECONDS, RESERVE_FRACTION = 2.0, 0.1
-"""Of the grace, the smaller of both is kept back: we want to be gone before somebody ends us."""
+RESERVE_SECONDS = 2.0
+"""Kept back of the grace: we want to be gone before somebody ends us."""
+RESERVE_FRACTION = 0.1
+"""The same as a share of the grace; the smaller of both is kept back."""
 END_OF_JOB = "the end of the Slurm job"
 LOOK_SECONDS = 1.0
 """The longest from the moment at which a rank should stop for the end of its job until all of its node know."""
@@ -68,11 +70,14 @@ class StopRequest:
         """``end_time`` is when the job ends, in seconds since the epoch."""
         self.reason = ""
         """SIGTERM, SIGUSR1, ... or "the end of the Slurm job"; empty before a request."""
-        self.saves, self.steps = Durations(), Durations()
+        self.saves = Durations()
+        self.steps = Durations()
         self.assumed_save_seconds = 0.0
         """Stands for the duration of a save before the first one has been measured."""
         self.warned_of_grace = False
-        self.can_save, self._grace_seconds, self._deadline = can_save, grace_seconds, math.inf
+        self.can_save = can_save
+        self._grace_seconds = grace_seconds
+        self._deadline = math.inf
         self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
         self._reading = self._raised = self.closed = False
         self.receiver: socket.socket | None = None

@@ -53,7 +53,9 @@ def build(config: Config, world: World) -> Run:
     """Everything for the first step: mesh, model on it with its initial weights, optimizer, data."""
     mesh = distributed.build(config, world)
     built = build_model(config, mesh)
-    task, runner, training = built.task, built.runner, config.training
+    task = built.task
+    runner = built.runner
+    training = config.training
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, built.names, config.debug.seed)
     if config.optimizer.early_step_in_backward:
         runner.update_in_backward(optimizer)
@@ -74,5 +76,6 @@ def build(config: Config, world: World) -> Run:
         total_steps = stream.steps_left
     flops = built.flops_per_token * task.tokens_per_target
     run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops)
-    run.names, run.adapters = tuple(built.names), built.adapters
+    run.names = tuple(built.names)
+    run.adapters = built.adapters
     return run

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
 OPTION = "data.document_mask"
-_BEFORE, _LENGTH = 8, 8
+_BEFORE = 8
+_LENGTH = 8
 _SHARE = 0.1
 """Of what a document before changes without a mask, the most that it may change with one. A mask leaves what float32
 or bfloat16 rounds; a network that does not heed it is off by about as much as without one."""
@@ -49,7 +50,8 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
     """
     if not is_as_is(module):
         return
-    name, fix = model.config_name, 'set data.packing to "padded", or this to "off"'
+    name = model.config_name
+    fix = 'set data.packing to "padded", or this to "off"'
     if "position_ids" not in inspect.signature(model.hf.forward).parameters:  # type: ignore[union-attr,arg-type]
         raise ConfigError(Problem(OPTION, None, f"cannot be given to {name}, which takes no position_ids", fix))
     embedding = model.hf.get_input_embeddings().weight  # type: ignore[union-attr,operator]

@@ -99,7 +99,8 @@ def build(config: Config, world: process_group.World) -> DryRun:
     mesh = distributed.build(config, world)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    model, layout = task.adapt(models.build(module, shape), module.LAYOUT), module.LAYOUT
+    model = task.adapt(models.build(module, shape), module.LAYOUT)
+    layout = module.LAYOUT
     _, added = spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
@@ -115,7 +116,8 @@ def build(config: Config, world: process_group.World) -> DryRun:
         parameters = [parameter for part in runner.parts for parameter in part.parameters()]
         optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
         states = optim.state_tensors(optimizer, runner.optimizer_parameters().items())
-        bytes_of_parameters, bytes_of_states = _local_bytes(parameters), _local_bytes(states.values())
+        bytes_of_parameters = _local_bytes(parameters)
+        bytes_of_states = _local_bytes(states.values())
         trained = [p for p in parameters if p.requires_grad]
         accumulated = _accumulated_bytes(trained, mesh, config)
         bytes_of_gradients = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated)
@@ -134,7 +136,8 @@ def build(config: Config, world: process_group.World) -> DryRun:
 
 
 def _frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch) -> Frozen:
-    task, module = tasks.open_task(config), models.find(config.model.name)
+    task = tasks.open_task(config)
+    module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
@@ -154,7 +157,8 @@ def report(run: DryRun, config: Config) -> list[str]:
     """The lines that tell what was built."""
     size = math.prod(run.sizes.values())
     tokens = derived.global_batch_size(config, size) * config.training.seq_len
-    epochs, steps = config.training.epochs, config.training.steps
+    epochs = config.training.epochs
+    steps = config.training.steps
     length = f"{steps} steps, {format_count(steps * tokens)} tokens"
     if epochs is not None:
         length = f"{epochs} epochs; how many steps they are depends on the data, which are not read"
@@ -188,7 +192,8 @@ def _stage_lines(run: DryRun, config: Config) -> list[str]:
 
 
 def _memory_table(run: DryRun, config: Config) -> list[str]:
-    traced, stored = run.traced, config.training.dtype
+    traced = run.traced
+    stored = config.training.dtype
     rows = [
         ("parameters", run.parameter_bytes, f"{stored}; counted over the rank's shards"),
         ("gradients", run.gradient_bytes, _of_gradients(run, config)),
@@ -246,7 +251,8 @@ def _local_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _accumulated_bytes(parameters: Iterable[Tensor], mesh: distributed.Mesh, config: Config) -> int:
     """Gradients before they are reduced: of several micro-batches FSDP adds them up whole, in the type of reduction."""
-    p, training = config.parallelism, config.training
+    p = config.parallelism
+    training = config.training
     rows = training.local_batch_size * derived.accumulation_steps(config, mesh.device_mesh.size())
     at_once = p.pipeline_parallel_microbatch_size if mesh.size("pp") > 1 else training.local_batch_size
     if rows <= at_once or not fsdp.is_needed(mesh, config):
@@ -278,7 +284,8 @@ def _gradient_bytes(parts: Sequence[nn.Module], layout: Any, mesh: distributed.M
 
 def _micro_batch(config: Config, sequences_per_row: int = 1) -> data.Batch:
     """One forward and backward pass of this rank, before it is cut over context-parallel ranks; shapes alone count."""
-    p, training = config.parallelism, config.training
+    p = config.parallelism
+    training = config.training
     rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
     rows *= sequences_per_row
     column = torch.zeros(rows, training.seq_len, dtype=torch.int64)

@@ -35,7 +35,8 @@ class Built:
 
 def build_model(config: Config, mesh: Mesh) -> Built:
     """The model of a config; a second one of the same mesh is another model, which a task may hold frozen."""
-    task, module = tasks.open_task(config), models.find(config.model.name)
+    task = tasks.open_task(config)
+    module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
     spec: adapters.Spec | None = None

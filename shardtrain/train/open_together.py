@@ -44,7 +44,8 @@ class Together:
     """The ranks of a run: one of them opens the data, and the others receive what it found."""
 
     def __init__(self, timeout_seconds: float) -> None:
-        self._rank, self._timeout = dist.get_rank(), timedelta(seconds=timeout_seconds)
+        self._rank = dist.get_rank()
+        self._timeout = timedelta(seconds=timeout_seconds)
         self._is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
         self._sign_seconds = min(_SIGN_SECONDS, timeout_seconds / 4)
         self._some_own: set[str] = set()
@@ -89,7 +90,8 @@ class Together:
         """
 
         def own() -> Any:
-            other, shared = first_place, found
+            other = first_place
+            shared = found
             if place in self._own_here:
                 source, group = self._meet_node()
                 other, shared = self._broadcast_found(place, look, source, group)
@@ -98,7 +100,8 @@ class Together:
                 return look()
             difference = listing.difference(found, shared) if listing and place == first_place else ""
             if difference:
-                rule, fix = f"is a folder of this node's own, which {difference}", "give every node a whole copy"
+                rule = f"is a folder of this node's own, which {difference}"
+                fix = "give every node a whole copy"
                 raise ConfigError(f"{_who()}{Problem('the data', place, rule, fix)}")
             return shared
 

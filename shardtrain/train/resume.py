@@ -38,7 +38,8 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     Raises:
         NumericalError: before anything is written, where the update left a weight or the optimizer's state not finite.
     """
-    held, rest = weights(run), run.optimizer_state_dict()
+    held = weights(run)
+    rest = run.optimizer_state_dict()
     names = ((name.removeprefix(WEIGHTS_PREFIX), tensor) for name, tensor in held.items())
     buffers = run.runner.buffers()  # not judged: a mask of -inf is one
     learned = {name: tensor for name, tensor in names if name not in buffers}
@@ -78,7 +79,9 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
         CheckpointError: when the checkpoint cannot be used.
     """
     options = run.config.checkpoint
-    path, start, lora = checkpoints.to_continue(), derived.initial_weights(run.config), run.config.lora
+    path = checkpoints.to_continue()
+    start = derived.initial_weights(run.config)
+    lora = run.config.lora
     if lora.enable:
         assert run.adapters is not None
         run.lora = base_weights.load(run.config, run.runner, run.adapters, run.mesh.device, checkpoints)
@@ -170,11 +173,14 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
 
 def _load_hub(run: Run, folder: Place) -> None:
     """Start from the weights of a Hugging Face folder (a collective): all ranks do, or none."""
-    model, options = run.config.model, run.config.checkpoint
-    quantized, legacy = options.initial_load_in_hf_quantized, options.initial_load_legacy_bin
+    model = run.config.model
+    options = run.config.checkpoint
+    quantized = options.initial_load_in_hf_quantized
+    legacy = options.initial_load_legacy_bin
     module = models.find(model.name)
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    tensors, resize = weights(run), options.initial_load_resize_embeddings
+    tensors = weights(run)
+    resize = options.initial_load_resize_embeddings
     if tasks.open_task(run.config).num_labels:
         head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
@@ -205,7 +211,8 @@ def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
         raise ConfigError(Problem(option, path, rule, f"continue with checkpoint.load_step={step}, or {RESTART}"))
     if facts.get("data_fingerprint") == run.dataloader.fingerprint:
         return f"{_some(differing)} differ at equal size" if differing else ""
-    old, new = facts.get("data_files", {}), run.dataloader.sampled_files
+    old = facts.get("data_files", {})
+    new = run.dataloader.sampled_files
     old = old if isinstance(old, dict) else {}
     changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:

@@ -20,10 +20,14 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
     Without a checkpoint that is old enough the state stays that before the spike, and its data alone are left out.
     ``started_at`` is the step at which this process began. A collective.
     """
-    training, guard = run.config.training, run.resilience.guard
+    training = run.config.training
+    guard = run.resilience.guard
     # the checkpoint holds an older history: what happened since then is put back below
-    rewinds, spikes, step = guard.rewinds, guard.spikes, run.state.step + 1
-    first_row, end_row = run.state.samples_consumed, run.dataloader.samples_consumed
+    rewinds = guard.rewinds
+    spikes = guard.spikes
+    step = run.state.step + 1
+    first_row = run.state.samples_consumed
+    end_row = run.dataloader.samples_consumed
     process_group.set_timeout(run.config.comm.init_timeout_seconds)  # ranks wait for each other's reading
     run.runner.forget_gradients()
     path = checkpoints.newest_good(step - training.spike_rewind_steps, started_at)
@@ -37,7 +41,8 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
             run.state.samples_consumed, first_row - (training.spike_skip_steps - 1) * run.dataloader.global_batch
         )
     run.resilience.ledger.rollback(run.state.step)
-    guard.rewinds, guard.spikes = [*rewinds, Rewind(step, run.state.step, first_row, end_row)], spikes
+    guard.rewinds = [*rewinds, Rewind(step, run.state.step, first_row, end_row)]
+    guard.spikes = spikes
     logger.warning(
         f"{why}; continuing after step {run.state.step}{f' from {path}' if path else ''}, without rows {first_row} to "
         f"{end_row - 1} of the order of the data"

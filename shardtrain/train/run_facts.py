@@ -39,7 +39,8 @@ class ReduceOverMesh(Reduce):
     """Sums and maxima over the ranks that hold different target tokens, and those that wait for a pipeline's loss."""
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._axes = mesh, ("pp", *LOSS_AXES)
+        self._mesh = mesh
+        self._axes = ("pp", *LOSS_AXES)
 
     def sum(self, tensor: Tensor) -> Tensor:
         return self._mesh.sum(tensor, over=self._axes)

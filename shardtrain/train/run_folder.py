@@ -31,9 +31,12 @@ if TYPE_CHECKING:
 
 def open_log(loaded: Loaded, world: World, notices: Iterable[str], compared: Iterable[str]) -> None:
     """Open this rank's log, and say what was found before it: ``notices`` on options, and on models."""
-    config, ranks = loaded.config, log.console_ranks()
-    folder, color = Path(config.job.dump_folder), not config.metrics.disable_color_printing
-    file_pattern, prefix = config.metrics.save_log_file, len(ranks) > 1
+    config = loaded.config
+    ranks = log.console_ranks()
+    folder = Path(config.job.dump_folder)
+    color = not config.metrics.disable_color_printing
+    file_pattern = config.metrics.save_log_file
+    prefix = len(ranks) > 1
     log.setup(world.rank, world.size, folder, file_pattern, world.rank in ranks, color, prefix)
     for notice in notices:
         (logger.info if notice in loaded.renames else logger.warning)(notice)
@@ -117,7 +120,8 @@ def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
     """Two lines: the model on its mesh, and the arithmetic of the batch."""
     from shardtrain.distributed.mesh import BATCH_AXES
 
-    training, world_size = config.training, mesh.device_mesh.size()
+    training = config.training
+    world_size = mesh.device_mesh.size()
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "one process"
     batch = derived.global_batch_size(config, world_size)
     micro = derived.accumulation_steps(config, world_size)
@@ -138,7 +142,8 @@ def describe_precision(config: Config) -> str:
 
 def versions() -> str:
     """One line: this package, its commit where it runs from a checkout, torch, Python."""
-    commit, checkout = "", Path(__file__).resolve().parents[2]
+    commit = ""
+    checkout = Path(__file__).resolve().parents[2]
     if (checkout / ".git").exists():  # an installed package inside somebody else's repository has no commit of its own
         command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):

@@ -45,7 +45,9 @@ class Samples:
     """
 
     def __init__(self, config: Config, runner: Runner, mesh: Mesh, folder: Path | None, start_step: int) -> None:
-        self._options, self._runner, self._mesh = config.metrics, runner, mesh
+        self._options = config.metrics
+        self._runner = runner
+        self._mesh = mesh
         self._seq_len = config.training.seq_len
         self._splits_vocabulary = mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel
         self.every_steps = 0

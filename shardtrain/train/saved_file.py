@@ -50,7 +50,8 @@ class FileWeights(HubWeights):
 
     def __init__(self, path: Path) -> None:
         """Read what the file describes; raises CheckpointError where that is not a table of weights."""
-        self.folder, self._files = path, {}
+        self.folder = path
+        self._files = {}
         self.file = TorchFile(path)
         table = self.file.value
         if not isinstance(table, dict):
@@ -166,11 +167,13 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
         local_tensor(tensor).copy_(whole[local_slices(tensor)] if tensor.dim() else whole.reshape(()))
     scaler = weights.table.get("scaler_state_dict")
     if run.scaler and isinstance(scaler, dict) and "scale" in scaler:
-        scale, grown = scaler["scale"], scaler.get("_growth_tracker", 0)
+        scale = scaler["scale"]
+        grown = scaler.get("_growth_tracker", 0)
         if not isinstance(scale, int | float) or not math.isfinite(scale) or type(grown) is not int:
             raise CheckpointError(f"{path}: scaler_state_dict holds no loss scale; use another file")
         run.scaler.load({"scale": min(LARGEST, max(SMALLEST, float(scale))), "finite_steps": max(0, grown)})
-    run.state.step, run.state.updates = step, updates
+    run.state.step = step
+    run.state.updates = updates
     run.dataloader.seek(step * run.dataloader.global_batch)
     run.state.samples_consumed = run.state.tokens_seen = run.dataloader.samples_consumed
     whole_run = weights.table.get("num_train_optimization_steps")
@@ -190,11 +193,13 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
     The state is kept by number: parameters count in the order of the model, those that decay before the others where
     there are two groups. That the shapes fit one after the other is checked for each.
     """
-    where, table = weights.folder, weights.table.get("optimizer_state_dict")
+    where = weights.folder
+    table = weights.table.get("optimizer_state_dict")
     fix = "for its weights alone set checkpoint.initial_load_model_only = true"
     if not isinstance(table, dict) or not isinstance(table.get("state"), dict):
         raise CheckpointError(f"{where} holds no optimizer_state_dict; {fix}")
-    groups, state = table.get("param_groups"), table["state"]
+    groups = table.get("param_groups")
+    state = table["state"]
     if not isinstance(groups, list) or not all(
         isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups
     ):

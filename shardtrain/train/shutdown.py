@@ -26,7 +26,8 @@ from shardtrain.utils.log import logger
 if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
-_ASSUMED_BYTES_PER_SECOND, _ASSUMED_SECONDS = 100e6, 1.0
+_ASSUMED_BYTES_PER_SECOND = 100e6
+_ASSUMED_SECONDS = 1.0
 
 
 def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> None:
@@ -38,7 +39,8 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
     Raises:
         DataError: when a run that begins is known to have too few data, unless training.on_data_end allows it.
     """
-    left, position = run.dataloader.steps_left, run.dataloader.samples_consumed
+    left = run.dataloader.steps_left
+    position = run.dataloader.samples_consumed
     if left is not None and run.dataloader.end is not None:
         left -= run.resilience.guard.steps_left_out(position, run.dataloader.end, run.dataloader.global_batch)
         training = run.config.training
@@ -55,11 +57,13 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
     num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
     # a request to stop may come before any save has been measured
     run.resilience.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
-    run.resilience.saving, checkpoints.saved_step = checkpoints.saving, run.state.step
+    run.resilience.saving = checkpoints.saving
+    checkpoints.saved_step = run.state.step
     options = run.config.checkpoint
     if options.enable and not options.load_only and (options.last_save_in_hf or options.hf_interval > 0):
         checkpoints.exporter = HubSaves(run.config)
-    checkpoints.on_written, checkpoints.on_saved = run.resilience.stop.saves.add, run.resilience.ledger.saved
+    checkpoints.on_written = run.resilience.stop.saves.add
+    checkpoints.on_saved = run.resilience.ledger.saved
     if checkpoints.best.exhausted:
         _no_patience(run, checkpoints)
 
@@ -73,7 +77,8 @@ def save_after_step(run: Run, checkpoints: Checkpoints, pause: Callable[[], Abst
         if checkpoints.saving.writing is None:  # else it is known when all is on disk
             stop.saves.add(time.perf_counter() - started - checkpoints.export_seconds)
         # a request to stop lets the step in progress end and then saves; warn once if that cannot be done in time
-        step, saving = stop.steps.p95() or 0.0, stop.saves.p95() or 0.0
+        step = stop.steps.p95() or 0.0
+        saving = stop.saves.p95() or 0.0
         grace = run.config.checkpoint.grace_seconds
         if step + saving > grace and not stop.warned_of_grace:
             stop.warned_of_grace = True
@@ -125,7 +130,8 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         NotSaved: there was no time for it.
     """
     # the request may reach a rank through the others before its own signal has come: all name the same one
-    stop, step = run.resilience.stop, run.state.step
+    stop = run.resilience.stop
+    step = run.state.step
     heard = first_word(stop.reason)
     reason = stop.reason or heard or "another rank's request"
     folder = folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
@@ -173,7 +179,8 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
 
 def explain(error: Exception, run: Run) -> Exception:
     """An error of a step, with the step and its data; it names what failed where PyTorch's message does not."""
-    first, step = run.state.samples_consumed, run.state.step + 1
+    first = run.state.samples_consumed
+    step = run.state.step + 1
     if run.dataloader.global_batch:
         error.add_note(f"in step {step} (sequences {first} to {first + run.dataloader.global_batch - 1} of the data)")
     if not isinstance(error, RuntimeError):

@@ -59,7 +59,8 @@ def main(loaded: Loaded) -> TrainState:
 @contextmanager
 def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
     """Join the process group with a watchdog beside it, check the configuration on all ranks, and open the log."""
-    config, folder = loaded.config, Path(loaded.config.job.dump_folder)
+    config = loaded.config
+    folder = Path(loaded.config.job.dump_folder)
     os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
     compared: list[str] = []
 
@@ -93,8 +94,10 @@ def train(loaded: Loaded, world: World, resilience: Resilience | None = None) ->
 @contextmanager
 def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tuple[Run, Checkpoints]]:
     """Build the run, continued from its newest checkpoint; however it ends, the lease of the folder is released."""
-    config, folder = loaded.config, Path(loaded.config.job.dump_folder)
-    checkpoints, contents = Checkpoints(config), Contents()
+    config = loaded.config
+    folder = Path(loaded.config.job.dump_folder)
+    checkpoints = Checkpoints(config)
+    contents = Contents()
     try:
         set_numerics(config, world.device)
         with _heartbeat("building the model and opening its data", world):
@@ -125,8 +128,10 @@ def _heartbeat(what: str, world: World) -> AbstractContextManager[None]:
 
 def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints) -> TrainState:
     """Step to the end of the run, and go back to a checkpoint where a spike policy asks for it."""
-    config, folder = loaded.config, Path(loaded.config.job.dump_folder)
-    rows, rows_per_epoch = run.dataloader.num_samples, run.dataloader.places_per_epoch
+    config = loaded.config
+    folder = Path(loaded.config.job.dump_folder)
+    rows = run.dataloader.num_samples
+    rows_per_epoch = run.dataloader.places_per_epoch
     for line in run_folder.describe(loaded, run.mesh, run.num_params, run.total_steps, rows, rows_per_epoch):
         logger.info(line)
     validator = None
@@ -162,7 +167,9 @@ def _steps(
     metrics: Metrics,
 ) -> None:
     """Step to the end of the run, and save, validate, sample and report when it is time."""
-    config, state, resilience = run.config, run.state, run.resilience
+    config = run.config
+    state = run.state
+    resilience = run.resilience
     started_at = state.step
     collector = GarbageCollection(config.training.gc_freq, config.training.gc_debug)
     profiler = profiling.profiler(config, Path(config.job.dump_folder), world.rank, world.device.type, state.step)
@@ -178,8 +185,10 @@ def _steps(
                 raise shutdown.explain(error, run) from error
             if outcome is None:
                 break
-            if state.step == started_at + 1 and (note := compile.left_out(config)):
-                logger.warning(note)
+            if config.compile.enable and state.step == started_at + 1:
+                left_out = compile.left_out(config)
+                if left_out:
+                    logger.warning(left_out)
             if not state.tokens_seen:
                 check_has_targets(config, state.step, run.total_steps)
             extra = run.measures() if metrics.is_log_step(state.step) else {}
@@ -200,7 +209,8 @@ def _steps(
             if samples.every_steps and state.step % samples.every_steps == 0:
                 with metrics.pause(), resilience.phase("validation"):
                     samples.run(state.step)
-            checkpoints.poll()  # what is written in the background may be on disk by now
+            if checkpoints.saving.writing is not None:  # what is written in the background may be on disk by now
+                checkpoints.poll()
             if checkpoints.is_due(state.step, run.total_steps):
                 shutdown.save_after_step(run, checkpoints, metrics.pause)  # with what the validation found
             collector.step(state.step)
@@ -228,7 +238,9 @@ def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Che
 
 def step(run: Run) -> Outcome | None:
     """One optimizer step on all ranks together; None, on all, where the data have ended or one was asked to stop."""
-    config, mesh, state = run.config, run.mesh, run.state
+    config = run.config
+    mesh = run.mesh
+    state = run.state
     with run.resilience.phase("data"):
         found = _read(run)
     if found is None:
@@ -277,10 +289,13 @@ def _read(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
     None, on all ranks, where the data have ended or a rank was asked to stop. A streamed dataset ends without notice,
     one reader after another: a step without rows is skipped, and when no reader has any, the data have ended.
     """
-    loader, resilience = run.dataloader, run.resilience
-    empty, data_seconds = 0, 0.0
+    loader = run.dataloader
+    resilience = run.resilience
+    empty = 0
+    data_seconds = 0.0
     while True:
-        started, first_row = time.perf_counter(), loader.samples_consumed
+        started = time.perf_counter()
+        first_row = loader.samples_consumed
         try:
             read = resilience.read(lambda: [next(loader) for _ in range(loader.accumulation)])
         except StopIteration:

@@ -124,7 +124,8 @@ def gather(found: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh) -> dict[st
         for name in found[0][1]
     }
     ids = torch.cat(_gather(ids, mesh))
-    order, first = ids.argsort(stable=True), torch.ones(len(ids), dtype=torch.bool)
+    order = ids.argsort(stable=True)
+    first = torch.ones(len(ids), dtype=torch.bool)
     first[1:] = ids[order][1:] != ids[order][:-1]
     return {name: torch.cat(_gather(values, mesh))[order[first]] for name, values in own.items()}
 
@@ -176,8 +177,12 @@ class Validator:
         stop: StopRequest | None = None,
         num_samples: int | None = None,
     ) -> None:
-        self._options, self._runner, self._mesh, self._stop = config.validation, runner, mesh, stop
-        self._epoch_rows, self._step_rows = num_samples, derived.global_batch_size(config, mesh.device_mesh.size())
+        self._options = config.validation
+        self._runner = runner
+        self._mesh = mesh
+        self._stop = stop
+        self._epoch_rows = num_samples
+        self._step_rows = derived.global_batch_size(config, mesh.device_mesh.size())
         if self._options.per_epoch and num_samples is None:
             rule = "needs the number of training rows, and is known only after reading these data"
             raise ConfigError(Problem("validation.per_epoch", self._options.per_epoch, rule, "use validation.freq"))

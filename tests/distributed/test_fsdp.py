@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardtrain import distributed
 from shardtrain.distributed import fsdp
 from shardtrain.distributed.fsdp import precision_policy
 from shardtrain.distributed.shared_memory import AllGather, ReduceScatter
@@ -261,13 +260,15 @@ EXPERTS_APART = {
 def _gathered_ahead(rank: int, config, ahead: bool):
     """Two steps, with what an accelerator gathers before it is reached; and how many units ask for another."""
 
+    shard = fsdp.apply
+
     def apply(model, layout, mesh, config):
-        fsdp.apply(model, layout, mesh, config)
+        shard(model, layout, mesh, config)
         if ahead:
             fsdp.gather_ahead(model, layout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "STEPS", (*distributed.STEPS[:-1], apply))
+        patch.setattr(fsdp, "apply", apply)
         run = make_run(rank, config)
         units = [m for part in run.runner.parts for m in part.modules() if isinstance(m, FSDPModule)]
         asking = sum(bool(unit._get_fsdp_state()._states_to_forward_prefetch) for unit in units)

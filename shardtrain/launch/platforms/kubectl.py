@@ -98,7 +98,8 @@ def status(namespace: str, kind: str, name: str) -> int:
 def stop(namespace: str, kind: str, name: str) -> int:
     """Delete a job and what was made with it; its pods are asked to stop, and may save. Raises as ``status``."""
     _require_answer()
-    within, quick = ["--namespace", namespace], ["--wait=false", "--ignore-not-found"]
+    within = ["--namespace", namespace]
+    quick = ["--wait=false", "--ignore-not-found"]
     gone: ConfigError | None = None
     try:
         print(_ask([*within, "delete", RESOURCES[kind], name, "--wait=false"]), end="")
@@ -123,7 +124,8 @@ def logs(namespace: str, kind: str, name: str) -> int:
     Raises as ``status``, and without pods.
     """
     _require_answer()
-    within, selector = ["--namespace", namespace], ["--selector", f"{_PODS_OF[kind]}={name}"]
+    within = ["--namespace", namespace]
+    selector = ["--selector", f"{_PODS_OF[kind]}={name}"]
     _ask([*within, "get", RESOURCES[kind], name])
     pods = _ask([*within, "get", "pods", *selector, "--output", "name"]).split()
     if not pods:

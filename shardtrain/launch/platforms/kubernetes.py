@@ -122,7 +122,8 @@ def _volumes(job: Job) -> list[tuple[str, Manifest, Manifest]]:
     own = {mount["mountPath"] for _, mount, _ in found}
     for mount in job.mounts:
         if mount.path.rstrip("/") in own:
-            rule, fix = "is where the pod has a volume of its own", "mount it elsewhere"
+            rule = "is where the pod has a volume of its own"
+            fix = "mount it elsewhere"
             raise ConfigError(Problem("launch.mounts", f"{mount.source}:{mount.path}", rule, fix))
     claims = list(dict.fromkeys(mount.source for mount in job.mounts))
     for mount in job.mounts:

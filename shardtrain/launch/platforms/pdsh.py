@@ -41,7 +41,8 @@ class Reached:
         self.stdin: IO[bytes] | None = os.fdopen(into, "wb")
         self.stdout: IO[bytes] | None = os.fdopen(out_of, "rb")
         self._code: int | None = None
-        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
         self._control: socket.socket | None = None
 
     def poll(self) -> int | None:

@@ -198,7 +198,8 @@ def _command(job: Job, launch: Launch) -> list[str]:
 
 
 def _container(job: Job, launch: Launch) -> list[str]:
-    kind, image = launch.slurm.container, job.image or ""
+    kind = launch.slurm.container
+    image = job.image or ""
     mounts = [f"{m.source}:{m.path}" + (":ro" if m.read_only else "") for m in job.mounts]
     if kind in ("apptainer", "singularity"):
         words = [kind, "exec", *(["--nv"] if job.devices else [])]

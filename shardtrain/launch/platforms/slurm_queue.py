@@ -151,7 +151,8 @@ def submit(text: str) -> str:
 
 def _first_look(number: str) -> Record | None:
     """The state of a job once the scheduler has looked at it, or after ``REASON_SECONDS``."""
-    end, record = time.monotonic() + REASON_SECONDS, None
+    end = time.monotonic() + REASON_SECONDS
+    record = None
     while time.monotonic() < end:
         try:
             record = next(records(number), None)
@@ -280,7 +281,8 @@ def _left(run_time: str, limit: str) -> str:
     >>> _left("00:00:30", "1-00:00:00"), _left("00:00:30", "UNLIMITED")
     ('23:59:30', '')
     """
-    spent, most = _seconds(run_time), _seconds(limit)
+    spent = _seconds(run_time)
+    most = _seconds(limit)
     if spent is None or most is None:
         return ""
     minutes, seconds = divmod(max(0, most - spent), 60)

@@ -16,7 +16,8 @@ from shardtrain.launch.job import Job, folder_words, require_nothing_lost
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import MASK
 
-ENDPOINT, LOCAL_ADDRESS = "SHARDTRAIN_RDZV_ENDPOINT", "SHARDTRAIN_LOCAL_ADDR"
+ENDPOINT = "SHARDTRAIN_RDZV_ENDPOINT"
+LOCAL_ADDRESS = "SHARDTRAIN_LOCAL_ADDR"
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
@@ -58,7 +59,8 @@ def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id
         rule = "has no effect on ssh, where the loss of a host ends the run"
         raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "leave it out"))
     options = launch.ssh
-    asked, slots = launch.nproc_per_node or launch.devices_per_node, hosts[0].slots
+    asked = launch.nproc_per_node or launch.devices_per_node
+    slots = hosts[0].slots
     if asked and slots and asked != slots:
         rule = f"is not the {slots} slots of each host"
         raise ConfigError(Problem("launch.nproc_per_node", asked, rule, "leave it out, or change the hostfile"))

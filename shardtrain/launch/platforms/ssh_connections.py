@@ -32,8 +32,10 @@ START_SECONDS = 20
 """Added to the time of a connection: Python's own start on a cold file system."""
 END_SECONDS = 5.0
 """What the hosts have to end what they run when they are told to kill it, before their connections are cut."""
-FILES_PER_HOST, OTHER_FILES = 5, 100
-"""What a connection takes: two pipes, the host's log, and both ends of a pipe while ssh starts; and all the rest."""
+FILES_PER_HOST = 5
+"""Open files of a connection: two pipes, the host's log, and both ends of a pipe while ssh starts."""
+OTHER_FILES = 100
+"""Open files of all the rest."""
 HOSTS_AT_ONCE = 64
 """Connections that are being made at a time: a handshake takes some 20 ms of a core of this machine."""
 LOST = 255
@@ -76,11 +78,14 @@ class Run:
     """The connections of one launch."""
 
     def __init__(self, plans: Sequence[Plan], options: LaunchSSH, folder: Path) -> None:
-        self._plans, self._options, self._folder = plans, options, folder
+        self._plans = plans
+        self._options = options
+        self._folder = folder
         self._open: list[_Connection] = []
         self._lines: queue.Queue[tuple[_Connection, bytes | None]] = queue.Queue()
         self._fan: pdsh.Fan | None = None
-        self._requests, self._kill_at = 0, float("inf")
+        self._requests = 0
+        self._kill_at = float("inf")
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
 
@@ -111,7 +116,8 @@ class Run:
 
     def _connect(self) -> None:
         """Open all connections; no host gets its command before all have answered."""
-        needed, allowed = FILES_PER_HOST * len(self._plans) + OTHER_FILES, allow_open_files()
+        needed = FILES_PER_HOST * len(self._plans) + OTHER_FILES
+        allowed = allow_open_files()
         if needed > allowed:
             rule = f"reaches {len(self._plans)} hosts, which takes {needed} open files, and {allowed:g} are allowed"
             fix = "raise the hard limit (limits.conf; `ulimit -Hn` shows it), or start from another machine"
@@ -164,7 +170,8 @@ class Run:
                 raise ConfigError(Problem("ssh", None, "is not on this machine", "install OpenSSH's client")) from None
 
     def _not_started(self, one: _Connection) -> ConfigError:
-        code, said = one.process.wait(), one.last or "nothing was said"
+        code = one.process.wait()
+        said = one.last or "nothing was said"
         if code == LOST:
             hint = next((hint.format(name=one.name) for words, hint in HINTS if words in said), "is it up?")
             words = [word for word in one.plan.ssh[:-1] if word != "BatchMode=yes" or "by hand" not in hint]

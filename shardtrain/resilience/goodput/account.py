@@ -92,7 +92,8 @@ class Account:
         if not self.saves:
             return None
         work = self.running_seconds - self.seconds["checkpoint"] - self.seconds["lost"] - self.recovery_seconds
-        interval, stall = work / self.saves, self.seconds["checkpoint"] / self.saves
+        interval = work / self.saves
+        stall = self.seconds["checkpoint"] / self.saves
         failed = 0.0
         if self.failures:
             failed = (self.recovery_seconds / self.failures + interval / 2) / (self.running_seconds / self.failures)
@@ -115,7 +116,10 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
 
 def account(attempts: Sequence[Attempt]) -> Account:
     """The account of a run's whole life until its last line."""
-    total, idle, failures, after = dict.fromkeys(BINS, 0.0), 0.0, 0, 0.0
+    total = dict.fromkeys(BINS, 0.0)
+    idle = 0.0
+    failures = 0
+    after = 0.0
     kept_step: float = float("inf")
     for attempt in reversed(attempts):
         if attempt is attempts[-1] and attempt.died is not None:
@@ -144,7 +148,8 @@ def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
     """Seconds of one attempt by bin; what it trained after ``kept_step`` is lost."""
     if not attempt.points:
         return dict.fromkeys(BINS, 0.0)
-    last, first_step = attempt.points[-1], attempt.start.step
+    last = attempt.points[-1]
+    first_step = attempt.start.step
     spent = {name: last.seconds.get(name, 0.0) for name in ("start", "end", "compile", "step", "data")}
     steps = last.step - first_step
     # the first step is also a step: of its time, what a usual one takes is not a compilation
@@ -168,7 +173,8 @@ def _at(attempt: Attempt, step: float) -> dict[str, float]:
     names = ("step", "data")
     if step >= attempt.points[-1].step:
         return {name: attempt.points[-1].seconds.get(name, 0.0) for name in names}
-    before_step, before = attempt.start.step, dict.fromkeys(names, 0.0)
+    before_step = attempt.start.step
+    before = dict.fromkeys(names, 0.0)
     for point in attempt.points:
         now = {name: point.seconds.get(name, 0.0) for name in names}
         if point.step > step:
@@ -176,5 +182,6 @@ def _at(attempt: Attempt, step: float) -> dict[str, float]:
                 return before
             share = (step - before_step) / (point.step - before_step)
             return {name: before[name] + share * (now[name] - before[name]) for name in names}
-        before_step, before = point.step, now
+        before_step = point.step
+        before = now
     return before

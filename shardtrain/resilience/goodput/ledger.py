@@ -21,8 +21,10 @@ from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
 from shardtrain.utils.units import format_seconds
 
-JOB, STARTED = "SHARDTRAIN_JOB", "SHARDTRAIN_STARTED"
-"""Set by the launcher: its own name and when it began; when it started this attempt (seconds since the epoch)."""
+JOB = "SHARDTRAIN_JOB"
+"""Set by the launcher: its own name and when it began."""
+STARTED = "SHARDTRAIN_STARTED"
+"""Set by the launcher: when it started this attempt, in seconds since the epoch."""
 HANDED_OVER = "SHARDTRAIN_HANDED_OVER"
 """Set by run_train.sh, which may have installed the package in the process that it then hands over."""
 MOST_SECONDS_BETWEEN_LINES = 60.0
@@ -48,12 +50,14 @@ class Ledger:
     ) -> None:
         """``folder`` is the run's, None for a rank that keeps no account; ``step`` is the one it continues from."""
         self._path = folder / events.FILE if folder else None
-        self._phases, self._now = phases or Phases(), now
+        self._phases = phases or Phases()
+        self._now = now
         self._offset: dict[Phase, float] = {}
         self.step = step
         """The step that is done."""
         self._saved_step = step
-        self._saves, self._written = 0, -float("inf")
+        self._saves = 0
+        self._written = -float("inf")
         if folder is not None:
             self._try(lambda: self._open(folder, step, world_size, environment), None)
 
@@ -99,7 +103,9 @@ class Ledger:
 
     def saved(self, step: int) -> None:
         """A checkpoint of this step is there, perhaps some steps later: what a later attempt continues from."""
-        self.step, self._saved_step, self._saves = max(self.step, step), step, self._saves + 1
+        self.step = max(self.step, step)
+        self._saved_step = step
+        self._saves += 1
         if self._path is not None:
             self._try(self._progress, None)
 
@@ -111,9 +117,12 @@ class Ledger:
     def _roll_back(self, folder: Path, step: int) -> None:
         self._write(self._point(ended=True))
         self.step = self._saved_step = step
-        self._offset, self._before, self._saves = self._phases.seconds(), 0.0, 0
+        self._offset = self._phases.seconds()
+        self._before = 0.0
+        self._saves = 0
         earlier = self._earlier(folder)
-        attempt, now = secrets.token_hex(8), self._now()
+        attempt = secrets.token_hex(8)
+        now = self._now()
         self._start = dataclasses.replace(self._start, attempt=attempt, started=now, step=step)
         self._past = account([*earlier, Attempt(self._start)])
         self._write(self._start)

@@ -92,7 +92,8 @@ class Guard:
         """How many of the steps that rows would make are left out."""
         steps: set[int] = set()
         for rewind in self.rewinds:
-            begin, end = max(rewind.first_row, first_row), min(rewind.end_row, end_row)
+            begin = max(rewind.first_row, first_row)
+            end = min(rewind.end_row, end_row)
             if begin < end:
                 steps |= {*range((begin - first_row) // rows_per_step, (end - 1 - first_row) // rows_per_step + 1)}
         return len(steps)
@@ -110,7 +111,8 @@ class Guard:
     def load(self, values: Mapping[str, Any]) -> None:
         """Take what a checkpoint holds; raises CheckpointError when it is not what ``to_dict`` writes."""
         losses, norms, skipped = (values.get(name) for name in ("losses", "grad_norms", "skipped_steps"))
-        spikes, rewinds = values.get("spikes"), values.get("rewinds")
+        spikes = values.get("spikes")
+        rewinds = values.get("rewinds")
         good = (
             _are_finite(losses)
             and _are_finite(norms)
@@ -122,8 +124,12 @@ class Guard:
         )
         if not good:
             raise CheckpointError("the guard's state does not hold losses, steps and rewinds; use another checkpoint")
-        self.losses, self.grad_norms, self.skipped_steps = list(losses), list(norms), list(skipped)  # type: ignore[arg-type]
-        self.spikes, self.rewinds = int(spikes), [Rewind(*rewind) for rewind in rewinds]  # type: ignore[arg-type, union-attr]
+        # checked above, which mypy does not follow
+        self.losses = list(losses)  # type: ignore[arg-type]
+        self.grad_norms = list(norms)  # type: ignore[arg-type]
+        self.skipped_steps = list(skipped)  # type: ignore[arg-type]
+        self.spikes = int(spikes)  # type: ignore[arg-type]
+        self.rewinds = [Rewind(*rewind) for rewind in rewinds]  # type: ignore[union-attr]
 
 
 class RollbackRequested(Exception):
@@ -137,7 +143,9 @@ def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
         RollbackRequested: with ``training.spike_policy = "rewind"``, at a spike.
         NumericalError: when it has gone back from here too often.
     """
-    training, guard, step = run.config.training, run.resilience.guard, run.state.step + 1
+    training = run.config.training
+    guard = run.resilience.guard
+    step = run.state.step + 1
     if training.spike_policy == "off":
         return True
     found = guard.find_spike(loss, grad_norm, training.spike_window, training.spike_sigmas)

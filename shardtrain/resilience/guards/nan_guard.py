@@ -35,7 +35,8 @@ def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
         logger.warning(f"step {step}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
         return
     first, advice = nonfinite_tensor.find(run, local, in_loss=bool(ranks))
-    training, skips = run.config.training, run.state.nonfinite_skips
+    training = run.config.training
+    skips = run.state.nonfinite_skips
     bound = ""
     if training.nonfinite_policy == "skip":
         if skips >= training.nonfinite_max_skips:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shardtrain import data
 from shardtrain.checkpoint.collectives import all_gather_json, any_rank
@@ -127,7 +128,8 @@ class _Watch:
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self.first: str | None = None
-        self._parts, self._handles = parts, []  # type: ignore[var-annotated]
+        self._parts = parts
+        self._handles: list[RemovableHandle] = []
 
     def __enter__(self) -> _Watch:
         for part in self._parts:

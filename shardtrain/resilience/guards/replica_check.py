@@ -25,7 +25,8 @@ class Replicas:
     """
 
     def __init__(self, run: Run, checkpoints: Saver) -> None:
-        self._run, self._checkpoints = run, checkpoints
+        self._run = run
+        self._checkpoints = checkpoints
         self._interval = run.config.training.replica_check_interval
         self._held: dict[str, Held] | None = None
 
@@ -57,7 +58,8 @@ def refuse_norms(run: Run, norm: Tensor) -> None:
     """
     if not run.resilience.compares_norms:
         return
-    step, norms = run.state.step + 1, all_gather_json(float(norm))
+    step = run.state.step + 1
+    norms = all_gather_json(float(norm))
     middle = sorted(norms)[len(norms) // 2]
     odd = [rank for rank, value in enumerate(norms) if abs(value - middle) > NORMS_AGREE * middle]
     if not odd:  # of many ranks, rounding in the sums that agree found

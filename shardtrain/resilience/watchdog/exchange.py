@@ -33,8 +33,11 @@ FOLDER_SECONDS = 20.0
 """How long a rank waits to be told its node's folder, before it speaks for itself."""
 SPARE_PLACES = 1024
 """A node whose folder goes away speaks in new places; more than these nobody has, whatever the counter says."""
-VERDICT, DUMPED, ALL_DUMPED = "verdict", "dumped", "all-dumped"
-_PLACES, _PLACE = "places", "place"
+VERDICT = "verdict"
+DUMPED = "dumped"
+ALL_DUMPED = "all-dumped"
+_PLACES = "places"
+_PLACE = "place"
 
 
 class Exchange:
@@ -42,7 +45,9 @@ class Exchange:
 
     def __init__(self, store: Any, rank: int, world_size: int, beat_seconds: float) -> None:
         """``store`` is a connection that nobody else uses."""
-        self._store, self._rank, self._beat = store, rank, beat_seconds
+        self._store = store
+        self._rank = rank
+        self._beat = beat_seconds
         self._most_places = world_size + SPARE_PLACES
         self._node: FolderStore | None = None
         self._folder: Path | None = None
@@ -70,7 +75,8 @@ class Exchange:
             else:
                 self._store.wait([node], timedelta(seconds=FOLDER_SECONDS))
                 folder = private_store.own(Path(self._store.get(node).decode()))
-            self._node, self._folder = FolderStore(folder), folder
+            self._node = FolderStore(folder)
+            self._folder = folder
 
     def say(self, sign: Heartbeat) -> None:
         """Give a sign of this rank's life."""
@@ -162,7 +168,8 @@ class Exchange:
                 self._node.set(ALL_DUMPED, "")
 
     def _count_others(self, living: int, deadline: float) -> None:
-        amount, counted = 1, 0
+        amount = 1
+        counted = 0
         with contextlib.suppress(dist.DistError, OSError):
             while time.monotonic() < deadline:
                 if self._node is not None:
@@ -188,7 +195,8 @@ class Exchange:
 
     def _speaks(self) -> bool:
         """Whether this rank speaks for its node: no lower one is there that lives."""
-        now, left = time.monotonic(), self._ranks("left-")
+        now = time.monotonic()
+        left = self._ranks("left-")
         for rank in self._ranks("sign-"):
             if rank >= self._rank or rank in left:
                 continue

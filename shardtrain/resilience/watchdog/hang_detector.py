@@ -58,7 +58,8 @@ class HangDetector:
 
     def __init__(self, world_size: int, beat_seconds: float, cold_limit: float, warm_limit: float) -> None:
         """``cold_limit`` and ``warm_limit`` are those of collectives, until the first step is done and after it."""
-        self._size, self._beat = world_size, beat_seconds
+        self._size = world_size
+        self._beat = beat_seconds
         self._collective_limits = {True: OF_COLLECTIVES * cold_limit, False: OF_COLLECTIVES * warm_limit}
         self._seen: dict[int, _Seen] = {}
         self._last = self._limit = 0.0
@@ -69,7 +70,8 @@ class HangDetector:
         paused = now - self._last if self._last else 0.0
         if self._last and paused > max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit):
             for seen in self._seen.values():
-                seen.beat_seconds, seen.moved_seconds = seen.beat_seconds + paused, seen.moved_seconds + paused
+                seen.beat_seconds += paused
+                seen.moved_seconds += paused
         self._last = now
         if not self._seen:
             # a rank that never gives a sign is judged like one that has stopped giving them

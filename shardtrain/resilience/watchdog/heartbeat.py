@@ -96,4 +96,5 @@ def _kinds(like: object) -> dict[str, type | tuple[type, ...]]:
     return {name: (int, float) if isinstance(value, float) else type(value) for name, value in vars(like).items()}
 
 
-_KINDS, _KINDS_OF_MARK = _kinds(Heartbeat(0, "")), _kinds(Mark(0, "", 0.0, 0, 0, 0))
+_KINDS = _kinds(Heartbeat(0, ""))
+_KINDS_OF_MARK = _kinds(Mark(0, "", 0.0, 0, 0, 0))

@@ -79,7 +79,8 @@ def _collective(frame: FrameType, device_type: str) -> str:
     """The collective among the innermost frames, those of PyTorch before the first of anybody else."""
     found = ""
     for inner in _outwards(frame):
-        file, name = inner.f_code.co_filename, inner.f_code.co_name
+        file = inner.f_code.co_filename
+        name = inner.f_code.co_name
         if "/torch/" not in file:
             line = linecache.getline(file, inner.f_lineno or 0)  # between two lines there is none
             compiled = "wait_tensor" in line or "_c10d_functional" in line

@@ -109,7 +109,8 @@ def median_without(ordered: Sequence[float], one: float) -> float:
     >>> median_without([1.0, 2.0, 4.0, 9.0], 9.0), median_without([1.0, 2.0, 4.0], 1.0)
     (2.0, 3.0)
     """
-    gap, count = bisect.bisect_left(ordered, one), len(ordered) - 1
+    gap = bisect.bisect_left(ordered, one)
+    count = len(ordered) - 1
     low, high = (ordered[i] if i < gap else ordered[i + 1] for i in ((count - 1) // 2, count // 2))
     return (low + high) / 2
 
@@ -120,7 +121,8 @@ class _Window:
     def __init__(self, before: Mark, after: Mark) -> None:
         steps = after.begun - before.begun
         self.samples = after.samples - before.samples
-        data, step = after.busy_data - before.busy_data, after.busy_step - before.busy_step
+        data = after.busy_data - before.busy_data
+        step = after.busy_step - before.busy_step
         self.step_seconds = (after.seconds - before.seconds) / steps
         self.work = self.step_seconds * (data + step) / max(1, self.samples)
         self.phase = "data" if data > step else "step"

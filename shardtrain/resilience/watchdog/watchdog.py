@@ -36,7 +36,8 @@ from shardtrain.utils.log import logger
 
 STEPS_LONG = 5.0
 """A step, or a save, may take so many times what 99 of 100 took."""
-LONGEST_BEAT_SECONDS, SHORTEST_BEAT_SECONDS = 2.0, 0.1
+LONGEST_BEAT_SECONDS = 2.0
+SHORTEST_BEAT_SECONDS = 0.1
 SAMPLE_SECONDS = 0.02
 MUTE_LIMITS = 1.7
 """A store that has not answered for so many times the limit is declared dead, where this rank does not move either."""
@@ -59,8 +60,12 @@ class Watchdog:
     """The heartbeat of one rank; ``store`` is a connection that nobody else uses."""
 
     def __init__(self, store: Any, rank: int, world_size: int, config: Config, phases: Phases, device: str) -> None:
-        comm, self._rank, self._size = config.comm, rank, world_size
-        self._comm, self._phases, self._device = comm, phases, device
+        comm = config.comm
+        self._rank = rank
+        self._size = world_size
+        self._comm = comm
+        self._phases = phases
+        self._device = device
         self._folder = Path(config.job.dump_folder)
         self._log = self._folder / config.metrics.save_log_file.replace("{rank}", str(rank))
         num_nodes = math.ceil(world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -74,7 +79,8 @@ class Watchdog:
         self._named: set[int] = set()
         self._compared = 0
         self._exchanged_at = time.monotonic()
-        self._closed, self._dying = threading.Event(), threading.Lock()
+        self._closed = threading.Event()
+        self._dying = threading.Lock()
         self._threads = [
             threading.Thread(target=self._exchange, name="heartbeat", daemon=True),
             threading.Thread(target=self._watch, name="heartbeat-watch", daemon=True),
@@ -95,7 +101,8 @@ class Watchdog:
 
     def _sign(self, beat: int) -> Heartbeat:
         place = stack.main_thread(self._device)
-        phase, now = self._phases.name, self._moving
+        phase = self._phases.name
+        now = self._moving
         limit, is_cold = self._limit(phase, place)
         return Heartbeat(
             beat=beat,
@@ -191,7 +198,8 @@ class Watchdog:
             now = time.monotonic()
             position = (self._moving.step, self._phases.entered, self._moving.ticks)
             if position != progress or now - last > 3 * self._beat:  # the second: this process was stopped
-                progress, moved_at = position, now
+                progress = position
+                moved_at = now
             if samples and self._phases.name in WORK:
                 self._sample(now - last)
             silent_seconds = now - max(self._exchanged_at, moved_at)

@@ -142,7 +142,8 @@ def require_in_child(loaded: Loaded, machine: Machine) -> None:
     answer = json.loads(said)
     if answer is None:
         return
-    kind, lines = getattr(errors, answer[0]), answer[1]
+    kind = getattr(errors, answer[0])
+    lines = answer[1]
     if issubclass(kind, ConfigError):
         raise kind(lines)
     refusal = kind("\n".join(lines))

@@ -25,7 +25,8 @@ the tokenizer, the data, the first weights, options that are not available, and 
 Exit status: 0 where `train` would begin, else the one that it would end with: 2 configuration, 3 data, 5 checkpoint.
 """
 
-_OPTION, _MACHINE = "--for-machine", Option(example="h100, or none, or here")
+_OPTION = "--for-machine"
+_MACHINE = Option(example="h100, or none, or here")
 
 
 def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, CommandLine]]) -> int:
@@ -58,7 +59,8 @@ def _here(loaded: Loaded, arguments: CommandLine) -> Machine:
     several = nodes.find(arguments, os.environ)
     if several is None:
         return machine.this_machine(loaded, arguments.nproc)
-    accelerators, cores = environment.count_accelerators(loaded.config.training.device), environment.usable_cores()
+    accelerators = environment.count_accelerators(loaded.config.training.device)
+    cores = environment.usable_cores()
     count = nodes.choose_processes(loaded.config, arguments.nproc, os.environ, several, accelerators, cores).count
     return machine.this_machine(loaded, None, count * several.most if several.least == several.most else None, count)
 

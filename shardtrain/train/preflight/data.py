@@ -53,7 +53,8 @@ def look(config: Config, section: str, world_size: int | None) -> tuple[list[Sha
 def _open(config: Config, part: Training | Validation, notes: list[str]) -> int | None:
     """Open sources of documents; gives where they end, where that is known."""
     tokenizer = build_dataset.tokenizer_of(config)
-    every, small = build_dataset.named_sources(config, part), True
+    every = build_dataset.named_sources(config, part)
+    small = True
     for named in every:
         if _is_elsewhere(named.source):
             notes.append(f"{named.path_option}={named.source.dataset_path}: is on the hub, and was not looked at")
@@ -71,7 +72,8 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
         small = False
         encoder = open_encoder(tokenizer, config.data, named.source)
         build_dataset.check_template(source, encoder, named)
-        policy, tally = BadRows.of(config.data), RowStats()
+        policy = BadRows.of(config.data)
+        tally = RowStats()
         rows = every_row(source)
         if not is_small:
             rows = itertools.islice(rows, 1) if source.total_bytes is None else _first(rows)

@@ -124,7 +124,8 @@ def number_in(path: Path) -> int:
 
 def _host() -> tuple[str, int]:
     """What this host or container has: all of it, as what is used now may be free when the run needs it."""
-    total, (limit, _) = host_memory().get("total", 0), cgroup_memory()
+    total = host_memory().get("total", 0)
+    (limit, _) = cgroup_memory()
     swap = _swap()
     return ("this container", limit + swap) if limit and limit < total else ("this machine", total + swap)
 

@@ -88,7 +88,9 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
         value = sizes.get(name)
         return value if isinstance(value, int) and value > 0 else default
 
-    dim, layers, vocab = size("dim"), size("num_layers"), size("vocab_size")
+    dim = size("dim")
+    layers = size("num_layers")
+    vocab = size("vocab_size")
     if not dim or not layers or not vocab:
         return None
     width = max((value for key, value in sizes.items() if "ffn" in key and isinstance(value, int)), default=0)
@@ -100,8 +102,10 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
 
 def state_bytes(config: Config, world_size: int, parameters: list[Parameter]) -> int:
     """Bytes of weights, gradients and optimizer state of the rank that holds most, at least."""
-    p, width = config.parallelism, _WIDTH.get(config.training.dtype, 4)
-    states, state_width = _states(config.optimizer.name), _width_of_states(config)
+    p = config.parallelism
+    width = _WIDTH.get(config.training.dtype, 4)
+    states = _states(config.optimizer.name)
+    state_width = _width_of_states(config)
     pieces = max(1, derived.shard_degree(config, world_size)) * max(1, p.context_parallel_degree)
     replicas = p.data_parallel_replicate_degree if p.shard_optimizer_states else 1
     total = 0.0
@@ -118,7 +122,8 @@ def checkpoint_bytes(config: Config, parameters: list[Parameter]) -> int:
     """Bytes of a checkpoint: weights and the optimizer's state of those that learn; beside adapters nothing else."""
     if config.lora.enable:
         parameters = [one for one in parameters if one.trained]
-    width, states = _WIDTH.get(config.training.dtype, 4), _states(config.optimizer.name)
+    width = _WIDTH.get(config.training.dtype, 4)
+    states = _states(config.optimizer.name)
     states_bytes = states * _width_of_states(config)
     return int(sum(one.num_elements * (width + states_bytes * one.trained) for one in parameters))
 
@@ -126,7 +131,9 @@ def checkpoint_bytes(config: Config, parameters: list[Parameter]) -> int:
 def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
     """The problem of batches that alone are more than the machine has: their ids, and what enters the first layer."""
     config = loaded.config
-    t, p, dim = config.training, config.parallelism, (model_shape(loaded) or {}).get("dim")
+    t = config.training
+    p = config.parallelism
+    dim = (model_shape(loaded) or {}).get("dim")
     if not machine.world_size or not machine.memory_bytes:
         return None
     tokens = t.local_batch_size * t.seq_len

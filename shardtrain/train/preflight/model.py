@@ -34,11 +34,13 @@ def build(config: Config) -> tuple[list[ShardtrainError], list[Parameter] | None
 
 def _parameters(config: Config) -> list[Parameter]:
     if config.compile.enable:
-        known, backend = torch._dynamo.list_backends(exclude_tags=()), config.compile.backend
+        known = torch._dynamo.list_backends(exclude_tags=())
+        backend = config.compile.backend
         if backend not in known:
             rule = f"is not a backend of torch.compile in PyTorch {torch.__version__}"
             raise ConfigError(Problem("compile.backend", backend, rule, f"use one of {', '.join(known)}"))
-    task, module = tasks.open_task(config), models.find(config.model.name)
+    task = tasks.open_task(config)
+    module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     layout = module.LAYOUT
     with torch.device("meta"):

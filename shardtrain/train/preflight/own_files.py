@@ -13,14 +13,18 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
     """The error of a file of the user's with its place there, in Python's words; any other is raised again."""
     files = {name: option for option, name in _named(config) if name.endswith(".py")}
     by_path = {str(Path(name).resolve()): name for name in files}
-    found, place, trace = "", "", error.__traceback__
+    found = ""
+    place = ""
+    trace = error.__traceback__
     while trace is not None:
         path = str(Path(trace.tb_frame.f_code.co_filename).resolve())
         if path in by_path:
-            found, place = by_path[path], f" (line {trace.tb_lineno})"
+            found = by_path[path]
+            place = f" (line {trace.tb_lineno})"
         trace = trace.tb_next
     if isinstance(error, SyntaxError) and error.filename and str(Path(error.filename).resolve()) in by_path:
-        found, place = by_path[str(Path(error.filename).resolve())], f" (line {error.lineno})"
+        found = by_path[str(Path(error.filename).resolve())]
+        place = f" (line {error.lineno})"
     if isinstance(error, SystemExit):  # which would pass for the end of a run that did its work
         if not found:
             raise ShardtrainError(f"sys.exit({error.code!r}) was called before ranks had started") from error

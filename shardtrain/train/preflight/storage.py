@@ -89,7 +89,8 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
 
 def _most_kept(config: Config) -> int:
     """Checkpoints that lie there at most, by their number alone; what is kept for ever besides is not counted."""
-    options, most = config.checkpoint, config.checkpoint.keep_latest_k
+    options = config.checkpoint
+    most = config.checkpoint.keep_latest_k
     if options.interval_type != "steps":
         return most or 1
     saves = -(-config.training.steps // max(1, options.interval)) if config.training.epochs is None else most or 1
@@ -98,7 +99,8 @@ def _most_kept(config: Config) -> int:
 
 def shared_memory_problem(loaded: Loaded, machine: Machine) -> Problem | None:
     """What is wrong where workers prepare batches in a /dev/shm that is too small: they die of a bus error there."""
-    training, option = loaded.config.training, "training.dataloader.num_workers"
+    training = loaded.config.training
+    option = "training.dataloader.num_workers"
     workers = training.dataloader.num_workers
     try:
         if not workers or not SHARED.is_dir():
@@ -108,7 +110,8 @@ def shared_memory_problem(loaded: Loaded, machine: Machine) -> Problem | None:
         return None
     ahead = training.dataloader.prefetch_factor or _PREFETCH
     batch = _BYTES_OF_A_TOKEN * training.local_batch_size * training.seq_len
-    needed, there = machine.local_ranks * workers * ahead * batch, found.f_bavail * found.f_frsize
+    needed = machine.local_ranks * workers * ahead * batch
+    there = found.f_bavail * found.f_frsize
     if needed <= there:
         return None
     rule = (

@@ -25,7 +25,8 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
             Lease(folder).refuse_if_held_here()
         except ShardtrainError as error:
             return [error]
-    named, adapters = derived.initial_weights(config), config.lora.initial_load_path if config.lora.enable else None
+    named = derived.initial_weights(config)
+    adapters = config.lora.initial_load_path if config.lora.enable else None
     if options.load_step == -1 and all(one is None or "://" in one for one in (named, adapters)):
         return []
     from shardtrain.checkpoint import manifest, retention
@@ -41,10 +42,12 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
                 from shardtrain import models
                 from shardtrain.hf import importing
 
-                model, quantized = config.model, options.initial_load_in_hf_quantized
+                model = config.model
+                quantized = options.initial_load_in_hf_quantized
                 module = models.find(model.name)
                 shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-                resize, legacy = options.initial_load_resize_embeddings, options.initial_load_legacy_bin
+                resize = options.initial_load_resize_embeddings
+                legacy = options.initial_load_legacy_bin
                 # with no tensor to fill, this is all that a start from the folder checks
                 importing.fill({}, Path(named), module, shape, quantized, resize, legacy)
             else:

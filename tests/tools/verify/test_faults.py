@@ -78,15 +78,7 @@ def divide_gradients(monkeypatch, factor):
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)
 
-    wrap_step(monkeypatch, fsdp.apply, average)
-
-
-def wrap_step(monkeypatch, step, change):
-    """Replace one of the steps of parallelism."""
-    from shardtrain import distributed
-
-    steps = tuple((lambda *a: change(step, *a)) if one is step else one for one in distributed.STEPS)
-    monkeypatch.setattr("shardtrain.distributed.STEPS", steps)
+    wrap(monkeypatch, fsdp, "apply", average)
 
 
 # gradients: their sums over axes and micro-batches
@@ -204,7 +196,7 @@ def a_layer_that_is_frozen(monkeypatch):
         apply(model, *others)
         model.layers["1"].ffn.w2.weight.requires_grad_(False)
 
-    wrap_step(monkeypatch, fsdp.apply, freeze)
+    wrap(monkeypatch, fsdp, "apply", freeze)
 
 
 # the loss: its divisor, targets and samples
