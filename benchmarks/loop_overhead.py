@@ -32,7 +32,7 @@ from shardtrain.config.schema import Comm, Config
 from shardtrain.distributed import process_group
 from shardtrain.metrics import Metrics
 from shardtrain.train import trainer
-from shardtrain.train.run_facts import ReduceOverMesh, run_facts
+from shardtrain.train.run import ReduceOverMesh, run_facts
 
 SHAPE = {
     "vocab_size": 2048,

@@ -34,7 +34,7 @@ from shardtrain.metrics import Metrics
 from shardtrain.resilience.progress import Phases
 from shardtrain.resilience.watchdog import beating
 from shardtrain.train import trainer
-from shardtrain.train.run_facts import ReduceOverMesh, run_facts
+from shardtrain.train.run import ReduceOverMesh, run_facts
 from shardtrain.utils import private_network
 
 RANKS, STEPS = 2, 5

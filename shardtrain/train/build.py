@@ -51,6 +51,7 @@ def use_fastest_kernels(config: Config, device: torch.device) -> cpu_kernels.Ker
 
 def build(config: Config, world: World) -> Run:
     """Everything for the first step: mesh, model on it with its initial weights, optimizer, data."""
+    # the model on its mesh, and the optimizer of what this rank holds of it
     mesh = distributed.build(config, world)
     built = build_model(config, mesh)
     task = built.task
@@ -60,8 +61,10 @@ def build(config: Config, world: World) -> Run:
     if config.optimizer.early_step_in_backward:
         runner.update_in_backward(optimizer)
     scaler = None
+    # float16 alone has too few small numbers for gradients as they are
     if derived.compute_dtype(config) == "float16":
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
+    # the data; each data-parallel rank reads its own rows of them
     with together(config):
         stream = task.open_dataloader(
             batch_rank=mesh.rank(*BATCH_AXES),
@@ -70,6 +73,7 @@ def build(config: Config, world: World) -> Run:
         )
     task.check(stream, built.module, built.shape)
     reference_models.hold(task, runner, config, mesh)
+    # ranks that read other data would train without an error on rows that some see twice and some never
     process_group.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:

@@ -54,6 +54,7 @@ def refuse(run: Run, path: object, found: Sequence[Change], other_data: str) -> 
 
 def keep_history(run: Run, facts: Mapping[str, Any], found: Sequence[Change]) -> None:
     """Say and keep, for the checkpoints to come, what was changed with the user's consent."""
+    # what was accepted in earlier continuations stays part of the record
     before = facts.get("accepted_changes")
     run.accepted_changes = [*before] if isinstance(before, list) else []
     for change in found:

@@ -55,6 +55,7 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
     if "position_ids" not in inspect.signature(model.hf.forward).parameters:  # type: ignore[union-attr,arg-type]
         raise ConfigError(Problem(OPTION, None, f"cannot be given to {name}, which takes no position_ids", fix))
     embedding = model.hf.get_input_embeddings().weight  # type: ignore[union-attr,operator]
+    # tokens that differ from one another, and no random ones: all ranks must try the same
     columns_1T = torch.arange(_BEFORE + _LENGTH, device=embedding.device)[None]
     tokens_1T = (columns_1T * 37 + 11) % int(embedding.shape[0])
     documents_1T = (columns_1T >= _BEFORE).long()
@@ -62,12 +63,14 @@ def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
     trains = model.training
     model.eval()
     with torch.no_grad():
+        # the second document as the rest of the first, behind it as a document of its own, and alone
         joined = model(tokens_1T, columns_1T)[:, _BEFORE:]
         packed = model(tokens_1T, alone_1T, documents_BT=documents_1T)[:, _BEFORE:]
         alone = model(tokens_1T[:, _BEFORE:], alone_1T[:, _BEFORE:])
     free_gathered(model)
     model.train(trains)
     changed = torch.stack([_size(joined - alone), _size(packed - alone)])
+    # the largest of all ranks: a rank that holds a part of the vocabulary sees a part of the difference
     without, with_mask = changed if mesh is None else mesh.max(changed, over=tuple(mesh.sizes))
     if not torch.isfinite(without) or without <= 1e-6 * _size(alone):
         logger.warning(f"{name}: a document before another changes nothing yet, so its mask could not be tried")

@@ -95,7 +95,9 @@ def build(config: Config, world: process_group.World) -> DryRun:
     if config.task.name.endswith(".py"):
         rule = "makes batches that are known when it reads its rows, and a dry run reads none"
         raise ConfigError(Problem("task.name", config.task.name, rule, "start the run on one machine instead"))
-    config, task = _without_compiler(config), tasks.open_task(config)
+    task = tasks.open_task(config)
+    config = _without_compiler(config)
+    # the model, cut and sharded as a run does it: train/model.py, without its draws
     mesh = distributed.build(config, world)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)

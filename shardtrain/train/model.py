@@ -43,16 +43,20 @@ def build_model(config: Config, mesh: Mesh) -> Built:
     added: dict[str, Draw] = {}
     if config.lora.enable:
         spec, added = adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
+    # counted while the model is whole, on the meta device
     num_params, flops = count_model(model, module.LAYOUT, shape, config.training.seq_len)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]
+    # how each parameter is drawn: by its name in the whole model, so that a mesh changes no number
     draws = (
         init_weights.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
     )
     if config.lora.base_dtype != quantize.WHOLE:
         quantize.check_installed(config.lora.base_dtype)
         quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
+    # cut and sharded, still without memory
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
+    # the loss of the task in place of that of the next token
     if isinstance(task, Distillation):
         runner = DistillationRunner(runner, task.mix)
     elif task.loss is not None:

@@ -57,6 +57,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
     fix = f"shardtrain verify {config.job.config_file or config.model.name}"
     if not config.model.check:
         return [f"model.check=false: {config.model.name} is NOT compared with one process; {fix} does so"]
+    # over the store, since no process group is there yet; waiting for the key is the barrier
     store = dist.PrefixStore("model check", store)
     if rank == 0:
         store.set("found", json.dumps(_compare(config)))
@@ -81,6 +82,7 @@ def _compare(config: Config) -> dict[str, list[str]]:
         return {"refused": [], "compared": [], "noticed": [], "left_out": [why]}
 
     limit = min(LIMIT_SECONDS, 0.8 * config.comm.init_timeout_seconds)
+    # the child is no rank of this run, and takes neither its devices nor its cores
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -100,14 +102,16 @@ def _compare(config: Config) -> dict[str, list[str]]:
             start_new_session=True,
         )
         try:
-            out, said = process.communicate(timeout=limit)
+            out, errors = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
+            # its own session, so that the ranks that it has forked end with it
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
             return unknown(f"the comparison took more than {limit:.0f} s")
     try:
+        # the last line is the answer; a model file may print lines of its own before it
         found: dict[str, list[str]] = json.loads(out.splitlines()[-1])
     except (ValueError, IndexError):
-        last = (said.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        last = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         return unknown(f"the comparison failed: {last}")
     return found

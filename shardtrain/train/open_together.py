@@ -65,6 +65,7 @@ class Together:
                 return False
             return place != first_place or _is_own(listing.witnesses(found))
 
+        # every rank enters each of these collectives, in this order, whatever it has found
         is_own = all_ranks_agree(compare)
         if any_ranks([is_own])[0]:
             self._some_own.add(first_place)
@@ -118,13 +119,13 @@ class Together:
                 failure.append(_named(error))
                 return {"error": list(_tell(failure[0], is_first=source == 0))}
 
-        said = self._broadcast(tell, source, group)
+        answer = self._broadcast(tell, source, group)
         if failure:
             raise failure[0]
-        if "error" in said:
-            kind, text = said["error"]
+        if "error" in answer:
+            kind, text = answer["error"]
             raise getattr(errors, kind)(text)
-        return said["place"], said["found"]
+        return answer["place"], answer["found"]
 
     def _broadcast(self, make: Callable[[], Any], source: int, group: dist.ProcessGroup | None) -> Any:
         """What ``make`` gives on one rank; while it takes its time, the others hear that it has not died.
@@ -135,6 +136,7 @@ class Together:
             return make()
         size = torch.zeros(1, dtype=torch.int64)
         if self._rank != source:
+            # a size of 0 is a sign of life and not the end of the wait
             while not int(size):
                 dist.broadcast(size, source, group=group)
             whole = torch.empty(int(size), dtype=torch.uint8)
@@ -177,6 +179,7 @@ class Together:
         """
         if self._node is None:
             own = torch.tensor([_node_number(), int(not self._is_first_of_node)])
+            # ranks of one machine have one number; LOCAL_RANK 0 of it speaks, else its lowest rank
             every = torch.empty(dist.get_world_size(), 2, dtype=torch.int64)
             dist.all_gather(list(every), own)
             members = (every[:, 0] == own[0]).nonzero().flatten().tolist()

@@ -38,18 +38,24 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     Raises:
         NumericalError: before anything is written, where the update left a weight or the optimizer's state not finite.
     """
-    held = weights(run)
+    model = weights(run)
     rest = run.optimizer_state_dict()
-    names = ((name.removeprefix(WEIGHTS_PREFIX), tensor) for name, tensor in held.items())
+
+    # a weight that is not finite must not become the newest checkpoint, from which everything continues
     buffers = run.runner.buffers()  # not judged: a mask of -inf is one
-    learned = {name: tensor for name, tensor in names if name not in buffers}
+    named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in model.items()}
+    learned = {name: tensor for name, tensor in named.items() if name not in buffers}
     nonfinite_tensor.refuse_to_save(run, {**learned, **rest}, checkpoints)
+
+    # where the readers of a stream are; other data need the count of samples alone
     cursors: list[list[int]] | None = []
     own = torch.from_numpy(run.dataloader.cursors(run.state.samples_consumed))
     if len(own):
         # a rank knows the cursors of its own readers and has -1 for others; one that nobody knows makes all useless
         known: Tensor = run.mesh.max(own.to(run.mesh.device), over=BATCH_AXES)
         cursors = None if bool((known < 0).any()) else known.tolist()
+
+    # what is not a tensor, as JSON
     facts: dict[str, Any] = {
         "state": run.state.to_dict(),
         "guard": run.resilience.guard.to_dict(),
@@ -66,7 +72,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
     if run.scaler:
         facts["scaler"] = run.scaler.state()
     with heartbeat(f"saving step {run.state.step}", None if run.mesh.device_mesh.get_rank() == 0 else 0, logger.info):
-        checkpoints.save(run.state.step, held, rest, facts, last, wait)
+        checkpoints.save(run.state.step, model, rest, facts, last, wait)
 
 
 def resume(run: Run, checkpoints: Checkpoints) -> None:
@@ -86,11 +92,14 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
         assert run.adapters is not None
         run.lora = base_weights.load(run.config, run.runner, run.adapters, run.mesh.device, checkpoints)
         start = lora.initial_load_path
+    # its own checkpoint goes before the weights that a run may start from
     initial = path is None and options.enable and start is not None
     if initial:
         path = place(str(start))
     if path is None:
         return
+
+    # weights of other formats, which hold no run that could be continued
     if initial and lora.enable and peft.is_folder(path):
         peft.load(run, Path(str(path)))
         return
@@ -101,6 +110,8 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
     if initial and options.initial_load_in_hf and not lora.enable:
         _load_hub(run, path)
         return
+
+    # a checkpoint of this program: all of it, but for what the options exclude
     excluded = set(options.exclude_from_loading)
     if initial and options.initial_load_model_only:
         excluded |= {"optimizer", "train_state", "dataloader"}
@@ -119,6 +130,7 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     is_new_run = not own and run.config.checkpoint.initial_load_model_only
     changes = [] if is_new_run else compatibility.find_changes(run, facts, sorted(excluded))
     other_data = _find_other_data(run, facts) if not excluded & {"dataloader", "train_state"} else ""
+
     # a run with other options or data is refused before a tensor is touched; but of another model the load itself says
     # more, the name of a tensor that does not fit, so that it goes first
     is_other_model = any(change.option.startswith("model.") for change in changes)
@@ -152,8 +164,8 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     if "lr_scheduler" in excluded:
         run.state.updates = 0  # the schedule starts from scratch: it is a function of this count alone
 
-    # the place in the data follows from the count of samples; a stream's readers have cursors beside it, without which
-    # it would be read again up to there
+    # the position in the data follows from the count of samples; the readers of a stream have cursors beside it,
+    # without which it would be read again up to there
     cursors: np.ndarray | None = None
     if "dataloader" in excluded:
         run.state.samples_consumed = run.state.order_hash = 0
@@ -203,6 +215,7 @@ def held_by(adapters: Spec | None, tensors: dict[str, Tensor]) -> dict[str, Tens
 
 def _find_other_data(run: Run, facts: Mapping[str, Any]) -> str:
     """How the data differ from those of the checkpoint; empty when they are the same."""
+    # only the first rank knows what files hold; all ranks hear of it, and raise the same error
     contents = facts.get("data_contents")
     differing = broadcast_json(run.contents.expect(contents))
     if other := broadcast_json(run.contents.trained_on_other(contents, facts.get("data_unproven"))):

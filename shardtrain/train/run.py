@@ -1,4 +1,4 @@
-"""What a run is made of, and what a step reports."""
+"""What a run is made of, what a step reports, and what the metrics need to know of both."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from torch import Tensor
 
 from shardtrain import data, optim
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.data.file_hashes import Contents
-from shardtrain.distributed import Mesh, Runner
+from shardtrain.distributed import LOSS_AXES, Mesh, Runner
+from shardtrain.distributed.process_group import World
 from shardtrain.lora.spec import Spec
+from shardtrain.metrics import Reduce, RunFacts
 from shardtrain.ops import accelerator
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.train.state import TrainState
@@ -101,3 +104,36 @@ class Outcome:
     """As this rank found it, before ranks agreed on one."""
     lr: float
     data_seconds: float
+
+
+def run_facts(run: Run, world: World) -> RunFacts:
+    """Facts that stay the same from the first step of this process to the last, or until it goes back."""
+    config = run.config
+    return RunFacts(
+        rank=world.rank,
+        world_size=world.size,
+        is_writer=world.rank == 0,
+        start_step=run.state.step,
+        total_steps=run.total_steps,
+        num_params=run.num_params,
+        flops_per_token=run.flops_per_token,
+        device_type=world.device.type,
+        device_name=accelerator.name(world.device),
+        compute_dtype=derived.compute_dtype(config),
+        description=config.job.description,
+        model=f"{config.model.name}/{config.model.flavor}",
+    )
+
+
+class ReduceOverMesh(Reduce):
+    """Sums and maxima over the ranks that hold different target tokens, and those that wait for a pipeline's loss."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._axes = ("pp", *LOSS_AXES)
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self._mesh.sum(tensor, over=self._axes)
+
+    def max(self, tensor: Tensor) -> Tensor:
+        return self._mesh.max(tensor, over=self._axes)

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 def open_log(loaded: Loaded, world: World, notices: Iterable[str], compared: Iterable[str]) -> None:
     """Open this rank's log, and say what was found before it: ``notices`` on options, and on models."""
     config = loaded.config
+    # LOG_RANK names the ranks whose lines are shown; more than one need their numbers in front
     ranks = log.console_ranks()
     folder = Path(config.job.dump_folder)
     color = not config.metrics.disable_color_printing
@@ -68,6 +69,7 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
 def read_world_size(resolved: Path) -> int | None:
     """The number of ranks of the run that wrote a resolved configuration, or None where it does not say."""
     with resolved.open(encoding="utf-8", errors="replace") as file:
+        # bounded: the file may be anything by now
         head = file.readline(4096) + file.readline(4096)  # the first names a schema, but for runs of before
     found = re.search(r", (\d{1,9}) ranks, started from ", head)
     return int(found[1]) if found else None

@@ -88,6 +88,7 @@ class Samples:
     def _draw(self, tokenizer: data.Tokenizer) -> list[int]:
         """Ids that follow the prompt, as many as fit the trained length and at most NEW_TOKENS, up to eos."""
         (model,) = self._runner.parts
+        # a generator of its own, from the same seed for each sample
         draws = Draws(1, [0])
         ids = list(self._prompt)
         was_training = model.training
@@ -115,6 +116,7 @@ class Samples:
         logits_1v = logits_1TV[:, len(ids) - 1]
         if not self._splits_vocabulary:
             return logits_1v
+        # every rank fills its columns into zeros, and the sum puts them together; the last one may have fewer
         num_own = torch.tensor(logits_1v.size(-1), device=self._mesh.device)
         columns = int(self._mesh.max(num_own, over=("tp",)))
         logits_1V = logits_1v.new_zeros(1, columns * self._mesh.size("tp"))

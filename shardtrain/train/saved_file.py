@@ -62,6 +62,7 @@ class FileWeights(HubWeights):
         if not found or (named is not table and len(found) < len(named)):
             odd = next((str(name)[:80] for name, stored in named.items() if not isinstance(stored, Stored)), "nothing")
             raise CheckpointError(f"{path} holds no table of weights ({odd} is not a tensor)")
+        # DistributedDataParallel adds the prefix, once for each time that a model was wrapped
         while all(str(name).startswith("module.") for name in found):
             found = {str(name).removeprefix("module."): stored for name, stored in found.items()}
         self.stored: Mapping[str, Stored] = {str(name): stored for name, stored in found.items()}
@@ -142,6 +143,7 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
         _fill(weights, tensors, translation)
         logger.info(f"starting from the weights of {path}")
         return
+    # everything is read and compared before the first tensor of the run changes
     step = weights.table.get("global_step")
     if type(step) is not int or step < 0:
         raise CheckpointError(
@@ -165,6 +167,7 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
             continue
         whole = weights.file.tensor(value)
         local_tensor(tensor).copy_(whole[local_slices(tensor)] if tensor.dim() else whole.reshape(()))
+    # the scale of float16, within the bounds of ours
     scaler = weights.table.get("scaler_state_dict")
     if run.scaler and isinstance(scaler, dict) and "scale" in scaler:
         scale = scaler["scale"]
@@ -174,6 +177,7 @@ def load(run: Run, path: Path, tensors: Mapping[str, Tensor], model_only: bool) 
         run.scaler.load({"scale": min(LARGEST, max(SMALLEST, float(scale))), "finite_steps": max(0, grown)})
     run.state.step = step
     run.state.updates = updates
+    # the file knows no position in the data: they continue as if every step had had this batch
     run.dataloader.seek(step * run.dataloader.global_batch)
     run.state.samples_consumed = run.state.tokens_seen = run.dataloader.samples_consumed
     whole_run = weights.table.get("num_train_optimization_steps")
@@ -212,6 +216,7 @@ def _states(weights: FileWeights, translation: mapping.Translation) -> dict[str,
         if place not in seen and (name in wanted or _aliased(name, weights, wanted)):
             names.append(next(n for n in wanted if n == name or _place(weights, n) == place))
         seen.add(place)
+    # the order in which the optimizer numbers its parameters
     numbers = [number for group in groups for number in group["params"]]
     if len(groups) == 2:
         later = [name for name in names if any(part in name for part in _WITHOUT_DECAY)]

@@ -39,6 +39,7 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
     Raises:
         DataError: when a run that begins is known to have too few data, unless training.on_data_end allows it.
     """
+    # whether the data last until the last step, where that is known
     left = run.dataloader.steps_left
     position = run.dataloader.samples_consumed
     if left is not None and run.dataloader.end is not None:
@@ -57,6 +58,7 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
     num_bytes = sum(local_tensor(tensor).nbytes for tensor in tensors)
     # a request to stop may come before any save has been measured
     run.resilience.stop.assumed_save_seconds = _ASSUMED_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
+    # flags of a save travel with the sums of each step, and each of both reports to the other
     run.resilience.saving = checkpoints.saving
     checkpoints.saved_step = run.state.step
     options = run.config.checkpoint
@@ -136,6 +138,7 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
     reason = stop.reason or heard or "another rank's request"
     folder = folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)
     with run.resilience.phase("checkpoint"):
+        # what is in flight first: the checkpoint itself matters more than its copy in another format
         checkpoints.cancel_export()
         seconds = 0.9 * stop.remaining_seconds()
         written = checkpoints.finish(None if seconds == math.inf else seconds)
@@ -163,6 +166,7 @@ def data_ended(run: Run, checkpoints: Checkpoints) -> None:
         DataError: unless training.on_data_end is "stop".
     """
     with run.resilience.phase("checkpoint"):
+        # a save in flight counts: the step may be on disk by then
         checkpoints.finish()
         if run.state.step > checkpoints.saved_step and checkpoints.is_due(run.state.step, run.state.step):
             save(run, checkpoints, last=False, wait=True)
@@ -187,6 +191,7 @@ def explain(error: Exception, run: Run) -> Exception:
         return error
     if dead := data.death_of_worker(error):
         return dead
+    # gloo names neither the collective nor the rank that is missing: the name of the function is in the traceback
     calls = [f for f in traceback.extract_tb(error.__traceback__) if "torch/distributed" in f.filename]
     if "gloo/transport" not in str(error) or not calls:
         return error

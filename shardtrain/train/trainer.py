@@ -36,8 +36,7 @@ from shardtrain.train import document_isolation, model_check, run_folder, shutdo
 from shardtrain.train.build import build, set_numerics
 from shardtrain.train.resume import resume
 from shardtrain.train.rollback import roll_back
-from shardtrain.train.run import Outcome, Run
-from shardtrain.train.run_facts import ReduceOverMesh, run_facts
+from shardtrain.train.run import Outcome, ReduceOverMesh, Run, run_facts
 from shardtrain.train.samples import Samples
 from shardtrain.train.state import TrainState
 from shardtrain.train.step_sums import StepSums
@@ -70,9 +69,12 @@ def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
             compared.extend(model_check.check(config, store, rank, size))
 
     with (
+        # ranks compare their configurations over the store: in a collective, those that differ would wait for each
+        # other
         process_group.join(config.comm, config.training.device, check_ranks) as world,
         resilience.watchdog(config, world),
     ):
+        # rules about devices are asked once more: only here is it known which ones the ranks have
         num_devices = world.size if accelerator.is_accelerator(world.device) else None
         notices = configs.require(loaded, world.size, world.device.type, num_devices)
         if world.device.type == "cpu":
@@ -99,20 +101,23 @@ def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tup
     checkpoints = Checkpoints(config)
     contents = Contents()
     try:
+        # before the model: its layers take the kernels that are chosen when they are put on the mesh
         set_numerics(config, world.device)
         with _heartbeat("building the model and opening its data", world):
             run = build(config, world)
         run.resilience = resilience
         if world.rank == 0:
             contents = run.contents = Contents(getattr(run.dataloader, "whole_files", ()), folder)
+        # files that are not what they were said to be stop the run before a checkpoint is loaded
         first_rank(contents.look)
         with _heartbeat("loading the checkpoint", world):
             resume(run, checkpoints)
-        contents.start(run.state.step)
+        contents.start(run.state.step)  # a thread hashes what is too large to be hashed before the first step
         if world.rank == 0:
             run_folder.write_resolved_config(loaded, folder, world.size)  # generate, evaluate and export read it
         if run.dataloader.masks_documents:
             document_isolation.check_run(run)
+        # only now: the accounts continue after the step that the checkpoint says
         resilience.open_ledger(folder, run.state.step, world)
         shutdown.prepare(run, checkpoints)
         yield run, checkpoints
@@ -143,6 +148,7 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
     def phase() -> str:
         return run.resilience.phases.name
 
+    # the loop turns again only where a spike sends the run back to a checkpoint
     with run.resilience.ledger:
         while True:
             try:
@@ -176,14 +182,16 @@ def _steps(
     resilience.warm_up()
     with collector, profiler as trace:
         while state.step < run.total_steps:
-            if run.contents.problem:  # a thread hashes the files of the data
+            # the thread that hashes the files of the data cannot stop the run itself
+            if run.contents.problem:
                 raise run.contents.problem
+
             try:
                 with resilience.watch_step(state):
                     outcome = step(run)
             except Exception as error:
                 raise shutdown.explain(error, run) from error
-            if outcome is None:
+            if outcome is None:  # the data have ended, or a rank was asked to stop
                 break
             if config.compile.enable and state.step == started_at + 1:
                 left_out = compile.left_out(config)
@@ -191,6 +199,8 @@ def _steps(
                     logger.warning(left_out)
             if not state.tokens_seen:
                 check_has_targets(config, state.step, run.total_steps)
+
+            # metrics: a collective on log steps, for which all ranks have the same numbers
             extra = run.measures() if metrics.is_log_step(state.step) else {}
             metrics.update(
                 state.step,
@@ -203,23 +213,29 @@ def _steps(
                 extra=extra,
                 order_hash=state.order_hash,
             )
+
+            # before anything is saved: weights that differ between replicas must not reach a checkpoint
             resilience.compare_replicas(run, checkpoints)
             if validator and validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics, checkpoints)
             if samples.every_steps and state.step % samples.every_steps == 0:
                 with metrics.pause(), resilience.phase("validation"):
                     samples.run(state.step)
+
+            # after the validation, whose result is part of the checkpoint
             if checkpoints.saving.writing is not None:  # what is written in the background may be on disk by now
                 checkpoints.poll()
             if checkpoints.is_due(state.step, run.total_steps):
-                shutdown.save_after_step(run, checkpoints, metrics.pause)  # with what the validation found
+                shutdown.save_after_step(run, checkpoints, metrics.pause)
+
             collector.step(state.step)
             if trace:
                 trace.step()
             resilience.end_step(config)
+
     resilience.phases.begin("end")
     if resilience.stop_flag:
-        shutdown.leave(run, checkpoints)
+        shutdown.leave(run, checkpoints)  # saves and raises
     if validator and started_at < state.step < run.total_steps and validator.is_due(state.step, state.step):
         _validate(run, validator, metrics, checkpoints)  # the data have ended; patience may make this the last step
     if state.step < run.total_steps:
@@ -228,12 +244,12 @@ def _steps(
 
 def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:
     with metrics.pause(), run.resilience.phase("validation"):
-        found = validator.run(run.state.step)
-    if found is None:
+        evaluation = validator.run(run.state.step)
+    if evaluation is None:
         logger.warning(f"validation after step {run.state.step} was cancelled: the run was asked to stop")
         return
-    metrics.validation(run.state.step, found.values)
-    shutdown.note_validation(run, checkpoints, found.values)
+    metrics.validation(run.state.step, evaluation.values)
+    shutdown.note_validation(run, checkpoints, evaluation.values)
 
 
 def step(run: Run) -> Outcome | None:
@@ -241,34 +257,41 @@ def step(run: Run) -> Outcome | None:
     config = run.config
     mesh = run.mesh
     state = run.state
+
+    # data: this rank's micro-batches, and what all ranks read together
     with run.resilience.phase("data"):
-        found = _read(run)
-    if found is None:
+        read = _read(run)
+    if read is None:
         return None
-    local, sums, data_seconds = found
+    local, sums, data_seconds = read
     if run.runner.counts_filler:
         local = data.mark_filler(local)
     batches = [batch.to(mesh.device, non_blocking=True) for batch in local]
+    # dropout differs between data ranks, and is a function of the step, so that a resumed run draws the same
     seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
 
-    # gradients are sums over tokens; they are divided once, here, by the number of targets in the whole step
+    # forward and backward: gradients are sums over tokens, divided once, here, by the targets of the whole step
     scale = run.scaler.scale if run.scaler else 1.0
     weight = torch.full((), scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device)
     lr = lr_scheduler.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
     optim.set_learning_rate(run.optimizer, lr)  # before backward, which may update already
     loss = run.runner.forward_backward(batches, weight)
+
+    # all ranks go on with the same loss and norm: those that decided differently would wait for each other for ever
     norm = run.runner.gradient_norm() / scale
     agreement = grad_clip.Agreement(loss / scale, norm, mesh)
 
+    # update: decided by the device itself where it can, so that it need not wait for the host
     max_norm = config.training.max_norm
     decided = agreement.on_device(max_norm) if run.decides_on_device else None
     if decided:
         _update(run, torch.where(decided.applies, decided.factor / scale, 1.0), decided.applies)
     agreed = agreement.read(decided)  # the one time that the host waits for an accelerator
-    verdict = run.resilience.judge(run, loss, norm, agreed, local)
+    verdict = run.resilience.judge(run, loss, norm, agreed, local)  # raises where the run must stop or go back
     if verdict.apply and not agreed.applied:
         _update(run, min(1.0, max_norm / (agreed.norm + 1e-6)) / scale)
     run.runner.forget_gradients()
+
     state.advance(run.dataloader.samples_consumed, sums.num_targets, sums.checksum, verdict.apply, verdict.finite)
     local_tokens = run.runner.own_targets(local)
     return Outcome(loss / weight, local_tokens, sums.num_targets, agreed.norm, norm, lr, data_seconds)
@@ -294,6 +317,7 @@ def _read(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
     empty = 0
     data_seconds = 0.0
     while True:
+        # this rank's share of the rows of a step
         started = time.perf_counter()
         first_row = loader.samples_consumed
         try:
@@ -304,6 +328,8 @@ def _read(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
             return None
         data_seconds += time.perf_counter() - started
         local = read or []  # a request to stop ended the wait: the other ranks learn of it from the sums
+
+        # the first collective of a step, which every rank enters whatever it has read
         own = StepSums(flags=resilience.pack_flags())
         if run.mesh.rank("pp", "cp", "tp") == 0:  # the others hold the same rows, which count once
             own.num_targets = sum(batch.num_targets for batch in local)
@@ -312,6 +338,8 @@ def _read(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         sums = own.all_reduce(run.mesh)
         if resilience.unpack_flags(sums.flags):
             return None
+
+        # rows that a rollback leaves out are read and dropped; so are those of a stream that is running dry
         left_out = resilience.leaves_out(first_row, first_row + loader.global_batch)
         if not left_out and (not loader.ends_without_notice or sums.num_rows > 0):
             return local, sums, data_seconds

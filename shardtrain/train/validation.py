@@ -98,6 +98,7 @@ def evaluate(
             part.train(was_training)
             free_gathered(part)  # no backward follows that would; what reads parameters next must find own shards
         stream.seek(0)  # ends the processes that prepare batches
+    # peers of other axes read the same rows: counts are added over data ranks alone, losses over all that have a part
     counts = torch.tensor([tokens, rows], dtype=torch.float64, device=mesh.device)
     total_tokens, total_rows = mesh.sum(counts, over=BATCH_AXES).tolist()
     total = mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
@@ -117,6 +118,7 @@ def gather(found: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh) -> dict[st
     A collective. Ranks may have different numbers of rows, none among them; filler rows (id -1) are left out, and of
     rows that several ranks hold alike, as tensor-parallel peers do, one is taken.
     """
+    # this rank's rows without filler
     kept = [(ids >= 0).nonzero().flatten() for ids, _ in found]
     ids = torch.cat([ids[rows] for (ids, _), rows in zip(found, kept, strict=True)])
     own = {
@@ -124,6 +126,7 @@ def gather(found: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh) -> dict[st
         for name in found[0][1]
     }
     ids = torch.cat(_gather(ids, mesh))
+    # of equal ids, which peers hold alike, the first
     order = ids.argsort(stable=True)
     first = torch.ones(len(ids), dtype=torch.bool)
     first[1:] = ids[order][1:] != ids[order][:-1]
@@ -139,6 +142,7 @@ def _gather(values: Tensor, mesh: Mesh) -> list[Tensor]:
     counts = torch.zeros(size, dtype=torch.int64, device=mesh.device)
     counts[torch.distributed.get_rank()] = len(values)
     lengths = mesh.sum_of_all(counts).tolist()
+    # all_gather takes tensors of one shape, so each is padded to the longest
     padded = values.new_zeros(max(lengths), *values.shape[1:])
     padded[: len(values)] = values
     every = [torch.empty_like(padded) for _ in lengths]
@@ -154,6 +158,7 @@ def _batches(stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest)
     """
     count = 0
     while count != limit:
+        # in a tuple: None alone is a wait that a request to stop has ended, and (None,) the end of the data
         found = stop.read(lambda: (next(stream, None),))
         batch = found[0] if found else None
         if batch is None if found else stream.has_ended:
@@ -194,6 +199,7 @@ class Validator:
 
         No step is due twice, so one may ask again where the data end before the last step.
         """
+        # due where a multiple of rows / per_epoch lies between the step before and this one
         rows = self._epoch_rows
         if self._options.per_epoch and rows:
             done, before = (n * self._step_rows * self._options.per_epoch // rows for n in (step, step - 1))

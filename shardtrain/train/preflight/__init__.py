@@ -51,6 +51,7 @@ class Verdict:
         """Raise what was found as one error with all lines; raises nothing where nothing was."""
         if not self.errors:
             return
+        # one error for all: its type, and so the exit code, is that of the problem that goes first
         worst = min(self.errors, key=lambda error: error.exit_code)
         if len(self.errors) == 1:
             raise worst
@@ -106,6 +107,7 @@ def require_in_child(loaded: Loaded, machine: Machine) -> None:
     Raises:
         ShardtrainError: what ``require`` raises; or the child was killed, as when a library crashes.
     """
+    # what is buffered would be printed twice, by the child as well
     receiver, sender = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -128,18 +130,19 @@ def require_in_child(loaded: Loaded, machine: Machine) -> None:
             traceback.print_exc()
         finally:
             sys.stderr.flush()
+            # without the parent's handlers at exit, which would clean up what it still uses
             os._exit(code)
     os.close(sender)
     what = "checking configuration, data, tokenizer and model"
     with os.fdopen(receiver) as pipe, WaitingHeartbeat(what) as heartbeat:
         while not wait([receiver], heartbeat.timeout):
             heartbeat.tell()
-        said = pipe.read()
+        text = pipe.read()
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code:
         how = f"was killed by signal {-code}" if code < 0 else "failed"
         raise ShardtrainError(f"the process that looks at data, tokenizer and model before ranks start {how}")
-    answer = json.loads(said)
+    answer = json.loads(text)
     if answer is None:
         return
     kind = getattr(errors, answer[0])
@@ -159,6 +162,7 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
     """
     found = _Found()
     if machine is not None and machine.is_here:
+        # the rules first: what they refuse is not looked at further
         found.problems += config.problems_of(loaded, machine.world_size, machine.device, machine.num_devices)
         if looks_at_files:
             _look_at_files(loaded, machine, found)
@@ -176,6 +180,7 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
             _look_at_model(loaded, machine, found)
         found.notes += said
         found.notes += machine.notes(loaded.config)
+    # an option that is wrong may make others look wrong: only the first causes are told
     own = [one for one in found.problems if isinstance(one, Problem)]
     kept = {str(one) for one in [*loaded.problems, *secondary.without(loaded.problems, own)]}
     problems = [one for one in found.problems if isinstance(one, str) or str(one) in kept]
@@ -210,6 +215,7 @@ def _look_at_files(loaded: Loaded, machine: Machine, found: _Found) -> None:
         sections = ["training", "validation"] if loaded.config.validation.enable else ["training"]
         for section in sections:
             if found.is_clean(f"{section}.", *(["data.sources"] if section == "training" else [])):
+                # steps are counted against the data only where the options that make a batch are right
                 counts = section == "training" and found.is_clean("parallelism.", "training.", "checkpoint.")
                 errors, notes = data.look(loaded.config, section, machine.world_size if counts else None)
                 found.take(errors)
@@ -224,6 +230,7 @@ def _look_at_model(loaded: Loaded, machine: Machine, found: _Found) -> None:
 
     if problem := memory.batch_problem(loaded, machine):
         found.problems.append(problem)
+    # built once at most, and not at all where sizes alone tell that it fits: that spares importing PyTorch
     made: list[list[memory.Parameter] | None] = []
 
     def build() -> list[memory.Parameter] | None:

@@ -66,6 +66,7 @@ def _open(config: Config, part: Training | Validation, notes: list[str]) -> int 
             module.open_line(request, tokenizer)
             continue
         source = module.open_source(request)
+        # a small set that is not streamed is opened whole below, with all its rows
         is_small = source.total_bytes is not None and source.total_bytes <= SMALL_BYTES
         if is_small and config.data.mode != "stream":
             continue

@@ -93,6 +93,7 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
     vocab = size("vocab_size")
     if not dim or not layers or not vocab:
         return None
+    # the widest that any option could mean, so that the true number is never larger
     width = max((value for key, value in sizes.items() if "ffn" in key and isinstance(value, int)), default=0)
     width = max(width, 4 * dim)
     heads = size("num_heads", 1) * max(size("head_dim"), size("v_head_dim"), dim // size("num_heads", 1))
@@ -147,6 +148,7 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
         needed *= machine.local_ranks
     if needed <= machine.memory_bytes:
         return None
+    # which of the two options decides: many micro-batches, or large ones
     by_passes = activations * 2 < needed and passes > 1
     option = "training.global_batch_size" if by_passes else "training.local_batch_size"
     rows = t.local_batch_size * (passes if by_passes else 1)

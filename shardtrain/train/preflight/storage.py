@@ -55,6 +55,7 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
         return [], []  # this may be another node than the one that writes
     folder = Path(config.job.dump_folder, options.folder).absolute()
     try:
+        # the folder may not be there yet: the nearest one above it is on the same filesystem
         there = next(one for one in (folder, *folder.parents) if one.is_dir())
         found = os.statvfs(there)
         kept = sum(1 for one in folder.glob("step-*") if one.is_dir()) if folder.is_dir() else 0
@@ -62,6 +63,7 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
         return [], []  # storage that does not answer now may do so when the run saves
     free = found.f_bavail * found.f_frsize
     new = max(1, _most_kept(config) + 1 - kept)  # one more than is kept, as the oldest goes once the newest is there
+    # building the model takes seconds, and a guess from its sizes is mostly enough
     guess = memory.generous_guess(model_shape(loaded) or {})
     guessed = [Parameter(guess, tensor=True, expert=False, trained=True)] if guess is not None else []
     if guessed and new * SPARE * memory.checkpoint_bytes(config, guessed) <= free:
