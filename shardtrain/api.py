@@ -61,6 +61,17 @@ def load_config(path: str | Path | None = None, options: Mapping[str, Any] | Non
     return configs.load(path, _arguments(options))
 
 
+def _loaded(config: Loaded | str | Path | None, options: Mapping[str, Any] | None) -> Loaded:
+    """The configuration that an argument names, or is."""
+    if not isinstance(config, Loaded):
+        return load_config(config, options)
+    if options:
+        rule = "cannot be given beside a configuration that is loaded"
+        fix = "give them to load_config"
+        raise ConfigError(Problem("options", dict(options), rule, fix))
+    return config
+
+
 @dataclass(frozen=True)
 class StepResult:
     """One optimizer step, the same on all ranks."""
@@ -93,14 +104,8 @@ class Trainer:
         Raises:
             ShardtrainError: for what ``shardtrain train`` would refuse, all at once.
         """
-        if isinstance(config, Loaded):
-            if options:
-                rule = "cannot be given beside a configuration that is loaded"
-                fix = "give them to load_config"
-                raise ConfigError(Problem("options", dict(options), rule, fix))
-            self._loaded = config
-        else:
-            self._loaded = load_config(config, options)
+        self._loaded = _loaded(config, options)
+        # undone in the opposite order by close()
         self._stack = ExitStack()
         self._environment = _EnvironmentChanges()
         self._stack.callback(self._environment.undo)
@@ -108,6 +113,7 @@ class Trainer:
         self._stack.callback(setattr, sys, "excepthook", sys.excepthook)  # a process group puts its rank before traces
         self._open: tuple[World, Run, Checkpoints] | None = None
         self._closed = False
+        # as torchrun has set them; a notebook has none of both, and is the only rank
         size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
         try:
             with self._environment.noted():
@@ -143,6 +149,7 @@ class Trainer:
         checkpoints.poll()
         if checkpoints.is_due(run.state.step, run.total_steps):
             shutdown.save_after_step(run, checkpoints, nullcontext)
+        # the ranks of these axes have other tokens or, in a pipeline, no loss; the sum over them is that of the step
         total = run.mesh.sum(outcome.loss_sum.detach().double(), over=("pp", *LOSS_AXES)).item()
         tokens = outcome.global_tokens
         return StepResult(run.state.step, total / max(tokens, 1), outcome.grad_norm, outcome.lr, tokens)
@@ -234,6 +241,7 @@ def generate(
 ) -> list[str]:
     """The text that follows each prompt; with ``temperature`` 0 the likeliest token is taken each time."""
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
+    # what is not asked for here has the value of the verb's own default
     asked = Request(
         source=Path("."), config=None, base=None, adapter=None, tokenizer=None, prompt=None, input=None, output=None,
         field="prompt", prediction_field="prediction", chat=chat, add_bos=None, max_new_tokens=max_new_tokens,
@@ -302,13 +310,7 @@ def plan(
     Raises:
         ConfigError: for what ``shardtrain train`` would refuse on such ranks, or an unknown device.
     """
-    loaded = config if isinstance(config, Loaded) and not options else None
-    if loaded is None:
-        if isinstance(config, Loaded):
-            rule = "cannot be given beside a configuration that is loaded"
-            fix = "give them to load_config"
-            raise ConfigError(Problem("options", dict(options or {}), rule, fix))
-        loaded = load_config(config, options)
+    loaded = _loaded(config, options)
     row = hardware.find(device)
     if gpus is not None and not 1 <= gpus <= planning.MOST_DEVICES:
         rule = f"must be a whole number from 1 to {planning.MOST_DEVICES}"
@@ -337,7 +339,9 @@ def verify(
     words = [*given, "--json", "--steps", str(steps), *(("--mesh", *meshes) if meshes else ()), *_arguments(options)]
     command = [sys.executable, "-m", "shardtrain", "verify", *words]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": _path()})
+    # 4 says that a mesh differs: that is an answer, and the table is there
     if done.returncode not in (0, 4):
+        # of "error[2]: text" the text; other lines are progress
         lines = [line.partition(": ")[2] for line in done.stderr.splitlines() if line.startswith("error[")]
         raise ConfigError("\n".join(lines) or done.stderr.strip())
     rows = json.loads(done.stdout)["rows"]

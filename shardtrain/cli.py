@@ -85,6 +85,7 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
     if arguments is None:
         process.own_process()
     try:
+        # what stdout still holds is written here, where a full disk or a closed pipe becomes a line
         code = action(words)
         if arguments is None:
             sys.stdout.flush()
@@ -97,6 +98,7 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
     except ShardtrainError as error:
         return _complain(error.exit_code, [str(problem) for problem in getattr(error, "problems", [error])])
     except ModuleNotFoundError as error:
+        # the verbs that need no torch also work where it is not installed, such as a login node
         if error.name not in ("torch", "numpy"):
             raise
         return _complain(2, [f"{error.name} is not installed here; pip install torch numpy, or `launch` it elsewhere"])
@@ -143,6 +145,7 @@ def _dispatch(words: list[str]) -> int:
         raise ConfigError(Problem("shardtrain", None, "needs a verb", fix, "command line"))
     verb = words[0]
     rest = words[1:]
+    # `shardtrain help train` is `shardtrain train --help`
     if verb == "help" and rest:
         verb = rest[0]
         rest = [*rest[1:], "--help"]
@@ -189,6 +192,7 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
     arguments = with_variable(arguments, os.environ)
     if arguments.path is None and any(word.partition("=")[0] == "--deepspeed_config" for word in arguments.overrides):
         return _load_flags(arguments), arguments
+    # a file of this package, or a preset
     if not (arguments.path and arguments.path.lower().endswith(FOREIGN_ENDINGS)):
         preset = None if verb == "test" else presets.FIRST
         loaded = config.load(arguments.path, arguments.overrides, preset=preset, keep_problems=keep_problems)
@@ -196,6 +200,7 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
     from shardtrain.launch import environment
     from shardtrain.tools import migrate
 
+    # a file of another system: it is migrated in memory, and may also say how many nodes and processes
     path = Path(arguments.path)
     overrides = arguments.overrides
     if environment.is_rank(os.environ) and not arguments.nnodes:
@@ -208,9 +213,10 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
         nodes=int(nodes) if nodes.isdecimal() else None,
         devices=environment.count_accelerators(),
     )
-    loaded, said = migrate.open_file(path, overrides, machine=machine, verb=verb)
-    own = {name: value for name, value in said.items() if getattr(arguments, name) is None}
-    return loaded, dataclasses.replace(arguments, **own)
+    loaded, from_file = migrate.open_file(path, overrides, machine=machine, verb=verb)
+    # the command line goes before the file
+    unset = {name: value for name, value in from_file.items() if getattr(arguments, name) is None}
+    return loaded, dataclasses.replace(arguments, **unset)
 
 
 FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
@@ -257,6 +263,7 @@ def _train(words: list[str]) -> int:
     if loaded.config.comm.mode == "fake_backend":
         return _module("shardtrain.train.simulated", "run")(loaded, arguments.nproc)
     if environment.is_rank(os.environ) and not arguments.nnodes:
+        # a rank of several: of torchrun, srun, or of this command with fresh processes
         if arguments.max_restarts and "SHARDTRAIN_PARENT" not in os.environ:
             rule = "is for ranks that this command starts, and a launcher has started this one"
             fix = "use the launcher's own"
@@ -289,6 +296,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
     if "SHARDTRAIN_PARENT" in os.environ:
         local.leave(local.run_child(loaded, _trainer()))
+    # all ranks looking at the same files would be a burst on the storage of a large run
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     with local.told_to_programs(loaded):
         preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
@@ -305,10 +313,12 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     cores = environment.usable_cores()
     choice = environment.choose_processes(loaded.config, arguments.nproc, os.environ, accelerators, cores)
     restarts = arguments.max_restarts or 0
+
     # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
     # each rank the import of torch: measured in docs/launch.md.
     forks = accelerators == 0 and sys.platform == "linux" and (choice.count > 1 or restarts > 0)
     machine = preflight.this_machine(loaded, None, choice.count, choice.count)
+
     # before torch is imported, which reads them then
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
     # what it has to tell without stopping is in the rank's log
@@ -322,6 +332,8 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     else:
         with local.told_to_programs(loaded), heartbeat("checking configuration, data, tokenizer and model"):
             preflight.require(loaded, machine)
+
+    # one rank in this process, forks of it, or fresh processes that run this command line again
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
     if choice.count == 1 and not restarts:
@@ -333,6 +345,8 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     else:
         command = (sys.executable, "-m", "shardtrain", "train", *words)
         code = local.launch(loaded, choice.count, command=command, max_restarts=restarts)
+
+    # after the run: what the plan makes of it, a sample, and commands that may come next
     for line in _planned(code, loaded, choice.count, machine):
         print(line, file=sys.stderr)
     if code == 0:
@@ -391,6 +405,7 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
     if config.checkpoint.enable and not config.checkpoint.load_only:
         if prompt := config.metrics.sample_prompt.split("\n")[-1].strip():
             found.append(f"shardtrain generate {folder} --prompt {shlex.quote(prompt)} --temperature 0.7")
+        # the same command line with twice the steps in place of those that it had
         steps = f"--training.steps={2 * config.training.steps}"
         kept = [word for word in words if not word.startswith("--training.steps=")]
         for place in [place for place, word in enumerate(kept) if word == "--training.steps"][::-1]:
@@ -402,7 +417,6 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
 
 
 def _trainer() -> Callable[[Loaded], object]:
-
     with heartbeat("importing PyTorch"):  # its thread has ended when ranks are forked
         from shardtrain.train.trainer import main
 
@@ -418,7 +432,6 @@ def _long(verb: str, function: Callable[[list[str]], int]) -> Callable[[list[str
     """The same, which says every few seconds how long it has taken: for verbs that read and write whole models."""
 
     def run(words: list[str]) -> int:
-
         with heartbeat(f"shardtrain {verb}"):
             return function(words)
 

@@ -110,6 +110,8 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
     """
     modules = set(module_paths)
     problems = []
+
+    # each rule has a known word, and a module that it is about
     for pattern, word in layout.tensor.items():
         if word not in TENSOR_WORDS:
             problems.append(
@@ -117,12 +119,16 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
             )
         if not any(matches(module, pattern) for module in modules) and not _may_be_absent(pattern, layout.optional):
             problems.append(f"LAYOUT.tensor[{pattern!r}] names no module; remove the rule or correct the path")
+
+    # the paths of the other roles
     for role, names in (("first", layout.first), ("layers", (layout.layers,)), ("last", layout.last)):
         problems += [f"LAYOUT.{role} names {name!r}, which is not a module" for name in names if name not in modules]
     for role, pattern in (("context", layout.context), ("expert", layout.expert)):
         absent = pattern and not any(matches(module, pattern) for module in modules)
         if absent and not _may_be_absent(pattern, layout.optional):
             problems.append(f"LAYOUT.{role}={pattern!r} names no module; remove it or correct the path")
+
+    # a parameter that no rule names would be whole on each rank without anybody having said so
     for name in parameter_names:
         owner = name.rpartition(".")[0]
         hits = [pattern for pattern in layout.tensor if matches(owner, pattern)]

@@ -46,6 +46,7 @@ def _read(words: list[str]) -> tuple[str, str, list[str]]:
     from shardtrain.tools import migrate
     from shardtrain.tools.migrate import universal_trainer
 
+    # the one option of the other program; all others are this package's
     rest = list(words)
     path = None
     for place, word in enumerate(words):

@@ -7,11 +7,14 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from shardtrain.checkpoint.async_save import Saving
-from shardtrain.checkpoint.best import Best
 from shardtrain.config.schema import Checkpoint
 from shardtrain.utils.log import logger
+
+if TYPE_CHECKING:  # importing these imports torch, and `shardtrain checkpoint` needs this file without it
+    from shardtrain.checkpoint.async_save import Saving
+    from shardtrain.checkpoint.best import Best
 
 SHORTEST_SECONDS = 10.0
 LONGEST_SECONDS = 4 * 3600.0

@@ -37,6 +37,7 @@ def build(
     if not is_own and config.name not in (*CLASSES, EIGHT_BITS, "Muon"):
         fix = f"use one of {', '.join((*CLASSES, EIGHT_BITS, 'Muon'))}, or the path of a file of yours"
         raise ConfigError(Problem("optimizer.name", config.name, "is not an optimizer", fix))
+    # frozen parameters have neither gradient nor state
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
     if config.name == "Muon":
         groups = muon_groups(trained, config, all_names)
@@ -70,6 +71,7 @@ def state_tensors(
     restores the state. Before the first update they are made as the first update would make them, zero. Parameters
     that the optimizer does not hold are left out.
     """
+    # each parameter with the group that knows how it is updated
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     tensors = {}
     for name, parameter in named_parameters:

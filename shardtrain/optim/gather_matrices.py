@@ -53,6 +53,7 @@ class Bucket:
         self._place = [self._mesh.get_local_rank(i) for i in range(self._mesh.ndim)] if self._mesh is not None else []
         self._sizes = tuple(self._mesh.size(axis) for axis in self._axes) if self._mesh is not None else ()
         self._here = tuple(self._place[axis] for axis in self._axes)
+        # everything is planned once: the same matrices travel the same way in every step
         self._matrices = self._assign(load)
         self._hops = [self._hop(k) for k in range(len(self._axes))]
         keys = [(m, self._here) for m in range(len(self._matrices))]
@@ -68,6 +69,7 @@ class Bucket:
         held = {(m, self._here): _matrix_of(parts, matrix) for m, matrix in enumerate(self._matrices)}
         for hop in self._hops:
             held = self._exchange(hop.axis, held, hop.sent, hop.received, parts[0])
+        # each matrix is whole on its owner now, and the others wait in the all-to-all that comes next
         owned = [m for m, matrix in enumerate(self._matrices) if matrix.owner == self._here]
         held = {key: part for m in owned for key, part in self._apply(m, held, function)}
         for hop in reversed(self._hops):
@@ -100,6 +102,7 @@ class Bucket:
             key: (rows.stop - rows.start, columns.stop - columns.start) for key, (rows, columns) in slices.items()
         }
         counts = [[sum(_numel(shapes[key]) for key in keys) for keys in side] for side in (sent, received)]
+        # one flat buffer per direction: every part one behind the other, in an order that both sides know
         arrived = like.new_empty(sum(counts[1]))
         dist.all_to_all_single(arrived, buffer, counts[1], counts[0], group=self._mesh.get_group(axis))
         keys = [key for keys in received for key in keys]
@@ -116,6 +119,8 @@ class Bucket:
             found += [(t, index, (rows, columns)) for index in indices]
         owners = list(product(*(range(size) for size in self._sizes)))
         matrices = []
+        # the heaviest first, each to the rank with the least work: an old rule that is never worse than 4/3 of the
+        # best
         for t, index, shape in sorted(found, key=lambda item: -_work(item[2])):
             least = load.index(min(load))
             load[least] += _work(shape)
@@ -171,6 +176,7 @@ def plan(tensors: Sequence[Tensor], local_elements: int = LOCAL_ELEMENTS) -> lis
         waiting: list[Tensor] = []
         elements = 0
         for tensor in members:
+            # a bucket is in flight at once, so its size bounds the memory
             if waiting and elements + tensor.numel() > local_elements * num_ranks:
                 buckets.append(Bucket(waiting, load))
                 waiting = []

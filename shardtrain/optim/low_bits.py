@@ -105,6 +105,7 @@ class LowBitsAdam(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, state: dict[str, Tensor], lr: float, weight_decay: float) -> None:
         step = state["step"].add_(1)
         shape = parameter.shape or torch.Size([1])
+        # chance is drawn by the place of a number in the whole tensor, so that every mesh rounds alike
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         starts = [part.start for part in local_slices(parameter) or (slice(0, 1),)]
         weight, gradient = (_at_least_1d(local_tensor(tensor)) for tensor in (parameter, parameter.grad))  # type: ignore[arg-type]
@@ -115,6 +116,7 @@ class LowBitsAdam(torch.optim.Optimizer):
             numbers: tuple[Any, ...] = (lr, 1 - lr * weight_decay)
             if update is not update_part:  # a kernel is made for numbers of the host, and these change
                 numbers = tuple(weight.new_full((), number, dtype=torch.float64) for number in numbers)
+            # in chunks of rows: what is computed in float32 takes memory for one chunk
             most = _CHUNK if update is update_part else _COMPILED_CHUNK["exp_avg_scale" in held]
             chunk = slice(begin, min(begin + max(1, most // max(1, weight[:1].numel())), weight.size(0)))
             first = (starts[0] + begin) * strides[0] + sum(
@@ -209,11 +211,13 @@ def update_part(
         g = g.add(w, alpha=weight_decay)
     else:
         w = w.mul(decay)
+    # Adam, with the corrections for means that begin at zero
     mean = mean.lerp(g, 1 - c.beta1)
     squares = squares.mul(c.beta2).addcmul_(g, g, value=1 - c.beta2)
     of_mean = 1 - c.beta1**step
     of_squares = (1 - c.beta2**step).sqrt()
     w = w - lr / of_mean * mean / (squares.sqrt() / of_squares + c.eps)
+    # back to the types that are stored, each rounded by chance of its own
     weight.copy_(_rounded(w, weight.dtype, by_weight, c))
     _write(held, "exp_avg", mean, by_mean, tables, c)
     _write(held, "exp_avg_sq", squares, by_squares, tables, c)

@@ -127,6 +127,7 @@ class Muon(torch.optim.Optimizer):
         return adam_zero_state(parameter, self._config.implementation == "fused")
 
     def _muon(self, parameters: list[Parameter], group: dict[str, Any]) -> None:
+        # the plan holds as long as the same parameters have a gradient
         key = tuple(map(id, parameters))
         if key not in self._buckets:
             self._buckets[key] = plan(parameters)

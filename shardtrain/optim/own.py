@@ -43,6 +43,7 @@ def check(config: Optimizer) -> None:
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in _SHAPES]
     gradients = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(2 * _STEPS)]
+    # half of the steps, then the rest of them twice: continued, and from a copy of the state as after a resume
     whole, optimizer = _fresh(module, values, config)
     names = [set(optimizer.state[parameter]) for parameter in whole]
     _train(optimizer, whole, gradients[:_STEPS])

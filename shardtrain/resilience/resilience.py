@@ -141,11 +141,13 @@ class Resilience:
             NumericalError: when the run must stop; the weights are still those before the step.
             RollbackRequested: when it continues from an older checkpoint.
         """
+        # the numbers are those of all ranks, so that each rank takes the same branch, with the collectives within it
         finite = math.isfinite(agreed.norm) and math.isfinite(agreed.loss)
         if not finite:
             nan_guard.stop_or_skip(run, loss, batches)
         elif not agreed.same_norm:
             replica_check.refuse_norms(run, norm)
+        # an overflow of float16 shrinks the scale and skips the update: it is not a fault of the run
         apply = run.scaler.update(finite) if run.scaler else finite
         return Verdict(apply and loss_spikes.may_apply(run, agreed.loss, agreed.norm), finite)
 

@@ -44,6 +44,7 @@ def listen(
     """
     global _current
     _current = stop = StopRequest(grace_seconds, can_save, end_time)
+    # the C library writes the number of each signal here, even while Python waits inside a collective
     receiver, sender = socket.socketpair()
     stop.receiver = receiver
     sender.setblocking(False)
@@ -58,6 +59,7 @@ def listen(
 
     threading.Thread(target=_watch, args=(stop, receiver, hurry, notify_launcher), name="stopping", daemon=True).start()
     _keep_from_children(sender, os.getpid())
+    # the launcher blocks these until a handler is there, so that no early signal ends a rank without a save
     signal.pthread_sigmask(signal.SIG_UNBLOCK, GRACEFUL)
     return stop
 
@@ -73,6 +75,7 @@ def _watch(
     interrupted_at = -math.inf
     while True:
         ready, _, _ = select.select([numbers], [], [], stop.next_look_seconds())
+        # the run has ended: whatever comes now is for `StopRequest.handle` alone
         if stop.closed:
             return
         for number in numbers.recv(64) if ready else b"":

@@ -92,6 +92,7 @@ class StopRequest:
 
     def asked(self) -> bool:
         """Whether a request has come; the end of the job is one when ``margin_seconds`` are left."""
+        # without checkpoints there is nothing to stop early for: the job takes the run to its end
         job_ends = self.can_save and self._end < math.inf
         if job_ends and not self.reason and time.monotonic() >= self._end - self.margin_seconds:
             self.note(END_OF_JOB)

@@ -82,7 +82,7 @@ def _compare(config: Config) -> dict[str, list[str]]:
         return {"refused": [], "compared": [], "noticed": [], "left_out": [why]}
 
     limit = min(LIMIT_SECONDS, 0.8 * config.comm.init_timeout_seconds)
-    # the child is no rank of this run, and takes neither its devices nor its cores
+    # the child is not one of the ranks: it takes neither their devices nor their cores
     environment = {
         name: value
         for name, value in os.environ.items()

@@ -277,7 +277,7 @@ def step(run: Run) -> Outcome | None:
     optim.set_learning_rate(run.optimizer, lr)  # before backward, which may update already
     loss = run.runner.forward_backward(batches, weight)
 
-    # all ranks go on with the same loss and norm: those that decided differently would wait for each other for ever
+    # all ranks take the same loss and norm from here: those that decided differently would wait for each other for ever
     norm = run.runner.gradient_norm() / scale
     agreement = grad_clip.Agreement(loss / scale, norm, mesh)
 

@@ -121,6 +121,7 @@ def account(attempts: Sequence[Attempt]) -> Account:
     failures = 0
     after = 0.0
     kept_step: float = float("inf")
+    # from the last to the first: what an attempt has done counts up to where a later one continued
     for attempt in reversed(attempts):
         if attempt is attempts[-1] and attempt.died is not None:
             kept_step = attempt.saved_step  # it has no successor yet, and what was not saved is as good as lost
@@ -128,6 +129,8 @@ def account(attempts: Sequence[Attempt]) -> Account:
             total[name] += seconds
         total["lost"] += max(0.0, attempt.ended - attempt.last_known)  # it died before it could write the next line
         kept_step = min(kept_step, attempt.start.step)
+
+    # from the first to the last: the time between attempts
     for number, attempt in enumerate(attempts):
         before = attempts[number - 1] if number else None
         same = before is not None and before.start.job == attempt.start.job
@@ -154,6 +157,7 @@ def bins(attempt: Attempt, kept_step: float) -> dict[str, float]:
     steps = last.step - first_step
     # the first step is also a step: of its time, what a usual one takes is not a compilation
     usual = min(spent["compile"], spent["step"] / (steps - 1)) if steps > 1 else 0.0
+    # steps after kept_step were made again by a later attempt
     kept = _at(attempt, kept_step)
     keeps_first = kept_step > first_step
     return {

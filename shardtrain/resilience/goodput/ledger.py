@@ -64,6 +64,7 @@ class Ledger:
     def _open(self, folder: Path, step: int, world_size: int, environment: Mapping[str, str]) -> None:
         now = self._now
         own = sum(self._phases.seconds().values())
+        # what the process did before this object was there: imports, and the way through the launcher
         job, job_started, started = _origin(environment, now(), now() - own)
         self._before = max(0.0, now() - started - own)
         restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -77,6 +78,7 @@ class Ledger:
             int(restarts) if restarts.isdecimal() else 0,
         )
         earlier = self._earlier(folder)
+        # another run begins in this folder from its first step: its account is not that of the run before
         if earlier and step == 0 and earlier[-1].start.job != job:
             path = folder / events.FILE
             aside = path.with_name(f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}{path.suffix}")
@@ -96,6 +98,7 @@ class Ledger:
         if self._path is None:
             return {}
         age = sum(self._phases.seconds().values())
+        # at most a line a second; in a long run after a thousandth of its age, and after a minute at the latest
         if age - self._written >= min(MOST_SECONDS_BETWEEN_LINES, max(1.0, age / 1000)):
             self._progress()
         found = self.account()
@@ -117,6 +120,7 @@ class Ledger:
     def _roll_back(self, folder: Path, step: int) -> None:
         self._write(self._point(ended=True))
         self.step = self._saved_step = step
+        # what follows is another attempt, though of the same process: its clocks begin at zero
         self._offset = self._phases.seconds()
         self._before = 0.0
         self._saves = 0

@@ -69,6 +69,7 @@ class Guard:
         found = []
         series = ("loss", loss, self.losses, 0.0), ("gradient norm", grad_norm, self.grad_norms, NORM_FACTOR)
         for name, value, values, factor in series:
+            # too few values say nothing of the usual spread
             if len(values) < min(window, max(MIN_VALUES, window // 2)):
                 continue
             mean = math.fsum(values) / len(values)
@@ -152,6 +153,7 @@ def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
     if found:
         guard.spikes += 1
         if training.spike_policy == "rewind":
+            # going back from the same place again and again would never end
             near = sum(abs(step - rewind.step) <= training.spike_rewind_steps for rewind in guard.rewinds)
             if near < training.max_rewinds:
                 raise RollbackRequested(f"step {step}: {found}")

@@ -25,15 +25,18 @@ def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
         NumericalError: unless the update may be skipped; names ranks and the first bad tensor.
     """
     own = [] if bool(torch.isfinite(loss)) else [run.mesh.device_mesh.get_rank()]
+    # a collective: every rank is here, as all know the same loss and norm
     ranks = process_group.gather_flags(bool(own), run.mesh.device)
     step = run.state.step + 1
     if own:
         ids = [int(i) for batch in local for i in batch.sample_ids_B]
         logger.error(f"step {step}: the loss of this rank is not finite; sample ids {ids}")
     culprits = f"the loss of rank {', '.join(map(str, ranks))}" if ranks else "a gradient"
+    # float16 alone: an overflow at this scale is expected now and then
     if run.scaler and run.scaler.can_shrink:
         logger.warning(f"step {step}: {culprits} overflowed float16 at loss scale {run.scaler.scale:g}")
         return
+    # a second forward pass, by all ranks: which tensor was the first
     first, advice = nonfinite_tensor.find(run, local, in_loss=bool(ranks))
     training = run.config.training
     skips = run.state.nonfinite_skips

@@ -89,6 +89,7 @@ def _agree(run: Run, own: list[str], shown: int = _SHOWN) -> str:
     for rank, names in enumerate(all_gather_json(own)):
         for name in names:
             ranks.setdefault(name, []).append(rank)
+    # a rank knows its own modules alone; run.names have the order of the whole model
     order = {name: place for place, name in enumerate(run.names)}
 
     def place(name: str) -> int:
@@ -108,7 +109,9 @@ def _outputs(run: Run, local: list[data.Batch]) -> list[str]:
     mesh = run.mesh
     found: list[str] = []
     seed_step(run.config.debug.seed, run.state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
+    # a pipeline takes the micro-batches of a step as one batch
     batches = [_joined(local)] if mesh.size("pp") > 1 and local else local
+    # a compiled layer does not call hooks that are registered after it was compiled
     with torch.compiler.set_stance("force_eager"), _Watch(run.runner.parts) as watch:
         for number, batch in enumerate(batches):
             loss = run.runner.evaluate(batch.to(mesh.device))

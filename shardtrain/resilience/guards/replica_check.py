@@ -40,6 +40,7 @@ class Replicas:
         if not self._interval or step % self._interval or self._run.mesh.device_mesh.size() == 1:
             return
         tensors = {**self._run.model_state_dict(), **self._run.optimizer_state_dict()}
+        # who holds which part stays the same for the whole run
         if self._held is None:
             self._held = holders.find_holders(tensors)
             if not holders.num_replicated(self._held):
@@ -60,6 +61,7 @@ def refuse_norms(run: Run, norm: Tensor) -> None:
         return
     step = run.state.step + 1
     norms = all_gather_json(float(norm))
+    # the median is right as long as fewer than half of the ranks are wrong
     middle = sorted(norms)[len(norms) // 2]
     odd = [rank for rank, value in enumerate(norms) if abs(value - middle) > NORMS_AGREE * middle]
     if not odd:  # of many ranks, rounding in the sums that agree found

@@ -65,6 +65,7 @@ class Exchange:
         """Find the folder of this node, which its first rank makes; without one this rank speaks for itself."""
         if isinstance(self._store, FolderStore) or int(environment.get("LOCAL_WORLD_SIZE", "1")) < 2:
             return
+        # two hosts may have one name: the boot id tells them apart
         boot = Path("/proc/sys/kernel/random/boot_id")
         node = f"folder/{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
         self._first = environment.get("LOCAL_RANK") == "0"
@@ -108,6 +109,7 @@ class Exchange:
     def declare(self, text: str) -> bytes:
         """Make a verdict that of the run, where there is none yet; gives the one that there is."""
         try:
+            # the first verdict wins: two monitors may come to different ones in the same second
             found = bytes(self._store.compare_set(VERDICT, "", text))
         except ForgedError:  # a stranger has taken its key, and may keep doing so: this node at least hears it
             found = text.encode()
@@ -129,6 +131,7 @@ class Exchange:
         asked = [place for place in places if place in self._known]
         found: dict[int, Heartbeat] = {}
         for place, text in zip(asked, self._signs_at(asked), strict=True):
+            # most texts are those of the last look, and are not parsed again
             if text is not None and self._heard.get(place, (b"",))[0] != text:
                 self._heard[place] = bytes(text), heartbeat.read_many(text)
             for rank, sign in self._heard.get(place, (b"", {}))[1].items():
@@ -218,6 +221,7 @@ class Exchange:
             number = 0
             if self._node is not None and self._node.check([_PLACE]):
                 number = int(self._node.get(_PLACE))
+            # a counter of the store gives each node a place of its own, which the others find by counting up to it
             number = number or self._store.add(_PLACES, 1)
             if self._node is not None:
                 self._node.set(_PLACE, str(number))

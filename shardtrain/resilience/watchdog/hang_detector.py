@@ -84,10 +84,12 @@ class HangDetector:
             if sign.progress != seen.sign.progress:
                 seen.moved_seconds = now
             seen.sign = sign
+        # a rank that has left is not waited for; whether others still wait for it is asked below
         present = {rank: seen for rank, seen in self._seen.items() if not seen.sign.has_left}
         if not present:
             return None
         self._limit = self._limit_of([seen.sign for seen in present.values()])
+        # one rank that moves is enough: the others may be waiting for it
         still = now - max(seen.moved_seconds for seen in present.values())
         if not self._limit or still < self._limit:
             return None
@@ -105,6 +107,7 @@ class HangDetector:
         return min([max(sign.limit_seconds for sign in signs), *caps])
 
     def _blame(self, now: float, present: dict[int, _Seen]) -> HangReport:
+        # first the ranks that give no sign of life, then those that have not come to the collective
         quiet = max(MISSED_BEATS * self._beat, SILENT_SHARE * self._limit)
         silent = [rank for rank, seen in present.items() if now - seen.beat_seconds > quiet]
         table = tuple(table_of({rank: seen.sign for rank, seen in present.items()}, silent))

@@ -77,6 +77,7 @@ def read_many(text: str | bytes) -> dict[int, Heartbeat]:
 
 
 def _sign(fields: Any) -> Heartbeat:
+    # types are checked: the text may come from another version, or from a stranger who can reach the store
     found = fields.pop("marks", {})
     _check(fields, _KINDS)
     marks = {}

@@ -46,6 +46,7 @@ def main_thread(device_type: str = "cpu") -> Place:
         return Place("", "")
     place = locate(frame, device_type)
     if not place.collective and frame.f_code.co_name == "_engine_run_backward":
+        # PyTorch's threads of backward are not known to Python's threading module
         known = {thread.ident for thread in threading.enumerate()}
         for other in [f for ident, f in sys._current_frames().items() if ident not in known]:
             if found := _collective(other, device_type):

@@ -81,10 +81,12 @@ class Stragglers:
             self._before = marks
             return None
         windows = {rank: _Window(self._before[rank], mark) for rank, mark in marks.items()}
+        # few samples would take chance for a difference
         if min(window.samples for window in windows.values()) < MIN_SAMPLES:
             return None  # the window begins where it began, and grows until the next call
         self._before = marks
         slow = {straggler.rank: straggler for straggler in self._slow(windows, signs)}
+        # a rank that is fast in one window begins at zero again
         self._strikes = {rank: self._strikes.get(rank, 0) + 1 for rank in slow}
         return [straggler for rank, straggler in slow.items() if self._strikes[rank] >= WINDOWS]
 

@@ -68,6 +68,7 @@ class Watchdog:
         self._device = device
         self._folder = Path(config.job.dump_folder)
         self._log = self._folder / config.metrics.save_log_file.replace("{rank}", str(rank))
+        # a store hears each node once per beat, and its host can take only so many words a second
         num_nodes = math.ceil(world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._beat = beat_seconds(comm.hang_timeout_seconds, num_nodes)
         self._others = Exchange(store, rank, world_size, self._beat)
@@ -122,6 +123,7 @@ class Watchdog:
     def _limit(self, phase: str, place: stack.Place) -> tuple[float, bool]:
         """How long this rank may stand still in its place (0: for ever), and whether it is cold there."""
         hang = float(self._comm.hang_timeout_seconds)
+        # a person at a debugger may take all the time that there is
         if not hang or place.debugging:
             return 0.0, False
         if phase in COLD or place.compiling or self._moving.begun < 2:
@@ -143,6 +145,7 @@ class Watchdog:
                 self._others.say(own)
                 if own.has_left:
                     return
+                # whichever rank has come to the verdict, every rank ends by it
                 if verdict := self._others.verdict():
                     self._die(from_json(verdict))
                 if self._rank in monitors(self._size):
@@ -160,6 +163,7 @@ class Watchdog:
         verdict = self._judge.observe(time.monotonic(), signs)
         marks = common(signs, self._size, self._compared)
         if marks:
+            # each mark is compared once
             self._compared = marks[0].begun
             verdict = verdict or find_odd(marks, signs)
             if self._rank == 0:
@@ -200,6 +204,7 @@ class Watchdog:
             if position != progress or now - last > 3 * self._beat:  # the second: this process was stopped
                 progress = position
                 moved_at = now
+            # fifty samples a second say which share of a step this rank works, and which it waits for others
             if samples and self._phases.name in WORK:
                 self._sample(now - last)
             silent_seconds = now - max(self._exchanged_at, moved_at)
@@ -258,6 +263,7 @@ class Watchdog:
         logger.error(f"rank {verdict.rank} (host {verdict.host}) {verdict.message}")
         for line in verdict.table if self._rank in monitors(self._size) else ():
             logger.error(line)
+        # a worker that is stopped or waits for a disk is often why the data do not come
         for child in multiprocessing.active_children():
             state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
             logger.error(f"process {child.pid}, which prepares data: {_STATES.get(state, state)}")

@@ -180,7 +180,7 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
             _look_at_model(loaded, machine, found)
         found.notes += said
         found.notes += machine.notes(loaded.config)
-    # an option that is wrong may make others look wrong: only the first causes are told
+    # an option that is wrong may make others look wrong: the report has the first causes alone
     own = [one for one in found.problems if isinstance(one, Problem)]
     kept = {str(one) for one in [*loaded.problems, *secondary.without(loaded.problems, own)]}
     problems = [one for one in found.problems if isinstance(one, str) or str(one) in kept]
