@@ -275,7 +275,7 @@ def _train(words: list[str]) -> int:
         from shardtrain.train import preflight
 
         def require(world_size: int | None, local_ranks: int) -> None:
-            with local.told_to_programs(loaded):
+            with local.storage_errors_in_exit_json(loaded):
                 preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
 
         return agent.train(loaded, arguments, several, require)
@@ -298,7 +298,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
         local.leave(local.run_child(loaded, _trainer()))
     # all ranks looking at the same files would be a burst on the storage of a large run
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
-    with local.told_to_programs(loaded):
+    with local.storage_errors_in_exit_json(loaded):
         preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
     local.leave(local.run_rank(loaded, _trainer(), world_size))
 
@@ -327,17 +327,17 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
 
         if not config.problems_of(loaded, choice.count, machine.device, accelerators):
             _trainer()  # the import of torch is needed, and the child need not pay for it again
-        with local.told_to_programs(loaded):
+        with local.storage_errors_in_exit_json(loaded):
             preflight.require_in_child(loaded, machine)
     else:
-        with local.told_to_programs(loaded), heartbeat("checking configuration, data, tokenizer and model"):
+        with local.storage_errors_in_exit_json(loaded), heartbeat("checking configuration, data, tokenizer and model"):
             preflight.require(loaded, machine)
 
     # one rank in this process, forks of it, or fresh processes that run this command line again
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
     if choice.count == 1 and not restarts:
-        with local.told_to_programs(loaded):
+        with local.storage_errors_in_exit_json(loaded):
             local.prepare(Path(loaded.config.job.dump_folder))
         code = local.run_rank(loaded, _trainer())
     elif forks:

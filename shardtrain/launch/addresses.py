@@ -66,7 +66,13 @@ def interface_of(address: str) -> str | None:
     if is_loopback(address):
         return "lo"
     if ":" in address:
-        return _interface_of_v6(ipaddress.ip_address(address).exploded.replace(":", ""))
+        # the kernel lists these addresses as 32 digits without colons
+        digits = ipaddress.ip_address(address).exploded.replace(":", "")
+        try:
+            lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
+        except OSError:
+            return None
+        return next((line.split()[-1] for line in lines if line.startswith(digits)), None)
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -78,11 +84,3 @@ def interface_of(address: str) -> str | None:
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
-
-
-def _interface_of_v6(digits: str) -> str | None:
-    try:
-        lines = Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((line.split()[-1] for line in lines if line.startswith(digits)), None)

@@ -53,6 +53,7 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
     accelerators = environment.count_accelerators(loaded.config.training.device)
     cores = environment.usable_cores()
     choice = choose_processes(loaded.config, arguments.nproc, os.environ, nodes, accelerators, cores)
+    # of an elastic run nobody knows how many nodes will come
     world_size = choice.count * nodes.most if nodes.least == nodes.most else None
     require(world_size, choice.count)
     environment.set_process_defaults(os.environ, choice.count, cores, alone=False)
@@ -87,12 +88,14 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     end = signal.SIG_DFL if os.getpid() != 1 else lambda *_: os._exit(NOT_SAVED)
     heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]  # nohup's
     before = {name: signal.signal(getattr(signal, name), end) for name in heard}
+    # before the import of PyTorch, which takes seconds: a port that is taken is reported at once
     if nodes.hosts_meeting:
         _refuse_taken(nodes.endpoint)
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
-    if nodes.hosts_meeting is False:  # after the import, which the host of the meeting does at the same time
+    # after the import, which the host of the meeting does at the same time
+    if nodes.hosts_meeting is False:
         _await_host(nodes)
     nodes = _with_address(nodes)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is reported by its rank
@@ -212,6 +215,7 @@ def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int,
                 self._remaining_restarts = 0
             return result
 
+    # else PyTorch compares names of hosts, which may be other ones inside a container
     host = {} if nodes.hosts_meeting is None else {"is_host": str(nodes.hosts_meeting).lower()}
     settings: dict[str, Any] = {"join_timeout": nodes.join_seconds, **host, **nodes.rendezvous}
     parameters = RendezvousParameters(
@@ -235,6 +239,7 @@ def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int,
     )
     logs = DefaultLogsSpecs(log_dir=records)
     more: dict[str, Any] = {}
+    # newer versions of PyTorch alone let ranks have more than 30 s for their last save
     if "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters:
         more["shutdown_timeout"] = grace_seconds + NOTICE_SECONDS
     return Agent(spec, logs, **more)

@@ -107,10 +107,12 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
 
     ``refuse_unfit`` raises ConfigError where a run of so many ranks cannot fit on the devices ``launch.device``.
     """
-    action, rest = (words[0], words[1:]) if words else ("", [])
+    action = words[0] if words else ""
+    rest = words[1:]
     if action in ("--help", "-h") or "--help" in rest or "-h" in rest:
         print(HELP, end="")
         return 0
+    # what was launched before: by its id
     if action in FOLLOW:
         if len(rest) == 2 and rest[0].endswith(".py"):
             return _follow_own(action, *rest)
@@ -123,11 +125,13 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
         return FOLLOW[action](rest[0])
     if action not in PLATFORMS and not action.endswith(".py"):
         near = config.nearest(action, [*PLATFORMS, *FOLLOW]) if action else None
-        near = {"cancel": "stop", "kill": "stop", "k8s": "kubernetes", "log": "logs", "ls": "status"}.get(action, near)
-        fix = (
-            f"did you mean {near}? " if near else ""
-        ) + f"use one of {', '.join([*PLATFORMS, *FOLLOW])}, or a file of yours"
+        other_names = {"cancel": "stop", "kill": "stop", "k8s": "kubernetes", "log": "logs", "ls": "status"}
+        near = other_names.get(action, near)
+        fix = f"use one of {', '.join([*PLATFORMS, *FOLLOW])}, or a file of yours"
+        if near:
+            fix = f"did you mean {near}? {fix}"
         raise ConfigError(Problem("shardtrain launch", action or None, "needs a platform", fix, "command line"))
+    # a run that is to be launched: all checks that need no cluster, then the text, then what submits it
     loaded, overrides = _load([word for word in rest if word not in _DRY_RUN and word != _DOCTOR])
     _note_unused(action, loaded)
     launch = loaded.config.launch

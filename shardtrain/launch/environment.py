@@ -89,6 +89,7 @@ def adopt_slurm(environment: MutableMapping[str, str]) -> None:
     Raises:
         ConfigError: a name is missing, is not a number, or contradicts another.
     """
+    # srun has its own names for what torchrun calls RANK and WORLD_SIZE
     if is_slurm_rank(environment) and not _was_launched(environment):
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST", "")
         names = {
@@ -115,7 +116,9 @@ def slurm_port(environment: Mapping[str, str]) -> int:
 
 def _require_rank(environment: Mapping[str, str]) -> None:
     """Stop at a rank that cannot be: of leftovers of another launcher, or of an environment made by hand."""
-    rank, size, _ = (_number(environment, name, "", least=int(name == "WORLD_SIZE")) for name in RANK_NAMES)
+    rank = _number(environment, "RANK", "")
+    size = _number(environment, "WORLD_SIZE", "", least=1)
+    _number(environment, "LOCAL_RANK", "")
     _number(environment, "LOCAL_WORLD_SIZE", "1", least=1)
     if rank >= size:
         rule = f"is not a rank of WORLD_SIZE={size}"
@@ -124,7 +127,8 @@ def _require_rank(environment: Mapping[str, str]) -> None:
     if size > 1 and not meeting_folder(environment):
         port = _number(environment, "MASTER_PORT", "", least=1)
         if port > 65_535 or not environment.get("MASTER_ADDR"):
-            name, rule = ("MASTER_PORT", "is not a port") if port > 65_535 else ("MASTER_ADDR", "is not set")
+            name = "MASTER_PORT" if port > 65_535 else "MASTER_ADDR"
+            rule = "is not a port" if port > 65_535 else "is not set"
             fix = "set MASTER_ADDR and MASTER_PORT to where the first rank listens, as torchrun does"
             raise ConfigError(Problem(name, environment.get(name) or None, rule, fix, "environment"))
 
@@ -239,6 +243,7 @@ def choose_processes(
         return ProcessCount(whole, "the product of the parallelism degrees")
     multiple = other_degrees(config)
     if accelerators:
+        # as many whole models as fit: the shard degree takes the rest
         count = max(accelerators // multiple, 1) * multiple
         return ProcessCount(
             _fit_batch(config, count, multiple), f"{accelerators} accelerator{'s' * (accelerators != 1)} found"
@@ -360,6 +365,7 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
             environment.pop(name, None)
     for name, value in defaults.items():
         environment.setdefault(name, value)
+    # a verb may have imported torch before it knew its ranks
     threads = environment["OMP_NUM_THREADS"]
     if environment is os.environ and "torch" in sys.modules and threads.isdecimal() and int(threads):
         sys.modules["torch"].set_num_threads(int(threads))
@@ -385,6 +391,7 @@ def _fit_batch(config: Config, count: int, multiple: int) -> int:
     batch = config.training.global_batch_size
     if batch == -1:
         return count
+    # ranks that hold one copy of the model read the same rows
     model_ranks = multiple // config.parallelism.data_parallel_replicate_degree
     for candidate in range(count, 0, -multiple):
         if batch % (config.training.local_batch_size * (candidate // model_ranks)) == 0:

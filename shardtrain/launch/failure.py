@@ -88,12 +88,15 @@ def describe(error: BaseException, rank: int) -> Failure:
         rank = int(others[1])
         host = others[2]
         text = others[3]
+    message = redact(text)
+    if len(message) > MESSAGE_LENGTH:
+        message = message[: MESSAGE_LENGTH - 3] + "..."
     is_peer = kind in _PEER_TYPES or (isinstance(error, RuntimeError) and any(word in text for word in _PEER_WORDS))
     return Failure(
         rank=rank,
         host=host,
         kind=kind,
-        message=_shorten(redact(text)),
+        message=message,
         where=_origin(error.__traceback__),
         time_seconds=time.time(),
         exit_code=_exit_code(error, kind, text, is_peer),
@@ -249,6 +252,7 @@ def reserve_exit(run_folder: Path) -> None:
 
 def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: OSError) -> None:
     """Write the verdict into the room that was reserved for it, or where there is some, and say where."""
+    # the room is of a fixed size, so the text is filled up to it: nothing has to be allocated on a full disk
     data = json.dumps(record, indent=2).encode().ljust(_RESERVED_BYTES - 1) + b"\n"
     try:
         descriptor = os.open(reserve, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
@@ -275,6 +279,7 @@ def last_step(metrics: Path) -> int | None:
     """The step of the last whole line of ``metrics.jsonl``, or None; reads the end of the file alone."""
     try:
         with open(metrics, "rb", opener=atomic_io.without_waiting) as file:
+            # the file of a long run is large, and a line of it is not
             file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))
             tail: Sequence[bytes] = file.read().splitlines()
     except OSError:
@@ -300,10 +305,6 @@ def _exit_code(error: BaseException, kind: str, text: str, is_peer: bool) -> int
 def _origin(trace: TracebackType | None) -> str:
     frames = traceback.extract_tb(trace)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= MESSAGE_LENGTH else text[: MESSAGE_LENGTH - 3] + "..."
 
 
 def _replace_file(path: Path, record: dict[str, Any]) -> None:

@@ -45,10 +45,10 @@ def chosen(launch: Launch, asked_nodes: int | None) -> list[Host]:
         hosts = [to_host(text) for text in options.hosts]
     if not hosts:
         raise ConfigError(Problem("launch.ssh.hosts", None, "names no host", "give --hosts a,b or --hostfile FILE"))
-    names = [host.name + f":{host.port}" for host in hosts]
+    names = [host.label for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
-        rule = f"names {twice.removesuffix(':None')} twice"
+        rule = f"names {twice} twice"
         raise ConfigError(Problem("launch.ssh.hosts", None, rule, "name each host once; slots say how many ranks"))
     if asked_nodes is not None and asked_nodes > len(hosts):
         raise ConfigError(Problem("launch.nodes", asked_nodes, f"is more than {len(hosts)} hosts", "name more hosts"))
@@ -116,12 +116,17 @@ def select(hosts: list[Host], include: str, exclude: str) -> list[Host]:
         return [_with(host, named[host.name]) for host in hosts if host.name in named]
     if not exclude:
         return hosts
+    excluded = _filter("--exclude", exclude, hosts)
     left = []
-    for host, gone in ((host, _filter("--exclude", exclude, hosts).get(host.name, ())) for host in hosts):
-        rest = tuple(d for d in range(host.slots or 0) if gone is not None and d not in gone)
-        if gone == ():
+    for host in hosts:
+        if host.name not in excluded:
             left.append(host)
-        elif rest:
+            continue
+        devices = excluded[host.name]
+        if devices is None:  # the whole host
+            continue
+        rest = tuple(device for device in range(host.slots or 0) if device not in devices)
+        if rest:
             left.append(_with(host, rest))
     return left
 

@@ -100,6 +100,7 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     where = path or (presets.name_of(loaded.path) if loaded.path else "")
     # Path has taken the "./" away from which a name that begins with a dash was known to be no option
     words += [f"./{where}" if where.startswith("-") else where] if where else []
+    # options of launch are for this machine; the file is named once, as nodes see it
     words += without(overrides, "launch.", "job.config_file")
     ranks = launch.nproc_per_node or launch.devices_per_node
     words += ["--nproc", str(ranks)] if ranks else []
@@ -109,6 +110,7 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     environment = {**FABRICS[launch.fabric], **launch.env}
     refuse_unsafe([*words, *environment.values()])
     text = loaded.path.read_text(encoding="utf-8") if loaded.path else None
+    # the text of the file may travel to the nodes in a ConfigMap, which many can read
     if text is not None and redact(text) != text:
         rule = "holds a secret, perhaps in a comment"
         raise ConfigError(Problem("the configuration file", str(loaded.path), rule, "take it out"))

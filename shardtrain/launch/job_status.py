@@ -9,7 +9,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -154,24 +153,22 @@ def _ssh(pid: int, verb: str) -> int:
         raise ConfigError(
             Problem("id", f"ssh/{pid}", "is not a launch of this user and machine", "look where it began")
         )
+    # its number may be that of another process by now
     runs = bool(_started(pid)) and _started(pid) == (folder / "started").read_text(encoding="utf-8")
-    actions: dict[str, Callable[[], object]] = {
-        "status": lambda: print("running" if runs else _end_of(folder)),
-        "stop": lambda: os.kill(pid, signal.SIGTERM) if runs else print("ended already"),
-        "logs": lambda: _print_logs(folder),
-    }
-    actions[verb]()
+    if verb == "stop":
+        if runs:
+            os.kill(pid, signal.SIGTERM)
+        else:
+            print("ended already")
+    elif verb == "logs":
+        for path in sorted(folder.glob("*.log")):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                print(f"[{path.stem}] {line}")
+    elif runs:
+        print("running")
+    else:
+        try:
+            print(f"ended with {(folder / 'ended').read_text(encoding='utf-8')}")
+        except OSError:
+            print("ended, and could not say how: it was killed, or its machine went down")
     return 0
-
-
-def _end_of(folder: Path) -> str:
-    try:
-        return f"ended with {(folder / 'ended').read_text(encoding='utf-8')}"
-    except OSError:
-        return "ended, and could not say how: it was killed, or its machine went down"
-
-
-def _print_logs(folder: Path) -> None:
-    for path in sorted(folder.glob("*.log")):
-        for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            sys.stdout.write(f"[{path.stem}] {line}\n")

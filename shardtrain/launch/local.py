@@ -25,16 +25,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardtrain.checkpoint import lease
 from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.launch import environment, exit_report, failure
-from shardtrain.launch.output import logs_specs
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 from shardtrain.resilience import signals
 from shardtrain.resilience.goodput import ledger
-from shardtrain.utils import atomic_io, private_network, reading
+from shardtrain.utils import atomic_io, log, private_network, reading
 from shardtrain.utils.errors import StorageError
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing import PContext
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext
 
     from shardtrain.config import Loaded
 
@@ -68,7 +67,7 @@ def prepare(run_folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def told_to_programs(loaded: Loaded) -> Iterator[None]:
+def storage_errors_in_exit_json(loaded: Loaded) -> Iterator[None]:
     """Leave ``exit.json`` where storage keeps a run from starting, unless the folder is another run's."""
     try:
         yield
@@ -106,11 +105,13 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         main(loaded)
     except BaseException as error:
         stop.close()
+        # a request to stop is too late now: the run ends by its error
         report = failure.describe(_of_storage(error, run_folder), rank)
         if not report.leaves_folder_alone:
             failure.append_trace(report, log_path(loaded, rank))
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
             failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
+        # of many ranks that lost the same peer none is the cause: the peer itself reports it
         if world_size == 1 or not report.is_peer:
             print(*failure.lines(report, log_path(loaded, rank), world_size), sep="\n", file=sys.stderr, flush=True)
             if not report.leaves_folder_alone:
@@ -128,6 +129,7 @@ def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
         return error
     name = os.path.abspath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
     if not name.startswith(os.path.join(os.path.abspath(run_folder), "")):
+        # a file elsewhere: data or weights on a storage that does not answer, or a disk that is full
         trouble = reading.trouble(name, error) if name else None
         if trouble is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # of data, or of weights
             trouble.__cause__ = error
@@ -195,7 +197,7 @@ def _attempt(
 ) -> tuple[int, failure.Failure | None]:
     """Start the ranks and wait for them, with a store of their own: keys of an earlier attempt would mislead them."""
     run_folder = Path(loaded.config.job.dump_folder)
-    with told_to_programs(loaded):
+    with storage_errors_in_exit_json(loaded):
         prepare(run_folder)
     # not a TemporaryDirectory: forks inherit its finalizer, and the first rank to end would remove it for all
     records = Path(tempfile.mkdtemp(prefix="shardtrain-"))
@@ -204,6 +206,7 @@ def _attempt(
         # a fresh process inherits no descriptor, and has threads before it could enter
         network = stack.enter_context(private_network.made()) if main and count > 1 else {}
         processes = _start(loaded, count, main, command, records, network, restarts, job)
+        # multiprocessing reaps ranks that have ended before it forks the next ones, so it is asked too
         watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
             statuses = watch.wait()
@@ -225,6 +228,7 @@ def _start(
 ) -> PContext:
     from torch.distributed.elastic.multiprocessing import start_processes
 
+    # the variables of each rank: torchrun's, and where to leave the record of its failure
     run_id = secrets.token_hex(8)
     meeting = records / "meeting"
     meeting.mkdir(mode=0o700)
@@ -234,13 +238,14 @@ def _start(
         envs[rank] |= {"TORCHELASTIC_ERROR_FILE": str(_record_path(records, rank)), **network}
     entrypoint: Any = _forked if main else command[0]
     arguments = {rank: (loaded, main, os.getpid()) if main else tuple(command[1:]) for rank in ranks}
-    specs = logs_specs(loaded, count)
+    specs = _logs_specs(loaded, count)
     if not main:
         # a fresh process gets this environment and nothing else
         envs = {rank: {**os.environ, **envs[rank], "SHARDTRAIN_PARENT": str(os.getpid())} for rank in ranks}
+    # the state that ranks inherit by the fork
     if main:
         _warn_of_threads()
-    sys.stdout.flush()
+    sys.stdout.flush()  # else what is buffered would be printed by each rank as well
     sys.stderr.flush()
     # PContext.start replaces the handlers of four signals for good; Watch sets its own, the rest go back
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
@@ -257,6 +262,28 @@ def _start(
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _logs_specs(loaded: Loaded, count: int) -> LogsSpecs:
+    """Ranks in LOG_RANK share the terminal; the output of each other one goes to ``logs/rank-1.out`` and ``.err``."""
+    from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+
+    folder = Path(loaded.config.job.dump_folder) / "logs"
+    shown = log.console_ranks()
+    # PyTorch takes an empty path for the stream of this process
+    paths = {rank: "" if rank in shown else str(folder / f"rank-{rank}") for rank in range(count)}
+
+    class Specs(LogsSpecs):
+        root_log_dir = str(folder)
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            return LogsDest(
+                stdouts={rank: path and path + ".out" for rank, path in paths.items()},
+                stderrs={rank: path and path + ".err" for rank, path in paths.items()},
+                error_files={rank: envs[rank]["TORCHELASTIC_ERROR_FILE"] for rank in paths},
+            )
+
+    return Specs()
 
 
 def _reaped(processes: PContext, rank: int) -> int | None:
@@ -361,6 +388,7 @@ def _report(
     """Find the first cause, say it in one line, write ``exit.json``; gives the exit status and the cause."""
     failures = []
     all_done = True
+    # a rank has done its work, or left a record, or ended without a word: then the launcher says how
     for rank, status in statuses.items():
         report = failure.read_record(_record_path(records, rank))
         is_done = status in FINE and (status != 0 or _done_path(_record_path(records, rank)).exists())
@@ -374,6 +402,7 @@ def _report(
         first = failure.culprit(failures)
         code = first.exit_code
         print(*failure.lines(first, log_path(loaded, first.rank), len(statuses)), sep="\n", file=sys.stderr)
+    # ended by our signals before they had saved
     elif not all_done:
         name = signal.Signals(watch.signal_number or signal.SIGTERM).name
         code = failure.NOT_SAVED

@@ -53,6 +53,7 @@ def start(verb: Verb) -> int:
         return 0
     folder = Path(tempfile.mkdtemp(prefix=f"shardtrain-{verb.name}-"))
     loaded = _launched(folder)
+    # as in training: forks on CPUs, fresh processes where there is an accelerator
     if environment.count_accelerators(verb.device) == 0 and sys.platform == "linux":
         code = local.launch(loaded, verb.nproc, main=lambda _: run())
     else:

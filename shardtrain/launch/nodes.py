@@ -125,6 +125,7 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
     for name in NNODES:
         if names.get(name):
             return name, names[name]
+    # PyTorchJob and Run:ai count nodes by WORLD_SIZE, torchrun ranks; without their marks nobody knows which it is
     world = names.get("WORLD_SIZE", "")
     if world not in ("", "1") and not environment.is_rank(names):
         if any(name in names for name in _RUNAI):
@@ -137,6 +138,7 @@ def _count(arguments: CommandLine, names: Mapping[str, str]) -> tuple[str, str]:
         return "SLURM_STEP_NUM_NODES", names["SLURM_STEP_NUM_NODES"]
     if names.get("SKYPILOT_NUM_NODES"):
         return "SKYPILOT_NUM_NODES", names["SKYPILOT_NUM_NODES"]
+    # mpirun says nothing that PyTorch reads: each of its processes would train the whole run by itself
     mpi = next((name for name in _MPI_SIZES if names.get(name, "1") != "1"), "")
     if mpi and not environment.is_rank(names):
         rule = "is of mpirun, whose processes would each train alone: they are not taken for ranks"

@@ -70,6 +70,7 @@ def main() -> int:
     print(READY, __version__, address[2] if len(address) == 4 else "-", flush=True)
     launcher = Launcher()
     lines = list[bytes]()
+    # nothing starts here before all hosts have answered
     while not lines and not launcher.gone:
         lines = launcher.listen(SILENCE_SECONDS)
     if not lines or lines[0] in (STOP, KILL):
@@ -98,9 +99,11 @@ def _watch(process: subprocess.Popen[bytes], launcher: Launcher, orders: list[by
     """Wait for the command; stop it when asked to, or when nobody is there to ask."""
     end = float("inf")
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        # sshd ends what it started where the connection breaks: the run hears of that as of any request
         signal.signal(number, lambda *_: process.send_signal(signal.SIGTERM))
     while process.poll() is None:
         orders += launcher.listen(POLL_SECONDS)
+        # a launcher that has gone is as good as a request to stop: nobody would notice how the run ends
         if end == float("inf") and (launcher.gone or STOP in orders):
             process.send_signal(signal.SIGTERM)
             end = time.monotonic() + grace_seconds

@@ -42,6 +42,7 @@ class Watch:
 
         def handle(number: int, _frame: FrameType | None) -> None:
             now = time.monotonic()
+            # only the first request is passed on: others of the same kind would be new ones to the ranks
             if not self.signal_number:
                 self.signal_number = number
                 self._asked_at = now
@@ -88,6 +89,7 @@ class Watch:
             self._poll()
             now = time.monotonic()
             if any(status not in FINE for status in self.statuses.values()):
+                # the moment of the first failure: the others get a little time from then on
                 failed_at = min(failed_at, now)
             no_time = self.signal_number and now - self._asked_at > self._grace_seconds
             if now - failed_at > PEERS_SPEAK_SECONDS or no_time:

@@ -100,6 +100,7 @@ def stop(namespace: str, kind: str, name: str) -> int:
     _require_answer()
     within = ["--namespace", namespace]
     quick = ["--wait=false", "--ignore-not-found"]
+    # the job first: its pods are asked to stop at once
     gone: ConfigError | None = None
     try:
         print(_ask([*within, "delete", RESOURCES[kind], name, "--wait=false"]), end="")

@@ -33,7 +33,12 @@ def render(job: Job, launch: Launch) -> str:
     require(job.image, "launch.image", "kubernetes", "name an image that holds this package: containers/Dockerfile")
     require_nothing_lost(job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "kubernetes")
     kinds = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
-    manifests = [*_config_map(job, launch), *kinds[launch.kubernetes.kind](job, launch)]
+    manifests = kinds[launch.kubernetes.kind](job, launch)
+    if job.config_text is not None:
+        # before the job, whose pods read it
+        data = {"config.toml": job.config_text}
+        metadata = _metadata(job, launch)
+        manifests.insert(0, {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
     if job.is_elastic and launch.kubernetes.kind != "pytorchjob":
         rule = "has no effect there: a lost pod ends the whole attempt"
         fix = 'leave out launch.min_nodes, or use "pytorchjob"'
@@ -60,13 +65,6 @@ _WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 _Dumper.add_representer(str, _quoted)
 
 
-def _config_map(job: Job, launch: Launch) -> list[Manifest]:
-    if job.config_text is None:
-        return []
-    data = {"config.toml": job.config_text}
-    return [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(job, launch), "data": data}]
-
-
 def _metadata(job: Job, launch: Launch, queued: bool = False) -> Manifest:
     labels = {"app.kubernetes.io/name": "shardtrain", "app.kubernetes.io/instance": job.name}
     if queued and launch.kubernetes.queue:
@@ -85,9 +83,16 @@ def _container(job: Job, name: str, more: Mapping[str, str] | None = None) -> Ma
         container["env"] = [{**v, "value": _literal(v["value"])} if "value" in v else v for v in variables]
     if job.workdir:
         container["workingDir"] = job.workdir
-    resources = _resources(job)
+    resources: dict[str, str] = {}
+    if job.cpus:
+        resources["cpu"] = str(job.cpus)
+    if job.memory_gib:
+        resources["memory"] = f"{job.memory_gib}Gi"
+    if job.devices:
+        resources[job.device_resource] = str(job.devices)
     if resources:
-        container["resources"] = resources
+        # limits equal to requests: such pods are the last that a node evicts
+        container["resources"] = {"requests": dict(resources), "limits": dict(resources)}
     mounts = [{"name": name, **mount} for name, mount, _ in _volumes(job)]
     if mounts:
         container["volumeMounts"] = mounts
@@ -97,17 +102,6 @@ def _container(job: Job, name: str, more: Mapping[str, str] | None = None) -> Ma
 def _literal(text: str) -> str:
     """Text that Kubernetes hands on as it is: ``$(NAME)`` would be replaced, and ``$$`` stands for one dollar."""
     return text.replace("$", "$$")
-
-
-def _resources(job: Job) -> Manifest:
-    wanted: dict[str, str] = {}
-    if job.cpus:
-        wanted["cpu"] = str(job.cpus)
-    if job.memory_gib:
-        wanted["memory"] = f"{job.memory_gib}Gi"
-    if job.devices:
-        wanted[job.device_resource] = str(job.devices)
-    return {"requests": dict(wanted), "limits": dict(wanted)} if wanted else {}
 
 
 def _volumes(job: Job) -> list[tuple[str, Manifest, Manifest]]:

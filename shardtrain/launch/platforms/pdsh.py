@@ -1,7 +1,7 @@
 """Hosts that are reached by pdsh: it starts the connections, and each has streams and a status of its own all the same.
 
 pdsh gives its remote commands no input, mixes their output, and does not end them with itself. So it is asked to run a
-local program for each host (``-R exec``), and that is handed the two ends of one connection: see ``reach``.
+local program for each host (``-R exec``), ``pdsh_rsh``, which is handed the two ends of one connection.
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ class Reached:
                 return
             self._control = control
         with contextlib.suppress(OSError):
+            # the program becomes the reader and writer of the pipes: ssh speaks with the launcher without pdsh
+            # between them
             socket.send_fds(control, [json.dumps(self.plan.ssh).encode() + b"\n"], self.files)
             self._release()
             text = control.makefile("rb").readline().strip()
@@ -115,6 +117,7 @@ class Fan:
         inside = [sys.executable, "-I", pdsh_rsh.__file__, str(path)]
         words = ["pdsh", "-R", "exec", "-f", str(len(plans)), "-w", ",".join(names)]
         words += [*(word.replace("%", "%%") for word in inside), "%n"]
+        # hosts that a user has set for pdsh itself are not those of this launch
         names_of_pdsh = {key: value for key, value in os.environ.items() if key not in ("WCOLL", "PDSH_MODULE_DIR")}
         self._process = subprocess.Popen(
             words,

@@ -103,8 +103,16 @@ def render(job: Job, launch: Launch) -> str:
     Raises:
         ConfigError: the job asks for what Slurm cannot do.
     """
-    _require(job, launch)
     slurm = launch.slurm
+    require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "slurm")
+    require_free(job, TAKEN, "Slurm's script")
+    if slurm.container != "none":
+        require(job.image, "launch.image", slurm.container, "set the image, or container to none")
+    if job.is_elastic:
+        rule = "has no effect on slurm, which starts a job on all its nodes or on none"
+        raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "leave it out"))
+
+    # the head: options of sbatch, the folder, the user's own lines, and variables
     lines = ["#!/bin/bash", f"# {header('sbatch FILE')}", *_directives(job, launch), "set -euo pipefail", TOLD.rstrip()]
     if job.workdir and slurm.container == "none":
         rule = f"launch.workdir={job.workdir} is not a folder here; use one that all nodes see"
@@ -114,10 +122,14 @@ def render(job: Job, launch: Launch) -> str:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
     # sbatch hands on the environment unless a site's SBATCH_EXPORT, or --export in a directive, says otherwise
     lines += [f': "${{{name}?was not handed on by sbatch; see --export}}"' for name in job.forwarded]
+
+    # where the nodes meet, and what each of them runs
     suffix = f'${{hosts[0]}}{slurm.host_suffix}:$port"'
     lines += ["", MEETING.rstrip().replace('${hosts[0]}:$port"', suffix)]
     lines += [f"export SHARDTRAIN_HOST_SUFFIX={slurm.host_suffix}"] if slurm.host_suffix else []
     lines += ["", *_command(job, launch), *_look(job, launch)]
+
+    # the run itself; its status decides whether the job is queued again
     step = ["srun", "--ntasks-per-node=1"]
     # an agent that ends early must not take the others with it while they save
     step += ["--kill-on-bad-exit=0", f"--wait={job.grace_seconds + 60}", "--export=ALL"]
@@ -149,16 +161,6 @@ def _look(job: Job, launch: Launch) -> list[str]:
         f"{' '.join(step)} || exit",
         "",
     ]
-
-
-def _require(job: Job, launch: Launch) -> None:
-    require_nothing_lost([s.variable for s in job.secrets], job.forwarded, "launch.secrets", "slurm")
-    require_free(job, TAKEN, "Slurm's script")
-    if launch.slurm.container != "none":
-        require(job.image, "launch.image", f"{launch.slurm.container}", "set the image, or container to none")
-    if job.is_elastic:
-        rule = "has no effect on slurm, which starts a job on all its nodes or on none"
-        raise ConfigError(Problem("launch.min_nodes", job.min_nodes, rule, "leave it out"))
 
 
 def _directives(job: Job, launch: Launch) -> list[str]:
@@ -237,10 +239,10 @@ def ask(command: Sequence[str], text: str = "", fix: str = "", fixes: Mapping[st
         rule = f"did not answer within {WAIT_SECONDS} s"
         raise ConfigError(Problem(command[0], None, rule, "is the cluster up? try again later")) from None
     if done.returncode:
-        said = [
-            re.sub(r"^\w+: (error|fatal): ", "", line.strip()) for line in (done.stderr or done.stdout).splitlines()
-        ]
-        words = "; ".join(filter(None, said))[-500:] or f"exit status {done.returncode}"
+        lines = [line.strip() for line in (done.stderr or done.stdout).splitlines()]
+        # without "sbatch: error: " before each line
+        messages = [re.sub(r"^\w+: (error|fatal): ", "", line) for line in lines]
+        words = "; ".join(filter(None, messages))[-500:] or f"exit status {done.returncode}"
         known = (advice for pattern, advice in (fixes or {}).items() if re.search(pattern, words))
         advice = next(known, "correct [launch], or ask the cluster")
         raise ConfigError(Problem(command[0], None, f"refused: {words}", advice))

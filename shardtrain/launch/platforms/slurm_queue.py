@@ -135,6 +135,7 @@ def submit(text: str) -> str:
     """
     missing = "is slurm's client installed here? launch from a login node, or use --dry-run"
     number = ask([*SUBMIT], text, missing, REFUSALS).strip().partition(";")[0]
+    # sbatch accepts much that can never start, and says so in the reason of the pending job alone
     record = _first_look(number)
     if record is None or record.state != "PENDING":
         return number
@@ -174,6 +175,7 @@ def records(number: str) -> Iterator[Record]:
     answer = ask(["scontrol", "--oneliner", "show", "job", number], fixes=REFUSALS)
     for one in answer.splitlines():
         if "JobId=" in one:
+            # values hold blanks, so a pair ends where the next NAME= begins
             yield _record(dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)", one)))
 
 

@@ -116,6 +116,7 @@ class Run:
 
     def _connect(self) -> None:
         """Open all connections; no host gets its command before all have answered."""
+        # a thousand hosts take more open files than most systems allow at first
         needed = FILES_PER_HOST * len(self._plans) + OTHER_FILES
         allowed = allow_open_files()
         if needed > allowed:
@@ -171,15 +172,15 @@ class Run:
 
     def _not_started(self, one: _Connection) -> ConfigError:
         code = one.process.wait()
-        said = one.last or "nothing was said"
+        message = one.last or "nothing was said"
         if code == LOST:
-            hint = next((hint.format(name=one.name) for words, hint in HINTS if words in said), "is it up?")
+            hint = next((hint.format(name=one.name) for words, hint in HINTS if words in message), "is it up?")
             words = [word for word in one.plan.ssh[:-1] if word != "BatchMode=yes" or "by hand" not in hint]
             by_hand = shlex.join(words).replace(" -o -o ", " -o ")
             fix = f"{hint} try `{by_hand} true`"
-            return ConfigError(Problem("host", one.name, f"cannot be reached by ssh: {said}", fix))
+            return ConfigError(Problem("host", one.name, f"cannot be reached by ssh: {message}", fix))
         fix = "install shardtrain and torch there, or set launch.python and launch.workdir to where they are"
-        return ConfigError(Problem("host", one.name, f"cannot start shardtrain: {said}", fix))
+        return ConfigError(Problem("host", one.name, f"cannot start shardtrain: {message}", fix))
 
     def _lost(self, one: _Connection) -> PeerError:
         rule = f"the connection to host {one.name} was lost"
@@ -207,23 +208,21 @@ class Run:
             return
         text = line.decode(errors="replace").rstrip("\r\n")
         if not one.ready and text.startswith(remote_agent.READY):
-            self._welcome(one, text.removeprefix(remote_agent.READY).split())
+            # a host's first words: its version, which must be ours, and the address at which it was reached
+            words = text.removeprefix(remote_agent.READY).split()
+            version, address = (*words, "", "")[:2]
+            if version != __version__:
+                rule = f"has shardtrain {version or 'of unknown version'}, and this machine has {__version__}"
+                fix = "install one version on all, or set launch.python and launch.workdir to where it is"
+                raise ConfigError(Problem("host", one.name, rule, fix))
+            one.ready = True
+            one.address = address if address.strip("-") and "%" not in address else None
             return
         one.last = visible(text.strip()) or one.last
         one.log.write(line)
         one.log.flush()
         if one.ready:
             print(f"[{one.name}] {visible(text, colors=True)}", file=sys.stderr, flush=True)
-
-    def _welcome(self, one: _Connection, words: Sequence[str]) -> None:
-        """Take a host's first words: its version, which must be ours, and the address at which it was reached."""
-        version, address = (*words, "", "")[:2]
-        if version != __version__:
-            rule = f"has shardtrain {version or 'of unknown version'}, and this machine has {__version__}"
-            fix = "install one version on all, or set launch.python and launch.workdir to where it is"
-            raise ConfigError(Problem("host", one.name, rule, fix))
-        one.ready = True
-        one.address = address if address.strip("-") and "%" not in address else None
 
     def _found(self) -> list[Mapping[str, str]]:
         """Variables of each host that are known now: where the others reach the first, however it is called here."""
@@ -250,6 +249,7 @@ class Run:
                     one.say(remote_agent.KILL)
             if time.monotonic() > self._kill_at:  # a host that does not answer ends by itself: nobody speaks to it
                 return self._stopped("at once, while hosts did not answer; those end what they run by themselves")
+        # all have ended: ssh gives the status of what ran there, or 255 where it lost the connection
         codes = [one.process.wait() for one in self._open]
         lost = [one for one, code in zip(self._open, codes, strict=True) if code == LOST]
         if lost and not self._requests:
@@ -275,6 +275,7 @@ class Run:
         """Leave nothing behind: an end of its input makes each host stop what it runs."""
         self._ended.set()
         for one in self._open:
+            # first all are asked, then they have their time together
             if one.process.poll() is None and one.ready:
                 one.say(remote_agent.KILL)
             elif one.process.poll() is None:
