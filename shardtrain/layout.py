@@ -1,7 +1,8 @@
 """Sharding as data beside the model: which module is what, in words. No torch is imported here.
 
 ``distributed/`` alone turns the words into PyTorch's classes; the planner reads the same words to divide bytes.
-A model file carries one ``LAYOUT`` and one ``INIT`` table; ``check`` proves that they cover the model.
+A model file carries one ``LAYOUT``, and ``initial`` with a ``Draw`` for each parameter; ``check`` proves that a layout
+covers its model.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             compiler.visualize_memory_budget_pareto = True
             compiler.memory_budget_pareto_dir = f"{config.job.dump_folder}/memory_budget_pareto"
         return
+    # "op" looks at each operation of every layer; a number makes every so many layers recompute as a whole
     every = 1 if options.mode == "full" or options.selective_ac_option == "op" else int(options.selective_ac_option)
     per_operation = options.mode == "selective" and options.selective_ac_option == "op"
     if per_operation and config.compile.enable:
@@ -175,6 +176,7 @@ def _selective_contexts(
 
     def policy(ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
         if operation in _MATMULS:
+            # the policy sees operations and no modules: a product is known by the shape of its weight
             if _weight_shape(operation, arguments) in forced_shapes:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             matmuls[ctx.is_recompute] += 1

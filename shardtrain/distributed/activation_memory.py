@@ -85,6 +85,7 @@ class LiveMemory(TorchDispatchMode):
             size = storage.nbytes()
         self._seen[key] = size
         self.activations += size
+        # a storage counts until the last tensor on it has gone
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:
@@ -100,10 +101,13 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         and args[0].dtype == torch.float32
     ):
         a, b = args[:2]
-        groups = (
-            [(args[2] if len(args) > 2 else kwargs["offs"]).numel()] if a.ndim == b.ndim == 2 else list(a.shape[:-2])
-        )
-        return a.new_empty(*(groups if a.ndim == b.ndim else []), a.shape[-2], b.shape[-1])
+        groups: list[int] = []  # one of the two has a dimension of groups: the result has none
+        if a.ndim == b.ndim == 2:  # both are cut along their inner dimension, and each group gives a matrix
+            offsets = args[2] if len(args) > 2 else kwargs["offs"]
+            groups = [offsets.numel()]
+        elif a.ndim == b.ndim:
+            groups = list(a.shape[:-2])
+        return a.new_empty(*groups, a.shape[-2], b.shape[-1])
     return func(*args, **kwargs)
 
 

@@ -81,7 +81,8 @@ def ring_pieces(
         parts = [sequence_part(documents_BT, other, size, balanced) for other in range(size)]
     turns = []
     for source in [(rank - turn) % size for turn in range(size)]:
-        mine, theirs = (parts[rank], parts[source]) if parts else (None, None)
+        mine = parts[rank] if parts else None
+        theirs = parts[source] if parts else None
         if window.tokens:
             pieces = _within_window(_stretches(tokens, source, rank, size, balanced), mine, theirs, window)
         else:
@@ -104,7 +105,8 @@ def _by_document(
 
 def _stretches(tokens: int, source: int, rank: int, size: int, balanced: bool) -> Stretches:
     """Chunks of this rank's queries with those chunks of another's keys that are not after them."""
-    mine, theirs = ((r, 2 * size - 1 - r) if balanced else (r,) for r in (rank, source))
+    mine = (rank, 2 * size - 1 - rank) if balanced else (rank,)
+    theirs = (source, 2 * size - 1 - source) if balanced else (source,)
     length = tokens // len(mine)
     places = [slice(index * length, (index + 1) * length) for index in range(len(mine))]
     return [

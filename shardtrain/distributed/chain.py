@@ -40,6 +40,7 @@ def check(model: nn.Module, layout: Layout, parts: Sequence[Sequence[str]], degr
     if outside:
         rule = f"{outside[0]} belongs to no module of LAYOUT.first, layers or last, so every stage would have its own"
         raise _refusal(degree, rule, "move it into one of them")
+    # two looks: at what flows between the modules, and at what stages with fewer layers are given
     features = _follow(model, layout, degree)
     _compare_stages(model, layout, parts, degree, features)
 
@@ -78,6 +79,7 @@ def _follow(whole: nn.Module, layout: Layout, degree: int) -> int:
             raise _refusal(
                 degree, f"{name} is called where {expected} is next", "call each once, in the order of LAYOUT"
             )
+        # the very object: whatever is computed in between makes another one
         if x is not given:
             fix = f"do what lies between in {name}" if reached else "give it the tokens as they are"
             if name in layout.first[1:]:
@@ -98,6 +100,7 @@ def _follow(whole: nn.Module, layout: Layout, degree: int) -> int:
             out = torch.empty_like(x)  # layers need not run, and some cannot without numbers
         if not isinstance(out, Tensor):
             raise _refusal(degree, f"{name} gives {type(out).__name__}, not x alone", "give one tensor")
+        # autograd knows where the output came from, by whichever way it went
         mine = {id(parameter) for parameter in modules[name].parameters()} | {id(x)}
         strange = next((leaf for leaf in _leaves(out) if id(leaf) not in mine), None)
         if strange is not None:
@@ -183,6 +186,7 @@ def _arguments(model: nn.Module, layout: Layout, keep: Sequence[str], features: 
 
     stage = copy.copy(model)
     layers = {name: f"{layout.layers}.{name}" for name in getattr(model, layout.layers)}
+    # modules that are not tried themselves are copied, since a forward may write to them
     stage._modules = {
         name: copy.deepcopy(module) for name, module in model._modules.items() if name != layout.layers
     } | {name: noting(name) for name in (*layout.first, *layout.last)}

@@ -47,7 +47,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
         ConfigError: on all ranks the same: names what differs, and the ranks on each side.
         PeerError: on the first rank, when others have not come within comm.init_timeout_seconds.
     """
-    # of this attempt alone (see parallel.rendezvous); agents count restarts each for itself, so it has no number
+    # of this attempt alone (see distributed/rendezvous.py); agents count restarts each for itself, so it has no number
     store = dist.PrefixStore("agreement", store)
     own = facts_of(config, world_size)
     if rank == 0:
@@ -58,8 +58,8 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
         ours = _flat(config)
         differing = {n: ours.get(n) for n in {*ours, *options} if ours.get(n) != options.get(n)}
         store.set(f"facts-{rank}", json.dumps([own, differing]))
-    said = store.get("agreed").decode()
-    if said:
+    refusal = store.get("agreed").decode()
+    if refusal:
         if rank == 0:
             # wait a moment for the others to read the answer: the store may live in this process, and ends with it
             deadline = time.monotonic() + _HEARD_SECONDS
@@ -68,7 +68,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
                 time.sleep(_POLL_SECONDS)
         else:
             store.set(f"heard-{rank}", "")
-        raise ConfigError(said)
+        raise ConfigError(refusal)
 
 
 def _compare(store: Any, config: Config, own: Mapping[str, str], world_size: int) -> str:

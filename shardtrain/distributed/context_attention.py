@@ -47,6 +47,7 @@ def gathered_attention(
     size = group.size()
     rank = group.rank()
     k_BTKH, v_BTKH = (_natural_order(_GatherSequence.apply(x, group, shared), size, balanced) for x in (k_BtKH, v_BtKH))
+    # the chunks of the sequence that this rank holds
     mine = (rank, 2 * size - 1 - rank) if balanced else (rank,)
     length = q_BtNH.size(1) // len(mine)
     documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
@@ -57,6 +58,7 @@ def gathered_attention(
     for index, chunk in enumerate(mine):
         q_BlNH = q_BtNH[:, index * length : (index + 1) * length]
         stop = (chunk + 1) * length
+        # causal: keys up to the end of the chunk, and with a window only those that its first query reaches
         seen = slice(max(0, stop - length - window + 1) if window else 0, stop)
         documents_Bs = None if documents_BT is None else documents_BT[:, seen]
         keys_values = k_BTKH[:, seen], v_BTKH[:, seen]
@@ -101,6 +103,7 @@ def ulysses_attention(
     if scores.slopes:
         scores = scores._replace(slopes=scores.slopes[heads])
     sinks_n = None if sinks_N is None else sinks_N[heads]
+    # scores that no kernel of attention computes, such as soft caps: in blocks of queries
     if not scores.has_kernel:
         documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
         out_BTnH = _PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores, sinks_n)
@@ -306,6 +309,7 @@ class Merged:
         v_BsKH = v_BsKH[batch, columns]
         out_BlNH, lse_BNl = attend(q_BlNH, k_BsKH, v_BsKH, causal, band, self._scores)
         old_BNl = self.lse_BNt[batch, :, rows]
+        # both parts are rescaled to the softmax over all keys so far
         new_BNl = torch.logaddexp(old_BNl, lse_BNl)
         keep, take = ((old - new_BNl).exp().transpose(1, 2)[..., None] for old in (old_BNl, lse_BNl))
         self.out_BtNH[batch, rows] = self.out_BtNH[batch, rows] * keep + out_BlNH.float() * take

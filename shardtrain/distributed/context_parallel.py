@@ -143,6 +143,7 @@ def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
     for path, core in model.named_modules():
         if not matches(path, layout.context):
             continue
+        # cores that are alike and are called alike are tried once
         kind = (type(core), repr({k: v for k, v in vars(core).items() if k[0] != "_"}), repr(given.get(path)))
         if kind in tried:
             continue

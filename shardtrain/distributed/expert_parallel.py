@@ -88,6 +88,7 @@ def shard(layer: nn.Module, mesh: Mesh, config: Config, options: Mapping[str, An
         if like_the_rest and mesh.size("dp_shard") <= num_experts:
             continue
         experts = mesh_of_experts(mesh, config)
+        # more ranks than experts: then each expert is split, along another dimension
         dim = 0 if experts["efsdp"].size() * config.parallelism.expert_parallel_degree <= num_experts else 1
         _check_even(moe.experts, dim, experts["efsdp"].size(), config)
         unit = {**options, "mesh": experts[axes if len(axes) > 1 else axes[0]]}
@@ -166,6 +167,7 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
         top_k_L = torch.tensor([float(moe.routing.top_k) for moe in blocks], device=mesh.device)
         found = torch.stack([losses_L.new_tensor(len(blocks)), (losses_L * top_k_L / totals_L).sum()])
         worst = busiest_L.max()
+    # stages without experts take part too: the sums over stages are collectives
     num_blocks, loss = mesh.sum(found, over=("pp",)).tolist()
     if num_blocks == 0:
         return {}
@@ -182,6 +184,7 @@ class AllToAllDispatch(nn.Module):
     def forward(self, experts: nn.Module, x_RD: Tensor, count_E: Tensor) -> Tensor:
         """Outputs (R, D) of rows (R, D) that are sorted by expert, ``count_E`` of each of all ranks' experts."""
         ranks = self._group.size()
+        # first how many rows will come, then the rows themselves
         received_E = torch.empty_like(count_E)  # (rank, expert here): what each rank sends to each expert of this one
         dist.all_to_all_single(received_E, count_E.contiguous(), group=self._group)
         count_re = count_E.view(ranks, -1)
@@ -189,6 +192,7 @@ class AllToAllDispatch(nn.Module):
         # sizes of messages are numbers of the host, which waits for them: once for each layer and micro-batch
         sent, received = read(torch.stack((count_re.sum(1), received_re.sum(1))), "rows of experts to exchange")
         rows_PD = _Exchange.apply(x_RD, received, sent, self._group)
+        # rows arrive by rank and within it by expert; the product of experts needs them by expert alone
         local_E = torch.arange(received_re.size(1), device=x_RD.device).repeat(ranks)
         expert_P = local_E.repeat_interleave(received_E, output_size=sum(received))
         order_P = expert_P.argsort(stable=True)

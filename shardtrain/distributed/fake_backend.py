@@ -83,10 +83,8 @@ class _Layer:
 
     def _leave(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
         if self._is_last:
-            activations, gathered = (
-                now - before
-                for now, before in zip((self._memory.activations, self._memory.gathered), self._before, strict=True)
-            )
+            activations = self._memory.activations - self._before[0]
+            gathered = self._memory.gathered - self._before[1]
             self._standing.activations = self._standing.layers * max(0, activations)
             self._standing.gathered = self._standing.layers * max(0, gathered)
             self._add(1)
@@ -176,6 +174,7 @@ def _trace_stages(
             output = part(inputs, **{runner._positions_name: positions_Bt})
             if index == runner._last:
                 output = runner._loss(output, targets_Bt)
+            # what a micro-batch holds between its forward and its backward pass, while others are on their way
             done.kept = memory.activations + memory.absent_activations
             output.backward(torch.empty_like(output))
             del output

@@ -108,6 +108,7 @@ def _linears_of(model: nn.Module, config: Config) -> _Linears:
             raise ConfigError(Problem(option, options.filter_fqns, f"names no module of this model by {word!r}", fix))
     found = _Linears([], [], [], [])
     for path, module in model.named_modules():
+        # a class of its own computes something else, which this would replace
         if type(module) is not nn.Linear:
             continue
         rows, columns = module.weight.shape
@@ -228,6 +229,7 @@ class GatheredInFloat8:
     ) -> tuple[Tensor, tuple[Tensor]] | None:
         """The weight, in the type that the layer computes in."""
         bits = gathered[0].view(float8.dtype_of(float8.E4M3))
+        # FSDP asks first for new memory, and later for the same numbers in that memory
         if out is None:
             self._restored = bits.to(dtype) * inverse.to(dtype)
             return self._restored, (self._restored,)

@@ -35,6 +35,7 @@ def is_needed(mesh: Mesh, config: Config) -> bool:
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Shard each layer, the embedding, and the norm with the head, each as one unit, in place."""
+    # before anything is sharded, and for one process as well: the numbers are those of any mesh
     half = {derived.compute_dtype(config), config.training.dtype} & {"bfloat16", "float16"}
     if half and mesh.device.type == "cpu":
         for module in model.modules():

@@ -44,6 +44,7 @@ def private(make: Callable[[], T]) -> T:
         return private_network.inside(make)
     if sys.platform != "linux" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
         return make()  # lazy pairs connect in the steps that need them
+    # gloo does not tell its sockets: they are those that listen afterwards and did not before
     before = _listeners()
     result = make()
     new = {inode: descriptor for inode, descriptor in _listeners().items() if inode not in before}
@@ -78,12 +79,11 @@ def _make_deaf(descriptor: int) -> None:
 
 def _refuse_others(inodes: set[str]) -> None:
     """Stop if a socket of another user is connected to one of these listeners."""
-    rows = [
-        line.split()
-        for table in _TABLES
-        if (path := Path("/proc/net", table)).exists()
-        for line in path.read_text().splitlines()[1:]
-    ]
+    rows: list[list[str]] = []
+    for table in _TABLES:
+        path = Path("/proc/net", table)
+        if path.exists():
+            rows += [line.split() for line in path.read_text().splitlines()[1:]]
     # local address, remote address, state, user, inode are fields 1, 2, 3, 7 and 9
     ours = {row[1].rpartition(":")[2]: row[7] for row in rows if row[9] in inodes}
     for row in rows:

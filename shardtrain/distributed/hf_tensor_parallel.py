@@ -68,6 +68,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
     for path, module in model.named_modules():
         if path not in styles and any(True for _ in module.parameters(recurse=False)):
             styles[path] = WholeWeights(Replicate())
+    # adapters are split by hand: styles would take their factors for weights
     factors = adapters.set_aside(model, words.get)
     parallelize_module(model, mesh.submesh(AXIS), styles)
     for path in (path for path, word in words.items() if word == "embedding_rowwise"):
@@ -78,7 +79,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
 
 
 class WholeWeights(ParallelStyle):
-    """As in ``tensor.py``, for modules with any arguments: whole weights, and what a rank's gradient of them is."""
+    """As in ``tensor_parallel.py``, for any arguments: whole weights, and what a rank's gradient of them is."""
 
     def __init__(self, gradient: Placement) -> None:
         self._gradient = gradient

@@ -60,6 +60,7 @@ def open_(token: bytes, size: int) -> mmap.mmap | None:
         return None
     try:
         found = os.fstat(file)
+        # a file that another user has put there is not taken
         return mmap.mmap(file, size) if found.st_uid == os.geteuid() and found.st_size == size else None
     except OSError:
         return None

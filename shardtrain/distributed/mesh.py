@@ -32,7 +32,7 @@ class Mesh:
     sizes: Mapping[str, int]
     device: torch.device
     expert_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
-    """The same ranks arranged for expert parallelism, by its degree; see ``expert.mesh_of_experts``."""
+    """The same ranks arranged for expert parallelism, by its degree; see ``expert_parallel.mesh_of_experts``."""
 
     def size(self, *axes: str) -> int:
         """Number of ranks along the axes together."""
@@ -58,6 +58,7 @@ class Mesh:
         """The mesh that FSDP shards over (dp_shard and cp as one axis), with replicas in front when there are any."""
         if self.sizes["cp"] == 1:
             return self.submesh(*(("dp_replicate",) if self.sizes["dp_replicate"] > 1 else ()), "dp_shard")
+        # context-parallel ranks hold the same weights, so FSDP shards over them as well
         apart = self.submesh("dp_shard", "cp")
         together = gloo_sockets.private(lambda: apart._flatten("dp_shard_cp"))
         if self.sizes["dp_replicate"] == 1:

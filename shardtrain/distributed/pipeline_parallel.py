@@ -42,6 +42,7 @@ def cut(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> list[nn
     layers: nn.ModuleDict = getattr(model, layout.layers)
     parts = stages.modules_per_stage(config.parallelism, layout.first, layout.layers, list(layers), layout.last)
     _check_parts(parts, layout, list(layers))
+    # before the cut: a forward that is not a chain would compute something else in stages, without an error
     chain.check(model, layout, parts, mesh.size(AXIS))
     return [stage(copy.deepcopy(model), layout, set(parts[index])) for index in _own_stages(mesh, config, len(parts))]
 
@@ -165,6 +166,7 @@ class PipelineRunner(Runner):
         self._ties.copy_weights(self.parts)
         if self._before_pass:
             self._before_pass()
+        # gradients of parameters that two stages share are added once all micro-batches are through
         loss = self._run(self._schedule.step, batches)
         self._ties.sum_gradients(self.parts)
         return loss
@@ -187,6 +189,7 @@ class PipelineRunner(Runner):
             keywords |= {"target": targets_Bt, "losses": losses}
         if "return_outputs" in inspect.signature(method).parameters:
             keywords["return_outputs"] = False  # all logits of a step would be kept for nothing
+        # the first stage alone is given tokens; the others get activations from the stage before
         method(*((tokens_Bt,) if 0 in self._indices else ()), **keywords)
         if not losses:
             return torch.zeros((), dtype=torch.float64, device=self._mesh.device)

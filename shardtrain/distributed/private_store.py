@@ -152,6 +152,7 @@ class FolderStore:
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key; a reader sees the old value or the new one."""
+        # written beside and renamed: a reader never sees half a value
         temporary = self._path(f".{secrets.token_hex(8)}")
         with self._as_store_error():
             temporary.write_bytes(value if isinstance(value, bytes) else value.encode())
@@ -192,6 +193,7 @@ class FolderStore:
 
     def _change(self, key: str, change: Callable[[bytes], bytes]) -> bytes:
         with self._as_store_error():
+            # one lock for all keys: numbers are counted seldom
             lock = os.open(self._path(".lock"), _OPEN, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)

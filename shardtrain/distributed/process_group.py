@@ -59,7 +59,7 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     device_type = pick_device_type(device)
     torch_device = accelerator.of_rank(device_type, local_rank)
     timeout = timedelta(seconds=comm.init_timeout_seconds)
-    given = STORE in os.environ
+    given = STORE in os.environ  # else the rendezvous sets it, for this group alone
     backend = accelerator.collectives(device_type)
     if size > gloo_sockets.MOST_IN_A_FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -107,6 +107,7 @@ def set_timeout(seconds: int) -> None:
 def check_agreement(fingerprint: str, sentence: str, device: torch.device) -> None:
     """Stop unless all ranks hold the same fingerprint (hex), a collective; ``sentence`` says what differs if not."""
     value = int(fingerprint[:12], 16)  # 48 bits: exact in every type that a collective may carry
+    # the smallest of a number and of its negative: one collective gives the minimum and the maximum
     low_high = torch.tensor([value, -value], dtype=torch.int64, device=device)
     dist.all_reduce(low_high, dist.ReduceOp.MIN)
     if low_high[0] != -low_high[1]:

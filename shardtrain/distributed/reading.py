@@ -52,6 +52,7 @@ def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
     """
     model = copy.deepcopy(whole)
     names = [*layout.first, *(f"{layout.layers}.{key}" for key in getattr(model, layout.layers)), *layout.last]
+    # by the identity of each parameter: the units that hold it, and a name for messages
     holders: dict[int, set[str]] = {}
     paths: dict[int, str] = {}
     for unit in names:

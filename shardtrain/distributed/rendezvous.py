@@ -52,6 +52,7 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
             yield None
             return
         place = private_store.folder_of_launcher(environment)
+    # what follows is about a store that attempts share: rank 0 makes a place for this one
     shared = _connect(environment, timeout, place)
     done = threading.Event()
 

@@ -1,6 +1,7 @@
 """What the trainer may ask of a model on a mesh; the same questions whatever the parallelism.
 
-``Runner`` holds what all have in common; ``PlainRunner`` runs one model, ``pipeline.PipelineRunner`` some stages.
+``Runner`` holds what all have in common; ``PlainRunner`` runs one model, ``PipelineRunner`` of ``pipeline_parallel.py``
+some stages.
 """
 
 from __future__ import annotations

@@ -195,6 +195,7 @@ class Exchange:
                 logger.info(
                     f"collectives on CPUs: no {size:,} bytes of {folder} could be set aside; gloo's sockets are used"
                 )
+        # all ranks take part in both collectives, also where the first one has no memory: then the name is zeros
         first = dist.get_global_rank(group, 0)
         dist.broadcast(name, first, group=group)
         token = bytes(name.tolist())
@@ -226,5 +227,6 @@ class Exchange:
         else:  # a row for each rank, of which one needs none
             rows[own][:own].copy_(own_rm[:own])
             rows[own][own + 1 :].copy_(own_rm[own + 1 :])
+        # a barrier: what every rank has written can be read now
         dist.all_reduce(self._meet, group=self._group)
         return rows

@@ -47,10 +47,12 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     loss_parallel = not config.parallelism.disable_loss_parallel
     length, sequences = _Length(mesh.size(AXIS)), _Sequences.of(mesh, config)
     model.register_forward_pre_hook(length.note, with_kwargs=True)
+
+    # a style of PyTorch for each module that the layout names
     plan = {}
     for path, module in model.named_modules():
         word = word_of(layout, path)
-        # experts are not split here (see expert.py), and the identities of a "copy" are what is to be replaced
+        # experts are not split here (see expert_parallel.py), and the identities of a "copy" are what is to be replaced
         if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
             plan[path] = _style(word, loss_parallel, path, length, sequences)
             _take_by_place(module)
@@ -75,6 +77,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
 
         inductor._micro_pipeline_tp = True
         enable_symm_mem_for_group(mesh.group(AXIS).group_name)
+
     ties = tied_names(model)
     factors = adapters.set_aside(model, partial(word_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), plan)
@@ -84,6 +87,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             if type(module) in (nn.Linear, OneDnnLinear) and isinstance(module.weight, DTensor):
                 _multiply_local_parts(module)  # type: ignore[arg-type]
     adapters.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
+
     # leave each attention core the slopes of the heads that this rank has
     size = mesh.size(AXIS)
     rank = mesh.rank(AXIS)
@@ -181,6 +185,7 @@ def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
                 seen.append(name)
             return function(*args, **(kwargs or {}))
 
+    # a mode for the first forward pass, entered and left by hooks: it slows every call of PyTorch while it is on
     waiting = [Watch()]
     watching = []
 
@@ -570,7 +575,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 class SplitVocabulary:
-    """The vocabulary split over tensor-parallel ranks, as the loss sees it (``loss.Vocabulary``)."""
+    """The vocabulary split over tensor-parallel ranks, as the loss sees it (``cross_entropy.Vocabulary``)."""
 
     def __init__(self, mesh: Mesh, vocab_size: int) -> None:
         self.columns = -(-vocab_size // mesh.size(AXIS))

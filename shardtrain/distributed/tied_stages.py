@@ -95,8 +95,10 @@ class TiedStages:
                 peer = dist.get_global_rank(group, holder)
                 messages.append(dist.P2POp(dist.isend, sent, peer, group))
                 messages.append(dist.P2POp(dist.irecv, values[holder], peer, group))
+        # all messages are on their way before any is waited for, so that no order of ranks can block
         for work in dist.batch_isend_irecv(messages):
             work.wait()
+        # in the order of ranks, so that all copies get the same bits
         total = values[holders[0]].clone()
         for holder in holders[1:]:
             total += values[holder]

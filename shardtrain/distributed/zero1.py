@@ -101,6 +101,7 @@ def _free_dim(parameter: Tensor, replicas: int, block: int) -> int | None:
     """The first dimension that no axis with several ranks splits, that gives each replica a part and cuts no block."""
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
+    # FSDP has split some dimensions already; replicas split one of the others
     taken = {sharded_dim(p) for axis, p in enumerate(parameter.placements) if mesh.size(axis) > 1}
     free = [d for d in range(parameter.ndim) if d not in taken and parameter.shape[d] >= replicas]
     columns = parameter.ndim - 1

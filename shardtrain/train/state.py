@@ -24,7 +24,7 @@ class TrainState:
     """Updates skipped in a row because a loss or gradient was not finite."""
 
     order_hash: int = 0
-    """What the run has seen, as one number (see ``data.order_hash``): equal for equal rows in equal order."""
+    """What the run has seen, as one number (see ``data.checksum``): equal for equal rows in equal order."""
 
     def advance(
         self, samples_consumed: int, tokens: int, row_hashes: int, applied: bool = True, finite: bool = False

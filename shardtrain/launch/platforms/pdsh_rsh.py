@@ -1,7 +1,7 @@
 """What pdsh starts on the launcher's machine for each host: it runs the ssh that the launcher has planned.
 
-``python pdsh_rsh.py SOCKET NUMBER`` imports the standard library alone. The command comes over the socket of the launcher,
-with standard input and output of ssh as open files; the status goes back, and ssh is ended when the launcher has gone.
+``python pdsh_rsh.py SOCKET NUMBER`` imports the standard library alone. The command comes over the launcher's
+socket, with input and output of ssh as open files; the status goes back, and ssh is ended when the launcher has gone.
 """
 
 from __future__ import annotations
