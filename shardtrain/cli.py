@@ -91,7 +91,10 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
             sys.stdout.flush()
         return code
     except SystemExit as error:
-        if error.code or _is_of_argparse(error):
+        # the end of `--help` of a verb that Python's own parser reads
+        frames = traceback.extract_tb(error.__traceback__)
+        is_of_argparse = bool(frames) and Path(frames[-1].filename).name == "argparse.py"
+        if error.code or is_of_argparse:
             raise
         # of a file of the user's, or of a library: a status of 0 would say that the verb has done its work
         return _complain(1, ["sys.exit was called before the verb had ended"])
@@ -104,12 +107,6 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
         return _complain(2, [f"{error.name} is not installed here; pip install torch numpy, or `launch` it elsewhere"])
     except OSError as error:
         return _complain_of_system(error)
-
-
-def _is_of_argparse(error: SystemExit) -> bool:
-    """Whether an end is that of ``--help`` of a verb that Python's own parser reads."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).name == "argparse.py"
 
 
 def _complain_of_system(error: OSError) -> int:

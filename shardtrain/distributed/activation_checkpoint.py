@@ -76,7 +76,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _recompute(
     layer: nn.Module, options: ActivationCheckpoint, contexts: Callable[[], Any] | None, pin_memory: bool
 ) -> None:
-    keywords: dict[str, Any] = {
+    how: dict[str, Any] = {
         "use_reentrant": False,
         "preserve_rng_state": options.preserve_rng_state,
         "determinism_check": options.determinism_check,
@@ -84,20 +84,14 @@ def _recompute(
         "debug": options.debug,
     }
     if contexts is not None:
-        keywords["context_fn"] = contexts
-    forward = _recomputed(layer.forward, keywords)
-    if options.cpu_offload:
-        layer.forward = _with_inputs_on_cpu(layer, forward, pin_memory)
-    else:
-        layer.forward = forward
+        how["context_fn"] = contexts
+    forward = layer.forward
 
-
-def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     # A function, not functools.partial: the compiler does not look into that, and compiles nothing, without a word.
     def recomputed(*inputs: Any, **keywords: Any) -> Any:
-        return checkpoint(forward, *inputs, **options, **keywords)
+        return checkpoint(forward, *inputs, **how, **keywords)
 
-    return recomputed
+    layer.forward = _with_inputs_on_cpu(layer, recomputed, pin_memory) if options.cpu_offload else recomputed
 
 
 def _with_inputs_on_cpu(layer: nn.Module, forward: Callable[..., Any], pin_memory: bool) -> Callable[..., Any]:

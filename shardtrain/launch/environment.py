@@ -208,10 +208,9 @@ def has_device_files() -> bool:
     """
     if any(glob.glob(pattern) for pattern in ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")):
         return True
-    return bool(glob.glob("/dev/dri/renderD*")) and _is_built_for_xpu()
-
-
-def _is_built_for_xpu() -> bool:
+    if not glob.glob("/dev/dri/renderD*"):
+        return False
+    # found without an import of torch, which takes a second
     package = importlib.util.find_spec("torch")
     folders = (package.submodule_search_locations or ()) if package else ()
     return any(Path(folder, "lib", "libtorch_xpu.so").exists() for folder in folders)

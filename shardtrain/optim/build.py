@@ -12,7 +12,6 @@ from shardtrain.config.schema import Optimizer
 from shardtrain.optim import own
 from shardtrain.optim.adamw import CLASSES, adam, adam_zero_state
 from shardtrain.optim.low_bits import EIGHT_BITS, LowBitsAdam
-from shardtrain.optim.low_bits import is_wanted as is_low_bits
 from shardtrain.optim.muon import Muon, muon_groups
 from shardtrain.optim.param_groups import parameter_groups
 from shardtrain.utils.errors import ConfigError, Problem
@@ -48,7 +47,11 @@ def build(
         raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", fix))
     if is_own:
         return own.build(groups, config)
-    if is_low_bits(config):
+    # Adam and AdamW of PyTorch keep their state in the type of the weights, and round an update to the nearest
+    has_low_bits = config.name == EIGHT_BITS
+    if config.name in ("Adam", "AdamW"):
+        has_low_bits = config.state_dtype != "default" or config.bf16_stochastic_round
+    if has_low_bits:
         return LowBitsAdam(groups, config, {parameter: name for name, parameter in trained}, seed)
     return Muon(groups, config) if config.name == "Muon" else adam(groups, config)
 

@@ -52,12 +52,6 @@ def code(signed: bool) -> tuple[float, ...]:
     return tuple(sorted(numbers))
 
 
-def is_wanted(config: Optimizer) -> bool:
-    """Whether the optimizer of a config is one of this file."""
-    plain = config.state_dtype == "default" and not config.bf16_stochastic_round
-    return config.name == EIGHT_BITS or (config.name in ("Adam", "AdamW") and not plain)
-
-
 class LowBitsAdam(torch.optim.Optimizer):
     """Adam, AdamW or AdamW8bit of parameter groups; ``names`` are the parameters' in the whole model."""
 

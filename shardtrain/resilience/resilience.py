@@ -24,11 +24,12 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
 from shardtrain.distributed.grad_clip import Agreed
 from shardtrain.distributed.process_group import World
-from shardtrain.resilience import progress, signals, watchdog
+from shardtrain.resilience import progress, signals
 from shardtrain.resilience.goodput.ledger import Ledger
 from shardtrain.resilience.guards import loss_spikes, nan_guard, replica_check
 from shardtrain.resilience.guards.loss_spikes import Guard
 from shardtrain.resilience.progress import Phase, Phases
+from shardtrain.resilience.watchdog.watchdog import beating
 
 if TYPE_CHECKING:
     from shardtrain.train.run import Run
@@ -69,8 +70,8 @@ class Resilience:
     _is_warm: bool = False
 
     def watchdog(self, config: Config, world: World) -> AbstractContextManager[None]:
-        """End this process, and the run, where it hangs inside the block; see ``watchdog``."""
-        return watchdog.beating(config, world, self.phases)
+        """End this process, and the run, where it hangs inside the block; see ``watchdog/``."""
+        return beating(config, world, self.phases)
 
     def open_ledger(self, folder: Path, step: int, world: World) -> None:
         """Account for the time of this attempt, which continues after ``step``; the first rank writes it."""

@@ -78,12 +78,14 @@ class Run:
     def measures(self) -> dict[str, float]:
         """What the record of a logged step has beside the step's own numbers."""
         skipped = {"skipped_updates": self.state.step - self.state.updates}
-        found: dict[str, float] = {**self.runner.measures(), **skipped}  # which other ranks take part in
+        # the runner's measures are a collective: a failure there is one of all ranks, and not to be swallowed
+        measures: dict[str, float] = {**self.runner.measures(), **skipped}
+        # what is counted on this rank alone may be missing
         nothing: dict[str, float] = {}
-        found |= self.counting.call(
+        measures |= self.counting.call(
             lambda: {f"rows_of/{name}": rows for name, rows in self.dataloader.rows_of_sources.items()}, nothing
         )
-        return found | self.counting.call(self.resilience.measures, nothing)
+        return measures | self.counting.call(self.resilience.measures, nothing)
 
 
 def model_state_dict(runner: Runner) -> dict[str, Tensor]:

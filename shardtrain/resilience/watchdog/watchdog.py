@@ -15,6 +15,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ import torch.distributed as dist
 
 from shardtrain.config.machine import BEATS_PER_HANG_TIMEOUT, NODES_PER_SECOND
 from shardtrain.config.schema import Config
+from shardtrain.distributed import private_store
+from shardtrain.distributed.private_store import FolderStore
+from shardtrain.distributed.process_group import World
 from shardtrain.launch import exit_report, failure
 from shardtrain.resilience import progress as moving
 from shardtrain.resilience import signals
@@ -54,6 +59,24 @@ def beat_seconds(hang_timeout_seconds: float, num_nodes: int = 1) -> float:
 def monitors(world_size: int) -> set[int]:
     """Ranks that read everybody's signs: a few, on different nodes where there are several."""
     return {0, min(1, world_size - 1), world_size // 2, world_size - 1}
+
+
+@contextmanager
+def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
+    """Let this rank's watchdog beat until the block ends; a process that hangs in it is ended, and the run too."""
+    if world.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
+        yield
+        return
+    own: Any = world.store
+    folder = private_store.folder_of(os.environ)
+    # a connection of its own: a wait in the process group's would hold the heartbeat too
+    store: Any = FolderStore(folder / "heartbeat") if folder else dist.PrefixStore("heartbeat", own.clone())
+    rank_watchdog = Watchdog(store, world.rank, world.size, config, phases, world.device.type)
+    rank_watchdog.start()
+    try:
+        yield
+    finally:
+        rank_watchdog.close()
 
 
 class Watchdog:

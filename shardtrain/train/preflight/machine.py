@@ -126,16 +126,13 @@ def _host() -> tuple[str, int]:
     """What this host or container has: all of it, as what is used now may be free when the run needs it."""
     total = host_memory().get("total", 0)
     (limit, _) = cgroup_memory()
-    swap = _swap()
-    return ("this container", limit + swap) if limit and limit < total else ("this machine", total + swap)
-
-
-def _swap(path: Path = Path("/proc/meminfo")) -> int:
+    # swap counts: a run that needs it is slow, and is not killed
     try:
-        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+        lines = [line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()]
     except OSError:
-        return 0
-    return sum(int(words[1]) * 1024 for words in lines if words and words[0] == "SwapTotal:")
+        lines = []
+    swap = sum(int(words[1]) * 1024 for words in lines if words and words[0] == "SwapTotal:")
+    return ("this container", limit + swap) if limit and limit < total else ("this machine", total + swap)
 
 
 def _gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
