@@ -114,7 +114,8 @@ class Trainer:
         self._open: tuple[World, Run, Checkpoints] | None = None
         self._closed = False
         # as torchrun has set them; a notebook has none of both, and is the only rank
-        size, local_size = (int(os.environ.get(name, "1")) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         try:
             with self._environment.noted():
                 preflight.require(self._loaded, preflight.this_machine(self._loaded, None, size, local_size))
@@ -198,6 +199,7 @@ class Trainer:
         if self._closed:
             raise ShardtrainError("this Trainer is closed; make another one, which continues from the last checkpoint")
         if self._open is None:
+            # built at the first use, so that a wrong configuration costs no time
             resilience = Resilience()
             try:
                 with self._environment.noted():

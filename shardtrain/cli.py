@@ -395,22 +395,22 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
     import shlex
 
     config = loaded.config
-    found = []
+    commands = []
     folder = shlex.quote(config.job.dump_folder)
     if activate:
-        found.append(activate)
+        commands.append(activate)
     if config.checkpoint.enable and not config.checkpoint.load_only:
         if prompt := config.metrics.sample_prompt.split("\n")[-1].strip():
-            found.append(f"shardtrain generate {folder} --prompt {shlex.quote(prompt)} --temperature 0.7")
+            commands.append(f"shardtrain generate {folder} --prompt {shlex.quote(prompt)} --temperature 0.7")
         # the same command line with twice the steps in place of those that it had
         steps = f"--training.steps={2 * config.training.steps}"
         kept = [word for word in words if not word.startswith("--training.steps=")]
         for place in [place for place, word in enumerate(kept) if word == "--training.steps"][::-1]:
             del kept[place : place + 2]
         if config.training.epochs is None:
-            found.append(f"shardtrain train {shlex.join([*kept, steps])}")
-    found.append(f"shardtrain report {folder}")
-    return [("next: " if number == 0 else "      ") + command for number, command in enumerate(found)]
+            commands.append(f"shardtrain train {shlex.join([*kept, steps])}")
+    commands.append(f"shardtrain report {folder}")
+    return [("next: " if number == 0 else "      ") + command for number, command in enumerate(commands)]
 
 
 def _trainer() -> Callable[[Loaded], object]:

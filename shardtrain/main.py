@@ -59,12 +59,12 @@ def _read(words: list[str]) -> tuple[str, str, list[str]]:
         fix = "write --params=parameters.yml"
         raise ConfigError(Problem("--params", path, "needs the parameters file", fix, "command line"))
     file = Path(path).expanduser()
-    found = migrate.migrate([file])
-    if universal_trainer.SYSTEM not in found.systems:
-        rule = f"is a file of {found.systems[0]}"
+    migrated = migrate.migrate([file])
+    if universal_trainer.SYSTEM not in migrated.systems:
+        rule = f"is a file of {migrated.systems[0]}"
         fix = f"run `shardtrain train {path}`, or name a parameters.yml"
         raise ConfigError(Problem("--params", path, rule, fix, "command line"))
-    return found.verb, str(file), rest
+    return migrated.verb, str(file), rest
 
 
 if __name__ == "__main__":

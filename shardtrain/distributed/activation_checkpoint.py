@@ -142,24 +142,24 @@ def _expensive_operations() -> frozenset[Any]:
         "_c10d_functional.reduce_scatter_tensor.default",
         "_c10d_functional.all_to_all_single.default",
     )
-    found = []
+    operations = []
     for name in names:  # an operation that this version of PyTorch lacks cannot be met either
         namespace, operation, overload = name.split(".")
         packet = getattr(getattr(torch.ops, namespace), operation, None)
         if packet is not None and hasattr(packet, overload):
-            found.append(getattr(packet, overload))
-    return frozenset(found)
+            operations.append(getattr(packet, overload))
+    return frozenset(operations)
 
 
 def _forced_shapes(layer: nn.Module, path: str, options: ActivationCheckpoint) -> tuple[tuple[int, ...], ...]:
     """Shapes of the weights whose products are recomputed whatever "op" says of them."""
-    found = {
+    shapes = {
         tuple(module.weight.shape)
         for name, module in layer.named_modules()
         if isinstance(module, nn.Linear)
         and any(_names(f"{path}.{name}", pattern) for pattern in options.per_op_sac_force_recompute_mm_shapes_by_fqns)
     }
-    return tuple(sorted(found))
+    return tuple(sorted(shapes))
 
 
 def _selective_contexts(

@@ -49,6 +49,7 @@ def sequence_part(x_BT: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
     """The part of each sequence that a rank holds: (B, T / size)."""
     if not balanced:
         return x_BT.chunk(size, dim=1)[rank].contiguous()
+    # head and tail: late queries see more keys than early ones, and together each rank has equal work
     chunks = x_BT.chunk(2 * size, dim=1)
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)
 
@@ -80,6 +81,7 @@ def ring_pieces(
     if documents_BT is not None:
         parts = [sequence_part(documents_BT, other, size, balanced) for other in range(size)]
     turns = []
+    # turn 0 is this rank's own part, and each further turn brings that of the rank before
     for source in [(rank - turn) % size for turn in range(size)]:
         mine = parts[rank] if parts else None
         theirs = parts[source] if parts else None

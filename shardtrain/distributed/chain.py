@@ -64,6 +64,7 @@ def _follow(whole: nn.Module, layout: Layout, degree: int) -> int:
     names = _names(model, layout)
     modules = dict(zip(names, map(model.get_submodule, names), strict=True))
     parameters = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
+    # one row of a few tokens: shapes alone count
     token = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     given = token
     giver = "the tokens"

@@ -46,7 +46,8 @@ def gathered_attention(
     """
     size = group.size()
     rank = group.rank()
-    k_BTKH, v_BTKH = (_natural_order(_GatherSequence.apply(x, group, shared), size, balanced) for x in (k_BtKH, v_BtKH))
+    k_BTKH = _natural_order(_GatherSequence.apply(k_BtKH, group, shared), size, balanced)
+    v_BTKH = _natural_order(_GatherSequence.apply(v_BtKH, group, shared), size, balanced)
     # the chunks of the sequence that this rank holds
     mine = (rank, 2 * size - 1 - rank) if balanced else (rank,)
     length = q_BtNH.size(1) // len(mine)
@@ -98,7 +99,9 @@ def ulysses_attention(
     sinks_N: Tensor | None = None,
 ) -> Tensor:
     """Exchange heads for tokens, attend to whole sequences with some of the heads, and exchange back."""
-    q_BTnH, k_BTkH, v_BTkH = (_HeadsForTokens.apply(x, group) for x in (q_BtNH, k_BtKH, v_BtKH))
+    q_BTnH = _HeadsForTokens.apply(q_BtNH, group)
+    k_BTkH = _HeadsForTokens.apply(k_BtKH, group)
+    v_BTkH = _HeadsForTokens.apply(v_BtKH, group)
     heads = slice(group.rank() * q_BTnH.size(2), (group.rank() + 1) * q_BTnH.size(2))
     if scores.slopes:
         scores = scores._replace(slopes=scores.slopes[heads])
@@ -112,7 +115,10 @@ def ulysses_attention(
     if masked or (q_BTnH.dtype == torch.bfloat16 and document_mask.in_blocks(q_BTnH)):  # as in an attention core
         out_BTnH = document_mask.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
-    q_BnTH, k_BkTH, v_BkTH = (x.transpose(1, 2) for x in (q_BTnH, k_BTkH, v_BTkH))
+    # scaled_dot_product_attention has heads before tokens
+    q_BnTH = q_BTnH.transpose(1, 2)
+    k_BkTH = k_BTkH.transpose(1, 2)
+    v_BkTH = v_BTkH.transpose(1, 2)
     grouped = q_BnTH.size(1) != k_BkTH.size(1)
     out_BnTH = F.scaled_dot_product_attention(
         q_BnTH, k_BkTH, v_BkTH, is_causal=True, scale=scores.scale, enable_gqa=grouped
@@ -311,7 +317,8 @@ class Merged:
         old_BNl = self.lse_BNt[batch, :, rows]
         # both parts are rescaled to the softmax over all keys so far
         new_BNl = torch.logaddexp(old_BNl, lse_BNl)
-        keep, take = ((old - new_BNl).exp().transpose(1, 2)[..., None] for old in (old_BNl, lse_BNl))
+        keep = (old_BNl - new_BNl).exp().transpose(1, 2)[..., None]
+        take = (lse_BNl - new_BNl).exp().transpose(1, 2)[..., None]
         self.out_BtNH[batch, rows] = self.out_BtNH[batch, rows] * keep + out_BlNH.float() * take
         self.lse_BNt[batch, :, rows] = new_BNl
 
@@ -333,7 +340,9 @@ def _backward_of(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What a piece adds to the gradients of its queries, keys and values."""
     batch, rows, columns, causal, band = piece
-    gradient, q, out = (x[batch, rows] for x in (gradient_BtNH, q_BtNH, out_BtNH))
+    gradient = gradient_BtNH[batch, rows]
+    q = q_BtNH[batch, rows]
+    out = out_BtNH[batch, rows]
     k = k[batch, columns]
     v = v[batch, columns]
     lse_BNl = lse_BNt[batch, :, rows]

@@ -77,7 +77,9 @@ class SplitAttentionCore(nn.Module):
         of one more key per head of this rank, whose value is zero.
         """
         if self.heads_first:
-            q_BtNH, k_BtKH, v_BtKH = (x.transpose(1, 2) for x in (q_BtNH, k_BtKH, v_BtKH))
+            q_BtNH = q_BtNH.transpose(1, 2)
+            k_BtKH = k_BtKH.transpose(1, 2)
+            v_BtKH = v_BtKH.transpose(1, 2)
         rows = q_BtNH.size(0)
         tokens = q_BtNH.size(1) * self._group.size()
         documents_BT = document_mask.chunked(documents_BT, self.chunk, (rows, tokens), q_BtNH.device)

@@ -141,6 +141,7 @@ def update_biases(parts: Sequence[nn.Module], mesh: Mesh, applies: Tensor | None
     counts = [_counts(moe) for moe in blocks]
     summed = mesh.sum(torch.cat(counts), over=TOKEN_AXES).split([count.numel() for count in counts])
     for moe, count_E in zip(blocks, summed, strict=True):
+        # sign(mean - count) in whole numbers: both sides times the number of experts
         direction_E = (count_E.sum() - count_E * count_E.numel()).sign()
         if applies is not None:
             direction_E = direction_E * applies
@@ -154,7 +155,7 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
     and layers of the balance losses, with their coefficients. No token is ever dropped.
     """
     blocks = list(_all_blocks(parts))
-    found = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # blocks, and the sum of their losses
+    blocks_and_losses = torch.zeros(2, dtype=torch.float64, device=mesh.device)  # blocks, and the sum of their losses
     worst = torch.zeros((), dtype=torch.float64, device=mesh.device)
     if blocks:
         counts = [_counts(moe) for moe in blocks]
@@ -165,10 +166,10 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
         totals_L = torch.stack([count_E.sum() for count_E in summed]).clamp_min(1.0)
         busiest_L = torch.stack([count_E.max() * count_E.numel() for count_E in summed]) / totals_L
         top_k_L = torch.tensor([float(moe.routing.top_k) for moe in blocks], device=mesh.device)
-        found = torch.stack([losses_L.new_tensor(len(blocks)), (losses_L * top_k_L / totals_L).sum()])
+        blocks_and_losses = torch.stack([losses_L.new_tensor(len(blocks)), (losses_L * top_k_L / totals_L).sum()])
         worst = busiest_L.max()
     # stages without experts take part too: the sums over stages are collectives
-    num_blocks, loss = mesh.sum(found, over=("pp",)).tolist()
+    num_blocks, loss = mesh.sum(blocks_and_losses, over=("pp",)).tolist()
     if num_blocks == 0:
         return {}
     return {"moe_max_load": mesh.max(worst, over=("pp",)).item(), "moe_aux_loss": loss / num_blocks}

@@ -198,6 +198,7 @@ def _trace_stages(
 def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pass]]:
     """Keep two layers of each kind in ``part``, count memory, and add at the end what the other layers would keep."""
     layers: nn.ModuleDict = getattr(part, layout.layers)
+    # layers of one kind keep equal bytes, so two of each are traced, whatever the depth of the model
     by_kind: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         by_kind.setdefault(_kind(layer), []).append(name)
@@ -214,6 +215,7 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
             del layers[name]
     done.layers_traced = len(layers)
     for module in part.modules():
+        # how many rows travel is a number of the data; without memory there is none to read
         if isinstance(module, expert_parallel.AllToAllDispatch):
             _deal_evenly(module, memory)
     with memory:
@@ -248,6 +250,7 @@ def _most_kept(kept_by_stage: dict[int, int], actions: Sequence[Any]) -> tuple[i
     for action in actions:
         word = action.computation_type.value
         stage = action.stage_index
+        # a forward pass keeps its activations until its backward pass, or that of its weights, is done
         change = (word == "F") - (word in ("B", "W"))  # "I", the backward of inputs alone, frees nothing
         now += change * kept_by_stage.get(stage, 0)
         flying += change

@@ -57,7 +57,7 @@ def private(make: Callable[[], T]) -> T:
 
 def _listeners() -> dict[str, int]:
     """Descriptors of the TCP sockets on which this process listens, by inode."""
-    found = {}
+    listeners = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed since, or not a socket of this family
             link = os.readlink(f"/proc/self/fd/{name}")
@@ -66,8 +66,8 @@ def _listeners() -> dict[str, int]:
             with socket.socket(fileno=os.dup(int(name))) as copy:
                 is_tcp = copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM
                 if is_tcp and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    found[link[len("socket:[") : -1]] = int(name)
-    return found
+                    listeners[link[len("socket:[") : -1]] = int(name)
+    return listeners
 
 
 def _make_deaf(descriptor: int) -> None:

@@ -46,9 +46,9 @@ def _sweep() -> None:
     with suppress(OSError):
         for entry in os.scandir(FOLDER):
             with suppress(OSError):
-                found = entry.stat(follow_symlinks=False)
-                old = time.time() - found.st_mtime > LEFTOVER_SECONDS
-                if _NAME.fullmatch(entry.name) and found.st_uid == os.geteuid() and old:
+                status = entry.stat(follow_symlinks=False)
+                old = time.time() - status.st_mtime > LEFTOVER_SECONDS
+                if _NAME.fullmatch(entry.name) and status.st_uid == os.geteuid() and old:
                     os.unlink(entry.path)
 
 
@@ -59,9 +59,9 @@ def open_(token: bytes, size: int) -> mmap.mmap | None:
     except OSError:
         return None
     try:
-        found = os.fstat(file)
+        status = os.fstat(file)
         # a file that another user has put there is not taken
-        return mmap.mmap(file, size) if found.st_uid == os.geteuid() and found.st_size == size else None
+        return mmap.mmap(file, size) if status.st_uid == os.geteuid() and status.st_size == size else None
     except OSError:
         return None
     finally:

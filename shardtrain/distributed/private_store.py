@@ -45,10 +45,10 @@ def own(folder: Path) -> Path:
         StorageError: other users of the machine may enter it, or it is somebody else's.
     """
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise StorageError(f"the folder {folder}, in which the ranks meet, is gone: {error.strerror}") from error
-    if not folder.is_dir() or folder.is_symlink() or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not folder.is_dir() or folder.is_symlink() or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise StorageError(f"{folder}, in which the ranks meet, is not a folder of this user alone; unset {STORE}")
     return folder
 

@@ -61,12 +61,14 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     timeout = timedelta(seconds=comm.init_timeout_seconds)
     given = STORE in os.environ  # else the rendezvous sets it, for this group alone
     backend = accelerator.collectives(device_type)
+    # read by gloo when the group is made
     if size > gloo_sockets.MOST_IN_A_FULL_MESH:
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     try:
         with _meeting(size, timeout) as store:
             if check:
                 check(store, rank, size)
+            # a prefix of its own, as PyTorch's rendezvous gives it: other users of the store cannot meet its keys
             group_store = dist.PrefixStore("default_pg", store)
             gloo_sockets.private(
                 lambda: dist.init_process_group(backend, store=group_store, rank=rank, world_size=size, timeout=timeout)

@@ -31,8 +31,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """
     if mesh.device_mesh.size() == 1 or mesh.size("pp") > 1:
         return
-    found = read_elsewhere(model, layout)
-    for name, reader in found.items():
+    readers = read_elsewhere(model, layout)
+    for name, reader in readers.items():
         rule = f"reads {name} in {reader}, where it is"
         fix = "register it there as well (self.head.weight = self.embed.weight), or give each its own"
         if mesh.size("tp") > 1:
@@ -41,7 +41,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         if name.startswith(f"{layout.layers}."):
             fix = "give each layer parameters of its own"
             raise ConfigError(Problem("model.name", config.model.name, f"{rule} a shard of its layer's", fix))
-    model.ends_are_read = bool(found)  # type: ignore[assignment]
+    model.ends_are_read = bool(readers)  # type: ignore[assignment]
 
 
 def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:

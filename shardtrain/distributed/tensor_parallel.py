@@ -56,6 +56,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
             plan[path] = _style(word, loss_parallel, path, length, sequences)
             _take_by_place(module)
+            # fewer rows than ranks: the embedding stays whole on each rank
             rows = module.num_embeddings if word == "embed" and isinstance(module, nn.Embedding) else mesh.size(AXIS)
             if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:  # FSDP fails on ranks without a row
                 plan[path] = WholeEmbedding()
@@ -68,6 +69,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         rule = "needs LAYOUT.tensor of the model, which names no module"
         fix = f"give every weight one of the words {', '.join(TENSOR_WORDS)}, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
+    # PyTorch would fail on these with words about its own styles
     if problems := misnamed(model, layout):
         raise ConfigError(problems)
     if config.parallelism.enable_async_tensor_parallel:
@@ -79,6 +81,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         enable_symm_mem_for_group(mesh.group(AXIS).group_name)
 
     ties = tied_names(model)
+    # adapters beside a weight are split by its word, and not by PyTorch's style for the weight
     factors = adapters.set_aside(model, partial(word_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), plan)
     tie(model, ties)  # parallelize_module gives each module a parameter of its own
@@ -114,8 +117,8 @@ def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:
         if word not in fixes or rule in problems or isinstance(module, nn.Identity):
             continue
         if not isinstance(module, kinds.get(word, nn.Linear | nn.Embedding)):
-            said = f"is for nn.Linear, and {path} is of class {type(module).__name__}"
-            problems[rule] = Problem(f"LAYOUT.tensor[{rule!r}]", word, said, fixes[word])
+            mismatch = f"is for nn.Linear, and {path} is of class {type(module).__name__}"
+            problems[rule] = Problem(f"LAYOUT.tensor[{rule!r}]", word, mismatch, fixes[word])
     return list(problems.values())
 
 
@@ -153,6 +156,7 @@ def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh, config: Config)
                 refuse(f"in {path}")
 
         module.register_forward_pre_hook(look)
+    # marks on tensors and modes of functions would end the compiler's graphs
     if not config.compile.enable:
         for path, module in model.named_modules():
             if word_of(layout, path) == "replicate":

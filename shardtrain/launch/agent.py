@@ -174,9 +174,9 @@ def status_of(codes: Sequence[int]) -> int:
     >>> status_of([75, 75]), status_of([1, 76]), status_of([-9, 75]), status_of([0, 0])
     (75, 1, 6, 0)
     """
-    own = [code for code in codes if code > 0 and code not in (PEER, PREEMPTED, NOT_SAVED)]
-    if own:
-        return max(own)
+    causes = [code for code in codes if code > 0 and code not in (PEER, PREEMPTED, NOT_SAVED)]
+    if causes:
+        return max(causes)
     return PEER if any(code < 0 or code == PEER for code in codes) else max(codes, default=0)
 
 

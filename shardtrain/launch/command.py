@@ -173,14 +173,14 @@ def _note_unasked(loaded: config.Loaded, platform: str) -> None:
     devices = launch.devices_per_node
     on_cpu = loaded.config.training.device == "cpu"
     if devices and on_cpu:
-        told = f'{devices} GPUs of each node are asked for, and training.device = "cpu" uses none'
-        print(f"note: {told}; leave launch.devices_per_node out", file=sys.stderr)
+        waste = f'{devices} GPUs of each node are asked for, and training.device = "cpu" uses none'
+        print(f"note: {waste}; leave launch.devices_per_node out", file=sys.stderr)
     elif devices and ranks and ranks > devices:
         rule = f"is more than the {devices} devices of a node, and each rank needs one of its own"
         raise ConfigError(Problem("launch.nproc_per_node", ranks, rule, f"use {devices}, or more devices or nodes"))
     elif devices and ranks and ranks < devices:
-        told = f"the {ranks} ranks of a node use {ranks} of its {devices} GPUs, and the others stay idle"
-        print(f"note: {told}; leave launch.nproc_per_node out for a rank on each", file=sys.stderr)
+        waste = f"the {ranks} ranks of a node use {ranks} of its {devices} GPUs, and the others stay idle"
+        print(f"note: {waste}; leave launch.nproc_per_node out for a rank on each", file=sys.stderr)
     if not devices and not on_cpu:
         many = f"the {ranks} ranks of a node train on its CPU" if ranks else "the run trains on the CPU"
         note = (
@@ -211,30 +211,32 @@ def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
 
 def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:
     """Read the configuration with the short options spelt out, and check all of it that needs no cluster."""
-    found = split(_spelt_out(words))
-    if found.nnodes or found.node_rank is not None or found.rdzv_endpoint:
+    line = split(_spelt_out(words))
+    if line.nnodes or line.node_rank is not None or line.rdzv_endpoint:
         rule = "is set by launch on each node"
-        raise ConfigError(Problem("--nnodes", found.nnodes, rule, "say --nodes", "command line"))
-    loaded = config.load(found.path, found.overrides, preset=presets.FIRST)
+        raise ConfigError(Problem("--nnodes", line.nnodes, rule, "say --nodes", "command line"))
+    loaded = config.load(line.path, line.overrides, preset=presets.FIRST)
     launch = loaded.config.launch
     problems = config.check(loaded)
     ranks = launch.nproc_per_node or launch.devices_per_node
     hosts = launch.ssh.hosts or launch.ssh.hostfile  # with hosts the ranks are counted when those are read
+    # the mesh against the ranks, where their number is known before anything runs
     if not problems and ranks and launch.min_nodes is None and (launch.nodes > 1 or not hosts):
         problems = list(mesh_notes(loaded, ranks * launch.nodes))
     if problems:
         raise ConfigError(problems)
+    # each run of a sweep is checked as a run of its own: after hours in a queue it is too late
     for entry in launch.slurm.sweep:
         try:
             # each run of a sweep has a folder of its own below job.dump_folder
-            more = [*without(found.overrides, "job.dump_folder"), *shlex.split(entry)]
-            swept = config.load(found.path, more, preset=presets.FIRST)
+            more = [*without(line.overrides, "job.dump_folder"), *shlex.split(entry)]
+            swept = config.load(line.path, more, preset=presets.FIRST)
             wrong: Sequence[object] = config.check(swept)
         except ConfigError as error:
             wrong = error.problems
         if wrong:
             raise ConfigError([f"launch.slurm.sweep {entry!r}: {problem}" for problem in wrong])
-    return loaded, found.overrides
+    return loaded, line.overrides
 
 
 def _spelt_out(words: list[str]) -> list[str]:

@@ -250,6 +250,7 @@ def choose_processes(
     given = unseen_devices(environment)
     if given:
         return given
+    # on CPUs two ranks show that a run works on several, and more would share the same cores
     count = -(-min(2, cores) // multiple) * multiple
     return ProcessCount(_fit_batch(config, count, multiple), f"no accelerator found, {cores} CPU cores")
 
@@ -309,6 +310,7 @@ def rank_environment(
     ``meeting`` is the private folder in which the ranks meet, or a port of this machine that somebody else serves.
     ``job`` is that of ``goodput.ledger.new_job``: the first attempt began with it, the others begin now.
     """
+    # the time before the first attempt counts as start, that between attempts as restart
     begun = str(time.time()) if restarts else job.partition(":")[2]
     place = {STORE: str(meeting)}
     if isinstance(meeting, int):
@@ -352,6 +354,7 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
     Raises:
         ConfigError: GLOO_SOCKET_IFNAME names an interface that is not there.
     """
+    # PyTorch takes one thread per core otherwise, in each of the ranks of a machine
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_ranks)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",

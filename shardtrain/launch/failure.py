@@ -83,6 +83,7 @@ def describe(error: BaseException, rank: int) -> Failure:
     if isinstance(error, SystemExit):
         text = f"sys.exit({text or 'None'}) was called before the run had ended"
     host = socket.gethostname()
+    # an error that was raised on all ranks says which of them has met it
     others = _OF_RANK.fullmatch(text) if isinstance(error, ShardtrainError) else None
     if others is not None:  # all ranks raise what one of them has met
         rank = int(others[1])
@@ -178,6 +179,7 @@ def append_trace(failure: Failure, log_path: Path) -> None:
     """
     text = failure.trace
     if failure.is_sentence and failure.exit_code in (ConfigError.exit_code, DataError.exit_code):
+        # the last exception of the trace; what led to it is of no use for a configuration
         whole = text.rpartition(f".{failure.kind}: ")[2].strip() or failure.message  # the message may be cut
         text = "\n".join(f"error[{failure.exit_code}]: {line}" for line in whole.splitlines())
     if not text:
@@ -217,9 +219,9 @@ def write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
     try:
         _write_exit(run_folder, failure, code)
     except Exception as error:
-        told = redact(visible(f"{type(error).__name__}: {error}", lines=False))
+        problem = redact(visible(f"{type(error).__name__}: {error}", lines=False))
         with contextlib.suppress(OSError, ValueError):
-            print(f"cannot write {run_folder / 'exit.json'}: {told}", file=sys.stderr, flush=True)
+            print(f"cannot write {run_folder / 'exit.json'}: {problem}", file=sys.stderr, flush=True)
 
 
 def _write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
@@ -284,6 +286,7 @@ def last_step(metrics: Path) -> int | None:
             tail: Sequence[bytes] = file.read().splitlines()
     except OSError:
         return None
+    # the last line may be half written
     for line in reversed(tail):
         record = record_of(line)
         if record is not None and type(record.get("step")) is int:

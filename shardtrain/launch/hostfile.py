@@ -90,13 +90,13 @@ def read_hostfile(path: Path) -> list[Host]:
         words = line.partition("#")[0].split()
         if not words:
             continue
-        found = re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1]) if len(words) == 2 else None
-        if not re.fullmatch(HOST, words[0]) or len(words) > 2 or (len(words) == 2 and not found):
+        match = re.fullmatch(r"slots=([1-9][0-9]{0,3})", words[1]) if len(words) == 2 else None
+        if not re.fullmatch(HOST, words[0]) or len(words) > 2 or (len(words) == 2 and not match):
             shown = "".join(c if c.isprintable() else "?" for c in line)[:80]
             raise ConfigError(
                 Problem("line", shown, "is not a host", 'write it like "node1 slots=8"', f"{path.name}:{number}")
             )
-        hosts.append(replace(to_host(words[0]), slots=int(found[1]) if found else None))
+        hosts.append(replace(to_host(words[0]), slots=int(match[1]) if match else None))
     return hosts
 
 

@@ -36,17 +36,17 @@ def note(job_id: str, run_folder: str) -> None:
 
 def table() -> list[str]:
     """The newest launches first, and what to do next."""
-    found = []
+    launches = []
     with suppress(OSError):
         for line in _file().read_text(encoding="utf-8", errors="replace").splitlines():
             with suppress(ValueError, KeyError, TypeError):
                 entry = json.loads(line)
-                found.append((float(entry["time"]), str(entry["id"]), str(entry["run"])))
-    if not found:
+                launches.append((float(entry["time"]), str(entry["id"]), str(entry["run"])))
+    if not launches:
         return [f"nothing has been launched from here ({_file()}); write it like: shardtrain launch slurm my_run.toml"]
     rows = [
         (f"{format_seconds(max(0, round(time.time() - began)))} ago", redact(visible(job_id)), redact(visible(run)))
-        for began, job_id, run in found[::-1][:MOST_LISTED]
+        for began, job_id, run in launches[::-1][:MOST_LISTED]
     ]
     widths = [max(len(row[column]) for row in [("LAUNCHED", "ID", "RUN"), *rows]) for column in range(2)]
     lines = [

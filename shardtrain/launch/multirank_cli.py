@@ -44,6 +44,7 @@ def start(verb: Verb) -> int:
     environment.set_allocator_default(os.environ)
     environment.set_process_defaults(os.environ, verb.nproc, cores, alone=True)
     with heartbeat("importing PyTorch"):  # its thread has ended when ranks are forked
+        # imported once: forks share what is there
         run = verb.load()
     if verb.nproc == 1:
         try:

@@ -65,20 +65,21 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
     if arguments.nnodes and "TORCHELASTIC_RUN_ID" in names:
         rule = "is for one process a node, and torchrun has started this one as a rank"
         raise ConfigError(Problem("--nnodes", arguments.nnodes, rule, "leave out torchrun or --nnodes", "command line"))
+    # how many nodes there are, and which of them is this
     name, text = _count(arguments, names)
     if not text:
         _refuse_half(arguments, names)
         return None
-    found = re.fullmatch(r"(?:([1-9][0-9]{0,5}):)?([1-9][0-9]{0,5})", text)
-    if not found or int(found[1] or 1) > int(found[2]):
+    match = re.fullmatch(r"(?:([1-9][0-9]{0,5}):)?([1-9][0-9]{0,5})", text)
+    if not match or int(match[1] or 1) > int(match[2]):
         raise ConfigError(
             Problem(name, text, "is not a number of nodes", "write 2, or 1:4 for an elastic run", _at(name))
         )
-    least = int(found[1] or found[2])
-    most = int(found[2])
+    least = int(match[1] or match[2])
+    most = int(match[2])
     # a platform may say 1 and mean it, whatever others number; but not where it numbers nodes itself
-    own = (name.replace("NNODES", "NODE_RANK"),)
-    rank = _number("--node_rank", arguments.node_rank, NODE_RANK if most > 1 else own, names, least=0)
+    variables = (name.replace("NNODES", "NODE_RANK"),)
+    rank = _number("--node_rank", arguments.node_rank, NODE_RANK if most > 1 else variables, names, least=0)
     if rank is not None and rank >= most:
         raise ConfigError(Problem(name, text, f"is the number of nodes, and this is node {rank}", "count from 0"))
     _refuse_several_tasks(name, text, names)
@@ -170,6 +171,7 @@ def _refuse_several_tasks(name: str, text: str, names: Mapping[str, str]) -> Non
 
 def _endpoint(arguments: CommandLine, names: Mapping[str, str], why: str, text: str) -> str:
     """HOST:PORT of the rendezvous."""
+    # what says HOST:PORT itself, then an address with its port, then the first host of a list
     for endpoint in (arguments.rdzv_endpoint, names.get("SHARDTRAIN_RDZV_ENDPOINT"), names.get("PET_RDZV_ENDPOINT")):
         if endpoint:
             return endpoint if ":" in endpoint else f"{endpoint}:{DEFAULT_PORT}"

@@ -124,13 +124,13 @@ def _kill(pid: int) -> None:
 def _below(pid: int) -> list[int]:
     """Processes below one, by Linux's list of children, and others of its session that have lost their parent."""
     # by the module, which skips a folder that ends meanwhile; Path.glob raises what the kernel answers then
-    found = [int(p) for task in glob.glob(f"/proc/{pid}/task/*/children") for p in _text(Path(task)).split()]
-    found += [one for child in found for one in _below(child)]
+    pids = [int(p) for task in glob.glob(f"/proc/{pid}/task/*/children") for p in _text(Path(task)).split()]
+    pids += [one for child in pids for one in _below(child)]
     for entry in map(Path, glob.glob("/proc/[0-9]*/stat")):
         fields = _text(entry).rpartition(")")[2].split()
-        if len(fields) > 3 and fields[3] == str(pid) and int(entry.parent.name) not in (pid, *found):
-            found.append(int(entry.parent.name))
-    return found
+        if len(fields) > 3 and fields[3] == str(pid) and int(entry.parent.name) not in (pid, *pids):
+            pids.append(int(entry.parent.name))
+    return pids
 
 
 def _text(path: Path) -> str:

@@ -102,16 +102,18 @@ class LowBitsAdam(torch.optim.Optimizer):
         # chance is drawn by the place of a number in the whole tensor, so that every mesh rounds alike
         strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
         starts = [part.start for part in local_slices(parameter) or (slice(0, 1),)]
-        weight, gradient = (_at_least_1d(local_tensor(tensor)) for tensor in (parameter, parameter.grad))  # type: ignore[arg-type]
-        held = {name: _at_least_1d(local_tensor(tensor)) for name, tensor in state.items() if name != "step"}
-        update = self._kernel(weight, held)
+        assert parameter.grad is not None
+        weight = _at_least_1d(local_tensor(parameter))
+        gradient = _at_least_1d(local_tensor(parameter.grad))
+        states = {name: _at_least_1d(local_tensor(tensor)) for name, tensor in state.items() if name != "step"}
+        update = self._kernel(weight, states)
         begin = 0
         while begin < weight.size(0):
             numbers: tuple[Any, ...] = (lr, 1 - lr * weight_decay)
             if update is not update_part:  # a kernel is made for numbers of the host, and these change
                 numbers = tuple(weight.new_full((), number, dtype=torch.float64) for number in numbers)
             # in chunks of rows: what is computed in float32 takes memory for one chunk
-            most = _CHUNK if update is update_part else _COMPILED_CHUNK["exp_avg_scale" in held]
+            most = _CHUNK if update is update_part else _COMPILED_CHUNK["exp_avg_scale" in states]
             chunk = slice(begin, min(begin + max(1, most // max(1, weight[:1].numel())), weight.size(0)))
             first = (starts[0] + begin) * strides[0] + sum(
                 start * stride for start, stride in zip(starts[1:], strides[1:], strict=True)
@@ -120,7 +122,7 @@ class LowBitsAdam(torch.optim.Optimizer):
                 update(
                     weight[chunk],
                     gradient[chunk],
-                    {name: tensor[chunk] for name, tensor in held.items()},
+                    {name: tensor[chunk] for name, tensor in states.items()},
                     {name: self._table(name, weight.device) for name in ("exp_avg", "exp_avg_sq")},
                     step,
                     torch.full((), self._keys[parameter], dtype=torch.int64, device=weight.device),  # type: ignore[index]
@@ -200,7 +202,8 @@ def update_part(
     by_weight, by_mean, by_squares = stochastic_rounding.chances(key, step, place)
     w = weight.float()
     g = gradient.float()
-    mean, squares = (_read(held, name, tables) for name in ("exp_avg", "exp_avg_sq"))
+    mean = _read(held, "exp_avg", tables)
+    squares = _read(held, "exp_avg_sq", tables)
     if c.is_adam:
         g = g.add(w, alpha=weight_decay)
     else:

@@ -64,6 +64,7 @@ def check(config: Optimizer) -> None:
 
 
 def _build(module: ModuleType, groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
+    # the file may make its own groups, but of these parameters and no others
     wanted = [parameter for group in groups for parameter in group["params"]]
     optimizer = module.build(groups, config)
     if not isinstance(optimizer, torch.optim.Optimizer):

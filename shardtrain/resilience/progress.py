@@ -55,9 +55,9 @@ class Phases:
 
     def seconds(self) -> dict[Phase, float]:
         """Seconds in each phase until now; their sum is the age of this object."""
-        found = dict(self._seconds)
-        found[self.name] = found.get(self.name, 0.0) + self._clock() - self._since
-        return found
+        seconds = dict(self._seconds)
+        seconds[self.name] = seconds.get(self.name, 0.0) + self._clock() - self._since
+        return seconds
 
 
 GRAINS = (1, 16, 256)

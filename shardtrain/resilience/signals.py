@@ -138,8 +138,8 @@ def end_time_of(environment: Mapping[str, str]) -> float | None:
 def newest_checkpoint(folder: Place) -> Place | None:
     """The committed checkpoint with the highest step below ``folder``; None too where a store does not answer."""
     with contextlib.suppress(OSError):
-        found = retention.steps(folder)
-        return folder / f"step-{found[-1]}" if found else None
+        steps = retention.steps(folder)
+        return folder / f"step-{steps[-1]}" if steps else None
     return None
 
 

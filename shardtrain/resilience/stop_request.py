@@ -109,6 +109,7 @@ class StopRequest:
         """
         if not self.asked():
             return 0.0
+        # one sum tells both: whether any rank was asked, and whether for any it is too late
         return 1.0 + NOT_IN_TIME * ((self.saves.p95() or 0.0) > self.remaining_seconds())
 
     def read(self, action: Callable[[], T]) -> T | None:

@@ -256,6 +256,7 @@ def _accumulated_bytes(parameters: Iterable[Tensor], mesh: distributed.Mesh, con
     p = config.parallelism
     training = config.training
     rows = training.local_batch_size * derived.accumulation_steps(config, mesh.device_mesh.size())
+    # one micro-batch reduces its gradients at once, and nothing is added up
     at_once = p.pipeline_parallel_microbatch_size if mesh.size("pp") > 1 else training.local_batch_size
     if rows <= at_once or not fsdp.is_needed(mesh, config):
         return 0
@@ -277,6 +278,7 @@ def _gradient_bytes(parts: Sequence[nn.Module], layout: Any, mesh: distributed.M
         return _local_bytes(trained)
     if not fsdp.is_needed(mesh, config):
         return max(_local_bytes([parameter]) for parameter in trained)
+    # an update in backward frees the gradients of a unit of FSDP before those of the next are there
     units = [
         nn.ModuleList(getattr(part, name) for name in names) for part in parts for names in (layout.first, layout.last)
     ]

@@ -56,6 +56,7 @@ class Together:
         self._node: tuple[int, dist.ProcessGroup | None] | None = None
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
+        # the first rank of all looks, and all ranks hear what it found or why it failed
         first_place, found = self._broadcast_found(place, look, 0, dist.group.WORLD)
         if listing is None:
             return self._own_of_nodes(place, look, found, None, first_place) if first_place in self._some_own else found
@@ -209,10 +210,10 @@ def _is_own(witnesses: Sequence[Witness]) -> bool:
         ConfigError: one of them is not here; names this rank, its host and the file.
         StorageError: the storage does not answer.
     """
-    own = False
+    is_own = False
     for file in witnesses:
         try:
-            found = os.stat(file.path)
+            status = os.stat(file.path)
         except OSError as error:
             trouble = reading.trouble(file.path, error)
             if trouble is not None:
@@ -220,8 +221,8 @@ def _is_own(witnesses: Sequence[Witness]) -> bool:
             rule = f"is not here, and rank 0 lists it ({error.strerror})"
             fix = "mount the same storage on every node, or give each a whole copy"
             raise ConfigError(f"{_who()}{Problem(file.option, file.path, rule, fix)}") from error
-        own |= (found.st_size, found.st_mtime_ns, found.st_ino) != (file.size, file.mtime_ns, file.inode)
-    return own
+        is_own |= (status.st_size, status.st_mtime_ns, status.st_ino) != (file.size, file.mtime_ns, file.inode)
+    return is_own
 
 
 def _who() -> str:

@@ -71,8 +71,8 @@ def read_world_size(resolved: Path) -> int | None:
     with resolved.open(encoding="utf-8", errors="replace") as file:
         # bounded: the file may be anything by now
         head = file.readline(4096) + file.readline(4096)  # the first names a schema, but for runs of before
-    found = re.search(r", (\d{1,9}) ranks, started from ", head)
-    return int(found[1]) if found else None
+    match = re.search(r", (\d{1,9}) ranks, started from ", head)
+    return int(match[1]) if match else None
 
 
 def describe(

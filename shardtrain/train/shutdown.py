@@ -116,9 +116,9 @@ def note_validation(run: Run, checkpoints: Checkpoints, values: Mapping[str, flo
 
 def _no_patience(run: Run, checkpoints: Checkpoints) -> None:
     best = checkpoints.best
-    found = f"best {best.value:.6g} at step {best.step}" if best.step >= 0 else "none was finite"
+    result = f"best {best.value:.6g} at step {best.step}" if best.step >= 0 else "none was finite"
     logger.warning(
-        f"{best.metric} has not improved for {best.without_improvement} validations ({found}): the run ends at step "
+        f"{best.metric} has not improved for {best.without_improvement} validations ({result}): the run ends at step "
         f"{run.state.step} of {run.total_steps} (validation.patience={best.patience})"
     )
     run.total_steps = run.state.step

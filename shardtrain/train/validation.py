@@ -202,7 +202,8 @@ class Validator:
         # due where a multiple of rows / per_epoch lies between the step before and this one
         rows = self._epoch_rows
         if self._options.per_epoch and rows:
-            done, before = (n * self._step_rows * self._options.per_epoch // rows for n in (step, step - 1))
+            done = step * self._step_rows * self._options.per_epoch // rows
+            before = (step - 1) * self._step_rows * self._options.per_epoch // rows
             due = done > before
         else:
             due = step % self._options.freq == 0

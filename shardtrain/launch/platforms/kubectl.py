@@ -59,6 +59,7 @@ def create(text: str) -> None:
         ConfigError: kubectl is missing, the cluster does not answer, or it refuses an object.
     """
     _require_answer()
+    # what was created so far, for taking it away again
     made: list[str] = []
     try:
         for manifest in yaml.safe_load_all(text):

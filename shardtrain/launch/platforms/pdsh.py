@@ -143,14 +143,14 @@ class Fan:
     def _watch(self) -> None:
         """Tell what pdsh says where it ends without having started all."""
         assert self._process.stdout is not None
-        said = ""
+        last_line = ""
         for line in self._process.stdout:
-            said = line.decode(errors="replace").strip() or said
+            last_line = line.decode(errors="replace").strip() or last_line
         self._process.wait()
         time.sleep(POLL_SECONDS * 10)  # the last status may be on its way
         for one in self.channels:
             if one.files:
-                one.end(LOST, f"pdsh has ended: {said}")
+                one.end(LOST, f"pdsh has ended: {last_line}")
 
     def close(self) -> None:
         """End pdsh, and remove the socket."""

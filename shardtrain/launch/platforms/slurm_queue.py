@@ -96,9 +96,9 @@ class Record:
         words = f"slurm/{self.number}: {self.state}"
         if self.state == "PENDING":
             words += f" on {self.count} nodes" if self.count not in ("", "1") else ""
-            meant, lasts = meaning(self.reason)
-            words += f", {self.reason or 'no reason yet'}" + (f": {meant}" if meant else "")
-            words += "; it will not start" if lasts else ""
+            explanation, never_starts = meaning(self.reason)
+            words += f", {self.reason or 'no reason yet'}" + (f": {explanation}" if explanation else "")
+            words += "; it will not start" if never_starts else ""
         else:
             words += f" on {self.nodes}" if self.nodes not in ("", "(null)", "None assigned") else ""
             words += f" for {self.run_time}" if self.run_time else ""
@@ -139,14 +139,14 @@ def submit(text: str) -> str:
     record = _first_look(number)
     if record is None or record.state != "PENDING":
         return number
-    meant, lasts = meaning(record.reason)
-    if lasts:
+    explanation, never_starts = meaning(record.reason)
+    if never_starts:
         ask(["scancel", number])
-        rule = f"would never start ({record.reason}): {meant}"
+        rule = f"would never start ({record.reason}): {explanation}"
         fix = "correct [launch]; or submit the script of --dry-run yourself, if the cluster is about to change"
         raise ConfigError(Problem("sbatch", None, f"accepted a job that {rule}", fix))
-    if meant and record.reason not in ("Priority", "Resources"):
-        print(f"note: slurm/{number} waits, {record.reason}: {meant}", file=sys.stderr)
+    if explanation and record.reason not in ("Priority", "Resources"):
+        print(f"note: slurm/{number} waits, {record.reason}: {explanation}", file=sys.stderr)
     return number
 
 
@@ -202,10 +202,10 @@ def status(number: str) -> int:
         ConfigError: Slurm does not answer, or nothing is known of the job any more.
     """
     try:
-        found = list(records(number))
+        jobs = list(records(number))
     except ConfigError as error:
-        found = _accounted(number, error)
-    print("\n".join(record.line() for record in found))
+        jobs = _accounted(number, error)
+    print("\n".join(record.line() for record in jobs))
     return 0
 
 
@@ -266,14 +266,14 @@ def _accounted(number: str, error: ConfigError) -> list[Record]:
         answer = ask(["sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={number}", f"--format={fields}"])
     except ConfigError:
         answer = ""
-    found = [line.split("|") for line in answer.splitlines() if line.count("|") == fields.count(",")]
-    if not found:
+    rows = [line.split("|") for line in answer.splitlines() if line.count("|") == fields.count(",")]
+    if not rows:
         rule = "is no longer in Slurm's memory (some minutes after its end), and there is no accounting of it"
         fix = f"its log is NAME-{number}.log in the folder from which it was launched"
         raise ConfigError(Problem("id", f"slurm/{number}", rule, fix))
     return [
         Record(task, state, nodes=nodes, run_time=run, time_limit=limit, exit_code=code)
-        for task, state, code, run, limit, nodes in found
+        for task, state, code, run, limit, nodes in rows
     ]
 
 
@@ -292,8 +292,8 @@ def _left(run_time: str, limit: str) -> str:
 
 
 def _seconds(text: str) -> int | None:
-    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    if not found:
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not match:
         return None
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -69,10 +69,12 @@ def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id
     inside = f"cd -- {shlex.quote(folder_words(job.workdir))} && {inside}" if job.workdir else inside
     plans = []
     for number, host in enumerate(hosts):
+        # BatchMode asks for no password, and a connection that has broken is noticed after 15 s
         ssh = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={options.connect_timeout_seconds}"]
         ssh += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
         ssh += ["-F", options.config_file] if options.config_file else []
         ssh += ["-p", str(host.port)] if host.port else []
+        # the variables of one of several nodes: see nodes.py
         own = {"PYTHONUNBUFFERED": "1"}
         if len(hosts) > 1:
             own |= {
@@ -104,8 +106,8 @@ def address_of(host: Host, launch: Launch) -> str:
         done = subprocess.run(words, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return host.name
-    found = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
-    return found[0] if found else host.name
+    names = [line.split(maxsplit=1)[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+    return names[0] if names else host.name
 
 
 def new_run_id() -> str:

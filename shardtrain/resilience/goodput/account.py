@@ -140,8 +140,8 @@ def account(attempts: Sequence[Attempt]) -> Account:
             idle += max(0.0, attempt.start.job_started - before.ended)
         if same or attempt.start.restarts:
             failures += 1
-            own = bins(attempt, float("inf"))
-            after += own["start"] + own["compile"]
+            spent = bins(attempt, float("inf"))
+            after += spent["start"] + spent["compile"]
     failures += bool(attempts and attempts[-1].died is not None)
     saves = sum(attempt.points[-1].saves for attempt in attempts if attempt.points)
     return Account(total, idle, len(attempts), failures, saves, after)

@@ -82,17 +82,17 @@ def parse(text: bytes) -> Event:
     Death(job='a1', time=5.0)
     """
     try:
-        found = json.loads(text)
+        fields_of = json.loads(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-    if not isinstance(found, dict) or not isinstance(found.get("kind"), str) or found["kind"] not in KINDS:
+    if not isinstance(fields_of, dict) or not isinstance(fields_of.get("kind"), str) or fields_of["kind"] not in KINDS:
         raise ValueError("no event")
-    known = KINDS[found.pop("kind")]
-    if found.keys() != {one.name for one in fields(known)}:
+    known = KINDS[fields_of.pop("kind")]
+    if fields_of.keys() != {one.name for one in fields(known)}:
         raise ValueError("not the fields of its kind")
     for one in fields(known):
-        _check(one.name, str(one.type), found[one.name])
-    return known(**found)
+        _check(one.name, str(one.type), fields_of[one.name])
+    return known(**fields_of)
 
 
 def read(folder: Path) -> tuple[list[Event], int]:
@@ -124,6 +124,7 @@ def append(path: Path, event: Event) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed under the run
     descriptor = atomic_io.not_through_a_link(str(path), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
+        # a line that a kill has cut short must not swallow this one
         size = os.fstat(descriptor).st_size
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         content = b"\n" * torn + line(event)

@@ -63,10 +63,10 @@ class Ledger:
 
     def _open(self, folder: Path, step: int, world_size: int, environment: Mapping[str, str]) -> None:
         now = self._now
-        own = sum(self._phases.seconds().values())
+        age = sum(self._phases.seconds().values())
         # what the process did before this object was there: imports, and the way through the launcher
-        job, job_started, started = _origin(environment, now(), now() - own)
-        self._before = max(0.0, now() - started - own)
+        job, job_started, started = _origin(environment, now(), now() - age)
+        self._before = max(0.0, now() - started - age)
         restarts = environment.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._start = events.Start(
             secrets.token_hex(8),
@@ -101,8 +101,9 @@ class Ledger:
         # at most a line a second; in a long run after a thousandth of its age, and after a minute at the latest
         if age - self._written >= min(MOST_SECONDS_BETWEEN_LINES, max(1.0, age / 1000)):
             self._progress()
-        found = self.account()
-        return {"goodput": found.goodput, **{f"goodput_{name}_seconds": value for name, value in found.seconds.items()}}
+        account = self.account()
+        seconds = {f"goodput_{name}_seconds": value for name, value in account.seconds.items()}
+        return {"goodput": account.goodput, **seconds}
 
     def saved(self, step: int) -> None:
         """A checkpoint of this step is there, perhaps some steps later: what a later attempt continues from."""
@@ -151,11 +152,11 @@ class Ledger:
 
     def _end(self) -> None:
         self._write(self._point(ended=True))
-        found = self.account()
-        parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in found.seconds.items() if s >= 0.5)
-        attempts = f"{found.attempts} attempt{'s' if found.attempts > 1 else ''}"
+        account = self.account()
+        parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in account.seconds.items() if s >= 0.5)
+        attempts = f"{account.attempts} attempt{'s' if account.attempts > 1 else ''}"
         logger.info(
-            f"goodput: {100 * found.goodput:.1f}% of {format_seconds(found.running_seconds)} in {attempts}: {parts}"
+            f"goodput: {100 * account.goodput:.1f}% of {format_seconds(account.running_seconds)} in {attempts}: {parts}"
         )
 
     def _point(self, ended: bool = False) -> events.Progress:

@@ -66,7 +66,7 @@ class Guard:
         a lasting change of level is taken for the new level after a few steps. Gradient norms have a long tail, so that
         the rule alone finds a spike in every 250 steps of a healthy run: they must be far above their mean, too.
         """
-        found = []
+        spikes = []
         series = ("loss", loss, self.losses, 0.0), ("gradient norm", grad_norm, self.grad_norms, NORM_FACTOR)
         for name, value, values, factor in series:
             # too few values say nothing of the usual spread
@@ -75,10 +75,10 @@ class Guard:
             mean = math.fsum(values) / len(values)
             spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
             if value - mean > sigmas * max(spread, _ROUNDING * abs(mean)) and value > factor * mean:
-                found.append(
+                spikes.append(
                     f"the {name} {value:.6g} is far above the {mean:.6g} ± {spread:.2g} of {len(values)} steps"
                 )
-        return " and ".join(found)
+        return " and ".join(spikes)
 
     def add(self, loss: float, grad_norm: float, window: int) -> None:
         """Take the values of a step into the window."""
@@ -111,7 +111,9 @@ class Guard:
 
     def load(self, values: Mapping[str, Any]) -> None:
         """Take what a checkpoint holds; raises CheckpointError when it is not what ``to_dict`` writes."""
-        losses, norms, skipped = (values.get(name) for name in ("losses", "grad_norms", "skipped_steps"))
+        losses = values.get("losses")
+        norms = values.get("grad_norms")
+        skipped = values.get("skipped_steps")
         spikes = values.get("spikes")
         rewinds = values.get("rewinds")
         good = (
@@ -149,22 +151,22 @@ def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
     step = run.state.step + 1
     if training.spike_policy == "off":
         return True
-    found = guard.find_spike(loss, grad_norm, training.spike_window, training.spike_sigmas)
-    if found:
+    spike = guard.find_spike(loss, grad_norm, training.spike_window, training.spike_sigmas)
+    if spike:
         guard.spikes += 1
         if training.spike_policy == "rewind":
             # going back from the same place again and again would never end
             near = sum(abs(step - rewind.step) <= training.spike_rewind_steps for rewind in guard.rewinds)
             if near < training.max_rewinds:
-                raise RollbackRequested(f"step {step}: {found}")
+                raise RollbackRequested(f"step {step}: {spike}")
             raise NumericalError(
-                f"step {step}: {found}, and the run went back from here {near} times (training.max_rewinds); the "
+                f"step {step}: {spike}, and the run went back from here {near} times (training.max_rewinds); the "
                 f"weights are still those of step {run.state.step}; lower optimizer.lr, or look at the data"
             )
         skips = training.spike_policy == "skip"
-        logger.warning(f"step {step}: spike: {found}{'; the update is skipped' if skips else ''}")
+        logger.warning(f"step {step}: spike: {spike}{'; the update is skipped' if skips else ''}")
     guard.add(loss, grad_norm, training.spike_window)
-    return not (found and training.spike_policy == "skip")
+    return not (spike and training.spike_policy == "skip")
 
 
 def _are_finite(values: Any) -> bool:

@@ -36,6 +36,7 @@ def find(run: Run, local: list[data.Batch], in_loss: bool) -> tuple[str, str]:
     tensors = {**run.runner.parameters(), **run.runner.buffers()}
     if found := _agree(run, _not_finite(tensors)):
         return f"{found} itself is not finite", "continue from the last checkpoint"
+    # in the order in which numbers are made: weights, activations, gradients
     if in_loss:
         if found := _agree(run, _outputs(run, local), shown=1):
             return f"the first that is not finite is the output of {found}", _ADVICE
@@ -55,16 +56,16 @@ def refuse_to_save(run: Run, tensors: Mapping[str, Tensor], checkpoints: Saver) 
     Raises:
         NumericalError: on all ranks; names the tensors, the ranks that hold them, and the step to continue from.
     """
-    own = _not_finite(tensors)
-    if not any_rank(bool(own)):
+    names = _not_finite(tensors)
+    if not any_rank(bool(names)):
         return
-    found = _agree(run, own)
+    culprits = _agree(run, names)
     with contextlib.suppress(StorageError):
         checkpoints.finish()
     saved = checkpoints.saved_step
     fix = f"continue from step {saved}" if saved else "start again"
     raise NumericalError(
-        f"step {run.state.step}: not finite after the update: {found}; nothing of it was saved; {fix}, with a lower "
+        f"step {run.state.step}: not finite after the update: {culprits}; nothing of it was saved; {fix}, with a lower "
         "optimizer.lr"
     )
 

@@ -100,22 +100,22 @@ class Exchange:
         if not self._store.check([VERDICT]):
             return None
         try:
-            found = bytes(self._store.get(VERDICT))
+            verdict = bytes(self._store.get(VERDICT))
         except ForgedError:
             return None
-        self.send_to_node(found)
-        return found
+        self.send_to_node(verdict)
+        return verdict
 
     def declare(self, text: str) -> bytes:
         """Make a verdict that of the run, where there is none yet; gives the one that there is."""
         try:
             # the first verdict wins: two monitors may come to different ones in the same second
-            found = bytes(self._store.compare_set(VERDICT, "", text))
+            verdict = bytes(self._store.compare_set(VERDICT, "", text))
         except ForgedError:  # a stranger has taken its key, and may keep doing so: this node at least hears it
-            found = text.encode()
-            self._store.set(VERDICT, found)
-        self.send_to_node(found)
-        return found
+            verdict = text.encode()
+            self._store.set(VERDICT, verdict)
+        self.send_to_node(verdict)
+        return verdict
 
     def send_to_node(self, verdict: bytes) -> None:
         """Let the other ranks of this node know a verdict, from whatever source."""

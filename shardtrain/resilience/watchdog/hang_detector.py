@@ -103,6 +103,7 @@ class HangDetector:
         waiting = [sign for sign in signs if sign.collective]
         if not waiting and any(sign.is_cold for sign in signs):
             return 0.0
+        # before PyTorch's own limit, whose error would name the rank that waits
         caps = [self._collective_limits[sign.is_cold] for sign in waiting]
         return min([max(sign.limit_seconds for sign in signs), *caps])
 
@@ -150,6 +151,7 @@ def _all_wait(signs: Mapping[int, Heartbeat], table: tuple[str, ...]) -> HangRep
     # the odd ones: of equally many, those that have come less far, and then the higher ranks
     odd = min(groups.values(), key=lambda ranks: (len(ranks), signs[ranks[0]].entered, -ranks[0]))
     sign = signs[odd[0]]
+    # all in the same place: nobody is missing, so it is the network that does not deliver
     if len(groups) == 1:
         message = f"waits, as all ranks do, in {sign.waits_in} of step {sign.step}: none is behind; look at the network"
     else:

@@ -68,20 +68,20 @@ def read_many(text: str | bytes) -> dict[int, Heartbeat]:
     >>> sorted(read_many('{"3": {"beat": 1, "host": "a"}, "4": 5, "b": {"beat": 1, "host": "a"}}')), read_many("[")
     ([3], {})
     """
-    found = {}
+    signs = {}
     with contextlib.suppress(ValueError, AttributeError):
         for rank, fields in json.loads(text).items():
             with contextlib.suppress(ValueError, TypeError, AttributeError):
-                found[int(rank)] = _sign(fields)
-    return found
+                signs[int(rank)] = _sign(fields)
+    return signs
 
 
 def _sign(fields: Any) -> Heartbeat:
     # types are checked: the text may come from another version, or from a stranger who can reach the store
-    found = fields.pop("marks", {})
+    marks_by_grain = fields.pop("marks", {})
     _check(fields, _KINDS)
     marks = {}
-    for grain, mark in found.items():
+    for grain, mark in marks_by_grain.items():
         _check(mark, _KINDS_OF_MARK)
         marks[int(grain)] = Mark(**mark)
     return Heartbeat(**fields, marks=marks)
@@ -89,6 +89,7 @@ def _sign(fields: Any) -> Heartbeat:
 
 def _check(fields: dict[str, Any], kinds: Mapping[str, type | tuple[type, ...]]) -> None:
     for name, value in fields.items():
+        # an unknown name has no types, and is refused too
         if not isinstance(value, kinds.get(name, ())):
             raise TypeError(name)
 

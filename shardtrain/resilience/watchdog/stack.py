@@ -78,7 +78,7 @@ def is_waiting(frame: FrameType, device_type: str = "cpu") -> bool:
 
 def _collective(frame: FrameType, device_type: str) -> str:
     """The collective among the innermost frames, those of PyTorch before the first of anybody else."""
-    found = ""
+    collective = ""
     for inner in _outwards(frame):
         file = inner.f_code.co_filename
         name = inner.f_code.co_name
@@ -86,14 +86,14 @@ def _collective(frame: FrameType, device_type: str) -> str:
             line = linecache.getline(file, inner.f_lineno or 0)  # between two lines there is none
             compiled = "wait_tensor" in line or "_c10d_functional" in line
             waits = device_type != "cpu" and any(call in line for call in _DEVICE_WAITS)
-            return found or ("wait_tensor" if compiled else "the device" if waits else "")
+            return collective or ("wait_tensor" if compiled else "the device" if waits else "")
         if file.endswith(_COLLECTIVES):
             return name
         if _FSDP in file:
-            found = name
+            collective = name
         elif _PIPELINING in file and ("p2p" in name or "wait" in name):
             return name
-    return found
+    return collective
 
 
 def _is_own(file: str) -> bool:

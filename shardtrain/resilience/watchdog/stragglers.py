@@ -28,6 +28,7 @@ def common(signs: Mapping[int, Heartbeat], world_size: int, after: int) -> dict[
     for grain in next(iter(signs.values())).marks:
         marks = {rank: sign.marks[grain] for rank, sign in signs.items() if grain in sign.marks}
         begun = {mark.begun for mark in marks.values()}
+        # marks of one step alone can be compared: a rank that was asked later may be a step ahead
         if len(marks) == world_size and len(begun) == 1 and max(begun) > after:
             found.append(marks)
     return max(found, key=lambda marks: marks[0].begun, default=None)
@@ -113,8 +114,10 @@ def median_without(ordered: Sequence[float], one: float) -> float:
     """
     gap = bisect.bisect_left(ordered, one)
     count = len(ordered) - 1
-    low, high = (ordered[i] if i < gap else ordered[i + 1] for i in ((count - 1) // 2, count // 2))
-    return (low + high) / 2
+    # the two in the middle, which are one of an odd number; behind the gap everything has moved up by one
+    low = (count - 1) // 2
+    high = count // 2
+    return (ordered[low + (low >= gap)] + ordered[high + (high >= gap)]) / 2
 
 
 class _Window:

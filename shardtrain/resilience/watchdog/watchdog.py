@@ -164,9 +164,9 @@ class Watchdog:
             self._others.meet(os.environ)
             while True:
                 beat += 1
-                own = self._sign(beat)
-                self._others.say(own)
-                if own.has_left:
+                sign = self._sign(beat)
+                self._others.say(sign)
+                if sign.has_left:
                     return
                 # whichever rank has come to the verdict, every rank ends by it
                 if verdict := self._others.verdict():
@@ -196,17 +196,17 @@ class Watchdog:
             self._die(from_json(self._others.declare(text)))
 
     def _name_stragglers(self, marks: dict[int, moving.Mark], signs: dict[int, Heartbeat]) -> None:
-        found = self._stragglers.add(marks, signs)
-        if found is None:
+        stragglers = self._stragglers.add(marks, signs)
+        if stragglers is None:
             return
-        for straggler in found:
+        for straggler in stragglers:
             if straggler.rank not in self._named:
                 logger.warning(str(straggler))
-        for rank in sorted(self._named - {straggler.rank for straggler in found}):
+        for rank in sorted(self._named - {straggler.rank for straggler in stragglers}):
             logger.info(f"rank {rank} is as fast as its peers again")
-        if found or self._named:
-            self._moving.measures = {"stragglers": float(len(found))}
-        self._named = {straggler.rank for straggler in found}
+        if stragglers or self._named:
+            self._moving.measures = {"stragglers": float(len(stragglers))}
+        self._named = {straggler.rank for straggler in stragglers}
 
     # --- the thread that never waits for anybody
 
@@ -239,12 +239,12 @@ class Watchdog:
                     # the store gives no answer: with its host, the first rank or the launcher, something is wrong
                     host = os.environ.get("MASTER_ADDR", self._host)
                     doing = f"waits in {place.collective} ({place.at})" if place.collective else f"is at {place.at}"
-                    own = f"rank {self._rank} {doing}, in phase {self._phases.name} of step {self._moving.step}"
+                    where = f"rank {self._rank} {doing}, in phase {self._phases.name} of step {self._moving.step}"
                     message = "gives no sign of life, or its launcher, which has the store, does not"
-                    message = f"{message}: for {silent_seconds:.0f} s; {own}"
-                    found = HangReport(0, host, self._phases.name, message, declared_by=self._rank, silent=(0,))
-                    self._others.send_to_node(to_json(found).encode())
-                    self._die(found)
+                    message = f"{message}: for {silent_seconds:.0f} s; {where}"
+                    report = HangReport(0, host, self._phases.name, message, declared_by=self._rank, silent=(0,))
+                    self._others.send_to_node(to_json(report).encode())
+                    self._die(report)
 
     def _sample(self, seconds: float) -> None:
         now = self._moving

@@ -38,13 +38,13 @@ def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, Co
         return 0
     loaded, arguments = open_config(arguments)
     name = next(iter(taken.own.values()), "here")
-    meant = None
+    target = None
     if name == "here":
-        meant = _here(loaded, arguments)
+        target = _here(loaded, arguments)
     elif name != "none":
-        meant = machine.named(name, loaded, arguments.nproc)
+        target = machine.named(name, loaded, arguments.nproc)
     with heartbeat("checking configuration, data, tokenizer and model"):
-        verdict = judge(loaded, meant)
+        verdict = judge(loaded, target)
     lines = [f"error: {one_line(line)}" for line in verdict.lines]
     lines += [f"note: {one_line(note)}" for note in verdict.notes]
     counts = f"{_counted(len(verdict.lines), 'error')}, {_counted(len(verdict.notes), 'note')}"

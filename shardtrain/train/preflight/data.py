@@ -113,6 +113,7 @@ def _read_rows(config: Config, part: Training | Validation, world_size: int | No
         source = _files.open_files(config, split)
         if source.total_bytes is None or source.total_bytes > SMALL_BYTES:
             return None
+    # of a small set all rows are opened, as the run will
     ranks = max(1, world_size or 1)
     per_step = derived.accumulation_steps(config, ranks) if world_size else 1
     options: dict[str, Any] = {"section": part, "loop": False} if isinstance(part, Validation) else {}

@@ -76,6 +76,7 @@ def surely_fits(loaded: Loaded, machine: Machine) -> bool:
     guess = generous_guess(sizes) if sizes is not None else None
     if guess is None:
         return False
+    # ranks on CPUs share the memory of their host
     ranks = machine.local_ranks if machine.device == "cpu" else 1
     held = state_bytes(loaded.config, machine.world_size or machine.local_ranks, [Parameter(guess, True, False, True)])
     return held * ranks < _SMALL * machine.memory_bytes
@@ -107,6 +108,7 @@ def state_bytes(config: Config, world_size: int, parameters: list[Parameter]) ->
     width = _WIDTH.get(config.training.dtype, 4)
     states = _states(config.optimizer.name)
     state_width = _width_of_states(config)
+    # FSDP shards over context-parallel ranks as well; a split over tp comes on top
     pieces = max(1, derived.shard_degree(config, world_size)) * max(1, p.context_parallel_degree)
     replicas = p.data_parallel_replicate_degree if p.shard_optimizer_states else 1
     total = 0.0

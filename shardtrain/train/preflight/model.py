@@ -55,11 +55,11 @@ def _parameters(config: Config) -> list[Parameter]:
         optim.check_own(config.optimizer)
     optim.build(named.items(), config.optimizer, list(named))
     _check_ranks(model, layout, config)
-    found = []
+    parameters = []
     for name, parameter in named.items():
         word = word_of(layout, name.rpartition(".")[0])
-        found.append(Parameter(parameter.numel(), word in _SPLIT, word == "expert", parameter.requires_grad))
-    return found
+        parameters.append(Parameter(parameter.numel(), word in _SPLIT, word == "expert", parameter.requires_grad))
+    return parameters
 
 
 def _check_ranks(model: nn.Module, layout: Layout, config: Config) -> None:

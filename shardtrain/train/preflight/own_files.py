@@ -13,26 +13,28 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
     """The error of a file of the user's with its place there, in Python's words; any other is raised again."""
     files = {name: option for option, name in _named(config) if name.endswith(".py")}
     by_path = {str(Path(name).resolve()): name for name in files}
-    found = ""
+    source = ""
     place = ""
     trace = error.__traceback__
     while trace is not None:
         path = str(Path(trace.tb_frame.f_code.co_filename).resolve())
         if path in by_path:
-            found = by_path[path]
+            source = by_path[path]
             place = f" (line {trace.tb_lineno})"
         trace = trace.tb_next
     if isinstance(error, SyntaxError) and error.filename and str(Path(error.filename).resolve()) in by_path:
-        found = by_path[str(Path(error.filename).resolve())]
+        source = by_path[str(Path(error.filename).resolve())]
         place = f" (line {error.lineno})"
     if isinstance(error, SystemExit):  # which would pass for the end of a run that did its work
-        if not found:
+        if not source:
             raise ShardtrainError(f"sys.exit({error.code!r}) was called before ranks had started") from error
-        return ConfigError(Problem(files[found], found, f"ends the program{place}: sys.exit", "raise an error instead"))
-    if not found:
+        return ConfigError(
+            Problem(files[source], source, f"ends the program{place}: sys.exit", "raise an error instead")
+        )
+    if not source:
         raise error
     text = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split()) or "an error without words"
-    return ConfigError(Problem(files[found], found, f"fails{place}: {text}", "correct the file"))
+    return ConfigError(Problem(files[source], source, f"fails{place}: {text}", "correct the file"))
 
 
 def look(config: Config) -> list[ShardtrainError]:
@@ -50,8 +52,8 @@ def look(config: Config) -> list[ShardtrainError]:
 
 def _named(config: Config) -> list[tuple[str, str]]:
     """Options and the files that they may name."""
-    found = [("model.name", config.model.name), ("task.name", config.task.name)]
-    found += [("optimizer.name", config.optimizer.name), ("model.tokenizer_path", config.model.tokenizer_path or "")]
-    found += [("training.dataset", config.training.dataset), ("validation.dataset", config.validation.dataset)]
-    found += [("metrics.sinks", path) for path in config.metrics.sinks]
-    return found + [(f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()]
+    named = [("model.name", config.model.name), ("task.name", config.task.name)]
+    named += [("optimizer.name", config.optimizer.name), ("model.tokenizer_path", config.model.tokenizer_path or "")]
+    named += [("training.dataset", config.training.dataset), ("validation.dataset", config.validation.dataset)]
+    named += [("metrics.sinks", path) for path in config.metrics.sinks]
+    return named + [(f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()]

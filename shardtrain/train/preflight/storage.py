@@ -56,12 +56,12 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
     folder = Path(config.job.dump_folder, options.folder).absolute()
     try:
         # the folder may not be there yet: the nearest one above it is on the same filesystem
-        there = next(one for one in (folder, *folder.parents) if one.is_dir())
-        found = os.statvfs(there)
+        existing = next(one for one in (folder, *folder.parents) if one.is_dir())
+        filesystem = os.statvfs(existing)
         kept = sum(1 for one in folder.glob("step-*") if one.is_dir()) if folder.is_dir() else 0
     except OSError:
         return [], []  # storage that does not answer now may do so when the run saves
-    free = found.f_bavail * found.f_frsize
+    free = filesystem.f_bavail * filesystem.f_frsize
     new = max(1, _most_kept(config) + 1 - kept)  # one more than is kept, as the oldest goes once the newest is there
     # building the model takes seconds, and a guess from its sizes is mostly enough
     guess = memory.generous_guess(model_shape(loaded) or {})
@@ -107,13 +107,13 @@ def shared_memory_problem(loaded: Loaded, machine: Machine) -> Problem | None:
     try:
         if not workers or not SHARED.is_dir():
             return None
-        found = os.statvfs(SHARED)
+        filesystem = os.statvfs(SHARED)
     except OSError:
         return None
     ahead = training.dataloader.prefetch_factor or _PREFETCH
     batch = _BYTES_OF_A_TOKEN * training.local_batch_size * training.seq_len
     needed = machine.local_ranks * workers * ahead * batch
-    there = found.f_bavail * found.f_frsize
+    there = filesystem.f_bavail * filesystem.f_frsize
     if needed <= there:
         return None
     rule = (
