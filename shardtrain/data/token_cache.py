@@ -39,6 +39,12 @@ _WORTH_SECONDS = 0.5
 """What is tokenized faster than this is not kept."""
 _SETTLED_SECONDS = 2.0
 """Age from which the times of a file tell of the next change, whatever the grain of its filesystem's clock."""
+_MOST_FILES = 100_000
+"""Of a dataset; what each of more is would take more memory to compare than it saves time."""
+_AFTER_TOKENS = (
+    "cache_tokens", "document_mask", "long_documents", "packing", "readers", "sources", "stages", "streaming",
+)  # fmt: skip
+"""Options of [data] that decide what becomes of tokens; what ``sources`` says of a dataset is compared by itself."""
 _LIBRARIES = ("numpy", "pyarrow", "sentencepiece", "tiktoken", "tokenizers", "transformers", "zstandard")
 """Those that decide what the tokens of a row are."""
 
@@ -74,6 +80,8 @@ def kept_or_made(
 
 def _identities(files: Sequence[File]) -> list[list[int]] | None:
     """Size, times, inode and device of each file; None where one is not what was listed, which reading it will tell."""
+    if len(files) > _MOST_FILES:
+        return None
     found = []
     for file in files:
         try:
@@ -102,7 +110,11 @@ def _key(identities: list[list[int]], facts: tuple[Data, DataSource, Request, En
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         status = path.stat()
         code.append([path.name, status.st_size, status.st_mtime_ns])
-    decides = [versions, code, asdict(data), asdict(source), asdict(request), encoder.fingerprint, vocab_size]
+    of_data = {name: value for name, value in asdict(data).items() if name not in _AFTER_TOKENS}
+    of_source = {name: value for name, value in asdict(source).items() if name not in ("weight", "epochs")}
+    # what errors call the dataset, which is not kept where there was one
+    of_request = {name: value for name, value in asdict(request).items() if name != "option"}
+    decides = [versions, code, of_data, of_source, of_request, encoder.fingerprint, vocab_size]
     return hashlib.sha256(json.dumps([decides, identities]).encode()).hexdigest()
 
 

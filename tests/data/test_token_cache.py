@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardtrain.config.schema import Config, Data, Model, Training
+from shardtrain.config.schema import Config, Data, DataSource, Model, Training
 from shardtrain.data import build_dataset, token_cache
 from shardtrain.data.token_buffer import MemoryTokenBuffer
 
@@ -129,6 +129,27 @@ def test_each_option_that_decides_the_tokens_is_part_of_the_key(
     opened(file)
     opened(file, **other)
     assert tokenized.times == 2
+
+
+def test_what_becomes_of_tokens_is_no_part_of_the_key(file: Path, tokenized: Count) -> None:
+    """As in a search for the best packing, length or mixture."""
+    opened(file)
+    opened(file, packing="first_fit", document_mask="on", long_documents="drop", readers=3)
+    for weight in (1.0, 2.0):
+        source = DataSource(dataset="jsonl", dataset_path=str(file), weight=weight)
+        opened(file, sources={"only": source})
+    other = Training(dataset="jsonl", dataset_path=str(file), seq_len=64)
+    model = Model(hf_assets_path="bytes")
+    build_dataset.open_data(Config(training=other, model=model), other, shuffle=False, loop=True)
+    assert tokenized.times == 1
+
+
+def test_a_dataset_of_very_many_files_is_not_kept(
+    file: Path, tokenized: Count, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache, "_MOST_FILES", 0)
+    opened(file)
+    assert tokenized.times == 1 and not own_cache.exists()
 
 
 def test_other_code_or_another_library_tokenizes(
