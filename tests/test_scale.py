@@ -30,7 +30,8 @@ def test_what_ranks_say_before_a_save_and_its_manifest_stay_small(mesh):
     found = scale.saving(mesh)
     assert max(found["said_bytes"]) <= 4096  # of one rank of each pipeline stage; the others say a number
     assert sum(found["said_bytes"]) <= 16 * 4096
-    assert found["manifest_bytes"] <= 5_000_000
+    # a file of each rank has a checksum; beyond 16,384 ranks these are more than all else
+    assert found["manifest_bytes"] <= max(5_000_000, 130 * found["ranks"])
 
 
 @pytest.mark.parametrize("nodes", NODES)

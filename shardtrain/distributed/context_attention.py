@@ -271,7 +271,9 @@ class _PrefixInBlocks(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_BlNH, k_BsKH, v_BsKH = ctx.saved_tensors
         # each query and each key is in one piece at most; keys that no query sees have no gradient
-        dq_BlNH, dk_BsKH, dv_BsKH = (torch.zeros_like(x) for x in ctx.saved_tensors)
+        dq_BlNH = torch.zeros_like(q_BlNH)
+        dk_BsKH = torch.zeros_like(k_BsKH)
+        dv_BsKH = torch.zeros_like(v_BsKH)
         for batch, rows, columns, _, band in ctx.pieces:
             dq_BlNH[batch, rows], dk_BsKH[batch, columns], dv_BsKH[batch, columns] = blocked_attention.attend_backward(
                 gradients[0][batch, rows],

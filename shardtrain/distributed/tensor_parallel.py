@@ -253,7 +253,10 @@ class _Sequences:
     @classmethod
     def of(cls, mesh: Mesh, config: Config) -> _Sequences:
         """Those of the ranks of a mesh (a collective)."""
-        if mesh.device.type != "cpu" or config.compile.enable:
+        recompute = config.activation_checkpoint
+        # "op" keeps what was reduce-scattered, which it knows by PyTorch's operation
+        keeps_exchanges = recompute.mode == "selective" and recompute.selective_ac_option == "op"
+        if mesh.device.type != "cpu" or config.compile.enable or keeps_exchanges:
             return cls()
         return cls(SequenceExchange.between(mesh.group(AXIS)))
 

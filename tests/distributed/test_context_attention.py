@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shardtrain.distributed import attention_blocks, context_attention
 from shardtrain.ops import blocked_attention, cpu_kernels, sliding_window
@@ -187,6 +188,27 @@ def test_split_attention_by_blocks_of_products_equals_attention_written_out(num_
     for errors in run_ranks(num_ranks, errors_by_blocks):
         assert max(errors.pop("bfloat16")) < 6e-2
         assert max(value for values in errors.values() for value in values) < 5e-6, errors
+
+
+def recomputed_and_kept(rank: int) -> None:
+    *whole, gradient = inputs(torch.bfloat16)
+    for kernels in (Kernels(), Kernels(blocked_attention=2.0)):
+        cpu_kernels.use(kernels)
+        for documents, window in ((None, 0), (random_documents(1), 0), (random_documents(2), 7)):
+            for name, (function, balanced) in KINDS.items():
+                gradients = []
+                for recomputes in (False, True):
+                    local = [part(x, rank, 2, balanced).requires_grad_() for x in whole]
+                    arguments = (*local, dist.group.WORLD, balanced, documents, window)
+                    out = checkpoint(function, *arguments, use_reentrant=False) if recomputes else function(*arguments)
+                    out.backward(part(gradient, rank, 2, balanced))
+                    gradients.append([x.grad for x in local])
+                for kept, again in zip(*gradients, strict=True):
+                    assert torch.equal(kept, again), name
+
+
+def test_split_attention_may_be_recomputed() -> None:
+    run_ranks(2, recomputed_and_kept)
 
 
 def test_split_attention_within_a_window_in_bfloat16_loses_no_more_than_the_type_does() -> None:
