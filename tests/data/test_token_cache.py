@@ -131,7 +131,7 @@ def test_each_option_that_decides_the_tokens_is_part_of_the_key(
     assert tokenized.times == 2
 
 
-def test_what_becomes_of_tokens_is_no_part_of_the_key(file: Path, tokenized: Count) -> None:
+def test_options_that_come_after_the_tokens_are_not_part_of_the_key(file: Path, tokenized: Count) -> None:
     """As in a search for the best packing, length or mixture."""
     opened(file)
     opened(file, packing="first_fit", document_mask="on", long_documents="drop", readers=3)
