@@ -362,7 +362,7 @@ def _of_tensors(case: Case) -> Iterator[Broken]:
     width = int(sizes.get(f"{M}ffn_dim", "0")) or tp
     shared = int(sizes.get(f"{M}num_shared_experts", "0")) * int(sizes.get(f"{M}moe_ffn_dim", "0"))
     counts = {"heads": heads, "num_kv_heads": kv_heads, "ffn_dim": width, "shared experts": shared or tp}
-    counts["vocab_size"] = int(sizes[f"{M}vocab_size"])
+    counts["vocab_size"] = int(sizes.get(f"{M}vocab_size", "0")) or tp
     for name, count in counts.items():
         if count % tp:
             yield Broken(f"tensor parallelism {tp} divides {name} {count} of {family}", (TP,))
