@@ -1,7 +1,7 @@
-"""Sharding as data beside the model: which module is what, in words. No torch is imported here.
+"""How a model is sharded, as data beside it: one word for each module. No torch is imported here.
 
-``distributed/`` alone turns the words into PyTorch's classes; the planner reads the same words to divide bytes.
-A model file carries one ``LAYOUT``, and ``initial`` with a ``Draw`` for each parameter; ``check`` proves that a layout
+``distributed/`` turns the words into PyTorch's parallel styles; the planner divides bytes by the same words. A model
+file has one ``LAYOUT``, and a function ``initial`` that gives each parameter a ``Draw``; ``check`` proves that a layout
 covers its model.
 """
 
@@ -34,7 +34,7 @@ TENSOR_WORDS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a model may be cut and split. Paths are globs in which ``*`` stops at a dot.
+    """Where a model may be cut into stages and split over ranks. Paths are globs in which ``*`` stops at a dot.
 
     first:   modules of the first pipeline stage only, in the order of the forward chain.
     layers:  the ModuleDict of repeated layers: unit of sharding, recompute, compile and pipeline cuts.
@@ -43,9 +43,9 @@ class Layout:
     context: path of the weightless attention core: softmax(scale q k + bias) v, as docs/models.md says.
     expert:  path of the mixture-of-experts module, or empty: it has ``.router``, ``.balance``, ``.dispatch`` and
              ``.experts`` (see models/moe.py).
-    buffers: buffers that start at zero and belong to checkpoints; a model may have no others.
+    buffers: buffers that start at zero and are saved in checkpoints; a model may have no others.
     optional: modules that some sizes of the model lack, such as shared experts: rules of ``tensor``, ``context`` and
-             ``expert`` for them and for what is in them may name nothing.
+             ``expert`` for them and their submodules may match nothing.
     """
 
     first: tuple[str, ...]
@@ -59,15 +59,15 @@ class Layout:
 
 
 Depth = Literal["none", "layer", "total"]
-"""How a parameter's start depends on the depth of the model; see ``Draw``."""
+"""How the standard deviation of a parameter depends on the depth of the model; see ``Draw``."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How a parameter starts.
+    """How a parameter is initialized.
 
-    ``std`` is the standard deviation (ignored by ``ones`` and ``zeros``); ``cutoff`` bounds a truncated normal in
-    units of ``std`` of the same name. ``depth`` divides std by sqrt(2 (i + 1)) for layer i ("layer") or by
+    ``std`` is the standard deviation (ignored by ``ones`` and ``zeros``); ``cutoff`` bounds a truncated normal, in
+    units of ``std``. ``depth`` divides std by sqrt(2 (i + 1)) for layer i ("layer") or by
     sqrt(2 L) for all L layers ("total"), so that the residual stream keeps its variance (GPT-2, section 2.3).
     """
 
@@ -84,7 +84,7 @@ def _globs(pattern: str) -> tuple[re.Pattern[str], ...]:
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a dotted path fits a glob, part by part between dots, each as ``fnmatch`` has it: *, ?, [ab], [!ab].
+    """Whether a dotted path matches a glob; each part between dots is matched by ``fnmatch``: *, ?, [ab], [!ab].
 
     >>> matches("layers.3.attn.wq", "layers.*.attn.w[!o]"), matches("layers.3.ffn.w1", "layers.*")
     (True, False)
@@ -95,7 +95,7 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def word_of(layout: Layout, module_path: str) -> str | None:
-    """The tensor word of a module path, or None when no rule names it."""
+    """The word that ``layout.tensor`` gives a module path, or None when no rule matches it."""
     return next((word for pattern, word in layout.tensor.items() if matches(module_path, pattern)), None)
 
 
@@ -104,15 +104,15 @@ def _may_be_absent(pattern: str, optional: tuple[str, ...]) -> bool:
 
 
 def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable[str]) -> list[str]:
-    """Every broken promise of a layout as one sentence each; an empty list means that the layout fits the model.
+    """What is wrong with a layout, one sentence per problem; an empty list means that the layout fits the model.
 
-    Proves that each rule names a module, each word is known, the ends and layers exist, and each parameter's module
-    is named by exactly one rule.
+    Checks that each rule matches a module, each word is known, the ends and layers exist, and exactly one rule matches
+    the module of each parameter.
     """
     modules = set(module_paths)
     problems = []
 
-    # each rule has a known word, and a module that it is about
+    # each rule has a known word and matches a module
     for pattern, word in layout.tensor.items():
         if word not in TENSOR_WORDS:
             problems.append(
@@ -129,15 +129,17 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
         if absent and not _may_be_absent(pattern, layout.optional):
             problems.append(f"LAYOUT.{role}={pattern!r} names no module; remove it or correct the path")
 
-    # a parameter that no rule names would be whole on each rank without anybody having said so
+    # without a rule a parameter would be replicated silently; "gather", "local" and "copy" say nothing about weights
     for name in parameter_names:
         owner = name.rpartition(".")[0]
-        hits = [pattern for pattern in layout.tensor if matches(owner, pattern)]
-        if len(hits) != 1:
+        rules = [pattern for pattern in layout.tensor if matches(owner, pattern)]
+        if len(rules) != 1:
             fix = (
-                f"leave one of {hits}" if hits else f'add a rule such as "{owner}": "colwise" (words in docs/models.md)'
+                f"leave one of {rules}"
+                if rules
+                else f'add a rule such as "{owner}": "colwise" (words in docs/models.md)'
             )
-            problems.append(f"parameter {name} is named by {len(hits)} rules of LAYOUT.tensor; {fix}")
-        elif (word := layout.tensor[hits[0]]) in ("gather", "local", "copy"):
+            problems.append(f"parameter {name} is named by {len(rules)} rules of LAYOUT.tensor; {fix}")
+        elif (word := layout.tensor[rules[0]]) in ("gather", "local", "copy"):
             problems.append(f"parameter {name} belongs to a {word!r} module, which may hold none; move it into a child")
     return problems

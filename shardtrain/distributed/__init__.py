@@ -1,4 +1,4 @@
-"""Parallelism: a pure model, its layout and a mesh become a Runner. One file per axis or step, in one visible order."""
+"""Parallelism: a model, its layout and a mesh become a Runner. One file per axis or step."""
 
 from __future__ import annotations
 
@@ -26,23 +26,24 @@ __all__ = ["BATCH_AXES", "LOSS_AXES", "Mesh", "Runner", "build", "parallelize"]
 
 
 def use_chosen_kernels(model: nn.Module) -> None:
-    """Let a model's linear layers and norms be computed by the kernels that this CPU has chosen, in place."""
+    """Replace linear layers and norms by the kernels that were measured to be faster on this CPU, in place."""
     if cpu_kernels.chosen().uses("onednn_linear"):
         onednn_linear.use(model)
     if cpu_kernels.chosen().uses("rms_norm"):
         rms_norm.use(model)
-    layer_norm.use(model)  # whatever is faster: PyTorch's gradients in 16 bits are wrong
+    layer_norm.use(model)  # always: PyTorch's LayerNorm gradients are wrong in 16 bits on a CPU
 
 
 def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vocab_size: int) -> Runner:
-    """Cut, swap and shard a model that is still on the meta device; no memory is used before ``materialize``.
+    """Cut a model into stages, replace modules and shard it, all on the meta device; ``materialize`` allocates memory.
 
-    What is off is not called: the file of an axis of one rank has no part in a run.
+    The steps of features that are off are not called.
     """
+    # steps on the whole model
     if config.training.dtype != "float32":
         model.to(getattr(torch, config.training.dtype))
     if layout.expert:
-        expert_parallel.mesh_of_experts(mesh, config)  # by all ranks together, also those of a stage without experts
+        expert_parallel.mesh_of_experts(mesh, config)  # a collective: ranks whose stage has no experts enter it too
     if mesh.size("cp", "tp") > 1:
         context_parallel.check_cores(model, layout, mesh, config)
     if config.model.converters:
@@ -50,8 +51,10 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     if mesh.device.type == "cpu":
         use_chosen_kernels(model)
     has_experts = expert_parallel.has_experts([model])
-    piped = mesh.size("pp") > 1
-    modules = pipeline_parallel.cut(model, layout, mesh, config) if piped else [model]
+
+    # steps on this rank's stages, or on the whole model where there are none
+    is_pipelined = mesh.size("pp") > 1
+    modules = pipeline_parallel.cut(model, layout, mesh, config) if is_pipelined else [model]
     for module in modules:
         if config.model.name.endswith(".py"):
             reading.apply(module, layout, mesh, config)
@@ -61,13 +64,15 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
             context_parallel.apply(module, layout, mesh, config)
         if layout.expert:
             expert_parallel.apply(module, layout, mesh, config)
-        # a layer that recomputes is compiled around the recomputation, or has been compiled within it
+        # after activation checkpointing, so that a layer is compiled together with its recomputation
         if config.activation_checkpoint.mode != "none":
             activation_checkpoint.apply(module, layout, mesh, config)
         if config.compile.enable:
             compile.apply(module, layout, mesh, config)
-        # last: FSDP keeps the parameters that it finds, so that none may be replaced after it
+        # last: FSDP keeps references to parameters, so none may be replaced after it
         fsdp.apply(module, layout, mesh, config)
+
+    # the loss, over a vocabulary that tensor parallelism may have split
     vocabulary = None
     if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
         vocabulary = tensor_parallel.SplitVocabulary(mesh, vocab_size)
@@ -75,4 +80,4 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     if config.compile.enable and vocabulary is None:
         chunk_loss = compile.compiled_chunk_loss(config)
     parts = ModelParts(modules, mesh, config, chunk_loss, vocabulary, has_experts)
-    return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size) if piped else PlainRunner(parts)
+    return pipeline_parallel.PipelineRunner(parts, model, layout, vocab_size) if is_pipelined else PlainRunner(parts)

@@ -1,7 +1,7 @@
 """Data parallelism by FSDP2: sharded, replicated (DDP) and both (HSDP) are one mesh with different sizes.
 
-Also the home of mixed precision: parameters are kept in ``training.dtype``, gathered in the compute type and their
-gradients reduced in the reduce type, on one process as on thousands. Must run last: it must see final parameters.
+Mixed precision is here too: parameters are stored in ``training.dtype``, gathered in the compute type, and their
+gradients reduced in the reduce type, on one process as on thousands. Must run last: it must see the final parameters.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 def is_needed(mesh: Mesh, config: Config) -> bool:
-    """Whether one process has anything to do here: other ranks, another compute type, or offloading."""
+    """Whether FSDP is needed: there are several ranks, another compute type than the stored one, or CPU offload."""
     mixed = derived.compute_dtype(config) != config.training.dtype
     return mesh.device_mesh.size() > 1 or mixed or offloads(config, mesh.device)
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     """Shard each layer, the embedding, and the norm with the head, each as one unit, in place."""
-    # before anything is sharded, and for one process as well: the numbers are those of any mesh
+    # also for one process, which must give the numbers of any mesh
     half = {derived.compute_dtype(config), config.training.dtype} & {"bfloat16", "float16"}
     if half and mesh.device.type == "cpu":
         for module in model.modules():
@@ -44,7 +44,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if not is_needed(mesh, config):
         return
     if not config.model.name.endswith(".py"):
-        # FSDP warns of in-place operations on outputs that are views; models of this package have none
+        # FSDP warns of outputs that are views, which break if changed in place; models of this package do not
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     _check_parameters(model, layout)
     options: dict[str, Any] = {
@@ -56,15 +56,18 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     }
     reshard = _reshard_after_forward(config, mesh)
     layers = list(getattr(model, layout.layers).values())
-    # the last layer's parameters are needed again at once in backward, so by default they are kept
+
+    # layers; backward needs the last one again at once, so by default its parameters stay gathered
     keep_last = config.parallelism.fsdp_reshard_after_forward == "default"
     for layer in layers:
         policy = {**options, "reshard_after_forward": reshard and not (keep_last and layer is layers[-1])}
-        expert_parallel.shard(layer, mesh, config, policy)  # before the layer, whose unit then leaves them out
+        expert_parallel.shard(layer, mesh, config, policy)  # before the layer, whose unit then excludes the experts
         fully_shard(layer, **policy)
+
+    # the ends, and the root with what is left
     first = [getattr(model, name) for name in layout.first]
     last = [getattr(model, name) for name in layout.last]
-    # tied ends stay with the root, which has them whole through the pass: one parameter has one owner
+    # a parameter belongs to one unit: tied ends stay in the root, which is gathered for the whole pass
     if not _share_parameters(first, last) and not getattr(model, "ends_are_read", False):
         for ends, keep in ((first, False), (last, keep_last)):
             with_parameters = [module for module in ends if any(True for _ in module.parameters())]
@@ -75,21 +78,22 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         gather_ahead(model, layout)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Gradients are sums: the loss was divided once, by the global count of tokens. gloo has no PREMUL_SUM,
-            # which a divide factor of one would otherwise use, so plain sums are forced first.
+            # Gradients are summed, not averaged: the loss was divided once, by the global number of tokens. A divide
+            # factor of 1 would use PREMUL_SUM, which gloo lacks, so plain sums are forced first.
             module.set_force_sum_reduction_for_comms(True)
-            if mesh.device_mesh.size() > 1:  # one process has nothing to divide by, and divides by it all the same
+            if mesh.device_mesh.size() > 1:  # one process needs no factor, and FSDP would divide by it
                 module.set_gradient_divide_factor(1.0)
     if mesh.device.type == "cpu" and dist.get_backend() == "gloo":
         shared_memory.use(model)
 
 
 def gather_ahead(model: nn.Module, layout: Layout) -> None:
-    """Let each unit of FSDP ask for the parameters of the next layer, with its experts, before it computes itself.
+    """Prefetch: each FSDP unit starts the all-gather of the next layer, with its experts, before it computes itself.
 
-    Without it a unit is asked for when it is reached. That is early enough while the host is ahead of its device, which
-    it is not where it waits within a layer, as for the rows of experts, or where layers are short. One more layer is
-    held in forward, as in backward anyway. Only of use where copies and collectives have queues of their own.
+    By default FSDP starts an all-gather in forward when its unit is reached. That is early enough only while the host
+    runs ahead of the device, which fails where layers are short or wait for the device, as for the row counts of
+    experts. It costs the memory of one more gathered layer in forward, as backward does anyway, and gains nothing on
+    CPUs, where collectives have no stream of their own.
     """
     named = [*layout.first, *(f"{layout.layers}.{name}" for name in getattr(model, layout.layers)), *layout.last]
     order = [units for name in named if (units := _units(model.get_submodule(name)))]
@@ -99,8 +103,8 @@ def gather_ahead(model: nn.Module, layout: Layout) -> None:
 
 
 def _units(module: nn.Module) -> list[FSDPModule]:
-    """A module that FSDP shards by itself and those within it; empty where it belongs to another unit."""
-    return [one for one in module.modules() if isinstance(one, FSDPModule)] if isinstance(module, FSDPModule) else []
+    """The FSDP unit of a module and the units inside it; empty where the module belongs to another unit."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)] if isinstance(module, FSDPModule) else []
 
 
 def _embedding_summed_in_float32(module: nn.Embedding, ids_BT: Tensor) -> Tensor:
@@ -115,10 +119,9 @@ def _embedding_summed_in_float32(module: nn.Embedding, ids_BT: Tensor) -> Tensor
 
 
 def _check_parameters(model: nn.Module, layout: Layout) -> None:
-    """Refuse parameters that FSDP2 cannot have, each of which it fails on, or takes apart, without a word of the model.
+    """Refuse parameters that FSDP2 cannot shard: it would untie them silently, or fail without naming them.
 
-    Between modules that it shards by themselves none may be shared, but by the ends; within one, those that are trained
-    have one type.
+    Only the first and last modules may share parameters with other units. Trainable parameters of a unit have one type.
     """
 
     def refuse(rule: str, fix: str) -> ConfigError:
@@ -140,13 +143,13 @@ def _check_parameters(model: nn.Module, layout: Layout) -> None:
         other = next((parameter for parameter in trained if parameter.dtype != trained[0].dtype), None)
         if other is not None:
             types = " and ".join(
-                f"{paths[id(one)]} of {str(one.dtype).removeprefix('torch.')}" for one in (trained[0], other)
+                f"{paths[id(odd)]} of {str(odd.dtype).removeprefix('torch.')}" for odd in (trained[0], other)
             )
             raise refuse(f"{types}, which are sharded together", "make all parameters of one type")
 
 
 def precision_policy(config: Config) -> MixedPrecisionPolicy:
-    """Types of gathered parameters and reduced gradients; inputs are not cast, so rotary angles stay float32."""
+    """The types of gathered parameters and reduced gradients. Inputs are not cast, so rotary angles stay float32."""
     compute = getattr(torch, derived.compute_dtype(config))
     reduce = getattr(torch, config.training.mixed_precision_reduce)
     return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, cast_forward_inputs=False)
@@ -159,17 +162,17 @@ def set_gradient_sync(model: nn.Module, sync: bool) -> None:
 
 
 def gather(model: nn.Module) -> None:
-    """Gather the parameters of all units that are not gathered, until each unit's next forward or backward ends."""
+    """All-gather the parameters of all units; each unit frees them after its next forward or backward."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.unshard()
 
 
 def free_gathered(model: nn.Module) -> None:
-    """End forward passes that no backward follows: free what they gathered, so that each rank holds shards again."""
+    """After forward passes without a backward, free the gathered parameters, so that each rank holds only shards."""
     if not isinstance(model, FSDPModule):
         return
-    if hasattr(model, "reset_iter_state"):  # also forgets the order of these passes, which backward would prefetch by
+    if hasattr(model, "reset_iter_state"):  # also drops the recorded order of forward, by which backward would prefetch
         model.reset_iter_state()
         return
     for module in model.modules():
@@ -180,18 +183,18 @@ def free_gathered(model: nn.Module) -> None:
 def _reshard_after_forward(config: Config, mesh: Mesh) -> bool:
     policy = config.parallelism.fsdp_reshard_after_forward
     if policy == "default":
-        # with one shard there is nothing to free but a copy in the compute type, at the price of copying twice
+        # with one shard only the copy in the compute type would be freed, and backward would copy again
         return mesh.size("dp_shard", "cp") > 1 and mesh.size("pp") == 1
     return policy == "always"
 
 
 def offloads(config: Config, device: torch.device) -> bool:
-    """Whether parameters lie in another memory than that of the device: on a CPU there is no other."""
+    """Whether parameters are offloaded to host memory, which means nothing on a CPU."""
     return config.training.enable_cpu_offload and accelerator.is_accelerator(device)
 
 
 def _share_parameters(first: list[nn.Module], last: list[nn.Module]) -> bool:
-    def owned(modules: list[nn.Module]) -> set[int]:
+    def ids(modules: list[nn.Module]) -> set[int]:
         return {id(parameter) for module in modules for parameter in module.parameters()}
 
-    return bool(owned(first) & owned(last))
+    return bool(ids(first) & ids(last))

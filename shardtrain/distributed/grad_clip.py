@@ -25,7 +25,7 @@ from shardtrain.ops.dtensor import local_tensor, split_axes, squared_norm
 def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
     """L2 norm of all gradients of the whole model, a float64 scalar, equal on all ranks (a collective).
 
-    It decides how far clipped weights move, so it must not depend on how tensors are split: see ``squared_norm``.
+    Clipping scales by it, so it must not depend on how tensors are split: see ``squared_norm``.
     """
     squares = SquaredNorm(mesh)
     squares.add(*(parameter.grad for parameter in parameters if parameter.grad is not None))
@@ -33,7 +33,7 @@ def gradient_norm(parameters: Iterable[Tensor], mesh: Mesh) -> Tensor:
 
 
 class SquaredNorm:
-    """Sums of squares of gradients that are given one after the other, or all at once."""
+    """A running sum of squares of gradients: one call of ``add`` for all of them, or several."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
@@ -46,7 +46,7 @@ class SquaredNorm:
         for gradient in gradients:
             axes: tuple[str, ...] = ()
             if isinstance(gradient, DTensor):
-                # axes on which ranks hold the same part are left out: their squares would count once for each rank
+                # only axes on which the gradient is split: summed over replicated axes, squares would count many times
                 mesh = gradient.device_mesh
                 split = split_axes(gradient)
                 names = mesh.mesh_dim_names or ()
@@ -59,10 +59,9 @@ class SquaredNorm:
             self._by_axes[axes] = self._by_axes[axes] + squares if axes in self._by_axes else squares
 
     def norm(self) -> Tensor:
-        """The root of the sum over all ranks (a collective)."""
+        """The square root of the sum over all ranks (a collective)."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        # by name and in one order, or ranks would meet in different sums: group objects are not the same from call to
-        # call
+        # sorted by the names of axes, so that all ranks enter the all-reduces in one order
         for axes in sorted(self._by_axes):
             squares = self._by_axes[axes]
             for axis in axes:
@@ -72,51 +71,51 @@ class SquaredNorm:
 
 
 NORMS_AGREE = 1e-5
-"""Relative difference from which two ranks' norms are not the same number. Replicas hold equal bits; groups of ranks
-that add them in another order may differ by 1e-7."""
+"""Relative tolerance within which two ranks' norms count as equal. Replicas have equal bits; ranks that add the same
+squares in another order may differ by 1e-7."""
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """A step's global loss and gradient norm as all ranks see them alike."""
+    """A step's global loss and gradient norm, the same on all ranks."""
 
     loss: float
     norm: float
     """Infinite where the norm of any rank is not finite."""
     same_norm: bool
-    """Whether all ranks found the same norm; ``norm`` is their mean. Beyond some 10,000 ranks it may be False for
-    rounding alone: ``replica_check.refuse_norms`` looks again."""
+    """Whether all ranks computed the same norm; ``norm`` is their mean. Beyond some 10,000 ranks it may be False by
+    rounding alone: ``replica_check.refuse_norms`` checks again."""
     applied: bool = False
-    """Whether the update is done already: the device was given it together with the question whether to do it."""
+    """Whether the update has been applied already, by the decision of the device."""
 
 
 class OnDevice(NamedTuple):
-    """What a device decides of the update that it was given."""
+    """The device's decision on an update that was queued before the host knew loss and norm."""
 
     applies: Tensor
     """Whether loss and norm are finite and the norm is the same on all ranks, a boolean scalar."""
     factor: Tensor
-    """What gradients are multiplied by, so that their norm is at most the largest that is allowed."""
+    """What the gradients are multiplied by, so that their norm is at most ``training.max_norm``."""
 
 
 class Agreement:
-    """This rank's part of the loss summed over all ranks, and whether all have the same norm (one collective).
+    """Sums the loss over all ranks and checks that all computed the same norm (one collective).
 
-    Ranks must not decide differently: a bit that flipped on one replica after the reduction makes one norm another, or
-    not finite, and a rank that skips an update while others apply it waits for them for ever.
+    Ranks must not decide differently: a bit flip on one replica after the gradient reduction changes its norm, or makes
+    it not finite, and a rank that skips an update while others apply it would deadlock with them.
     """
 
     def __init__(self, loss: Tensor, norm: Tensor, mesh: Mesh) -> None:
         is_finite = torch.isfinite(norm)
-        own_norm = torch.where(is_finite, norm, 0.0).double()
-        # tensor-parallel peers hold the same loss
-        own_loss = loss.double() if mesh.rank("tp") == 0 else torch.zeros_like(loss, dtype=torch.float64)
-        own = torch.stack([own_loss, (~is_finite).double(), own_norm, own_norm.square()])
-        self._sums_4 = mesh.sum_of_all(own)
+        local_norm = torch.where(is_finite, norm, 0.0).double()
+        # tensor-parallel peers have the same loss, which must count once
+        local_loss = loss.double() if mesh.rank("tp") == 0 else torch.zeros_like(loss, dtype=torch.float64)
+        summands = torch.stack([local_loss, (~is_finite).double(), local_norm, local_norm.square()])
+        self._sums_4 = mesh.sum_of_all(summands)
         self._num_ranks = mesh.device_mesh.size()
 
     def on_device(self, max_norm: float) -> OnDevice:
-        """What the host will decide, decided on the device, for an update that is queued before the host knows."""
+        """The same decision as ``read`` leads to on the host, computed on the device."""
         total_loss, not_finite, norms, squares = self._sums_4.unbind()
         mean = norms / self._num_ranks
         variance = (squares / self._num_ranks - mean * mean).clamp_min(0.0)
@@ -124,28 +123,28 @@ class Agreement:
         applies = torch.isfinite(total_loss) & torch.isfinite(mean) & (not_finite == 0) & same
         return OnDevice(applies, (max_norm / (mean + 1e-6)).clamp_max(1.0))
 
-    def read(self, decided: OnDevice | None = None) -> Agreed:
-        """What was agreed, on the host: the one time in a step that it waits for an accelerator.
+    def read(self, decision: OnDevice | None = None) -> Agreed:
+        """The agreed loss and norm, on the host: the only point of a step at which it waits for an accelerator.
 
-        With ``decided``, whether the update was applied is what the device says, and is not computed again.
+        With ``decision``, ``applied`` is what the device decision; the host does not compute it again.
         """
         numbers = self._sums_4
-        if decided is not None:
-            # what the device has decided comes with the same copy: a second one would be a second wait
-            numbers = torch.cat([numbers, decided.applies.double().unsqueeze(0)])
+        if decision is not None:
+            # in the same copy to the host: a second one would be a second synchronization
+            numbers = torch.cat([numbers, decision.applies.double().unsqueeze(0)])
         total_loss, not_finite, norms, squares, *decision = Reading(numbers, "loss and gradient norm").get()
         applied = decision == [1.0]
         num_ranks = self._num_ranks
         if not_finite:
             return Agreed(total_loss, math.inf, not_finite == num_ranks, applied)
         mean = norms / num_ranks
-        # a sum carries both questions: of equal numbers the variance is zero, one of n that is off by d has d^2 / n
+        # sums of norms and of squares give the variance: zero for equal norms, about d^2 / n if one of n is off by d
         variance = max(0.0, squares / num_ranks - mean * mean)
         return Agreed(total_loss, mean, math.sqrt(variance * num_ranks) <= NORMS_AGREE * mean, applied)
 
 
 def scale_gradients(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiply every gradient by a number, in place; one on the device is multiplied by whatever it is."""
+    """Multiply every gradient by a number, in place; a factor on the device is not read, so it is applied even if 1."""
     gradients = [local_tensor(p.grad) for p in parameters if p.grad is not None]
     if not gradients:
         return

@@ -1,4 +1,4 @@
-"""The device mesh: its axes in torchtitan's order, and sums over them. ``axis`` is the mesh's, ``dim`` a tensor's."""
+"""The device mesh: its axes in torchtitan's order, and sums over them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOSS_AXES = ("dp_replicate", "dp_shard", "cp")
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks as a grid. Axes of one rank exist as sizes only, except dp_shard, which FSDP always needs."""
+    """All ranks as a grid. ``device_mesh`` has no axes of size 1, except dp_shard, which FSDP always needs."""
 
     device_mesh: DeviceMesh
     sizes: Mapping[str, int]
@@ -42,13 +42,13 @@ class Mesh:
         return product
 
     def rank(self, *axes: str) -> int:
-        """This rank's place along the axes together, the last axis running fastest."""
-        place = 0
+        """This rank's index along the axes flattened into one, the last axis running fastest."""
+        index = 0
         existing = self.device_mesh.mesh_dim_names or ()
         for axis in axes:
             rank = self.device_mesh.get_local_rank(axis) if axis in existing else 0
-            place = place * self.sizes[axis] + rank
-        return place
+            index = index * self.sizes[axis] + rank
+        return index
 
     def submesh(self, *axes: str) -> DeviceMesh:
         """The DeviceMesh of the axes; each must have more than one rank or be dp_shard."""
@@ -59,12 +59,12 @@ class Mesh:
         if self.sizes["cp"] == 1:
             return self.submesh(*(("dp_replicate",) if self.sizes["dp_replicate"] > 1 else ()), "dp_shard")
         # context-parallel ranks hold the same weights, so FSDP shards over them as well
-        apart = self.submesh("dp_shard", "cp")
-        together = gloo_sockets.private(lambda: apart._flatten("dp_shard_cp"))
+        shard_and_cp = self.submesh("dp_shard", "cp")
+        flattened = gloo_sockets.private(lambda: shard_and_cp._flatten("dp_shard_cp"))
         if self.sizes["dp_replicate"] == 1:
-            return together
+            return flattened
         with warnings.catch_warnings():
-            # torch 2.13 warns of slicing an axis made from two, and has no public way to put it beside a third
+            # torch 2.13 warns of slicing a flattened axis, and has no public way to combine it with another
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.submesh("dp_replicate", "dp_shard_cp")
 
@@ -77,14 +77,14 @@ class Mesh:
         return self._reduce(tensor, over, dist.ReduceOp.SUM)
 
     def sum_of_all(self, tensor: Tensor) -> Tensor:
-        """The sum of a small tensor over all ranks, in one collective; one of the host's travels by gloo."""
+        """The sum of a small tensor over all ranks, in one collective; by gloo if the tensor is on the CPU."""
         if self.device_mesh.size() > 1:
             tensor = tensor.clone()
             dist.all_reduce(tensor)
         return tensor
 
     def max(self, tensor: Tensor, over: tuple[str, ...]) -> Tensor:
-        """The largest values of a small tensor over the ranks of the axes."""
+        """The elementwise maximum of a small tensor over the ranks of the axes."""
         return self._reduce(tensor, over, dist.ReduceOp.MAX)
 
     def _reduce(self, tensor: Tensor, over: tuple[str, ...], op: dist.ReduceOp.RedOpType) -> Tensor:
@@ -111,9 +111,9 @@ def sizes_of(config: Config, world_size: int) -> dict[str, int]:
 def build(config: Config, world: World) -> Mesh:
     """Arrange all ranks in a mesh (a collective: every rank calls it)."""
     sizes = sizes_of(config, world.size)
-    # an axis of one rank would cost a process group for each rank of the world and say nothing
+    # axes of size 1 are left out: each would cost every rank a process group of its own
     names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == "dp_shard")
     shape = tuple(sizes[name] for name in names)
-    kind = world.device.type
-    device_mesh = gloo_sockets.private(lambda: init_device_mesh(kind, shape, mesh_dim_names=names))
+    device_type = world.device.type
+    device_mesh = gloo_sockets.private(lambda: init_device_mesh(device_type, shape, mesh_dim_names=names))
     return Mesh(device_mesh, sizes, world.device)

@@ -1,7 +1,7 @@
-"""What the trainer may ask of a model on a mesh; the same questions whatever the parallelism.
+"""The trainer's interface to a model on a mesh, the same whatever the parallelism.
 
-``Runner`` holds what all have in common; ``PlainRunner`` runs one model, ``PipelineRunner`` of ``pipeline_parallel.py``
-some stages.
+``Runner`` is the base class; ``PlainRunner`` runs a whole model, ``PipelineRunner`` (``pipeline_parallel.py``) the
+stages of this rank.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A rank's share of a model, cut and sharded: one part, or one per pipeline stage that the rank holds."""
+    """A rank's part of a model, cut and sharded: one module, or one per pipeline stage that the rank holds."""
 
     modules: Sequence[nn.Module]
     mesh: Mesh
     config: Config
     chunk_loss: ChunkFunction | None
     vocabulary: Vocabulary | None = None
-    """How the columns of the logits are split over ranks, where they are."""
+    """How the columns of the logits are split over tensor-parallel ranks; None where they are not."""
     has_experts: bool = False
-    """Whether the whole model has experts, be they in this rank's share or not."""
+    """Whether the whole model has experts, on this rank or on others."""
 
 
 class Runner(ABC):
@@ -61,25 +61,25 @@ class Runner(ABC):
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """Add the gradients of ``weight`` times the loss sum over all batches of all ranks to the parameters.
 
-        Gives ``weight`` times this rank's own loss sum, a float64 scalar: zero where another stage has the loss.
-        Gradients are communicated once.
+        Returns ``weight`` times this rank's loss sum, a float64 scalar: zero where another stage computes the loss.
+        Gradients are reduced once, with the last batch.
         """
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> Tensor:
-        """This rank's loss sum of one batch, without gradients; zero where another stage has the loss."""
+        """This rank's loss sum of one batch, without gradients; zero where another stage computes the loss."""
 
     @property
     def has_loss(self) -> bool:
-        """Whether the loss is computed here."""
+        """Whether this rank computes the loss: with pipeline stages, those of the last one."""
         return True
 
     @property
     def counts_filler(self) -> bool:
-        """Whether it matters which tokens of a batch are filler: to experts it does (``data.mark_filler``)."""
+        """Whether batches must say which tokens are filler: experts do not count them (``data.mark_filler``)."""
         return self._has_experts and expert_parallel.has_experts(self.parts)
 
-    def own_targets(self, batches: Sequence[Batch]) -> int:
+    def local_targets(self, batches: Sequence[Batch]) -> int:
         """Target tokens whose loss this rank computes: with context parallelism those of its part of each sequence."""
         if not self.has_loss:
             return 0
@@ -92,12 +92,12 @@ class Runner(ABC):
         return context_parallel.cut(batch, self._mesh, self._config)
 
     def materialize(self, draws: Mapping[str, Draw], seed: int) -> None:
-        """Give the parameters memory and their initial values, equal on every mesh."""
+        """Allocate the parameters and initialize them, with the same values on every mesh."""
         offload = fsdp.offloads(self._config, self._mesh.device)
         for part in self.parts:
             ties = tied_names(part)
             part.to_empty(device="cpu" if offload else self._mesh.device)
-            tie(part, ties)  # to_empty gives each module a parameter of its own
+            tie(part, ties)  # to_empty gives each module its own parameter
             for module in part.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     module._buffers[name] = torch.zeros_like(buffer, device=self._mesh.device)  # see LAYOUT.buffers
@@ -109,27 +109,27 @@ class Runner(ABC):
             self._split_states = SplitStates(trained, self._mesh, derived.state_block(self._config))
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by the names that the whole model has."""
+        """This rank's parameters by their names in the whole model."""
         return {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
 
     def counted_parameters(self) -> dict[str, nn.Parameter]:
-        """Those that sums over pipeline stages count on this rank: each parameter of the model in one stage."""
+        """The parameters that this rank counts in sums over stages: a tied one is on two stages and counts on one."""
         return self.parameters()
 
     def buffers(self) -> dict[str, Tensor]:
-        """What this rank's parts remember beside their parameters: biases of routers, equal on all ranks."""
+        """This rank's buffers by name, such as the biases of routers; equal on all ranks that hold them."""
         return {name: buffer for part in self.parts for name, buffer in part.named_buffers()}
 
     def measures(self) -> dict[str, float]:
-        """What a model of this kind reports of the last ``forward_backward``, equal on all ranks (a collective)."""
+        """Metrics of the model itself of the last ``forward_backward``, equal on all ranks (a collective)."""
         return expert_parallel.measure(self.parts, self._mesh) if self._has_experts else {}
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates: the parameters, or this replica's slices of them."""
+        """What the optimizer updates: the parameters, or with ZeRO-1 this replica's slices of them."""
         return self.parameters() if self._split_states is None else self._split_states.slices
 
     def update_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer change each parameter in backward from now on; its learning rate is to be set before."""
+        """Step the optimizer in backward from now on, parameter by parameter; set the learning rate before backward."""
         self._in_backward = UpdateInBackward(optimizer, self.optimizer_parameters().values(), self._mesh)
 
     def gradient_norm(self) -> Tensor:
@@ -139,20 +139,19 @@ class Runner(ABC):
         return grad_clip.gradient_norm(self.counted_parameters().values(), self._mesh)
 
     def update(self, optimizer: torch.optim.Optimizer, applies: Tensor | None = None) -> None:
-        """Let the optimizer change the parameters by their gradients, which are reduced, unscaled and clipped.
+        """Step the optimizer, with gradients that are reduced, unscaled and clipped already.
 
-        With ``applies``, a boolean scalar of the device, nothing changes where it is false; see
-        ``optim.decides_on_device``.
+        Nothing changes where ``applies``, a boolean scalar on the device, is false; see ``optim.decides_on_device``.
         """
-        if self._in_backward is not None:
+        if self._in_backward is not None:  # the parameters were updated in backward
             if self._has_experts:
                 expert_parallel.update_biases(self.parts, self._mesh)
             return
         if self._split_states is not None:
             self._split_states.before_update()
         if applies is not None:
-            # the fused kernels read this number on the device, and change neither weights nor state where it is 1:
-            # PyTorch's GradScaler skips an update by it, too
+            # fused kernels read this attribute on the device, and change neither weights nor state where it is 1;
+            # PyTorch's GradScaler skips an update the same way
             optimizer.found_inf = (~applies).float()  # type: ignore[attr-defined]
         optimizer.step()
         if applies is not None:
@@ -162,22 +161,22 @@ class Runner(ABC):
         if self._has_experts:
             expert_parallel.update_biases(self.parts, self._mesh, applies)
 
-    def forget_gradients(self) -> None:
-        """Free all gradients."""
+    def zero_grad(self) -> None:
+        """Set all gradients to None, which frees their memory."""
         for parameter in self.parameters().values():
             parameter.grad = None
 
 
 class PlainRunner(Runner):
-    """One whole model: forward, backward, one batch after the other."""
+    """A whole model: forward and backward of one batch after the other."""
 
     def __init__(self, parts: ModelParts) -> None:
         super().__init__(parts)
         self._loss_at_head: dict[int, bool] = {}
-        """By the tokens of a batch: whether the head gives the loss and not logits, decided once for each number."""
+        """Number of tokens -> whether the head returns the loss in place of logits, decided once for each number."""
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
-        """The last batch's backward communicates the gradients of all."""
+        """The backward of the last batch reduces the gradients of all."""
         if self._has_experts:
             expert_parallel.before_step(self.parts, weight)
         if self._before_pass:
@@ -201,14 +200,18 @@ class PlainRunner(Runner):
     def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
         model = self.parts[0]
         tokens_Bt, targets_Bt, positions_Bt = self._cut(batch)
-        # documents are not cut: attention needs those of all tokens
+        # documents are not split over context-parallel ranks: attention needs those of all tokens
         documents = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
+
+        # the head and the loss in one function, where that saves the memory of the logits
         num_tokens = targets_Bt.numel()
         if num_tokens not in self._loss_at_head:
             self._loss_at_head[num_tokens] = loss_at_head.saves(model, num_tokens, self._mesh, self._config)
         if self._loss_at_head[num_tokens]:
             with loss_at_head.in_place_of_logits(model, targets_Bt, weight, self._chunk_loss):
                 return model(tokens_Bt, positions_Bt, **documents)  # type: ignore[no-any-return]
+
+        # else the model returns logits; a user's model may return anything
         out = model(tokens_Bt, positions_Bt, **documents)
         if not (isinstance(out, Tensor) and out.ndim == 3 and out.shape[:2] == targets_Bt.shape):
             given = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"

@@ -44,7 +44,7 @@ class TaskRunner(PlainRunner):
         """Not of the batch: the task tells the model itself."""
         return False
 
-    def own_targets(self, batches: Sequence[Any]) -> int:
+    def local_targets(self, batches: Sequence[Any]) -> int:
         return sum(batch.num_targets for batch in batches)
 
     def predict(self, batch: Any, with_loss: bool = True) -> tuple[Tensor, dict[str, Tensor]]:

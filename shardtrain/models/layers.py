@@ -16,7 +16,7 @@ from shardtrain.ops import attention_scores, document_mask
 
 
 def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
-    """Give the normalisation over the last ``dim`` features that ``model.norm_type`` names.
+    """The norm over the last ``dim`` features that ``model.norm_type`` names.
 
     rmsnorm and fused_rmsnorm are the same module: PyTorch's RMSNorm is one fused kernel. np_layernorm has no
     parameters. Raises ValueError for an unknown name.
@@ -33,10 +33,10 @@ def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
 class RotaryAngles(nn.Module):
     """Cosines and sines of the rotary position embedding, computed from positions (Su et al. 2021, RoFormer).
 
-    Holds no tensor: angles follow from the positions given, so cut or packed sequences need nothing special, and a
-    model built on the meta device loses nothing. ``scaling`` is "none", "linear" (positions divided by ``factor``,
-    Chen et al. 2023) or "llama3" (Llama 3.1: long wavelengths divided by ``factor``, short ones kept, a linear ramp
-    in between).
+    Has no buffers: angles are computed from the positions it is given, so split or packed sequences need nothing
+    special, and there is nothing to initialize after the meta device. ``scaling`` is "none", "linear" (positions
+    divided by ``factor``, Chen et al. 2023) or "llama3" (Llama 3.1: long wavelengths divided by ``factor``, short ones
+    kept, a linear ramp in between).
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class RotaryAngles(nn.Module):
             low = self.low_freq_factor
             high = self.high_freq_factor
             turns_h = self.original_seq_len / wavelengths_h
-            # Of the original context, long wavelengths turn less than ``low`` times and short ones more than ``high``;
-            # Llama 4 has both factors 1, a step in place of the ramp
+            # Turns within the original context: below ``low`` is a long wavelength, above ``high`` a short one.
+            # Llama 4 sets both to 1, which makes the ramp a step
             ramp_h = ((turns_h - low) / (high - low)).clamp(0.0, 1.0) if high > low else (turns_h >= low).float()
             return frequencies_h * (ramp_h + (1.0 - ramp_h) / self.factor)
         return frequencies_h
@@ -84,32 +84,35 @@ class RotaryAngles(nn.Module):
 
 
 def rotate(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x_i, x_{i+H/2}) by its angle, in float32; the pairing of Hugging Face's Llama weights."""
+    """Rotate each pair (x_i, x_{i+H/2}) by its angle, in float32; the pairing of Hugging Face's Llama weights."""
     cos_BT1h, sin_BT1h = angles
     a_BTNh, b_BTNh = x_BTNH.float().chunk(2, dim=-1)
-    turned = (a_BTNh * cos_BT1h - b_BTNh * sin_BT1h, b_BTNh * cos_BT1h + a_BTNh * sin_BT1h)
-    return torch.cat(turned, dim=-1).type_as(x_BTNH)
+    rotated = (a_BTNh * cos_BT1h - b_BTNh * sin_BT1h, b_BTNh * cos_BT1h + a_BTNh * sin_BT1h)
+    return torch.cat(rotated, dim=-1).type_as(x_BTNH)
 
 
 def rotate_pairs(x_BTNH: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn each pair (x_2i, x_2i+1) by its angle, in float32; the pairing of DeepSeek's weights."""
+    """Rotate each pair (x_2i, x_2i+1) by its angle, in float32; the pairing of DeepSeek's weights."""
     cos_BT1h, sin_BT1h = angles
     a_BTNh, b_BTNh = x_BTNH.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = (a_BTNh * cos_BT1h - b_BTNh * sin_BT1h, b_BTNh * cos_BT1h + a_BTNh * sin_BT1h)
-    return torch.stack(turned, dim=-1).flatten(-2).type_as(x_BTNH)
+    rotated = (a_BTNh * cos_BT1h - b_BTNh * sin_BT1h, b_BTNh * cos_BT1h + a_BTNh * sin_BT1h)
+    return torch.stack(rotated, dim=-1).flatten(-2).type_as(x_BTNH)
 
 
 class AttentionCore(nn.Module):
-    """softmax(q k / sqrt(H)) v with a causal mask, and nothing else: the one seam that context parallelism needs.
+    """softmax(q k / sqrt(H)) v with a causal mask, without weights: the one module that context parallelism replaces.
 
-    With a ``window`` a token attends to itself and the ``window - 1`` tokens before it; 0 means no window. With a
-    ``chunk`` each document is cut into chunks of so many tokens from its beginning, and a token attends within its own
-    chunk alone; 0 cuts nothing. ``scale`` takes the place of 1 / sqrt(H); ``softcap`` bounds the scaled scores by
-    softcap tanh(score / softcap), 0 is none; ``alibi_slopes``, one number per query head of the whole model, times the
-    distance in tokens are subtracted from them. These attributes are what context parallelism reads of a core, and
-    tensor parallelism leaves each rank the slopes of its heads. ``has_sinks`` says that the core is given ``sinks_N``
-    too, one score per query head of the rank. ``heads_first`` says that a core takes and gives (B, N, T, H): this one
-    does not.
+    window:       a token attends to itself and the ``window - 1`` tokens before it; 0 means no window.
+    chunk:        documents are cut into chunks of so many tokens, and a token attends within its chunk; 0 means none.
+    scale:        replaces 1 / sqrt(H).
+    softcap:      bounds the scaled scores by softcap tanh(score / softcap); 0 means none.
+    alibi_slopes: one number per query head of the whole model; slope times distance in tokens is subtracted from the
+                  scores.
+    has_sinks:    whether the core is called with ``sinks_N`` too, one score per query head of the rank.
+    heads_first:  whether q, k, v and the output are (B, N, T, H) rather than (B, T, N, H).
+
+    Context parallelism reads these attributes to compute the same over split sequences; tensor parallelism reduces
+    ``alibi_slopes`` to those of a rank's heads.
     """
 
     heads_first = False
@@ -143,12 +146,12 @@ class AttentionCore(nn.Module):
         if self.chunk:
             shape = (q_BTNH.size(0), q_BTNH.size(1))
             documents_BT = document_mask.chunked(documents_BT, self.chunk, shape, q_BTNH.device)
-        # Scores that no fused kernel knows are written out
+        # No fused kernel has soft caps or ALiBi, so these scores are computed in blocks of queries
         if self.softcap or self.alibi_slopes:
             scores = attention_scores.scores_of(self)
             return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scores, sinks_N)
-        # Documents, a window that hides something, and sinks have kernels of their own; so has plain attention in
-        # bfloat16 on a CPU, if this machine has found blocks to be faster
+        # Documents, a window shorter than the sequence, and sinks need masked kernels. So does plain attention in
+        # bfloat16 on a CPU where blocks were measured to be faster on this machine
         masked = documents_BT is not None or 0 < self.window < q_BTNH.size(1) or sinks_N is not None
         if masked or (q_BTNH.dtype == torch.bfloat16 and document_mask.in_blocks(q_BTNH)):
             return document_mask.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
@@ -179,7 +182,7 @@ class SinkAttentionCore(AttentionCore):
 
 
 class HeadNumbers(nn.Module):
-    """One number per query head, (N,); a rank has those of its heads."""
+    """One number per query head, (N,); with tensor parallelism a rank holds those of its heads."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -206,7 +209,7 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: Tensor, angles: tuple[Tensor, Tensor], documents_BT: Tensor | None = None) -> Tensor:
         """Map (B, T, D) to (B, T, D)."""
-        # The number of heads comes out of the weights, so the line holds where a rank has only some of the heads.
+        # The number of heads follows from the weights, since a tensor-parallel rank has only some of the heads.
         q_BTNH, k_BTKH, v_BTKH = (w(x_BTD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         out_BTNH = self.core(rotate(q_BTNH, angles), rotate(k_BTKH, angles), v_BTKH, documents_BT)
         return self.wo(out_BTNH.flatten(2))
@@ -252,7 +255,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocab_size, dim)
         self.rope = rope
-        # A dict, so that a layer keeps its name where a pipeline stage has lost those before it
+        # A dict, so that layers keep their names on a pipeline stage that has dropped earlier ones
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
         self.norm = norm
         self.head = nn.Linear(dim, vocab_size, bias=False)
@@ -262,11 +265,11 @@ class Decoder(nn.Module):
     def forward(self, tokens_BT: Tensor, positions_BT: Tensor, documents_BT: Tensor | None = None) -> Tensor:
         """Logits (B, T, V) of integer tokens (B, T) at integer positions (B, T).
 
-        ``documents_BT`` numbers the documents of each row, ascending: none attends to another. It goes to the attention
-        cores as it is, with all tokens of a row also where a rank holds a part of them.
+        ``documents_BT`` numbers the documents of each row, ascending; tokens attend within their document. It is passed
+        to the attention cores unchanged, and is never split: a context-parallel rank has it for whole rows.
 
-        A pipeline stage receives (B, T, D) in place of tokens, or returns it in place of logits: the modules that it
-        lacks are ``nn.Identity``.
+        On a pipeline stage the modules of other stages are ``nn.Identity``, so that it takes (B, T, D) in place of
+        tokens, or returns it in place of logits.
         """
         x_BTD = self.embed(tokens_BT)
         angles = self.rope(positions_BT)
@@ -274,5 +277,5 @@ class Decoder(nn.Module):
             x_BTD = layer(x_BTD, angles, documents_BT)
         return self.head(self.norm(x_BTD))
 
-    # Nothing is done to what the head gives, so that the loss may be computed with it: see distributed/loss_at_head.py
+    # The output of the head is returned unchanged, so the loss may be fused with it: see distributed/loss_at_head.py
     forward.gives_output_of_head = True  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """The Llama architecture: pre-norm decoder with rotary grouped-query attention and SwiGLU (Touvron et al. 2023).
 
 Sizes are in ``llama2.py`` and ``llama3.py``; ``mistral.py`` (a window) and ``qwen2.py`` (biases) are sizes of it too.
-Nothing here knows that there are other devices: see ``LAYOUT``.
+Nothing here depends on parallelism; ``LAYOUT`` says how the model is sharded.
 Shape suffixes: B batch, T tokens, D model.
 """
 
@@ -103,7 +103,7 @@ class Model(Decoder):
 
 
 def initial(c: Config) -> dict[str, Draw]:
-    """How each parameter starts, first match wins; the constants are torchtitan's for Llama 3."""
+    """How each parameter is initialized, first match wins; the constants are torchtitan's for Llama 3."""
     depth: Depth = "layer" if c.depth_init else "total"
     return {
         "*norm.weight": Draw("ones"),

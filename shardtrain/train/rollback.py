@@ -29,7 +29,7 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
     first_row = run.state.samples_consumed
     end_row = run.dataloader.samples_consumed
     process_group.set_timeout(run.config.comm.init_timeout_seconds)  # ranks wait for each other's reading
-    run.runner.forget_gradients()
+    run.runner.zero_grad()
     path = checkpoints.newest_good(step - training.spike_rewind_steps, started_at)
     if path is None:
         logger.warning(f"no checkpoint is {training.spike_rewind_steps} steps older than step {step}: none is undone")

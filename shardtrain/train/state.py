@@ -1,4 +1,4 @@
-"""The counters of a run, the only ones in the program. What is not among them, a resume forgets."""
+"""The counters of a run. Every counter that must survive a resume is a field here."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class TrainState:
     """Updates skipped in a row because a loss or gradient was not finite."""
 
     order_hash: int = 0
-    """What the run has seen, as one number (see ``data.checksum``): equal for equal rows in equal order."""
+    """One number for all rows seen so far, in order (see ``data.checksum``)."""
 
     def advance(
         self, samples_consumed: int, tokens: int, row_hashes: int, applied: bool = True, finite: bool = False
     ) -> None:
-        """Count one step, whose update was applied or skipped; ``samples_consumed`` is the position after it."""
+        """Count one step; ``applied`` says whether it was an update, ``samples_consumed`` is the position after it."""
         self.step += 1
         self.updates += applied
         self.nonfinite_skips = 0 if applied or finite else self.nonfinite_skips + 1

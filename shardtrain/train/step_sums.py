@@ -1,4 +1,4 @@
-"""What ranks add up before each step, in one all-reduce: token counts, the data checksum, stop and save requests."""
+"""The all-reduce that begins a step: token counts, the checksum of the data, requests to stop and to save."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class StepSums:
     num_targets: int = 0
     """Target tokens: the divisor of the loss. Ranks that hold the same rows contribute them once."""
     num_rows: int = 0
+    """Rows that are not filler, counted once like the targets."""
     checksum: int = 0
     """Of the rows, modulo 2^64; see ``data.checksum``."""
     flags: list[float] = field(default_factory=lambda: [0.0] * _NUM_FLAGS)
@@ -45,5 +46,5 @@ class StepSums:
         )
 
     def all_reduce(self, mesh: Mesh) -> StepSums:
-        """The sums over all ranks of the run (a collective), from host to host: no rank waits for its device."""
+        """The sums over all ranks (a collective), of a tensor on the CPU, so that no rank waits for its device."""
         return self.unpack(mesh.sum_of_all(self.pack()))

@@ -1,8 +1,8 @@
 """The trainer: build, loop, step. Read this file first.
 
 One process per device runs ``main``. A step is: read this rank's batches, count target tokens over all ranks, forward
-and backward with the loss divided once by that count, norm, finite check, clip, update. What keeps the run alive and
-judges its numbers is behind ``run.resilience``; saves, and ends that come too early, are in ``shutdown``.
+and backward with the loss divided once by that count, norm, finite check, clip, update. The watchdog, signals and
+guards on loss and norm are behind ``run.resilience``; saving, and ending before the last step, are in ``shutdown``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = ["Outcome", "Run", "build", "joined", "main", "opened", "run_to_end", 
 
 
 def main(loaded: Loaded) -> TrainState:
-    """Train as one rank of the job that the environment describes; raises ShardtrainError for what a user can fix."""
+    """Train as one rank of the job that the environment describes; raises ShardtrainError for errors a user can fix."""
     resilience = Resilience()
     with joined(loaded, resilience) as world:
         return train(loaded, world, resilience)
@@ -61,25 +61,25 @@ def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
     config = loaded.config
     folder = Path(loaded.config.job.dump_folder)
     os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
-    compared: list[str] = []
+    model_check_lines: list[str] = []  # for the log, which opens once the ranks have joined
 
     def check_ranks(store: Store, rank: int, size: int) -> None:
         config_consistency.check(config, store, rank, size)
         if config.model.name.endswith(".py"):
-            compared.extend(model_check.check(config, store, rank, size))
+            model_check_lines.extend(model_check.check(config, store, rank, size))
 
     with (
-        # ranks compare their configurations over the store: in a collective, those that differ would wait for each
-        # other
+        # ranks compare their configurations over the store, before there are collectives: ranks whose configurations
+        # differ could deadlock in one
         process_group.join(config.comm, config.training.device, check_ranks) as world,
         resilience.watchdog(config, world),
     ):
-        # rules about devices are asked once more: only here is it known which ones the ranks have
+        # check the rules about devices again: only now are the ranks' devices known
         num_devices = world.size if accelerator.is_accelerator(world.device) else None
         notices = configs.require(loaded, world.size, world.device.type, num_devices)
         if world.device.type == "cpu":
             notices = (*notices, *configs.without_effect_on_a_cpu(config))
-        run_folder.open_log(loaded, world, notices, compared)
+        run_folder.open_log(loaded, world, notices, model_check_lines)
         with device_kernels.prefer_attention(world.device, config.training.flash_attention):
             yield world
 
@@ -95,44 +95,44 @@ def train(loaded: Loaded, world: World, resilience: Resilience | None = None) ->
 
 @contextmanager
 def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tuple[Run, Checkpoints]]:
-    """Build the run, continued from its newest checkpoint; however it ends, the lease of the folder is released."""
+    """Build the run and resume it from its newest checkpoint; release the lease of the folder however the run ends."""
     config = loaded.config
     folder = Path(loaded.config.job.dump_folder)
     checkpoints = Checkpoints(config)
     contents = Contents()
     try:
-        # before the model: its layers take the kernels that are chosen when they are put on the mesh
+        # before the model is built: parallelize() replaces layers by the kernels chosen here
         set_numerics(config, world.device)
         with _heartbeat("building the model and opening its data", world):
             run = build(config, world)
         run.resilience = resilience
         if world.rank == 0:
             contents = run.contents = Contents(getattr(run.dataloader, "whole_files", ()), folder)
-        # files that are not what they were said to be stop the run before a checkpoint is loaded
+        # data files that differ from their recorded hashes stop the run before a checkpoint is loaded
         first_rank(contents.look)
         with _heartbeat("loading the checkpoint", world):
             resume(run, checkpoints)
-        contents.start(run.state.step)  # a thread hashes what is too large to be hashed before the first step
+        contents.start(run.state.step)  # large files are hashed in a thread while training runs
         if world.rank == 0:
             run_folder.write_resolved_config(loaded, folder, world.size)  # generate, evaluate and export read it
         if run.dataloader.masks_documents:
             document_isolation.check_run(run)
-        # only now: the accounts continue after the step that the checkpoint says
+        # after resume(): the goodput ledger continues from the step of the checkpoint
         resilience.open_ledger(folder, run.state.step, world)
         shutdown.prepare(run, checkpoints)
         yield run, checkpoints
     finally:
         contents.close()
-        checkpoints.close()  # another run may write the folder, however this one has ended
+        checkpoints.close()  # releases the lease, after an error too, so that another run may write the folder
 
 
-def _heartbeat(what: str, world: World) -> AbstractContextManager[None]:
-    """A line of the first rank's log every few seconds, while ``what`` has not ended."""
-    return heartbeat(what, None if world.rank == 0 else 0, logger.info)
+def _heartbeat(activity: str, world: World) -> AbstractContextManager[None]:
+    """Log a line every few seconds on rank 0 while the block runs."""
+    return heartbeat(activity, None if world.rank == 0 else 0, logger.info)
 
 
 def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints) -> TrainState:
-    """Step to the end of the run, and go back to a checkpoint where a spike policy asks for it."""
+    """Step to the end of the run; roll back to a checkpoint when the loss spike policy asks for it."""
     config = loaded.config
     folder = Path(loaded.config.job.dump_folder)
     rows = run.dataloader.num_samples
@@ -148,19 +148,19 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
     def phase() -> str:
         return run.resilience.phases.name
 
-    # the loop turns again only where a spike sends the run back to a checkpoint
+    # one pass, and one more after each rollback
     with run.resilience.ledger:
         while True:
             try:
-                # made again after going back: its counts and files go back too
+                # new after a rollback, which also rolls back the counts and files of the metrics
                 facts = run_facts(run, world)
                 reduce = ReduceOverMesh(run.mesh)
                 with Metrics(config, folder, facts, reduce, run.state.tokens_seen, phase=phase) as metrics:
                     _steps(run, world, checkpoints, validator, samples, metrics)
                     run.resilience.finish()
                 return run.state
-            except RollbackRequested as why:
-                roll_back(run, checkpoints, why, started_at)
+            except RollbackRequested as rollback:
+                roll_back(run, checkpoints, rollback, started_at)
                 shutdown.prepare(run, checkpoints, may_end_early=True)
 
 
@@ -172,7 +172,7 @@ def _steps(
     samples: Samples,
     metrics: Metrics,
 ) -> None:
-    """Step to the end of the run, and save, validate, sample and report when it is time."""
+    """Step to the end of the run; log, validate, sample and save when due."""
     config = run.config
     state = run.state
     resilience = run.resilience
@@ -182,7 +182,7 @@ def _steps(
     resilience.warm_up()
     with collector, profiler as trace:
         while state.step < run.total_steps:
-            # the thread that hashes the files of the data cannot stop the run itself
+            # set by the thread that hashes the data files, which cannot stop the run itself
             if run.contents.problem:
                 raise run.contents.problem
 
@@ -194,13 +194,13 @@ def _steps(
             if outcome is None:  # the data have ended, or a rank was asked to stop
                 break
             if config.compile.enable and state.step == started_at + 1:
-                left_out = compile.left_out(config)
-                if left_out:
-                    logger.warning(left_out)
+                not_compiled = compile.left_out(config)
+                if not_compiled:
+                    logger.warning(not_compiled)
             if not state.tokens_seen:
                 check_has_targets(config, state.step, run.total_steps)
 
-            # metrics: a collective on log steps, for which all ranks have the same numbers
+            # metrics: collectives on log steps, which are the same steps on all ranks
             extra = run.measures() if metrics.is_log_step(state.step) else {}
             metrics.update(
                 state.step,
@@ -214,7 +214,7 @@ def _steps(
                 order_hash=state.order_hash,
             )
 
-            # before anything is saved: weights that differ between replicas must not reach a checkpoint
+            # before saving: weights that differ between replicas must not reach a checkpoint
             resilience.compare_replicas(run, checkpoints)
             if validator and validator.is_due(state.step, run.total_steps):
                 _validate(run, validator, metrics, checkpoints)
@@ -222,8 +222,8 @@ def _steps(
                 with metrics.pause(), resilience.phase("validation"):
                     samples.run(state.step)
 
-            # after the validation, whose result is part of the checkpoint
-            if checkpoints.saving.writing is not None:  # what is written in the background may be on disk by now
+            # save after the validation, whose result is part of the checkpoint
+            if checkpoints.saving.writing is not None:  # a background save may have finished
                 checkpoints.poll()
             if checkpoints.is_due(state.step, run.total_steps):
                 shutdown.save_after_step(run, checkpoints, metrics.pause)
@@ -237,7 +237,8 @@ def _steps(
     if resilience.stop_flag:
         shutdown.leave(run, checkpoints)  # saves and raises
     if validator and started_at < state.step < run.total_steps and validator.is_due(state.step, state.step):
-        _validate(run, validator, metrics, checkpoints)  # the data have ended; patience may make this the last step
+        # the data have ended early, so this is the last step, on which validation is due; patience may end the run here
+        _validate(run, validator, metrics, checkpoints)
     if state.step < run.total_steps:
         shutdown.data_ended(run, checkpoints)
 
@@ -253,52 +254,54 @@ def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Che
 
 
 def step(run: Run) -> Outcome | None:
-    """One optimizer step on all ranks together; None, on all, where the data have ended or one was asked to stop."""
+    """One optimizer step (a collective). None, on every rank, if the data have ended or a rank was asked to stop."""
     config = run.config
     mesh = run.mesh
     state = run.state
 
-    # data: this rank's micro-batches, and what all ranks read together
+    # data: this rank's micro-batches, and the sums over the batches of all ranks
     with run.resilience.phase("data"):
-        read = _read(run)
-    if read is None:
+        data_of_step = _read_step(run)
+    if data_of_step is None:
         return None
-    local, sums, data_seconds = read
+    host_batches, sums, data_seconds = data_of_step
     if run.runner.counts_filler:
-        local = data.mark_filler(local)
-    batches = [batch.to(mesh.device, non_blocking=True) for batch in local]
-    # dropout differs between data ranks, and is a function of the step, so that a resumed run draws the same
+        host_batches = data.mark_filler(host_batches)
+    batches = [batch.to(mesh.device, non_blocking=True) for batch in host_batches]
+    # dropout differs between data ranks, and is a function of the step, so that a resumed run draws the same masks
     seed_step(config.debug.seed, state.step, mesh.rank("pp"), mesh.rank(*BATCH_AXES), mesh.rank("cp", "tp"))
 
-    # forward and backward: gradients are sums over tokens, divided once, here, by the targets of the whole step
+    # forward and backward: gradients are sums over tokens. The loss is divided once, here, by the target tokens of all
+    # ranks, so that no later reduction takes a mean
     scale = run.scaler.scale if run.scaler else 1.0
     weight = torch.full((), scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device)
     lr = lr_scheduler.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
-    optim.set_learning_rate(run.optimizer, lr)  # before backward, which may update already
+    optim.set_learning_rate(run.optimizer, lr)  # before backward, in which the optimizer may step already
     loss = run.runner.forward_backward(batches, weight)
 
-    # all ranks take the same loss and norm from here: those that decided differently would wait for each other for ever
+    # agree on one loss and norm: ranks that took different branches below would deadlock
     norm = run.runner.gradient_norm() / scale
     agreement = grad_clip.Agreement(loss / scale, norm, mesh)
 
-    # update: decided by the device itself where it can, so that it need not wait for the host
+    # update: where the optimizer allows it, the device decides whether the update applies, so it is queued before the
+    # host has read loss and norm; else the host decides
     max_norm = config.training.max_norm
-    decided = agreement.on_device(max_norm) if run.decides_on_device else None
-    if decided:
-        _update(run, torch.where(decided.applies, decided.factor / scale, 1.0), decided.applies)
-    agreed = agreement.read(decided)  # the one time that the host waits for an accelerator
-    verdict = run.resilience.judge(run, loss, norm, agreed, local)  # raises where the run must stop or go back
+    decision = agreement.on_device(max_norm) if run.decides_on_device else None
+    if decision:
+        _update(run, torch.where(decision.applies, decision.factor / scale, 1.0), decision.applies)
+    agreed = agreement.read(decision)  # the only host-device synchronization of a step
+    verdict = run.resilience.judge(run, loss, norm, agreed, host_batches)  # raises if the run must stop or roll back
     if verdict.apply and not agreed.applied:
         _update(run, min(1.0, max_norm / (agreed.norm + 1e-6)) / scale)
-    run.runner.forget_gradients()
+    run.runner.zero_grad()
 
     state.advance(run.dataloader.samples_consumed, sums.num_targets, sums.checksum, verdict.apply, verdict.finite)
-    local_tokens = run.runner.own_targets(local)
+    local_tokens = run.runner.local_targets(host_batches)
     return Outcome(loss / weight, local_tokens, sums.num_targets, agreed.norm, norm, lr, data_seconds)
 
 
 def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None = None) -> None:
-    """Clip by a factor and update; ``applies`` of the device may keep the update from changing anything."""
+    """Scale the gradients and step the optimizer; nothing changes where ``applies``, a bool on the device, is false."""
     grad_clip.scale_gradients(run.runner.parameters().values(), factor)
     if applies is None:
         run.runner.update(run.optimizer)
@@ -306,44 +309,45 @@ def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None
         run.runner.update(run.optimizer, applies)
 
 
-def _read(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
-    """This rank's batches of a step, the sums over all ranks, and the seconds that reading took.
+def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
+    """This rank's batches of a step, the sums over all ranks, and the seconds spent reading (a collective).
 
-    None, on all ranks, where the data have ended or a rank was asked to stop. A streamed dataset ends without notice,
-    one reader after another: a step without rows is skipped, and when no reader has any, the data have ended.
+    None, on all ranks, if the data have ended or a rank was asked to stop. Where a streamed dataset ends is only known
+    by reading, and its readers end one after another: a step without rows is skipped, and the data have ended after as
+    many empty rows as there are readers.
     """
     loader = run.dataloader
     resilience = run.resilience
-    empty = 0
+    empty_rows = 0
     data_seconds = 0.0
     while True:
-        # this rank's share of the rows of a step
+        # this rank's share of the rows of a step, which may block on workers or storage
         started = time.perf_counter()
         first_row = loader.samples_consumed
         try:
-            read = resilience.read(lambda: [next(loader) for _ in range(loader.accumulation)])
+            batches = resilience.read(lambda: [next(loader) for _ in range(loader.accumulation)])
         except StopIteration:
             return None
-        if read is None and loader.has_ended:
+        if batches is None and loader.has_ended:
             return None
         data_seconds += time.perf_counter() - started
-        local = read or []  # a request to stop ended the wait: the other ranks learn of it from the sums
+        batches = batches or []  # None if a request to stop ended the wait; the flags in the sums tell the other ranks
 
-        # the first collective of a step, which every rank enters whatever it has read
-        own = StepSums(flags=resilience.pack_flags())
-        if run.mesh.rank("pp", "cp", "tp") == 0:  # the others hold the same rows, which count once
-            own.num_targets = sum(batch.num_targets for batch in local)
-            own.num_rows = sum(batch.num_rows for batch in local)
-            own.checksum = loader.step_hash
-        sums = own.all_reduce(run.mesh)
+        # the first collective of a step: every rank enters it, whatever it has read
+        local_sums = StepSums(flags=resilience.pack_flags())
+        if run.mesh.rank("pp", "cp", "tp") == 0:  # pp, cp and tp peers read the same rows, which must count once
+            local_sums.num_targets = sum(batch.num_targets for batch in batches)
+            local_sums.num_rows = sum(batch.num_rows for batch in batches)
+            local_sums.checksum = loader.step_hash
+        sums = local_sums.all_reduce(run.mesh)
         if resilience.unpack_flags(sums.flags):
             return None
 
-        # rows that a rollback leaves out are read and dropped; so are those of a stream that is running dry
+        # skip the rows that a rollback leaves out, and steps without rows at the end of a stream
         left_out = resilience.leaves_out(first_row, first_row + loader.global_batch)
         if not left_out and (not loader.ends_without_notice or sums.num_rows > 0):
-            return local, sums, data_seconds
-        empty += 0 if left_out else loader.global_batch
+            return batches, sums, data_seconds
+        empty_rows += 0 if left_out else loader.global_batch
         run.state.samples_consumed = loader.samples_consumed
-        if empty >= loader.num_readers and not left_out:
+        if empty_rows >= loader.num_readers and not left_out:
             return None

@@ -85,7 +85,7 @@ def _count(run, passes: int) -> dict[str, int]:
     batches = [next(run.dataloader) for _ in range(passes)]
     with Collectives() as collectives:
         run.runner.forward_backward(batches, torch.tensor(1e-3))
-    run.runner.forget_gradients()
+    run.runner.zero_grad()
     return collectives.counts
 
 

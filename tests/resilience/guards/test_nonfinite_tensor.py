@@ -90,7 +90,7 @@ def fail(run: trainer.Run, place: str, here: bool, micro: int, value: float, sec
     finally:
         for action in undo:
             action()
-        run.runner.forget_gradients()
+        run.runner.zero_grad()
     return str(caught.value)
 
 
