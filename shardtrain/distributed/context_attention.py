@@ -1,9 +1,9 @@
 """Causal attention over a sequence that is split over ranks, three ways; each has its own exact backward.
 
-Split: "balanced" ranks hold chunks r and 2P-1-r of 2P (head and tail), others chunk r of P. ``documents_BT`` is whole
-on every rank: what attends to what is then known everywhere without a message, and documents that a part of the
-queries does not share with a part of the keys cost nothing. Shape suffixes: B batch, t tokens here, T all tokens,
-N heads, K key-value heads, n heads after an exchange, H head.
+With ``balanced`` rank r holds chunks r and 2P-1-r of 2P (head and tail), else chunk r of P. ``documents_BT`` is whole
+on every rank, so each knows the mask without communication, and blocks of queries and keys that share no document are
+skipped. Shape suffixes: B batch, t tokens of this rank, T all tokens, N heads, K key-value heads, n heads after an
+exchange, H head.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def gathered_attention(
 ) -> Tensor:
     """Gather all keys and values, then attend with this rank's queries; the gradients are reduce-scattered back.
 
-    ``shared`` is memory of the ranks to do that by, in place of the group's collectives. Each chunk of queries attends
+    With ``shared`` both go by shared memory in place of the group's collectives. Each chunk of queries attends
     to the chunks before it in full and to its own causally, as one call each merged by their log-sum-exp, so no mask of
     (t, T) is ever made.
     """
@@ -48,21 +48,20 @@ def gathered_attention(
     rank = group.rank()
     k_BTKH = _natural_order(_GatherSequence.apply(k_BtKH, group, shared), size, balanced)
     v_BTKH = _natural_order(_GatherSequence.apply(v_BtKH, group, shared), size, balanced)
-    # the chunks of the sequence that this rank holds
-    mine = (rank, 2 * size - 1 - rank) if balanced else (rank,)
-    length = q_BtNH.size(1) // len(mine)
+    chunks = (rank, 2 * size - 1 - rank) if balanced else (rank,)
+    length = q_BtNH.size(1) // len(chunks)
     documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
-    # as in an attention core: in float32 blocks are for documents and windows alone
+    # as in an attention core: in float32, blocks are only for documents and windows
     by_blocks = sinks_N is None and scores.has_kernel and document_mask.in_blocks(q_BtNH)
     by_blocks = by_blocks and (q_BtNH.dtype == torch.bfloat16 or documents_BT is not None or window > 0)
     outputs = []
-    for index, chunk in enumerate(mine):
+    for index, chunk in enumerate(chunks):
         q_BlNH = q_BtNH[:, index * length : (index + 1) * length]
         stop = (chunk + 1) * length
-        # causal: keys up to the end of the chunk, and with a window only those that its first query reaches
-        seen = slice(max(0, stop - length - window + 1) if window else 0, stop)
-        documents_Bs = None if documents_BT is None else documents_BT[:, seen]
-        keys_values = k_BTKH[:, seen], v_BTKH[:, seen]
+        # causal: keys up to the end of the chunk; with a window from the first that the first query attends to
+        keys = slice(max(0, stop - length - window + 1) if window else 0, stop)
+        documents_Bs = None if documents_BT is None else documents_BT[:, keys]
+        keys_values = k_BTKH[:, keys], v_BTKH[:, keys]
         if by_blocks:
             outputs.append(_PrefixInBlocks.apply(q_BlNH, *keys_values, documents_Bs, window, scores.scale))
         else:
@@ -106,7 +105,7 @@ def ulysses_attention(
     if scores.slopes:
         scores = scores._replace(slopes=scores.slopes[heads])
     sinks_n = None if sinks_N is None else sinks_N[heads]
-    # scores that no kernel of attention computes, such as soft caps: in blocks of queries
+    # soft caps and other scores without a kernel are computed in blocks of queries
     if not scores.has_kernel:
         documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
         out_BTnH = _PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores, sinks_n)
@@ -148,14 +147,14 @@ class _GatherSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        # summed in float32: each rank adds a contribution, and a sum in bfloat16 would lose the small ones
+        # reduced in float32: a sum over ranks in bfloat16 would lose small contributions
         if ctx.shared is not None:
-            mine = ctx.shared.reduce_scatter(gradients[0].flatten(2))
-            return mine.unflatten(2, gradients[0].shape[2:]), None, None
+            gradient = ctx.shared.reduce_scatter(gradients[0].flatten(2))
+            return gradient.unflatten(2, gradients[0].shape[2:]), None, None
         parts = gradients[0].float().chunk(ctx.group.size(), dim=1)
-        mine = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
-        _reduce_scatter(mine, torch.cat(parts, dim=0), group=ctx.group)
-        return mine.to(gradients[0].dtype), None, None
+        gradient = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+        _reduce_scatter(gradient, torch.cat(parts, dim=0), group=ctx.group)
+        return gradient.to(gradients[0].dtype), None, None
 
 
 class _HeadsForTokens(torch.autograd.Function):
@@ -185,7 +184,7 @@ class _TokensForHeads(torch.autograd.Function):
 
 
 def _heads_for_tokens(x_BtNH: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts_PBtnH = torch.stack(x_BtNH.chunk(group.size(), dim=2))  # a copy in a row: all_to_all reads memory as it lies
+    parts_PBtnH = torch.stack(x_BtNH.chunk(group.size(), dim=2))  # contiguous, as all_to_all_single needs
     received_PBtnH = torch.empty_like(parts_PBtnH)
     dist.all_to_all_single(received_PBtnH, parts_PBtnH, group=group)
     return torch.cat(received_PBtnH.unbind(0), dim=1)
@@ -199,9 +198,9 @@ def _tokens_for_heads(x_BTnH: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _PrefixAttention(torch.autograd.Function):
-    """Queries at the end of a prefix of keys: the keys before them in full, their own causally, merged.
+    """Causal attention of queries at the end of a prefix of keys: in full to earlier keys, causally to their own.
 
-    The last query sees all keys, and each query before it one fewer; with a window, each the nearest alone.
+    The last query attends to all keys, each query before it to one fewer; with a window, to the nearest ones.
     """
 
     @staticmethod
@@ -217,9 +216,9 @@ class _PrefixAttention(torch.autograd.Function):
     ) -> Tensor:
         merged = Merged(q_BlNH, scores)
         ctx.scores = scores
-        seen = _window(window, k_BsKH.size(1), q_BlNH, scores)
-        ctx.blocked = bool(seen.tokens)
-        ctx.pieces = list(prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, seen))
+        window_blocks = _window(window, k_BsKH.size(1), q_BlNH, scores)
+        ctx.blocked = bool(window_blocks.tokens)
+        ctx.pieces = list(prefix_pieces(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, window_blocks))
         for piece in ctx.pieces:
             merged.attend(piece, q_BlNH, k_BsKH, v_BsKH)
         merged.add_sinks(sinks_N)
@@ -231,7 +230,7 @@ class _PrefixAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl, sinks_N = ctx.saved_tensors
         saved = (gradients[0], q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
-        exact = torch.float32 if ctx.blocked else k_BsKH.dtype  # blocks of queries share keys
+        exact = torch.float32 if ctx.blocked else k_BsKH.dtype  # blocks of queries add to the same keys
         dq = torch.zeros_like(q_BlNH, dtype=torch.float32)
         dk = torch.zeros_like(k_BsKH, dtype=exact)
         dv = torch.zeros_like(v_BsKH, dtype=exact)
@@ -245,7 +244,7 @@ class _PrefixAttention(torch.autograd.Function):
 
 
 class _PrefixInBlocks(torch.autograd.Function):
-    """The same by matrix products, where a CPU computes whole rows so too: all keys of a query at once, no merging."""
+    """The same by matrix products on a CPU, as for unsplit rows: all keys of a query at once, so nothing is merged."""
 
     @staticmethod
     def forward(
@@ -291,9 +290,9 @@ def _sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks_N: Tensor 
 
 
 def _window(window: int, tokens: int, q_BtNH: Tensor, scores: Scores) -> Window:
-    """How queries are cut into blocks; scores without a kernel are taken so too, within a window of all tokens.
+    """How queries are cut into blocks. Scores without a kernel are computed in blocks too, in a window of all tokens.
 
-    Blocks lie in a row and know how far their queries are past their keys, which the distance of a slope needs.
+    Blocks are contiguous and know the offset of their queries from their keys, which ALiBi's distances need.
     """
     if scores.has_kernel:
         return Window(window, queries_at_once(window, q_BtNH.device))
@@ -310,7 +309,7 @@ class Merged:
         self.lse_BNt = torch.full((B, N, t), -torch.inf, dtype=torch.float32, device=q_BtNH.device)
 
     def attend(self, piece: Piece, q_BtNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor) -> None:
-        """Add what the queries of a piece get from its keys."""
+        """Merge the attention of a piece's queries to its keys."""
         batch, rows, columns, causal, band = piece
         q_BlNH = q_BtNH[batch, rows]
         k_BsKH = k_BsKH[batch, columns]
@@ -325,7 +324,7 @@ class Merged:
         self.lse_BNt[batch, :, rows] = new_BNl
 
     def add_sinks(self, sinks_N: Tensor | None) -> None:
-        """Let the sink of each head take its share, once all parts are there; None is none."""
+        """Merge the sink of each head, after all pieces; None does nothing."""
         if sinks_N is not None:
             self.out_BtNH, self.lse_BNt = with_sinks(self.out_BtNH, self.lse_BNt, sinks_N)
 
@@ -340,7 +339,7 @@ def _backward_of(
     out_BtNH: Tensor,
     lse_BNt: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a piece adds to the gradients of its queries, keys and values."""
+    """The gradients of a piece's queries, keys and values from this piece alone."""
     batch, rows, columns, causal, band = piece
     gradient = gradient_BtNH[batch, rows]
     q = q_BtNH[batch, rows]
@@ -368,8 +367,8 @@ class _Ring(torch.autograd.Function):
         merged = Merged(q_BtNH, scores)
         ctx.scores = scores
         keys_values = torch.stack((k_BtKH, v_BtKH))
-        seen = _window(window, q_BtNH.size(1) * group.size(), q_BtNH, scores)
-        ctx.pieces = ring_pieces(q_BtNH.size(1), group.rank(), group.size(), balanced, documents_BT, seen)
+        window_blocks = _window(window, q_BtNH.size(1) * group.size(), q_BtNH, scores)
+        ctx.pieces = ring_pieces(q_BtNH.size(1), group.rank(), group.size(), balanced, documents_BT, window_blocks)
         for pieces in ctx.pieces:
             for piece in pieces:
                 merged.attend(piece, q_BtNH, *keys_values)
@@ -385,7 +384,7 @@ class _Ring(torch.autograd.Function):
         q_BtNH, k_BtKH, v_BtKH, out_BtNH, lse_BNt, sinks_N = ctx.saved_tensors
         dq_BtNH = torch.zeros_like(q_BtNH, dtype=torch.float32)
         keys_values = torch.stack((k_BtKH, v_BtKH))
-        # the gradient of a part travels with it, gathers what every rank adds, and is home after a whole round
+        # the gradient of keys and values travels with them: every rank adds to it, and after a whole round it is home
         summed = torch.zeros_like(keys_values, dtype=torch.float32)
         for pieces in ctx.pieces:
             for piece in pieces:

@@ -1,8 +1,8 @@
-"""Context parallelism: each rank holds a part of every sequence, and attention alone sees the others.
+"""Context parallelism: each rank holds a part of every sequence, and only attention communicates.
 
 The attention core is replaced by one that gathers keys and values ("allgather"), passes them round a ring with a
 running log-sum-exp ("alltoall"; Liu et al. 2023, ring attention), or exchanges heads for tokens ("ulysses"; Jacobs et
-al. 2023). Positions are cut with the tokens, so rotary angles follow.
+al. 2023). Positions are split with the tokens, so rotary angles follow.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Batch(Protocol):
 class SplitAttentionCore(nn.Module):
     """The attention core of a rank that holds a part of the sequence; causal over the whole sequence.
 
-    It computes what the attributes of the core whose place it takes say: ``window``, ``scale``, ``softcap``,
+    It reads the attributes of the core that it replaces: ``window``, ``scale``, ``softcap``,
     ``chunk``, ``alibi_slopes`` (those of this rank's heads) and ``heads_first`` (see ``ops/attention_core.py``).
     """
 
@@ -102,61 +102,67 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if p.context_parallel_method == "ulysses":
         function = ulysses_attention
     cores = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]
-    if not cores and len(getattr(model, layout.layers)):  # a pipeline stage may hold an end alone
+    if not cores and len(getattr(model, layout.layers)):  # a pipeline stage may have no layers
         rule = "needs to know the attention core, which LAYOUT.context of the model does not name"
         fix = "name the weightless module that is softmax(q k) v there, or set the degree to 1"
         raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
     for path in cores:
         core = SplitAttentionCore(function, mesh.group(AXIS), is_balanced(config), model.get_submodule(path))
         if config.compile.enable:
-            # collectives inside an autograd function end a graph anyway; as a decorator it would import the compiler
+            # collectives in an autograd function break the graph anyway; a decorator would import the compiler
             core.forward = torch.compiler.disable(core.forward)  # type: ignore[method-assign]
         model.set_submodule(path, core)
 
 
 def check_cores(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Try every kind of attention core that parallelism replaces, or gives some of its heads, on small tensors.
+    """Test on small tensors that each kind of attention core can be split, by sequence (cp) and by heads (tp).
 
-    The model is the whole one, on the meta device; outside of the cores, tokens may not meet where a rank has a part of
-    them. Raises ConfigError for the first that breaks the contract.
+    The model is the whole one, on the meta device. Outside of the cores no module may mix tokens, where a rank has only
+    some of them. Raises ConfigError for the first violation.
     """
-    split = mesh.size(AXIS) > 1
-    dealt = mesh.size("tp") > 1
-    if not (split or dealt) or hasattr(model, "tensor_plan"):
+    splits_sequences = mesh.size(AXIS) > 1
+    splits_heads = mesh.size("tp") > 1
+    if not (splits_sequences or splits_heads) or hasattr(model, "tensor_plan"):
         return
     if layout.context:
         _check_each_core(model, layout, mesh, config)
-    if split and layout.context and (broken := token_mixing.outside_of_cores(model, layout)):
+    if splits_sequences and layout.context and (broken := token_mixing.outside_of_cores(model, layout)):
         rule = f"splits sequences, and the model {broken.rule}"
         fix = f"{broken.fix}, or set the degree to 1"
         raise ConfigError(Problem("parallelism.context_parallel_degree", mesh.size(AXIS), rule, fix))
-    # between layers tensor parallelism splits sequences too; another task than the next token may take the first one
-    if dealt and config.task.name in OF_NEXT_TOKENS and (broken := token_mixing.outside_of_gathered(model, layout)):
+    # tensor parallelism too splits sequences between layers; tasks other than next tokens may pool over tokens there
+    if (
+        splits_heads
+        and config.task.name in OF_NEXT_TOKENS
+        and (broken := token_mixing.outside_of_gathered(model, layout))
+    ):
         rule = f"splits sequences, and the model {broken.rule}"
         fix = f"{broken.fix}, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size("tp"), rule, fix))
 
 
 def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    split = mesh.size(AXIS) > 1
-    dealt = mesh.size("tp") > 1
-    given = attention_core.trace(model, layout)
-    tried = set()
+    splits_sequences = mesh.size(AXIS) > 1
+    splits_heads = mesh.size("tp") > 1
+    calls = attention_core.trace(model, layout)
+    checked = set()
     for path, core in model.named_modules():
         if not matches(path, layout.context):
             continue
-        # cores that are alike and are called alike are tried once
-        kind = (type(core), repr({k: v for k, v in vars(core).items() if k[0] != "_"}), repr(given.get(path)))
-        if kind in tried:
+        # cores of equal type and attributes that are called alike are checked once
+        kind = (type(core), repr({k: v for k, v in vars(core).items() if k[0] != "_"}), repr(calls.get(path)))
+        if kind in checked:
             continue
-        tried.add(kind)
-        call = given.get(path)
+        checked.add(kind)
+        call = calls.get(path)
         option = "parallelism.context_parallel_degree"
-        broken = attention_core.broken_when_split(core, call, config.training.seq_len) if split else None
-        ranks = mesh.size(AXIS, "tp") if split and config.parallelism.context_parallel_method == "ulysses" else 1
+        broken = attention_core.broken_when_split(core, call, config.training.seq_len) if splits_sequences else None
+        ranks = (
+            mesh.size(AXIS, "tp") if splits_sequences and config.parallelism.context_parallel_method == "ulysses" else 1
+        )
         if broken is None:
             broken = attention_core.broken_number_of_heads(core, call, ranks)
-        if broken is None and dealt:
+        if broken is None and splits_heads:
             option = "parallelism.tensor_parallel_degree"
             broken = attention_core.broken_number_of_heads(core, call, mesh.size("tp"))
             broken = broken or attention_core.broken_when_heads_are_dealt(core, call)
@@ -167,14 +173,14 @@ def _check_each_core(model: nn.Module, layout: Layout, mesh: Mesh, config: Confi
 
 
 def is_balanced(config: Config) -> bool:
-    """Whether ranks hold a chunk from the head and one from the tail of the sequence, and so equal causal work."""
+    """Whether each rank holds a chunk of the head and one of the tail of the sequence, for equal causal work."""
     return derived.is_context_balanced(config.parallelism)
 
 
 def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens, targets and positions of this rank's part of each sequence, each (B, T / cp).
 
-    Documents are not cut: attention needs those of all tokens, and every rank has them.
+    Documents are not split: attention needs those of all tokens.
     """
     columns = (batch.tokens_BT, batch.targets_BT, batch.positions_BT)
     size = mesh.size(AXIS)
@@ -186,7 +192,7 @@ def cut(batch: Batch, mesh: Mesh, config: Config) -> tuple[Tensor, Tensor, Tenso
 
 
 def document_argument(batches: Sequence[Batch]) -> dict[str, Tensor]:
-    """The keyword argument that tells a model the documents of all rows; empty where batches have none."""
+    """The keyword argument with the documents of all rows; empty where batches have none."""
     all_documents = [batch.documents_BT for batch in batches]
     given = [documents_BT for documents_BT in all_documents if documents_BT is not None]
     if not given:

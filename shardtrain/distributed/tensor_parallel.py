@@ -46,30 +46,30 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     loss_parallel = not config.parallelism.disable_loss_parallel
     length, sequences = _Length(mesh.size(AXIS)), _Sequences.of(mesh, config)
-    model.register_forward_pre_hook(length.note, with_kwargs=True)
+    model.register_forward_pre_hook(length.set_from_positions, with_kwargs=True)
 
     # a style of PyTorch for each module that the layout names
     plan = {}
     for path, module in model.named_modules():
         word = word_of(layout, path)
-        # experts are not split here (see expert_parallel.py), and the identities of a "copy" are what is to be replaced
+        # experts are split in expert_parallel.py. An nn.Identity needs no style, except one with the word "copy"
         if word not in (None, "expert") and (word == "copy" or not isinstance(module, nn.Identity)):
             plan[path] = _style(word, loss_parallel, path, length, sequences)
-            _take_by_place(module)
-            # fewer rows than ranks: the embedding stays whole on each rank
+            _accept_keyword_input(module)
+            # FSDP fails on a rank without rows: such an embedding stays whole on each rank
             rows = module.num_embeddings if word == "embed" and isinstance(module, nn.Embedding) else mesh.size(AXIS)
-            if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:  # FSDP fails on ranks without a row
+            if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:
                 plan[path] = WholeEmbedding()
             outputs = module.out_features if word == "head" and isinstance(module, nn.Linear) else mesh.size(AXIS)
             if outputs < mesh.size(AXIS):
                 plan[path] = WholeHead(sequences)
-            if word == "embed" and not isinstance(module, nn.Embedding):  # angles or waves of positions
+            if word == "embed" and not isinstance(module, nn.Embedding):  # computes from positions, has no table
                 plan[path] = WholeEmbedding()
     if not layout.tensor:
         rule = "needs LAYOUT.tensor of the model, which names no module"
         fix = f"give every weight one of the words {', '.join(TENSOR_WORDS)}, or set the degree to 1"
         raise ConfigError(Problem("parallelism.tensor_parallel_degree", mesh.size(AXIS), rule, fix))
-    # PyTorch would fail on these with words about its own styles
+    # PyTorch would fail on these with an error about its parallel styles
     if problems := misnamed(model, layout):
         raise ConfigError(problems)
     if config.parallelism.enable_async_tensor_parallel:
@@ -81,28 +81,28 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         enable_symm_mem_for_group(mesh.group(AXIS).group_name)
 
     ties = tied_names(model)
-    # adapters beside a weight are split by its word, and not by PyTorch's style for the weight
+    # adapters are split by the word of the weight beside them; PyTorch's style for the weight does not know them
     factors = adapters.set_aside(model, partial(word_of, layout))
     parallelize_module(model, mesh.submesh(AXIS), plan)
-    tie(model, ties)  # parallelize_module gives each module a parameter of its own
-    if not config.compile.enable:  # a compiler takes DTensors apart by itself
+    tie(model, ties)  # parallelize_module gives each module its own parameter
+    if not config.compile.enable:  # a compiler removes the overhead of DTensors itself
         for module in model.modules():
             if type(module) in (nn.Linear, OneDnnLinear) and isinstance(module.weight, DTensor):
                 _multiply_local_parts(module)  # type: ignore[arg-type]
     adapters.put_back(model, partial(word_of, layout), mesh.submesh(AXIS), factors)
 
-    # leave each attention core the slopes of the heads that this rank has
+    # each attention core keeps the slopes of this rank's heads
     size = mesh.size(AXIS)
     rank = mesh.rank(AXIS)
     for place, core in model.named_modules():
         if layout.context and matches(place, layout.context) and (slopes_N := getattr(core, "alibi_slopes", None)):
             heads = len(slopes_N) // size
             core.alibi_slopes = tuple(slopes_N[rank * heads : (rank + 1) * heads])  # type: ignore[assignment]
-    _watch_dropout(model, layout, mesh, config)
+    _refuse_replicated_dropout(model, layout, mesh, config)
 
 
 def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:
-    """Rules of LAYOUT.tensor that give the word of a linear to a module that is none; each rule is named once."""
+    """Rules of LAYOUT.tensor that give the word of an nn.Linear to another module; each rule is reported once."""
     fixes = {
         "colwise": 'write "per_head" where dim 0 of its weights goes with the heads or features that a rank has, and '
         'where it takes its sizes from them; else "replicate"',
@@ -122,24 +122,24 @@ def misnamed(model: nn.Module, layout: Layout) -> list[Problem]:
     return list(problems.values())
 
 
-def _take_by_place(module: nn.Module) -> None:
-    """Let a module be called by keyword: parallel styles look for its input in the first place."""
+def _accept_keyword_input(module: nn.Module) -> None:
+    """Let a module be called by keyword: parallel styles expect its input as the first positional argument."""
     first = next(iter(inspect.signature(module.forward).parameters), "")
 
-    def move(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def make_positional(_: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if inputs or first not in keywords:
             return None
         return (keywords[first],), {name: value for name, value in keywords.items() if name != first}
 
-    module.register_forward_pre_hook(move, with_kwargs=True)
+    module.register_forward_pre_hook(make_positional, with_kwargs=True)
 
 
-def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Refuse dropout of activations that every rank holds whole: each would drop others, and compute something else.
+def _refuse_replicated_dropout(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
+    """Refuse dropout of replicated activations: each rank would drop other elements, and ranks would diverge.
 
-    Random numbers are different on each rank (``seeding.seed_step``), as split activations need. What is whole is known
-    of tensors that say so, and of those that a "replicate" module gives; what a model makes of these by hand is seen by
-    its numbers alone, where ``train`` compares a model file before its first step (``verify.judge``).
+    Random numbers differ between ranks (``seeding.seed_step``), as split activations need. Activations are known to be
+    replicated if they are such a DTensor or the output of a "replicate" module. What a model computes from these is not
+    tracked; a wrong result shows where ``train`` compares a model file before its first step (``verify.judge``).
     """
 
     def refuse(path: str) -> None:
@@ -151,33 +151,33 @@ def _watch_dropout(model: nn.Module, layout: Layout, mesh: Mesh, config: Config)
         if not isinstance(module, nn.modules.dropout._DropoutNd) or module.p == 0:
             continue
 
-        def look(_: nn.Module, inputs: tuple[Any, ...], path: str = path) -> None:
-            if _is_whole(inputs[0]):
+        def check_input(_: nn.Module, inputs: tuple[Any, ...], path: str = path) -> None:
+            if _is_replicated(inputs[0]):
                 refuse(f"in {path}")
 
-        module.register_forward_pre_hook(look)
-    # marks on tensors and modes of functions would end the compiler's graphs
+        module.register_forward_pre_hook(check_input)
+    # attributes of tensors and a TorchFunctionMode would break the compiler's graphs
     if not config.compile.enable:
         for path, module in model.named_modules():
             if word_of(layout, path) == "replicate":
-                module.register_forward_hook(_mark_whole)
-        _watch_functions(model, refuse)
+                module.register_forward_hook(_mark_replicated)
+        _check_dropout_calls(model, refuse)
 
 
-def _mark_whole(_: nn.Module, _inputs: Any, output: Any) -> None:
+def _mark_replicated(_: nn.Module, _inputs: Any, output: Any) -> None:
     if isinstance(output, Tensor):
         output.is_whole_on_each_rank = True  # type: ignore[attr-defined]
 
 
-def _is_whole(x: Any) -> bool:
-    """Whether a tensor is known to be the same on every tensor-parallel rank."""
+def _is_replicated(x: Any) -> bool:
+    """Whether a tensor is known to be replicated over tensor-parallel ranks."""
     if isinstance(x, DTensor):
         return not any(place.is_shard() for place in x.placements)
     return getattr(x, "is_whole_on_each_rank", False)
 
 
-def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
-    """Look at calls of dropout that are not modules, in the first pass: later ones do the same."""
+def _check_dropout_calls(model: nn.Module, refuse: Callable[[str], None]) -> None:
+    """Check calls of dropout as a function, in the first forward pass alone: later passes do the same."""
     seen = []
 
     class Watch(TorchFunctionMode):
@@ -185,11 +185,11 @@ def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
             values = [*args, *(kwargs or {}).values()]
             name = getattr(function, "__name__", "")
             is_on = next((value for value in values[2:3] if isinstance(value, bool)), True)
-            if "dropout" in name and is_on and values and isinstance(values[0], Tensor) and _is_whole(values[0]):
+            if "dropout" in name and is_on and values and isinstance(values[0], Tensor) and _is_replicated(values[0]):
                 seen.append(name)
             return function(*args, **(kwargs or {}))
 
-    # a mode for the first forward pass, entered and left by hooks: it slows every call of PyTorch while it is on
+    # hooks enter the mode for the first forward pass and exit it after that: it slows every call of PyTorch
     waiting = [Watch()]
     watching = []
 
@@ -209,42 +209,42 @@ def _watch_functions(model: nn.Module, refuse: Callable[[str], None]) -> None:
 
 
 class _Length:
-    """How many tokens a row of the pass has, so that a plain tensor tells by its shape whether it is a part of a row.
+    """The sequence length of the current pass, by which a shape tells this rank's part of a sequence from a whole one.
 
-    Positions say it: every pipeline stage is given them, and tensor-parallel ranks have all of them.
+    It is read from the positions: every pipeline stage gets them, and they are not split over tensor-parallel ranks.
     """
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
         self._tokens = 0
 
-    def note(self, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def set_from_positions(self, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         positions_BT = inputs[1] if len(inputs) > 1 else next(iter(keywords.values()))
         self._tokens = positions_BT.size(1)
 
     def is_part(self, x_BtD: Tensor) -> bool:
-        """Whether a plain tensor is this rank's part of the sequence."""
+        """Whether a plain tensor is this rank's part of a sequence."""
         return x_BtD.ndim == 3 and x_BtD.size(1) * self._ranks == self._tokens
 
     def require(self, path: str, word: str, x_BtD: Tensor, part: bool) -> Tensor:
-        """A module's input as a plain tensor; ConfigError where it is whole and must be a part, or the other way."""
+        """A module's input as a plain tensor; ConfigError if it is whole and must be a part, or the reverse."""
         x_BtD = _plain(x_BtD)
         if part and x_BtD.ndim == 3 and x_BtD.size(1) == self._tokens:
             rule = "works on a part of the sequence, and is given all of it"
             fix = 'write "replicate" for a module within one that is gathered'
         elif not part and self.is_part(x_BtD):
             rule = "works on the whole sequence, and is given this rank's part of it"
-            own = "router" if word == "rowwise" else "sequence"
-            fix = f'write "{own}", or put it into a module with the word "gather"'
+            word_for_parts = "router" if word == "rowwise" else "sequence"
+            fix = f'write "{word_for_parts}", or put it into a module with the word "gather"'
         else:
             return x_BtD
         raise ConfigError(Problem(f"LAYOUT.tensor[{path!r}]", word, rule, fix))
 
 
 class _Sequences:
-    """How parts of a sequence are gathered, and sums of whole ones are scattered.
+    """All-gather and reduce-scatter along the sequence.
 
-    Eager ranks of one machine without an accelerator do it by memory that they share, others by PyTorch's collectives.
+    Without a compiler, CPU ranks of one machine use shared memory, others PyTorch's collectives.
     """
 
     def __init__(self, shared: SequenceExchange | None = None) -> None:
@@ -252,16 +252,16 @@ class _Sequences:
 
     @classmethod
     def of(cls, mesh: Mesh, config: Config) -> _Sequences:
-        """Those of the ranks of a mesh (a collective)."""
+        """For the tensor-parallel ranks of a mesh (a collective)."""
         recompute = config.activation_checkpoint
-        # "op" keeps what was reduce-scattered, which it knows by PyTorch's operation
+        # "op" saves the outputs of reduce-scatters, which it recognizes by PyTorch's operation
         keeps_exchanges = recompute.mode == "selective" and recompute.selective_ac_option == "op"
         if mesh.device.type != "cpu" or config.compile.enable or keeps_exchanges:
             return cls()
         return cls(SequenceExchange.between(mesh.group(AXIS)))
 
     def gather(self, x_BtD: Tensor, device_mesh: DeviceMesh) -> DTensor:
-        """The whole sequence on every rank, of parts."""
+        """All-gather the parts of a sequence."""
         if not isinstance(x_BtD, DTensor):
             if self._shared is not None and x_BtD.ndim == 3:
                 return _GatherSequence.apply(x_BtD, self._shared, device_mesh)  # type: ignore[no-any-return]
@@ -269,7 +269,7 @@ class _Sequences:
         return x_BtD.redistribute(placements=(Replicate(),))
 
     def reduce_scatter(self, sums_BTD: DTensor) -> Tensor:
-        """This rank's part of the sequence, of sums that ranks hold a share of."""
+        """Sum over ranks, and keep this rank's part of the sequence."""
         is_even = sums_BTD.ndim == 3 and sums_BTD.size(1) % sums_BTD.device_mesh.size() == 0
         if self._shared is not None and is_even and sums_BTD.placements == (Partial(),):
             local_BTD = sums_BTD.to_local(grad_placements=(Replicate(),))
@@ -305,34 +305,34 @@ class _ReduceScatterSequence(torch.autograd.Function):
 def _multiply_local_parts(linear: nn.Linear) -> None:
     """Let a split linear layer compute with plain tensors, in place.
 
-    PyTorch decides for each operation on DTensors, forward and backward, how their parts are to be computed, which took
-    a tenth of a step of a small model; and kernels chosen for a CPU know plain tensors alone.
+    DTensor dispatches each operation, forward and backward, which took a tenth of a step of a small model; and the
+    kernels chosen for a CPU take only plain tensors.
     """
-    own_forward = linear.forward
+    original_forward = linear.forward
     by_outputs = linear.weight.placements == (Shard(0),)  # type: ignore[attr-defined]
     if not by_outputs and linear.weight.placements != (Shard(1),):  # type: ignore[attr-defined]
         return
-    share = (Partial(),)
+    partial_sum = (Partial(),)
 
     def forward(x: Tensor) -> Tensor:
         weight = linear._parameters["weight"]
         bias = linear._parameters.get("bias")
         if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
-            return own_forward(x)
+            return original_forward(x)
         if x.placements != ((Replicate(),) if by_outputs else (Shard(x.ndim - 1),)):
-            return own_forward(x)
-        # each rank's gradient of what all have whole is its share of it
-        x_local = x.to_local(grad_placements=share if by_outputs else None)
-        # an attribute of the instance hides the registered parameter of the same name, which stays where it is
+            return original_forward(x)
+        # the gradient of a replicated input is the sum over ranks: each computes a part of it
+        x_local = x.to_local(grad_placements=partial_sum if by_outputs else None)
+        # an instance attribute hides the registered parameter of that name, so forward sees a plain tensor
         linear.__dict__["weight"] = weight.to_local()
         linear.__dict__["bias"] = bias.to_local() if by_outputs and isinstance(bias, DTensor) else None
         try:
-            out = own_forward(x_local)
+            out = original_forward(x_local)
         finally:
             del linear.__dict__["weight"], linear.__dict__["bias"]
         if not by_outputs and isinstance(bias, DTensor):
-            # the first rank adds it to the sum, and every rank's gradient of it is a share
-            out = out + bias.to_local(grad_placements=share) * float(x.device_mesh.get_local_rank() == 0)
+            # outputs are summed over ranks, so one rank adds the bias; its gradient too is summed over ranks
+            out = out + bias.to_local(grad_placements=partial_sum) * float(x.device_mesh.get_local_rank() == 0)
         placement = Shard(out.ndim - 1) if by_outputs else Partial()
         return DTensor.from_local(out, x.device_mesh, (placement,), run_check=False)
 
@@ -358,7 +358,7 @@ def _style(
     if word == "colwise":
         return GatheringColwise(length, sequences)
     if word == "rowwise":
-        return DealingRowwise(lambda x: length.require(path, word, x, part=False), sequences)
+        return ScatteringRowwise(lambda x: length.require(path, word, x, part=False), sequences)
     if word == "head":
         output = Shard(-1) if loss_parallel else Replicate()
         return GatheringColwise(length, sequences, input_layouts=sequence, output_layouts=output)
@@ -378,7 +378,7 @@ def _style(
 
 
 class GatherSequence(ParallelStyle):
-    """Gather a module's first input along the sequence; other inputs, such as rotary angles, are whole already."""
+    """All-gather a module's first input along the sequence; other inputs, such as rotary angles, are whole already."""
 
     def __init__(self, sequences: _Sequences) -> None:
         self._sequences = sequences
@@ -392,7 +392,7 @@ class GatherSequence(ParallelStyle):
 
 
 class GatheringColwise(ColwiseParallel):
-    """Output features split; an input that is a part of the sequence is gathered, as if a "gather" were around it."""
+    """Output features split; an input that is a part of the sequence is all-gathered, as a "gather" module does."""
 
     def __init__(
         self,
@@ -413,16 +413,19 @@ class GatheringColwise(ColwiseParallel):
         return super()._apply(module, device_mesh)
 
 
-class DealingRowwise(RowwiseParallel):
-    """Input features split; of features that all ranks have whole, as a "replicate" module gives them, a rank takes its
-    own, and each rank has the gradient of all of them. ``take`` may refuse what is whole."""
+class ScatteringRowwise(RowwiseParallel):
+    """Input features split, output reduce-scattered along the sequence.
+
+    A replicated input, as a "replicate" module returns it, is split by features, and its gradient gathered again.
+    ``take`` makes such an input a plain tensor, and may refuse it.
+    """
 
     def __init__(self, take: Callable[[Tensor], Tensor], sequences: _Sequences) -> None:
         super().__init__(output_layouts=Shard(1))
         self._take, self._sequences = take, sequences
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def deal(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        def split_features(linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
             x = inputs[0]
             if not isinstance(linear, nn.Linear) or isinstance(x, DTensor) or x.size(-1) != linear.in_features:
                 return inputs
@@ -432,8 +435,8 @@ class DealingRowwise(RowwiseParallel):
         def scatter(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
             return self._sequences.reduce_scatter(output) if isinstance(output, DTensor) else output
 
-        module.register_forward_pre_hook(deal)
-        module.register_forward_hook(scatter)  # before PyTorch's, which leaves plain tensors as they are
+        module.register_forward_pre_hook(split_features)
+        module.register_forward_hook(scatter)  # before PyTorch's hook, which leaves plain tensors alone
         return super()._apply(module, device_mesh)
 
     @staticmethod
@@ -452,10 +455,10 @@ class LocalSequence(ParallelStyle):
 
 
 class WholeWeights(ParallelStyle):
-    """Weights whole on every rank, computing with plain tensors; ``gradient`` says what a rank's gradient of them is.
+    """Replicated weights that compute with plain tensors; ``gradient`` is the placement of each rank's gradient.
 
-    Partial: its share, where ranks compute on different tokens or heads. Replicate: all, where they compute alike.
-    ``take`` makes the first input a plain tensor, and may refuse it.
+    Partial where ranks compute on different tokens or heads, Replicate where all compute the same. ``take`` makes the
+    first input a plain tensor, and may refuse it.
     """
 
     def __init__(self, gradient: Placement, take: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -472,7 +475,7 @@ class WholeWeights(ParallelStyle):
 
 
 class SplitHeadNumbers(ParallelStyle):
-    """Numbers of heads, of which each rank has those of its own, as plain tensors."""
+    """One number per head, split over ranks as the heads are; computes with plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -483,18 +486,19 @@ class SplitHeadNumbers(ParallelStyle):
 
 
 class SplitEmbedding(RowwiseParallel):
-    """PyTorch's, with an output that has arrived: compiled modules lose the gradient of others (torch 2.13).
+    """PyTorch's RowwiseParallel, with a synchronous output: compiled modules lose the gradient of an async one (2.13).
 
-    A subclass with a forward of its own computes with rows that have arrived: what it makes of them may be no sum.
+    Each rank looks up its rows of the table, so that the result is a sum over ranks. A subclass with its own forward
+    may apply what is not linear, so for it the lookup itself is reduced.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
-            own_forward = module.forward
+            original_forward = module.forward
 
             def forward(*inputs: Any, **keywords: Any) -> Any:
-                with _ArrivedRows():
-                    return own_forward(*inputs, **keywords)
+                with _ReducedLookups():
+                    return original_forward(*inputs, **keywords)
 
             module.forward = forward  # type: ignore[method-assign]
         return super()._apply(module, device_mesh)
@@ -508,8 +512,8 @@ class SplitEmbedding(RowwiseParallel):
         return outputs.redistribute(placements=output_layouts, async_op=False).to_local()  # type: ignore[no-any-return]
 
 
-class _ArrivedRows(TorchFunctionMode):
-    """What is looked up in a split table becomes this rank's part of the sequence at once, as a plain tensor."""
+class _ReducedLookups(TorchFunctionMode):
+    """Reduce-scatters each lookup in a split table at once: this rank's part of the sequence, as a plain tensor."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -519,8 +523,8 @@ class _ArrivedRows(TorchFunctionMode):
 
 
 class WholeEmbedding(WholeWeights):
-    """A table of fewer rows than ranks, such as token types, or a formula, such as sinusoidal positions: whole on every
-    rank, each computes its part of a row."""
+    """Replicated, each rank for its part of the sequence: a table of fewer rows than ranks, such as token types, or a
+    formula, such as sinusoidal positions."""
 
     def __init__(self) -> None:
         super().__init__(Partial())
@@ -534,7 +538,7 @@ class WholeEmbedding(WholeWeights):
 
 
 class WholeHead(WholeWeights):
-    """A head of fewer features than ranks, such as a reward: whole on every rank, which all compute it alike."""
+    """A head of fewer features than ranks, such as a reward: replicated, with whole sequences on every rank."""
 
     def __init__(self, sequences: _Sequences) -> None:
         super().__init__(Replicate())
@@ -546,7 +550,7 @@ class WholeHead(WholeWeights):
 
 
 class GatherFeatures(WholeWeights):
-    """A norm over features of which each rank has some: they are gathered, and each rank keeps its part."""
+    """A norm over features that are split over ranks: all-gathered for it, and its output is split again."""
 
     def __init__(self) -> None:
         super().__init__(Replicate())
@@ -566,7 +570,7 @@ class GatherFeatures(WholeWeights):
 
 
 class CopyToHeads(ParallelStyle):
-    """Identity on a tensor that is whole on every rank; its gradient is the sum of what the ranks' heads give."""
+    """Identity on a replicated tensor that each rank uses for its heads; its gradient is the sum over ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def copy(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
@@ -582,7 +586,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 class SplitVocabulary:
-    """The vocabulary split over tensor-parallel ranks, as the loss sees it (``cross_entropy.Vocabulary``)."""
+    """The vocabulary split over tensor-parallel ranks, for the loss (``cross_entropy.Vocabulary``)."""
 
     def __init__(self, mesh: Mesh, vocab_size: int) -> None:
         self.columns = -(-vocab_size // mesh.size(AXIS))

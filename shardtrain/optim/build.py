@@ -23,10 +23,10 @@ def build(
     all_names: Iterable[str] | None = None,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """The optimizer of the given parameters (plain or DTensor); those that need no gradient are left out.
+    """The optimizer of the given parameters (plain or DTensor); frozen ones are left out.
 
     The rate starts at ``config.lr``; set that of each step with ``set_learning_rate``. ``all_names`` are the parameters
-    of the whole model, see ``parameter_groups``. ``seed`` is that of rounding by chance, see ``low_bits``.
+    of the whole model, see ``parameter_groups``. ``seed`` is that of stochastic rounding, see ``low_bits``.
 
     Raises:
         ConfigError: when the optimizer is unknown, a pattern of no_weight_decay or muon_adamw_patterns matches nothing,
@@ -47,7 +47,7 @@ def build(
         raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", fix))
     if is_own:
         return own.build(groups, config)
-    # Adam and AdamW of PyTorch keep their state in the type of the weights, and round an update to the nearest
+    # PyTorch's Adam and AdamW keep their state in the type of the weights, without stochastic rounding
     has_low_bits = config.name == EIGHT_BITS
     if config.name in ("Adam", "AdamW"):
         has_low_bits = config.state_dtype != "default" or config.bf16_stochastic_round
@@ -57,9 +57,9 @@ def build(
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a number on the device can keep an update from changing anything: the fused kernels of Adam and AdamW.
+    """Whether a boolean on the device can skip an update: the fused kernels of Adam and AdamW read ``found_inf``.
 
-    It is what PyTorch's GradScaler uses (``found_inf``); counts of steps are left as they were, too.
+    PyTorch's GradScaler skips updates the same way; step counts too stay as they were.
     """
     return isinstance(optimizer, tuple(CLASSES.values())) and all(group["fused"] for group in optimizer.param_groups)
 
@@ -69,10 +69,9 @@ def state_tensors(
 ) -> dict[str, Tensor]:
     """The optimizer's state by name: ``{parameter}.exp_avg``, ``.exp_avg_sq`` (like the parameter) and ``.step``.
 
-    Of a matrix that Muon updates it is ``{parameter}.momentum`` alone, and of an optimizer of the user's what its file
-    says. The tensors are the live ones: copying into them
-    restores the state. Before the first update they are made as the first update would make them, zero. Parameters
-    that the optimizer does not hold are left out.
+    A matrix that Muon updates has ``{parameter}.momentum`` alone; an optimizer of the user's has what its file creates.
+    The tensors are the live ones: copying into them restores the state. Before the first update they are created as
+    zeros, as the first update would. Parameters that the optimizer does not have are left out.
     """
     # each parameter with the group that knows how it is updated
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
