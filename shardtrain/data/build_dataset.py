@@ -1,4 +1,4 @@
-"""From the options to feeds: which datasets, read how, packed how, and mixed how."""
+"""Builds the data pipeline from the options: which datasets, and how they are read, packed and mixed."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ MEMORY_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class DataPipeline:
-    """Everything that a stream of batches is made of.
+    """What the data loader reads from.
 
-    end: position of the order at which the data end; None where they repeat, or where only reading tells.
+    end: position at which the data end; None where they repeat, or where it is not known before reading.
     """
 
     feeds: list[Feed]
@@ -58,7 +58,7 @@ class DataPipeline:
 
 
 class Counted(Protocol):
-    """What the shares of a mixture need of a feed: its targets of a row, on average."""
+    """What mixture weights need of a feed: its targets of a row, on average."""
 
     mean_targets: float
 
@@ -74,7 +74,7 @@ class NamedDataset:
 
 
 def _set_limits(config: Config) -> None:
-    """Bound what opening the user's files may take: they may come from anywhere."""
+    """Limit memory and time for opening the user's files, which may be untrusted."""
     sandbox.set_limits(sandbox.Limits(config.data.artefact_memory_bytes, config.data.artefact_seconds))
 
 
@@ -100,7 +100,7 @@ def named_sources(config: Config, section: Training | Validation) -> list[NamedD
 
 
 def is_local(path: str) -> bool:
-    """Whether a dataset's path leads to files here, and is not a name on the hub."""
+    """Whether a dataset's path is a local file or folder, rather than a name on the hub."""
     return Path(path).expanduser().exists()
 
 
@@ -126,11 +126,10 @@ def packing_of(
     named: NamedDataset,
     formats: Mapping[str, str] | None = None,
 ) -> Packing:
-    """How the rows of a source are made; what it does with long documents may be its own.
+    """How documents of a source are packed into rows; only the treatment of long documents may differ between sources.
 
-    ``formats`` are those of all sources by name, for who asks for many.
-
-    Documents are packed alike and masked in all sources or in none, as the rows of a batch share one kernel.
+    All sources have one kind of packing, and documents are masked in all or in none, since the rows of a batch share
+    one attention kernel. ``formats`` are those of all sources by name; pass them when calling for many sources.
     """
     options = config.data
     formats = formats or formats_of(config, section)
@@ -141,17 +140,17 @@ def packing_of(
         masked = kind != "concat" or all_formats != {"text"}
     long = derived.long_documents(options, formats[named.name])
     pad = next((token for token in (tokenizer.pad_id, tokenizer.eos_id) if token is not None), 0)
-    # "concat" has no use for it, and fingerprints of such data hold what it always was
+    # "concat" ignores long_documents; a constant keeps the fingerprints of such data independent of it
     return Packing(section.seq_len, kind, masked, long if kind != "concat" else "split", pad)  # type: ignore[arg-type]
 
 
 def formats_of(config: Config, section: Training | Validation) -> dict[str, str]:
-    """What a row of each source is, by the source's name."""
+    """The format of each source's rows, such as text or chat, by the source's name."""
     return {named.name: _format(config, named) for named in named_sources(config, section)}
 
 
 def _format(config: Config, named: NamedDataset) -> str:
-    """What a row is; prepared shards remember what theirs were."""
+    """The format of a source's rows; prepared shards have it in their index."""
     if named.source.dataset == "tokens" and named.source.dataset_path is not None:
         return read_index(Path(named.source.dataset_path), named.path_option, checks_files=False).format
     return named.source.format or config.data.format
@@ -165,24 +164,24 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
         DataError: when rows are bad, or none is usable.
     """
     tokenizer = tokenizer_of(config)
-    every = named_sources(config, section)
+    all_named = named_sources(config, section)
     formats = formats_of(config, section)
-    several = len(every) > 1
-    # Ends are added to texts and prompts: what begins and ends a conversation is the template's, and prepared tokens
-    # have theirs already.
-    if any(named.source.dataset != "tokens" and formats[named.name] != "chat" for named in every):
+    several = len(all_named) > 1
+    # BOS and EOS are added to texts and prompts alone: chats get theirs from the template, and prepared tokens have
+    # them already.
+    if any(named.source.dataset != "tokens" and formats[named.name] != "chat" for named in all_named):
         logger.info(described(tokenizer, config.data))
 
     packings = []
     all_passes = []
     feeds = []
-    for named in every:
+    for named in all_named:
         packing = packing_of(config, section, tokenizer, named, formats)
         passes = _passes(config, section, loop, named.source, several)
         seed = config.debug.seed
         if several:
-            # Each source is shuffled in an order of its own, which its name alone decides: adding another source to a
-            # mixture changes the order of none.
+            # Each source's shuffle depends on the seed and its name alone: adding a source to a mixture does not
+            # change the order of the others.
             seed = int.from_bytes(hashlib.sha256(f"{seed} {named.name}".encode()).digest()[:7], "little")
         feeds.append(_open_feed(config, section, named, tokenizer, packing, seed if shuffle else None, passes))
         packings.append(packing)
@@ -191,16 +190,16 @@ def open_data(config: Config, section: Training | Validation, *, shuffle: bool, 
     mixture = Mixture(stages_of(config, feeds) if several else [Stage((1.0,))])
     for stage, index in mixture.unread:
         text = "dataset %s is not read in stage %d: its weight is not 1 in 65,536 of all"
-        logger.warning(text, every[index].name, stage + 1)
+        logger.warning(text, all_named[index].name, stage + 1)
 
-    # The data end with the first source that has given all its passes.
+    # The data end when the first source has given all its passes.
     ends = [
         mixture.first_position_beyond(index, passes * feed.num_rows)
         for index, (feed, passes) in enumerate(zip(feeds, all_passes, strict=True))
         if passes is not None and feed.num_rows is not None
     ]
     end = min((end for end in ends if end is not None), default=None)
-    return DataPipeline(feeds, mixture, packings[0], tokenizer, end, [named.name for named in every])
+    return DataPipeline(feeds, mixture, packings[0], tokenizer, end, [named.name for named in all_named])
 
 
 def _passes(
@@ -236,7 +235,7 @@ def _open_feed(
         shards: ShardTokenBuffer = module.open_line(request, tokenizer)
         return _indexed(shards, packing, seed, passes, named, shards.files, started)
 
-    # Collectives while ranks open data together (see ``shared_opening``): all ranks must come here in one order.
+    # Collectives while ranks open data together (see ``shared_opening``): all ranks must open sources in one order.
     source: Table | Shards = module.open_source(request)
     encoder = open_encoder(tokenizer, config.data, named.source)
     place = source.listed_at if isinstance(source, FileSource) else ""
@@ -256,12 +255,12 @@ def _open_feed(
         logger.info("dataset %s is read while training runs, by %d virtual readers", named.name, feed.num_readers)
         return feed
 
-    # Read whole, by the first rank for all, unless an earlier start has kept the tokens.
+    # Read whole, once for all ranks, unless an earlier start has cached the tokens.
     def tokens() -> dict[str, Any]:
         def read() -> dict[str, Any]:
             return _read(config, source, encoder, tokenizer, named)
 
-        # Files alone say by their times whether they are the same; a dataset that is code may give anything.
+        # Only files can be recognized as unchanged, by size and time; the rows of a user's code may differ each time.
         if not (config.data.cache_tokens and isinstance(source, FileSource)) or named.source.dataset.endswith(".py"):
             return read()
         facts = (config.data, named.source, request, encoder, tokenizer.vocab_size)
@@ -279,12 +278,12 @@ def _open_feed(
 def _read(
     config: Config, source: Table | Shards, encoder: Encoder, tokenizer: Tokenizer, named: NamedDataset
 ) -> dict[str, Any]:
-    """The tokens of all rows, and what was left out, for all ranks: reading and tokenizing once is enough."""
+    """The tokens of all rows, and what was left out, as plain values that one rank can send to the others."""
     policy = BadRows.of(config.data)
     tally = RowStats()
     rows: Iterable[tuple[Key, Row]] = every_row(source)
-    # What small files may grow to is bounded where nobody has said that all of it is wanted here: data.mode="memory"
-    # says so, and so does a dataset that is the user's own code.
+    # Compressed files may grow far beyond their size. That is bounded unless the user has asked for all of it in
+    # memory, by data.mode="memory" or by a dataset that is the user's code.
     growth = None
     if config.data.mode == "auto" and not named.source.dataset.endswith(".py"):
         growth = Growth(named.name, source.total_bytes, ', or set data.mode to "stream" or "memory"')
@@ -297,7 +296,7 @@ def _read(
 
 
 def _logged(documents: Iterable[Document], name: str, num_rows: int | None) -> Iterator[Document]:
-    """The documents; where reading them takes long, the log says every few seconds how far it is."""
+    """Pass the documents through, and log the progress every few seconds."""
     logged = time.monotonic()
     for count, document in enumerate(documents):
         yield document
@@ -341,11 +340,11 @@ def _indexed(
 def _streams(
     config: Config, section: Training | Validation, named: NamedDataset, source: Table | Shards, passes: int | None
 ) -> bool:
-    """Whether a source is read while training runs, and if so, whether all else that is asked for can then be had."""
+    """Whether a source is read while training runs; refuses options that are then impossible."""
     mode = config.data.mode
     small = source.total_bytes is not None and source.total_bytes <= MEMORY_BYTES
     streams = mode == "stream" or (mode == "auto" and not small)
-    # A validation of the whole set must know how many steps that is, so it is read whole whatever its size.
+    # Validation on the whole set must know its number of steps, so it is read whole whatever its size.
     if isinstance(section, Validation) and section.steps == -1 and streams:
         if source.total_bytes is None:
             rule = "needs a set whose end is known"
@@ -355,7 +354,7 @@ def _streams(
     if not streams:
         return False
 
-    # What needs the number of rows, which a stream does not know, is refused.
+    # The number of rows of a stream is not known, so options that need it are refused.
     size = "of unknown size" if source.total_bytes is None else f"of {source.total_bytes / 2**20:.0f} MiB"
     way_out = 'run "shardtrain data prepare" and use dataset "tokens", or set data.mode="memory"'
     if config.data.bad_rows == "skip":
@@ -371,7 +370,7 @@ def _streams(
 
 
 def stages_of(config: Config, feeds: Sequence[Counted]) -> list[Stage]:
-    """Weights of tokens as weights of rows, and tokens of stages as positions of rows."""
+    """The stages of [data], with weights per token converted to weights per row, and ends from tokens to rows."""
     names = list(config.data.sources)
     weights_of_sources = {name: source.weight for name, source in config.data.sources.items()}
     stages = [(stage.until_tokens, stage.weights) for stage in config.data.stages] or [(0, weights_of_sources)]

@@ -1,4 +1,4 @@
-"""One dataset as an endless order of rows, whose k-th row is a function of k and the seed alone."""
+"""One dataset as an endless sequence of rows; row k is a function of k and the seed alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Cursor = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class CursorUpdate:
-    """A reader of a stream has given ``rows`` rows and is at ``cursor``; the last was of an ``epoch``, from 0."""
+    """A virtual reader is at ``cursor`` after ``rows`` rows, the last of which was of ``epoch`` (from 0)."""
 
     reader: int
     rows: int
@@ -37,8 +37,8 @@ class Feed(Protocol):
     """Rows of one dataset in the order of training.
 
     mean_targets: targets of a row on average, learned or not.
-    ends_without_notice: whether only reading tells where it ends.
-    num_readers:  cursors that say where the feed is; 0 where k alone says it.
+    ends_without_notice: whether its end is not known before reading.
+    num_readers:  virtual readers, each with a cursor; 0 where k alone is the position.
     fingerprint:  SHA-256 in hex of all that decides the rows and their order.
     files:        name of each file -> fingerprint of its content, to name the one that differs.
     passes:       passes after which the data end; None repeats them.
@@ -53,24 +53,24 @@ class Feed(Protocol):
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of one pass; None where only reading tells."""
+        """Rows of one pass; None where it is not known before reading."""
         ...
 
     def whole_files(self) -> list[WholeFile]:
-        """Those of which the fingerprint is not made of all bytes, see ``file_hashes.py``."""
+        """The files whose fingerprint does not cover all bytes, see ``file_hashes.py``."""
         ...
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """Fill row ``slot`` of ``out`` with the k-th row of the order; gives its sample id, -1 where the data ended.
 
-        A feed with readers is asked for ascending k.
+        Calls to a feed with readers have ascending k.
         """
         ...
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
-        """Stand where all ranks together have taken the first ``rows`` rows.
+        """Seek to the position at which all ranks together have taken the first ``rows`` rows.
 
-        ``cursors`` (num_readers, 3) are the readers' places there, if they are known.
+        ``cursors`` (num_readers, 3) are the readers' cursors there, if they are known.
         """
         ...
 
@@ -99,14 +99,14 @@ class Watch:
 
 
 class IndexedFeed:
-    """Rows of a line in memory or in prepared shards: row k is a permutation of the slot k % num_rows, at once."""
+    """Rows of tokens in memory or in prepared shards, by random access; each epoch is a permutation of the rows."""
 
     num_readers = 0
     ends_without_notice = False
 
     def __init__(
         self,
-        line: TokenBuffer,
+        tokens: TokenBuffer,
         packing: Packing,
         *,
         seed: int | None,
@@ -114,30 +114,30 @@ class IndexedFeed:
         option: str,
         files: Mapping[str, str],
     ) -> None:
-        # Prepared shards may know how their documents are fitted into rows, and lie in files that can change.
+        # Prepared shards may have a table of how documents are fitted into rows, and are files that may change.
         table = None
         folder = ""
-        if isinstance(line, ShardTokenBuffer):
-            table = table_of(line, packing, option)
-            folder = str(line.folder)
-        self._looks = shared_opening.LooksAtSeek(line.check_unchanged, folder)
-        self._watch = Watch(line.check_unchanged, len(files))
-        self._line = line
-        self._rows = pack(line, packing, table)
+        if isinstance(tokens, ShardTokenBuffer):
+            table = table_of(tokens, packing, option)
+            folder = str(tokens.folder)
+        self._looks = shared_opening.LooksAtSeek(tokens.check_unchanged, folder)
+        self._watch = Watch(tokens.check_unchanged, len(files))
+        self._tokens = tokens
+        self._rows = pack(tokens, packing, table)
         self._seed = seed
         self.passes = passes
         self.num_rows: int = self._rows.num_rows
-        self.num_tokens = line.num_tokens
+        self.num_tokens = tokens.num_tokens
         if self.num_rows < 1:
             rule = "has no row with a target"
             fix = 'use more data, or data.long_documents="split"'
             raise DataError(str(Problem(option, None, rule, fix)))
         self.mean_targets = self._rows.num_targets / self.num_rows
         self.files = files
-        self.fingerprint = digest(line.fingerprint, asdict(packing), seed)
+        self.fingerprint = digest(tokens.fingerprint, asdict(packing), seed)
 
     def whole_files(self) -> list[WholeFile]:
-        return self._line.whole_files() if isinstance(self._line, ShardTokenBuffer) else []
+        return self._tokens.whole_files() if isinstance(self._tokens, ShardTokenBuffer) else []
 
     @property
     def changed_documents(self) -> tuple[int, int]:
@@ -151,7 +151,7 @@ class IndexedFeed:
             ConfigError: when a file was changed under the run.
         """
         self._watch()
-        # Behind the end of the data nothing is written: the row stays filler.
+        # Past the end of the data nothing is written, so the row stays filler.
         if self.passes is not None and k >= self.passes * self.num_rows:
             return -1, None
         sample = k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))
@@ -159,7 +159,7 @@ class IndexedFeed:
         return sample, None
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:
-        """Nothing to do but to see that the files are still the same."""
+        """Check that the files are unchanged; there is no position to restore."""
         self._looks()
 
     def epoch_after(self, rows: int) -> int:

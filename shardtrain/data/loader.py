@@ -1,8 +1,9 @@
 """This rank's rows of each step, from one number: how many samples all ranks have consumed.
 
 Step s takes positions [s G, (s + 1) G) of the sample order, G being the global batch size. Rank r of R takes the
-contiguous share [s G + r G / R, s G + (r + 1) G / R) and cuts it into micro-batches. Positions become rows before ranks
-exist (see ``mix``, ``feed``), so the batches of a step do not depend on R, and a run continues on any other R.
+contiguous share [s G + r G / R, s G + (r + 1) G / R) and cuts it into micro-batches. Which
+row a position is does not depend on ranks (see ``mix``, ``feed``), so neither do the rows of a step, and a run
+continues on any other R.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ logger = logging.getLogger(__name__)
 SOURCE_BITS = 48
 """A sample id is its number within its source, and above these bits the number of the source."""
 _POSITIONS_LOOKED_AT = 2**18
-"""Of the order, to tell whether several processes would tokenize the same documents."""
+"""Positions of the order that are inspected for documents that several processes would tokenize."""
 
 
 @dataclass(frozen=True)
 class RankSlice:
-    """Which rows are this rank's: micro-batches of B rows, ``accumulation`` of them per step, of one rank of R."""
+    """Which rows of a step are this rank's: ``accumulation`` micro-batches of ``local_batch_size`` rows."""
 
     local_batch_size: int
     batch_rank: int
@@ -54,18 +55,18 @@ class RankSlice:
         return self.local_batch_size * self.num_batch_ranks * self.accumulation
 
     def first_position(self, samples_consumed: int, micro_batch: int) -> int:
-        """Position of the first row of this rank's micro-batch number ``micro_batch`` after some samples."""
+        """Position of the first row of this rank's micro-batch number ``micro_batch`` after ``samples_consumed``."""
         step, within = divmod(micro_batch, self.accumulation)
         start = self.batch_rank * self.accumulation + within
         return samples_consumed + step * self.global_batch + start * self.local_batch_size
 
 
 BatchWithCursors = tuple[Batch, list[tuple[int, CursorUpdate]]]
-"""A batch, and for each reader of each source that moved, its cursor afterwards."""
+"""A batch, and for each virtual reader that advanced, its source and its cursor after the batch."""
 
 
 class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
-    """A rank's micro-batches by number, from a point of the order on; asked for ascending numbers by each worker."""
+    """A rank's micro-batches by number, from a position on; each worker asks for ascending numbers."""
 
     def __init__(self, opened: DataPipeline, share: RankSlice, samples_consumed: int) -> None:
         self._opened = opened
@@ -73,7 +74,7 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
         self._start = samples_consumed
 
     def __getitem__(self, micro_batch: int) -> BatchWithCursors | ShardtrainError:
-        """A micro-batch; an error comes back as a value, so that it crosses from a worker in one line."""
+        """A micro-batch. An error is returned: raised in a worker, it would reach the rank as a traceback in a text."""
         try:
             return self.make(self._share.first_position(self._start, micro_batch))
         except ShardtrainError as error:
@@ -84,8 +85,8 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
         count = self._share.local_batch_size
         pipeline = self._opened
 
-        # A row that nothing is written to is filler: after the end of the data every rank still has its batches, since
-        # the step is a collective.
+        # Rows that are not written stay filler: past the end of the data every rank still gets batches, since the step
+        # is a collective.
         rows = Sequences(count, pipeline.packing)
         sample_ids = np.full(count, -1, dtype=np.int64)
         cursors: dict[tuple[int, int], CursorUpdate] = {}
@@ -98,7 +99,7 @@ class MicroBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError])
             if sample >= 0:
                 sample_ids[slot] = sample + (source << SOURCE_BITS)
             if cursor is not None:
-                # A reader that gave several rows of the batch keeps its last cursor: where it is after the batch.
+                # The last one wins: where the reader is after the batch.
                 cursors[source, cursor.reader] = cursor
 
         batch = Batch(
@@ -118,18 +119,19 @@ class DataLoader:
     tokenizer:       the tokenizer of the dataset.
     vocab:           token ids are in 0..vocab-1.
     files:           name of each file -> a fingerprint of its content, to name the one that differs.
-    num_samples:     rows of one epoch, over all ranks; None for mixtures, and where only reading tells.
-    places_per_epoch: of what samples_consumed counts, those of one epoch: num_samples, or whole steps where epochs end
-                     at their borders (training.last_batch).
-    end:             samples after which the data end; None where they repeat, or where only reading tells.
-    pad_id:          fills places that have no document; never a target.
+    num_samples:     rows of one epoch, over all ranks; None for mixtures, and where it is not known before reading.
+    places_per_epoch: how far samples_consumed advances in one epoch: num_samples, or whole steps where epochs end at
+                     the border of a step (training.last_batch).
+    end:             samples after which the data end; None where they repeat, or where it is not known before reading.
+    pad_id:          fills positions without a document; never a target.
     masks_documents: whether batches say which token is of which document.
     accumulation:    micro-batches of a step.
     global_batch:    rows of one step, over all ranks (G).
     num_readers:     virtual readers of a dataset that is read while training runs, else 0.
-    ends_without_notice: whether the data end, and only reading tells where: filler rows come from readers at their end.
-    fingerprint:     SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run may be continued
-                     only where it is the same.
+    ends_without_notice: whether the data end at a point that is not known before reading; readers at their end give
+                     filler rows.
+    fingerprint:     SHA-256 in hex of datasets, tokenizer, sequence length, seed and order. A run resumes only if it
+                     is the same.
     step_hash:       what the rows of this rank's current step add to the run's order hash (see ``checksum``).
     """
 
@@ -163,7 +165,7 @@ class DataLoader:
         self._options = options
         self._pin_memory = options.pin_memory and accelerator.pins_memory()
         self._reader_cursors = [ReaderCursors(feed.num_readers) for feed in opened.feeds]
-        # Made with the first batch, since worker processes begin to read at once, and a resume seeks elsewhere first.
+        # Created with the first batch: workers prefetch from the start, and a resume seeks elsewhere before that.
         self._batches: Iterator[BatchWithCursors | ShardtrainError] | None = None
         self.seek(samples_consumed)
 
@@ -171,13 +173,13 @@ class DataLoader:
     def sampled_files(self) -> dict[str, str]:
         """At most 4,096 of ``files``, evenly spread, for checkpoints: with their hashes they are half a megabyte.
 
-        The fingerprint of the data is made of all of them; these only name which one differs.
+        The fingerprint covers all files; these are only to name the one that differs.
         """
         return sampled(self.files)
 
     @cached_property
     def whole_files(self) -> list[WholeFile]:
-        """The files of all sources, to be hashed; made when the first rank asks for them."""
+        """The files of all sources, to be hashed; only the first rank asks for them."""
         several = len(self._opened.feeds) > 1
         return [
             replace(file, name=f"{source}: {file.name}") if several else file
@@ -193,25 +195,21 @@ class DataLoader:
 
     @property
     def steps_left(self) -> int | None:
-        """Steps from here to the end of the data, the last of which may be smaller; None where they repeat.
-
-        Where only reading tells, None too.
-        """
+        """Steps to the end of the data, the last perhaps smaller; None where they repeat or the end is unknown."""
         return None if self.end is None else -(-(self.end - self.samples_consumed) // self.global_batch)
 
     def seek(self, samples_consumed: int, cursors: npt.NDArray[np.int64] | None = None) -> None:
-        """Stand where all ranks together have consumed this many samples.
+        """Seek to the position at which all ranks together have consumed this many samples.
 
-        ``cursors`` are what ``cursors()`` gave there, over all ranks. Without them datasets that are read as training
-        continues are read again up to this point; all others are there at once. Worker processes end, and others begin
-        with the next batch.
+        ``cursors`` are what ``cursors()`` returned there, merged over all ranks. Without them a streamed dataset is
+        read again up to this position; others seek at once. Worker processes end; new ones start with the next batch.
         """
         self._batches = None
         self._start = samples_consumed
         self._handed = 0
         self.step_hash = 0
         rows_before = self._opened.mixture.rows_before(samples_consumed).tolist()
-        # The cursors of all feeds lie one after the other in one array, as ``cursors()`` joins them.
+        # The array has the cursors of all feeds one after the other, as ``cursors()`` concatenates them.
         first = 0
         for feed, reader_cursors, rows in zip(self._opened.feeds, self._reader_cursors, rows_before, strict=True):
             cursors_of_feed = None if cursors is None else cursors[first : first + feed.num_readers]
@@ -222,7 +220,7 @@ class DataLoader:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the data are known to have ended before the step that comes, or is being read."""
+        """Whether the data are known to have ended before the current step."""
         return self.end is not None and self.samples_consumed >= self.end
 
     @property
@@ -234,9 +232,9 @@ class DataLoader:
         return dict(zip(opened.names, opened.mixture.rows_before(self.samples_consumed).tolist(), strict=True))
 
     def cursors(self, samples_consumed: int | None = None) -> npt.NDArray[np.int64]:
-        """The cursors of the readers of all feeds, (readers, 3): -1 for those of which another rank knows.
+        """The cursors of all virtual readers, (readers, 3): -1 for those that another rank knows.
 
-        After all steps that were handed out in full, or after ``samples_consumed``: that, or a step less.
+        After the last complete step, or after ``samples_consumed``, which may be that step or the one before.
         """
         if samples_consumed is None:
             samples_consumed = self.samples_consumed
@@ -254,7 +252,7 @@ class DataLoader:
             DataError: at a bad row of a dataset that is read while training runs.
             ConfigError: when a file was changed under the run.
         """
-        # A step begins. The data may end here and nowhere else, so that no rank stops within a step that others make.
+        # A step begins. The data may end only here, so that all ranks stop before the same step.
         if self._handed % self._share.accumulation == 0:
             if self.has_ended:
                 raise StopIteration
@@ -266,7 +264,7 @@ class DataLoader:
             for source, epoch in enumerate(self._epochs_after(after.tolist())):
                 self._note_epoch(source, epoch)
 
-        # Hashed when it is handed out, and not by a worker that reads ahead: what counts is what the trainer was given.
+        # Hashed here, not in the worker that prefetched it: the order hash covers what the trainer was given.
         batch, moved = self._next_batch()
         self.step_hash += self.hash_rows(batch, self._share.first_position(self._start, self._handed))
         for source, cursor in moved:
@@ -279,23 +277,23 @@ class DataLoader:
         if self._batches is None:
             self._batches = in_order(MicroBatches(self._opened, self._share, self._start), self._options)
         try:
-            made = next(self._batches)
+            batch = next(self._batches)
         except RuntimeError as error:
             death = death_of_worker(error)
             if death is None:
                 raise
             raise death from error
         # An error of a worker arrives as a value: see ``MicroBatches``.
-        if isinstance(made, ShardtrainError):
-            raise made
-        return made
+        if isinstance(batch, ShardtrainError):
+            raise batch
+        return batch
 
     def _epochs_after(self, rows: list[int]) -> list[int]:
         """Epoch from 0 of each source after some rows of it."""
         return [feed.epoch_after(count) for feed, count in zip(self._opened.feeds, rows, strict=True)]
 
     def _note_epoch(self, source: int, epoch: int) -> None:
-        """Log that a source begins again, where its repeats have no end that was asked for."""
+        """Log that a source begins another epoch, unless a number of epochs was asked for."""
         if epoch > self._epochs[source]:
             self._epochs[source] = epoch
             if self._opened.feeds[source].passes is None:
@@ -313,7 +311,7 @@ def open_dataloader(
     shuffle: bool = True,
     loop: bool | None = None,
 ) -> DataLoader:
-    """Open the data of training or validation, and seek to any point of their order at once.
+    """Open the data of training or validation, at any position of their order.
 
     Ranks that share a batch (tensor, context and pipeline peers) pass the same ``batch_rank``, 0..num_batch_ranks-1.
     ``accumulation`` is the number of micro-batches per step. ``samples_consumed`` counts samples over all ranks since

@@ -1,8 +1,8 @@
 """Which dataset a position of the sample order belongs to: a pure function, any position at once.
 
-The weights are turned into whole numbers of rows in a cycle of 65,536, dealt as evenly as they go (each source's rows
-are at equal distances: Bresenham 1965), so that every batch holds its share and no random number is needed. A stage
-is a range of positions with weights of its own; what a source gave before is where it continues.
+The weights are rounded to whole numbers of rows in a cycle of 65,536. A source's rows are spread over the cycle at
+equal distances (Bresenham 1965), so every batch has about its share and no random number is needed. A stage is a range
+of positions with its own weights; each source continues where the stage before left it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Stage:
 class Mixture:
     """Positions 0, 1, 2, ... -> (source, how many rows of that source came before).
 
-    fingerprint: text of all that decides it.
-    unread:      (stage, source) of weights above 0 that are too small for a row in a cycle.
+    fingerprint: text of all that decides the order.
+    unread:      (stage, source) whose weight is above 0 but too small for a row in a cycle.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.num_sources = len(stages[0].weights)
-        # Of one source neither weights nor stages change the order, so what must be the same does not name them.
+        # With one source neither weights nor stages change the order, so a resume need not compare them.
         self.fingerprint = repr(list(stages)) if self.num_sources > 1 else ""
 
         # For each stage the source at each place of a cycle, the rows of each source in a cycle, and before[s]: rows of
@@ -52,7 +52,7 @@ class Mixture:
             if weight > 0 and not self._per_cycle[number][source]
         ]
 
-        # Where stages begin and end, and the rows that each source gave before a stage: where it continues.
+        # Where stages begin and end, and how many rows each source has given before each stage.
         self._starts = [0, *(stage.stop or 0 for stage in stages[:-1])]
         self._stops = [*self._starts[1:], None]
         self._given = np.zeros((len(stages), self.num_sources), dtype=np.int64)
@@ -72,7 +72,7 @@ class Mixture:
             cycles, place = np.divmod(positions[in_stage] - self._starts[stage], CYCLE)
             source = self._cycles[stage][place].astype(np.int64)
             sources[in_stage] = source
-            # Rows of the source in earlier stages, in the whole cycles of this one, and in the cycle begun.
+            # Rows of the source in earlier stages, in whole cycles of this one, and in the current cycle.
             earlier = self._given[stage][source] + cycles * self._per_cycle[stage][source]
             numbers[in_stage] = earlier + self._before[stage][place]
         return sources, numbers
@@ -83,7 +83,7 @@ class Mixture:
         return self._given[stage] + self._count(stage, position - self._starts[stage])
 
     def first_position_beyond(self, source: int, rows: int) -> int | None:
-        """The position that would be row number ``rows`` of a source, or None if it never gives so many."""
+        """The position of row number ``rows`` (from 0) of a source, or None if it never gives so many."""
         for stage, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True)):
             places = np.flatnonzero(self._cycles[stage] == source)
             if not len(places):
@@ -101,7 +101,7 @@ class Mixture:
 
 def _rows_before(cycle: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
     """At each place of a cycle, how many rows of its source came before it."""
-    # The places of source 0, of source 1, ..., each in order: a place's rank within its source's is what is asked.
+    # The stable sort lists the places of source 0, then of source 1, ...: an index within its source is the count.
     order = np.argsort(cycle, kind="stable")
     counts = np.bincount(cycle)
     before = np.empty(CYCLE, dtype=np.int32)
@@ -111,14 +111,14 @@ def _rows_before(cycle: npt.NDArray[np.uint16]) -> npt.NDArray[np.int32]:
 
 def _cycle(weights: Sequence[float]) -> npt.NDArray[np.uint16]:
     """The source at each place of a cycle."""
-    # Whole numbers of rows, of which the largest remainders make up the cycle; equal ones in the order of the sources.
-    # All sorts here are stable: the order of the data may not depend on how a version of NumPy breaks ties.
+    # Largest remainder method: round down, and give what is missing to the largest remainders. All sorts here are
+    # stable: the order of the data may not depend on how a version of NumPy breaks ties.
     shares = np.asarray(weights, dtype=np.float64) / sum(weights) * CYCLE
     counts = np.floor(shares).astype(np.int64)
     missing = CYCLE - int(counts.sum())
     counts[np.argsort(-(shares - counts), kind="stable")[:missing]] += 1
 
-    # A source of n rows wants the middles of n equal parts of the cycle; places go to whoever wants one first.
+    # The ideal places of a source of n rows are the middles of n equal parts of the cycle; sorted, they are the cycle.
     places = [(np.arange(count) + 0.5) / count * CYCLE for count in counts.tolist() if count]
     owners = np.repeat(np.arange(len(counts)), counts)
     return owners[np.argsort(np.concatenate(places), kind="stable")].astype(np.uint16)

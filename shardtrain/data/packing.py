@@ -1,8 +1,8 @@
 """Documents to rows of ``seq_len`` inputs and as many targets: which tokens are in a row, and where.
 
-"concat" lays all documents end to end and cuts every ``seq_len`` targets, so that each token but the first is the
+"concat" joins all documents end to end and cuts every ``seq_len`` targets, so that each token but the first is the
 target of one row. "first_fit" and "padded" keep documents whole: see ``fitted``. Where documents are masked, positions
-start from scratch in each, and no token has a target in another document.
+restart in each, and no token has a target in another document.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Packing:
     masked: bool = False
     long_documents: Literal["split", "cut", "drop"] = "split"
     pad_id: int = 0
-    """Stands in what no document fills; never a target."""
+    """Token id of padding; never a target."""
 
     @property
     def needs_documents(self) -> bool:
@@ -34,7 +34,7 @@ class Packing:
 
 
 class Sequences:
-    """Rows as they are filled: B rows of T tokens, all int64; rows that nothing is written to have no targets."""
+    """Output arrays: B rows of T tokens, all int64; rows that are not written have no targets."""
 
     def __init__(self, num_rows: int, packing: Packing) -> None:
         shape = (num_rows, packing.seq_len)
@@ -54,23 +54,23 @@ class Sequences:
         )
 
     def number_documents(self, slot: int, columns: Tokens) -> None:
-        """Say at which columns of a row, ascending, another document begins; the first begins at 0."""
+        """Number the documents of a row, which begin at 0 and at ``columns`` (ascending), and restart its positions."""
         if self.documents_BT is None:
             return
         T = self.tokens_BT.shape[1]
         begins = np.zeros(T, dtype=np.int64)
         begins[columns[(columns > 0) & (columns < T)]] = 1
         self.documents_BT[slot] = np.cumsum(begins)
-        # Positions restart with each document: a column's distance from the newest beginning at or before it.
+        # Positions restart with each document: the distance from the last beginning at or before a column.
         places = np.arange(T, dtype=np.int64)
         self.positions_BT[slot] = places - np.maximum.accumulate(np.where(begins == 1, places, 0))
 
 
 class Rows(Protocol):
-    """Rows of a line of documents, any of them at once.
+    """Rows cut out of a dataset's tokens, by random access.
 
     num_targets:  targets of all rows, learned or not.
-    cut, dropped: documents that lost their end, or that were left out because they are longer than a row.
+    cut, dropped: documents that were truncated or left out because they are longer than a row.
     """
 
     num_rows: int
@@ -86,36 +86,36 @@ class Rows(Protocol):
 
 class ConcatRows:
     """Row i holds the tokens ``i * seq_len`` to ``(i + 1) * seq_len`` inclusive: its last is the target of its last
-    input, and the first input of row i + 1. The last row is filled up where tokens are missing.
+    input, and the first input of row i + 1. The last row is padded.
     """
 
     cut = dropped = 0
 
-    def __init__(self, line: TokenBuffer, packing: Packing) -> None:
-        self._line = line
+    def __init__(self, tokens: TokenBuffer, packing: Packing) -> None:
+        self._tokens = tokens
         self.packing = packing
-        self.num_targets = max(0, line.num_tokens - 1)
+        self.num_targets = max(0, tokens.num_tokens - 1)
         self.num_rows = -(-self.num_targets // packing.seq_len)
 
     def write(self, row: int, out: Sequences, slot: int) -> None:
         start = row * self.packing.seq_len
-        stop = min(start + self.packing.seq_len + 1, self._line.num_tokens)
-        learned = self._line.learned(start, stop) if self._line.has_mask else None
-        begins = self._line.starts(start + 1, stop) - start if self.packing.masked else None
-        write_window(out, slot, self._line.tokens(start, stop), learned, begins)
+        stop = min(start + self.packing.seq_len + 1, self._tokens.num_tokens)
+        learned = self._tokens.learned(start, stop) if self._tokens.has_mask else None
+        begins = self._tokens.starts(start + 1, stop) - start if self.packing.masked else None
+        write_window(out, slot, self._tokens.tokens(start, stop), learned, begins)
 
 
 def write_window(out: Sequences, slot: int, tokens: Tokens, learned: Mask | None, begins: Tokens | None) -> None:
-    """Fill a row with up to ``seq_len + 1`` tokens cut out of a line.
+    """Fill a row with up to ``seq_len + 1`` consecutive tokens of a dataset.
 
     ``begins`` are the places in ``tokens`` after the first at which a document begins, where documents are masked.
     """
     out.write(slot, 0, tokens, learned)
     if begins is None:
         return
-    # The last token of a document would have the first of the next as its target.
+    # Else the last token of a document would have the first of the next as its target.
     out.targets_BT[slot, begins - 1] = IGNORE
-    # Filler behind the last token counts as one more document: it does not attend to the text before it.
+    # Padding after the last token counts as one more document, so that it does not attend to the text before it.
     inputs = len(tokens) - 1
     filler = [inputs] if inputs < out.tokens_BT.shape[1] else []
     out.number_documents(slot, np.append(begins[begins < inputs], filler).astype(np.int64))
