@@ -1,4 +1,4 @@
-"""The folder of checkpoints: ``step-N/`` each, whole or not there at all, and verified before it is used."""
+"""Finds, verifies and loads the checkpoints ``step-N/`` of a run's folder."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Checkpoints(Saver):
         return retention.steps(self._folder)
 
     def to_continue(self) -> Place | None:
-        """The checkpoint to continue from, its bytes verified, or None for a fresh start.
+        """The checkpoint to resume from, verified, or None for a fresh start.
 
-        Without ``checkpoint.load_step`` it is the newest that is good: what is damaged is skipped, with a warning.
+        Without ``checkpoint.load_step`` it is the newest undamaged one: damaged ones are skipped with a warning.
 
         Raises:
             CheckpointError: when the step asked for is missing or damaged, or none of those that are there is good.
@@ -42,7 +42,7 @@ class Checkpoints(Saver):
         if not self._options.enable:
             return None
 
-        # The right to write the folder, before anything in it is looked at: a run that loads alone needs none.
+        # Acquire the lease to write the folder before reading it; a run that only loads needs none.
         if not self._options.load_only:
 
             def take_folder() -> None:
@@ -54,20 +54,21 @@ class Checkpoints(Saver):
                 rank0_storage.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
 
-        # The first rank decides which steps there are: where a shared folder lags, ranks would start from different
-        # ones. A folder without a manifest is not a checkpoint, and is named below; an object store has no folders.
+        # Rank 0 lists the steps for all: where a shared folder lags, ranks would start from different ones. A step-N
+        # without a manifest is not a checkpoint, and is reported below; an object store has no folders.
         steps = self.steps()
-        without = list[int]()
+        incomplete = list[int]()
         if isinstance(self._folder, Path):
-            without = sorted({*retention.step_folders(self._folder)} - {*steps})
-        steps, without = broadcast_json([steps, without])
+            incomplete = sorted({*retention.step_folders(self._folder)} - {*steps})
+        steps, incomplete = broadcast_json([steps, incomplete])
         if self._options.load_step != -1:
-            return self._chosen(steps)
+            return self._requested(steps)
 
-        # The newest that is good; what is skipped on the way is said once that is known.
-        ways = [manifest.way_from_dcp(self._folder / f"step-{step}") for step in without]
+        # The newest undamaged one; warn of skipped ones only when it is known what the run continues from.
+        ways = [manifest.way_from_dcp(self._folder / f"step-{step}") for step in incomplete]
         damages = [
-            f"step-{step} has no {MANIFEST}{f': {way}' if way else ''}" for step, way in zip(without, ways, strict=True)
+            f"step-{step} has no {MANIFEST}{f': {way}' if way else ''}"
+            for step, way in zip(incomplete, ways, strict=True)
         ]
         for step in reversed(steps):
             path = self._folder / f"step-{step}"
@@ -85,7 +86,7 @@ class Checkpoints(Saver):
         return None
 
     def load(self, path: Place, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Fill weights and the rest in place and give the facts.
+        """Load weights and the other tensors in place, and return the facts.
 
         Raises:
             CheckpointError: on all ranks, before a tensor is touched, when the checkpoint is damaged or does not fit.
@@ -124,9 +125,9 @@ class Checkpoints(Saver):
         return self._verified[1]
 
     def newest_good(self, last: int, started_at: int) -> Place | None:
-        """The newest whole checkpoint of this run's own history up to step ``last``, verified; None without one.
+        """The newest undamaged checkpoint of this run up to step ``last``, verified; None without one.
 
-        Own is what this process has saved, and what it found up to the step at which it started.
+        Of this run are those that this process has saved, and those up to the step at which it started.
         """
         self.finish()
         for step in [step for step in reversed(broadcast_json(self.steps())) if step <= last]:
@@ -137,13 +138,13 @@ class Checkpoints(Saver):
                 continue
             assert self._verified is not None
             stored = self._verified[1]
-            own = step <= started_at or stored.run == broadcast_json(self._lease.nonce)
-            if own and not stored.facts.get("weights_only"):
+            is_of_this_run = step <= started_at or stored.run == broadcast_json(self._lease.nonce)
+            if is_of_this_run and not stored.facts.get("weights_only"):
                 return path
         return None
 
     def forget(self, steps: range, started_at: int) -> None:
-        """Delete checkpoints of this run's own history that it has undone: a later start would take it up again."""
+        """Delete checkpoints of this run that a rollback has undone: else a later start would resume from them."""
 
         def discard() -> None:
             for step in self.steps():
@@ -154,25 +155,25 @@ class Checkpoints(Saver):
         first_rank(discard)
 
     def _check_writers(self, folder: Place) -> None:
-        """Refuse what anybody may have put there: hashes find damage, and not whose checkpoint it is."""
-        looks = self._is_first and isinstance(folder, Path)  # who may write a store, the store decides
-        writable = broadcast_json(retention.open_to_all(Path(str(folder))) if looks else "")
+        """Refuse a folder that every user can write: hashes detect damage, not a checkpoint of somebody else."""
+        can_check = self._is_first and isinstance(folder, Path)  # an object store has its own access control
+        writable = broadcast_json(retention.open_to_all(Path(str(folder))) if can_check else "")
         if writable and not self._options.allow_shared_writable:
             raise ConfigError(
                 f"checkpoint.folder: {writable} can be written by every user, who could put weights of his there; run "
                 f'"chmod o-w {writable}", or set checkpoint.allow_shared_writable=true'
             )
 
-    def _chosen(self, found: list[int]) -> Place:
+    def _requested(self, steps: list[int]) -> Place:
         wanted = self._options.load_step
-        if wanted not in found:
-            raise retention.no_such_step(self._folder, wanted, found)
+        if wanted not in steps:
+            raise retention.no_such_step(self._folder, wanted, steps)
         damage = self._verify(self._folder / f"step-{wanted}")
         if damage:
             raise CheckpointError(
                 f"checkpoint.load_step={wanted}: {damage}; choose another step, or -1 for the newest that is good"
             )
-        later = [step for step in found if step > wanted]
+        later = [step for step in steps if step > wanted]
         if later:
             logger.warning(
                 f"checkpoint.load_step={wanted} is not the newest: steps {', '.join(map(str, later))} stay in "
@@ -181,8 +182,8 @@ class Checkpoints(Saver):
         return self._folder / f"step-{wanted}"
 
     def _verify(self, path: Place) -> str:
-        """What is wrong with a checkpoint's bytes, all read, shared out over the ranks; empty when nothing is."""
-        # The manifest is read once, by the first rank, and checked by all: latin-1 makes a text of any bytes.
+        """What is damaged in a checkpoint, or "". Reads all bytes, divided among the ranks (a collective)."""
+        # Rank 0 reads the manifest and all ranks parse it; latin-1 turns any bytes into text for JSON.
         problem = ""
         text = None
         try:
@@ -199,7 +200,7 @@ class Checkpoints(Saver):
         if retention.step_of(path) not in (None, stored.step):
             return f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
 
-        # The files are hashed by all ranks together, each its share.
+        # Each rank hashes its share of the files.
         storage = rank0_storage if self._relays else tensor_files
         damage = first_word(storage.find_damaged_file(stored, path))
         if damage:

@@ -1,7 +1,7 @@
-"""Writing checkpoints: now, or in the background while training continues; whole in their place or not there at all.
+"""Atomic writing of checkpoints: while all ranks wait, or in the background while training continues.
 
-All ranks write into a draft; the first one makes it the checkpoint of its step when every rank has written, and what is
-then in ``step-N`` never changes. ``storage.py`` says how, and ``manifest.py`` what is in it.
+All ranks write into a draft folder. When every rank has written, rank 0 publishes it as ``step-N``, which never changes
+after that. See ``storage.py`` for how it is published, and ``manifest.py`` for what it contains.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from shardtrain.utils.log import logger
 FAILURES_IN_A_ROW = 2
 """Failed saves after which a run may continue."""
 CRASH_SECONDS = 3.0
-"""How long a rank that ends with an error waits for the save in flight: the others are waiting to be ended."""
+"""How long a rank that ends with an error waits for the save in flight."""
 CANCEL_SECONDS = 1.0
-"""And for its thread to notice that it is cancelled, between two pieces of a file."""
+"""How long it then waits for the writing thread, which checks between blocks of a file whether it is cancelled."""
 
 
 COMPARED = "replicas_compared"
-"""The fact of a checkpoint that says how many parts that several ranks held were compared before it was saved."""
+"""Key among the facts of a checkpoint: how many replicated parts were compared between ranks before it was saved."""
 
 
 class Saver:
@@ -63,20 +63,20 @@ class Saver:
         self._is_first = dist.get_rank() == 0
         self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
         self._number = 0
-        """Of the save that is begun or in flight: no two of this process have the same."""
+        """Counts the saves of this process, so that each draft has a name of its own."""
         self._plan: save_plan.Plan | None = None
-        """Of the last save, for the next one."""
+        """The plan of the last save, reused by the next one if the tensors are the same."""
         self._staging = Staging(self._options.async_mode == "async_with_pinned_mem")
         self.best = Best(config)
         self.interval = Interval(self._options)
         self.saving = Saving()
-        # By the first rank's clock alone: ranks whose clocks differ would save at different steps.
+        # Only rank 0's clock decides: by their own clocks ranks would save at different steps.
         self.saving.by_clock = self._saves and self._options.interval_type != "steps"
         if self._is_first and self.saving.by_clock:
             self.saving.is_time = self.interval.is_time
         self.is_due = IsDue(self._options, self.saving, self.best)
         self.saved_step = 0
-        """The newest step that is on disk, or that the run began with; equal on all ranks."""
+        """The newest step on disk, or the step that the run resumed from; equal on all ranks."""
         self.failures_in_a_row = self.skipped = 0
         self._export_is_due = self._export_must = False
         self.export_seconds = 0.0
@@ -104,22 +104,22 @@ class Saver:
         """Save weights, the rest of the tensors and the facts, and delete what retention does not keep.
 
         With ``checkpoint.async_mode`` it returns when the tensors are copied, unless it is the ``last`` or is to
-        ``wait``; what becomes of it then is met by ``poll``. While an earlier save is in flight it waits for at most
-        ``checkpoint.max_stall_seconds`` and is then skipped; the best so far waits as long as it takes.
+        ``wait``; ``poll`` completes it later. While an earlier save is in flight it waits for at most
+        ``checkpoint.max_stall_seconds`` and is then skipped; a new best checkpoint waits as long as it takes.
 
         Raises:
             StorageError: on all ranks, when one could not write; older checkpoints are as they were. Not raised where
                 ``checkpoint.on_save_error`` is "continue", unless it is the last, is to wait, or the third in a row.
             ConfigError: when another run has taken over the folder.
-            NumericalError: on all ranks, before anything is written, when two hold other bits of what they must hold
-                alike; names the tensor, the odd ranks, and the last checkpoint of which that is known not to be so.
+            NumericalError: on all ranks, before anything is written, when replicas of a tensor differ; names it, the
+                odd ranks, and the last checkpoint whose replicas were equal.
         """
         begun = time.monotonic()
-        # The last save cannot be skipped, and nobody is left to write it in the background.
-        must = last or wait
+        # The last save is neither skipped nor written in the background: the process ends after it.
+        must_succeed = last or wait
 
         # One save at a time: wait for the one in flight, or skip this one.
-        if not self.finish(None if must or self.best.is_new(step) else self._options.max_stall_seconds):
+        if not self.finish(None if must_succeed or self.best.is_new(step) else self._options.max_stall_seconds):
             self.skipped += 1
             self.saving.clear_flags()
             self.interval.restart()
@@ -131,7 +131,7 @@ class Saver:
             )
             return
 
-        # What is saved: the last may be the weights alone, in the type that they are handed on in.
+        # What is saved: the last checkpoint may be the weights alone, in the type of exports.
         if last and self._options.last_save_model_only:
             weights = tensor_files.cast(weights, self._options.export_dtype.replace("auto", "float32"))
             rest = {}
@@ -139,21 +139,22 @@ class Saver:
         tensors = {**weights, **rest}
         facts = {"weights_only": False, **facts}
 
-        # Who writes what (a collective). The plan of the last save is taken as long as every rank has the same tensors.
+        # Who writes what (a collective). The last plan is reused as long as every rank has the same tensors.
         shares = self._plan = save_plan.plan(tensors, self._plan)
 
-        # A part that several ranks hold is written by one of them: a replica with other bits would be lost in silence.
+        # Only one rank writes a replicated part, so a replica that differs would go unnoticed.
         if self._options.compare_replicas:
             odd = replica_comparison.find_odd(tensors, shares.held, facts.get("state") or {})
             if odd:
                 self.refuse(step, odd)
             facts[COMPARED] = holders.num_replicated(shares.held)
 
-        # Write it, or copy it and begin. Errors are equal on all ranks, so all of them are tolerated or none.
+        # Write it now, or copy it and write in the background. Errors are equal on all ranks, so all ranks tolerate one
+        # or none does.
         self._export_is_due = self.exporter is not None and self.exporter.is_due(step, last)
         self.export_seconds = 0.0
         self._number += 1
-        in_background = self._options.async_mode != "disabled" and not must
+        in_background = self._options.async_mode != "disabled" and not must_succeed
         try:
             if in_background:
                 self._begin(step, tensors, shares, facts)
@@ -161,12 +162,12 @@ class Saver:
                 self._save_now(step, tensors, shares, facts)
         except BaseException as error:
             self._abandon(step)
-            self._tolerate(error, must)
+            self._tolerate(error, must_succeed)
         else:
             if not in_background:
                 self._saved(step)
-                self._export_if_due(step, must or self._options.async_mode == "disabled", must)
-        # What ranks have heard of each other in this step is about the save before this one.
+                self._export_if_due(step, must_succeed or self._options.async_mode == "disabled", must_succeed)
+        # The flags that ranks have exchanged in this step are about the save before this one.
         self.saving.clear_flags()
         self.interval.note(time.monotonic() - begun - self.export_seconds)
         self.interval.restart()
@@ -181,13 +182,13 @@ class Saver:
             self._finish_one()
 
     def finish(self, limit_seconds: float | None = None) -> bool:
-        """Wait for what is in flight; False, on all ranks, where it has not ended within the limit of one.
+        """Wait for saves and exports in flight; False, on all ranks, if one has not ended within the limit.
 
         Raises:
             StorageError: as ``save`` does.
         """
         begun = time.monotonic()
-        # A loop, since the end of a save may be the beginning of an export.
+        # A loop, since an export may begin when a save ends.
         while self.saving.writing is not None:
             left = None if limit_seconds is None else limit_seconds - (time.monotonic() - begun)
             if not self._finish_one(left):
@@ -195,7 +196,7 @@ class Saver:
         return True
 
     def _finish_one(self, limit_seconds: float | None = None) -> bool:
-        """Wait for the save or export in flight, and say what came of it (a collective); False past the limit."""
+        """Wait for the save or export in flight and handle its result (a collective); False past the limit."""
         writing = self.saving.writing
         assert writing is not None
         if not async_save.ended_everywhere(writing, limit_seconds):
@@ -220,7 +221,7 @@ class Saver:
         return True
 
     def export_last(self, step: int) -> None:
-        """Write the checkpoint of a step in the other format, if the last one is to be.
+        """Export the checkpoint of the last step, if that is wanted.
 
         Raises:
             StorageError: when it cannot be written.
@@ -229,7 +230,7 @@ class Saver:
         self._export_if_due(step, wait=True, must=True)
 
     def cancel_export(self) -> None:
-        """There is no time for one: end what is in flight without result, and begin no other."""
+        """Cancel an export in flight and begin no other: there is no time for one."""
         self._export_is_due = False
         self.exporter = None
         writing = self.saving.writing
@@ -238,9 +239,9 @@ class Saver:
             self.finish()
 
     def close(self) -> None:
-        """Let other runs write the folder; a save in flight gets a moment, for a run that ends with an error."""
-        # Not a collective: other ranks may be gone. The first rank's thread commits once all have written, so whether
-        # there is a checkpoint is known to it alone.
+        """Release the lease of the folder. A save in flight, when a run ends with an error, gets a few seconds."""
+        # Not a collective: other ranks may be gone. Rank 0's thread commits once all have written, so only rank 0 knows
+        # whether there is a checkpoint.
         writing = self.saving.writing
         if writing is not None:
             if not writing.wait(CRASH_SECONDS):
@@ -252,7 +253,7 @@ class Saver:
                 else:
                     self._abandon(writing.step)
             self.saving.writing = None
-        # The lease goes last: until then no other run may write the folder.
+        # The lease is released last: until then no other run may write the folder.
         if self._is_first:
             self._storage.abandon_all()
             self._lease.release()
@@ -271,13 +272,13 @@ class Saver:
         """Write the checkpoint while all ranks wait (a collective)."""
         nonce, _ = first_rank(lambda: self._prepare(step, sum(shares.bytes_of)))
         draft = self._draft(step, nonce)
-        # Every rank writes its file, or sends it to the first rank where that alone sees the folder.
+        # Every rank writes its file, or sends it to rank 0 where only that one has access to the folder.
         if self._relays:
             written = all_ranks(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])
         else:
             written = all_ranks_to_first(lambda: _fields(tensor_files.write(tensors, shares, draft)))
         stored_files = [StoredFile(*fields) for fields in written if fields]
-        # The commit comes when all have written, and old checkpoints go when the new one is there.
+        # Commit after all have written, and delete old checkpoints after the commit.
         first_rank(lambda: self._commit(draft, self._manifest(step, stored_files, shares, facts)))
         first_rank(lambda: self._tidy(step, facts))
 
@@ -289,17 +290,17 @@ class Saver:
         size = dist.get_world_size()
         staged: list[memoryview] = []
 
-        def ready() -> list[str] | None:
-            own = [tensors[name] for name in shares.names_of(rank)]
-            staged.append(self._staging.copy(own, shares.bytes_of[rank]))
+        def copy_and_prepare() -> list[str] | None:
+            local_tensors = [tensors[name] for name in shares.names_of(rank)]
+            staged.append(self._staging.copy(local_tensors, shares.bytes_of[rank]))
             return self._prepare(step, sum(shares.bytes_of)) if self._is_first else None
 
-        # When this returns every rank has its copy, so training may continue and change the tensors.
-        nonce, token = all_ranks(ready)
+        # After this every rank has its copy, so training may continue and change the tensors.
+        nonce, token = all_ranks(copy_and_prepare)
         draft = self._draft(step, nonce)
         others = [r for r in range(1, size) if shares.bytes_of[r]]
 
-        # In a thread, which uses no collective: theirs and the trainer's would meet in another order on each rank.
+        # In a thread, without collectives: their order relative to the trainer's would differ between ranks.
         def write(check_cancelled: Callable[[], None]) -> None:
             stored_files = []
             if shares.bytes_of[rank]:
@@ -316,26 +317,28 @@ class Saver:
         self.saving.writing = Writing(step, write)
 
     def refuse(self, step: int, odd: str) -> NoReturn:
-        """Stop a run whose ranks do not hold alike what they must (a collective); ``odd`` says which and what.
+        """Stop a run whose replicas differ (a collective); ``odd`` names the ranks and the tensor.
 
         Raises:
             NumericalError: names the last checkpoint that was compared before it was saved.
         """
         with contextlib.suppress(StorageError):
             self.finish()
-        # The first rank looks, and tells all: a shared folder may lag, and all raise the same error.
-        known = broadcast_json(self._newest_compared() if self._is_first and self._saves else None)
+        # Rank 0 reads the folder for all: a shared folder may lag, and all must raise the same error.
+        last_good = broadcast_json(self._newest_compared() if self._is_first and self._saves else None)
         advice = "no checkpoint is known to be without it: start from scratch"
-        if known is not None:
-            path = self._folder / f"step-{known}"
-            advice = f"the last checkpoint known to be without it is {path}: continue with checkpoint.load_step={known}"
+        if last_good is not None:
+            path = self._folder / f"step-{last_good}"
+            advice = (
+                f"the last checkpoint known to be without it is {path}: continue with checkpoint.load_step={last_good}"
+            )
         raise NumericalError(
             f"step {step}: {odd}, where equal bits were due: a device computes wrongly, or ranks ran other programs; "
             f"nothing of it was saved; {advice}, without that device"
         )
 
     def _newest_compared(self) -> int | None:
-        """Of this run's own history on disk, the newest step whose manifest says that replicas were compared."""
+        """The newest step of this run on disk whose manifest says that replicas were compared."""
         with contextlib.suppress(OSError):
             for step in reversed(retention.steps(self._folder)):
                 with contextlib.suppress(CheckpointError):
@@ -358,7 +361,7 @@ class Saver:
         )
 
     def _export_if_due(self, step: int, wait: bool, must: bool) -> None:
-        """Write a checkpoint that is on disk in the other format: in the background, unless it is to ``wait``."""
+        """Export a checkpoint that is on disk: in the background, unless it is to ``wait``."""
         if not self._export_is_due:
             return
         self._export_is_due = False
@@ -395,7 +398,7 @@ class Saver:
         )
 
     def _prepare(self, step: int, planned: int) -> list[str]:
-        """Make the draft of a save; gives what its name ends with, and a word that no other save has."""
+        """Create the draft of a save; returns the nonce of the lease, which ends its name, and a token of the save."""
         self._lease.acquire()
         self._lease.check()
         self._storage.prepare(self._draft(step, self._lease.nonce), planned)

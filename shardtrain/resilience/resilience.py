@@ -1,8 +1,8 @@
-"""What keeps a run alive and its numbers honest: the one object through which the trainer sees this package.
+"""The trainer's interface to watchdog, signals, guards and goodput.
 
-A step meets it four times: it reads its batches through it (a request to stop may end the wait), its first all-reduce
-carries this object's flags, its numbers are judged before the update, and afterwards its time is noted. What ranks
-decide by it is equal on all of them: it follows from numbers that all know, or went through that all-reduce.
+A step uses it four times: batches are read through it, so that a request to stop can end the wait; its flags are part
+of the step's first all-reduce; loss and norm are judged before the update; and the step is timed. Its decisions are
+equal on all ranks, since they follow from numbers that all ranks have, or that went through that all-reduce.
 """
 
 from __future__ import annotations
@@ -42,35 +42,35 @@ class Verdict(NamedTuple):
     """What is to be done with a step's gradients, the same on all ranks."""
 
     apply: bool
-    """Whether the update is made."""
+    """Whether the update is applied."""
     finite: bool
-    """Whether loss and gradient norm are numbers."""
+    """Whether loss and gradient norm are finite."""
 
 
 @dataclass
 class Resilience:
-    """Made before the process group is joined, and part of the run until the process ends."""
+    """Created before the process group is joined; lives until the process ends."""
 
     stop: signals.StopRequest = field(default_factory=signals.current)
-    """A signal, or the end of the Slurm job."""
+    """Set by a signal, or by the end of the Slurm job."""
     saving: Saving = field(default_factory=Saving)
-    """The save that is written beside training, as ranks tell each other of it."""
+    """The state of a background save, which ranks exchange in ``pack_flags``."""
     phases: Phases = field(default_factory=Phases)
-    """What this process is doing: read by the watchdog and for the goodput."""
+    """What this process is doing, for the watchdog and the goodput."""
     guard: Guard = field(default_factory=Guard)
     """Losses and norms so far, skipped and rewound steps; saved with the run."""
     ledger: Ledger = field(default_factory=Ledger)
-    """Where the time went; opened when the run has its first step."""
+    """The goodput ledger; opened when it is known at which step the run starts."""
     compares_norms: bool = True
-    """Whether a step stops where ranks found different gradient norms; verify lets it continue, and finds the cause."""
+    """Whether a step stops if ranks have different gradient norms; ``verify`` turns it off to find the cause."""
     stop_flag: float = 0.0
-    """Not 0, on all ranks, when one of them was asked to stop before the step that was to come."""
+    """Not 0, on all ranks, if one of them was asked to stop before this step."""
     _replicas: replica_check.Replicas | None = None
     _step_seconds: float = 0.0
     _is_warm: bool = False
 
     def watchdog(self, config: Config, world: World) -> AbstractContextManager[None]:
-        """End this process, and the run, where it hangs inside the block; see ``watchdog/``."""
+        """End this process, and the run, if it hangs inside the block; see ``watchdog/``."""
         return beating(config, world, self.phases)
 
     def open_ledger(self, folder: Path, step: int, world: World) -> None:
@@ -80,7 +80,7 @@ class Resilience:
     # --- around a step
 
     def warm_up(self) -> None:
-        """The step to come compiles and warms up: it has the limits of starting, and its time says nothing."""
+        """The next step compiles and warms up: it has the time limits of a start, and its time is not counted."""
         self.phases.begin("compile")
         self._is_warm = False
 
@@ -94,11 +94,11 @@ class Resilience:
         self.ledger.step = state.step
 
     def end_step(self, config: Config) -> None:
-        """The step is logged, and saved where that was due; called by all ranks alike."""
+        """Note a step's time, after logging and saving; the first one ends the warm-up. Called by all ranks."""
         if self._is_warm:
             self.stop.steps.add(self._step_seconds)
             return
-        # only now: the first validation and the first save may be as slow as the first step
+        # after the first step, validation and save, which may all be slow
         process_group.set_timeout(config.comm.train_timeout_seconds)
         self.phases.begin("step")
         self._is_warm = True
@@ -110,7 +110,7 @@ class Resilience:
         return self.phases.within(name)
 
     def read(self, action: Callable[[], T]) -> T | None:
-        """The result of a wait for data, or None where a request to stop ends it."""
+        """The result of ``action``, which waits for data; None if a request to stop ends the wait."""
         return self.stop.read(action)
 
     def pack_flags(self) -> list[float]:
@@ -118,7 +118,7 @@ class Resilience:
         return [self.stop.flag(), *(self.saving.pack_flags() if self._save_has_flags else NOTHING)]
 
     def unpack_flags(self, sums: list[float]) -> bool:
-        """Take the sums over all ranks; gives whether the run is to stop before this step."""
+        """Unpack the sums over all ranks; returns whether the run is to stop before this step."""
         self.stop_flag, *saving = sums
         if self._save_has_flags:
             self.saving.unpack_flags(saving)
@@ -126,11 +126,11 @@ class Resilience:
 
     @property
     def _save_has_flags(self) -> bool:
-        """Whether ranks have something to tell each other of a save; the same on all of them."""
+        """Whether the flags of a save are exchanged; the same on all ranks."""
         return self.saving.by_clock or self.saving.writing is not None
 
     def leaves_out(self, first_row: int, end_row: int) -> bool:
-        """Whether these rows, a whole step's, were there when the loss spiked, and the run has gone back since."""
+        """Whether a step's rows are left out, because a rollback after a loss spike skips them."""
         return bool(self.guard.rewinds) and self.guard.leaves_out(first_row, end_row)
 
     def judge(self, run: Run, loss: Tensor, norm: Tensor, agreed: Agreed, batches: list[data.Batch]) -> Verdict:
@@ -142,13 +142,13 @@ class Resilience:
             NumericalError: when the run must stop; the weights are still those before the step.
             RollbackRequested: when it continues from an older checkpoint.
         """
-        # the numbers are those of all ranks, so that each rank takes the same branch, with the collectives within it
+        # the agreed numbers are equal on all ranks, so all take the same branch and enter the same collectives
         finite = math.isfinite(agreed.norm) and math.isfinite(agreed.loss)
         if not finite:
             nan_guard.stop_or_skip(run, loss, batches)
         elif not agreed.same_norm:
             replica_check.refuse_norms(run, norm)
-        # an overflow of float16 shrinks the scale and skips the update: it is not a fault of the run
+        # a float16 overflow is normal: it skips the update and shrinks the loss scale
         apply = run.scaler.update(finite) if run.scaler else finite
         return Verdict(apply and loss_spikes.may_apply(run, agreed.loss, agreed.norm), finite)
 
@@ -172,5 +172,5 @@ class Resilience:
         return {**counts, **progress.now().measures, **self.ledger.measures()}
 
     def finish(self) -> None:
-        """The last step is made and saved: a request to stop changes nothing any more."""
+        """After the last step and save: ignore requests to stop from now on."""
         self.stop.close()

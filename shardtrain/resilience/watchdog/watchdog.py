@@ -1,7 +1,7 @@
-"""The two threads of a rank that keep its run from hanging in silence, beside the process group and without it.
+"""The watchdog of a rank: two threads that detect hangs without the process group.
 
-One speaks with the store: it writes this rank's sign, reads the verdict, and on a few ranks reads everybody's signs.
-The other never touches the store, which may itself hang: it samples the main thread, and notices a store that does not
+One talks to the store: it writes this rank's heartbeat, reads the verdict, and on a few ranks reads all heartbeats. The
+other never touches the store, which may itself hang: it samples the main thread, and detects a store that does not
 answer.
 """
 
@@ -40,37 +40,40 @@ from shardtrain.utils import atomic_io
 from shardtrain.utils.log import logger
 
 STEPS_LONG = 5.0
-"""A step, or a save, may take so many times what 99 of 100 took."""
+"""Times the 99th percentile of steps, or the 95th of saves, that one of them may take."""
 LONGEST_BEAT_SECONDS = 2.0
 SHORTEST_BEAT_SECONDS = 0.1
 SAMPLE_SECONDS = 0.02
 MUTE_LIMITS = 1.7
-"""A store that has not answered for so many times the limit is declared dead, where this rank does not move either."""
+"""Times the limit without an answer after which the store counts as dead, if this rank makes no progress either."""
+# phases that may be slow, and phases whose time shows stragglers
 COLD = ("start", "compile", "end")
 WORK = ("data", "step")
 
 
 def beat_seconds(hang_timeout_seconds: float, num_nodes: int = 1) -> float:
-    """Seconds between two beats: a tenth of the limit, from 0.1 to 2, or longer so that a store hears 700 a second."""
+    """Seconds between beats: a tenth of the limit, from 0.1 to 2; longer if the store would get over 700 a second."""
     wanted = (hang_timeout_seconds or float("inf")) / BEATS_PER_HANG_TIMEOUT
     return min(max(wanted, SHORTEST_BEAT_SECONDS), max(LONGEST_BEAT_SECONDS, num_nodes / NODES_PER_SECOND))
 
 
 def monitors(world_size: int) -> set[int]:
-    """Ranks that read everybody's signs: a few, on different nodes where there are several."""
+    """Ranks that read all heartbeats: a few, on different nodes where there are several."""
     return {0, min(1, world_size - 1), world_size // 2, world_size - 1}
 
 
 @contextmanager
 def beating(config: Config, world: World, phases: Phases) -> Iterator[None]:
-    """Let this rank's watchdog beat until the block ends; a process that hangs in it is ended, and the run too."""
+    """Run this rank's watchdog until the block ends; a hang ends the process and the run."""
     if world.store is None or not (config.comm.hang_timeout_seconds or config.comm.straggler_window_steps):
         yield
         return
-    own: Any = world.store
+    process_group_store: Any = world.store
     folder = private_store.folder_of(os.environ)
-    # a connection of its own: a wait in the process group's would hold the heartbeat too
-    store: Any = FolderStore(folder / "heartbeat") if folder else dist.PrefixStore("heartbeat", own.clone())
+    # a separate connection: a blocking wait on the process group's would block the heartbeat too
+    store: Any = (
+        FolderStore(folder / "heartbeat") if folder else dist.PrefixStore("heartbeat", process_group_store.clone())
+    )
     rank_watchdog = Watchdog(store, world.rank, world.size, config, phases, world.device.type)
     rank_watchdog.start()
     try:
@@ -91,7 +94,7 @@ class Watchdog:
         self._device = device
         self._folder = Path(config.job.dump_folder)
         self._log = self._folder / config.metrics.save_log_file.replace("{rank}", str(rank))
-        # a store hears each node once per beat, and its host can take only so many words a second
+        # the store gets one message per node and beat, and handles a limited number per second
         num_nodes = math.ceil(world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._beat = beat_seconds(comm.hang_timeout_seconds, num_nodes)
         self._others = Exchange(store, rank, world_size, self._beat)
@@ -111,17 +114,17 @@ class Watchdog:
         ]
 
     def start(self) -> None:
-        """Begin to beat."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """This rank leaves, and is not missed."""
+        """Stop, and tell the other ranks that this one has left."""
         self._closed.set()
         for thread in self._threads:
-            thread.join(2 * self._beat)  # a store that does not answer holds the first one; it dies with the process
+            thread.join(2 * self._beat)  # the first may be blocked by a dead store; it is a daemon
 
-    # --- what this rank says
+    # --- this rank's heartbeat
 
     def _sign(self, beat: int) -> Heartbeat:
         place = stack.main_thread(self._device)
@@ -144,9 +147,9 @@ class Watchdog:
         )
 
     def _limit(self, phase: str, place: stack.Place) -> tuple[float, bool]:
-        """How long this rank may stand still in its place (0: for ever), and whether it is cold there."""
+        """How long this rank may be without progress (0: for ever), and whether it is in a cold phase."""
         hang = float(self._comm.hang_timeout_seconds)
-        # a person at a debugger may take all the time that there is
+        # no limit in a debugger
         if not hang or place.debugging:
             return 0.0, False
         if phase in COLD or place.compiling or self._moving.begun < 2:
@@ -156,7 +159,7 @@ class Watchdog:
             return max(hang, STEPS_LONG * (self._stop.assumed_save_seconds if save is None else save)), False
         return max(hang, STEPS_LONG * (self._stop.steps.p99() or 0.0)), False
 
-    # --- the thread that speaks with the store
+    # --- the thread that talks to the store
 
     def _exchange(self) -> None:
         beat = 0
@@ -168,7 +171,7 @@ class Watchdog:
                 self._others.say(sign)
                 if sign.has_left:
                     return
-                # whichever rank has come to the verdict, every rank ends by it
+                # the verdict of any rank ends every rank
                 if verdict := self._others.verdict():
                     self._die(from_json(verdict))
                 if self._rank in monitors(self._size):
@@ -186,7 +189,7 @@ class Watchdog:
         verdict = self._judge.observe(time.monotonic(), signs)
         marks = common(signs, self._size, self._compared)
         if marks:
-            # each mark is compared once
+            # each mark, the beginning of a step on all ranks, is compared once
             self._compared = marks[0].begun
             verdict = verdict or find_odd(marks, signs)
             if self._rank == 0:
@@ -208,7 +211,7 @@ class Watchdog:
             self._moving.measures = {"stragglers": float(len(stragglers))}
         self._named = {straggler.rank for straggler in stragglers}
 
-    # --- the thread that never waits for anybody
+    # --- the thread that never blocks
 
     def _watch(self) -> None:
         try:
@@ -224,19 +227,19 @@ class Watchdog:
         while not self._closed.wait(interval):
             now = time.monotonic()
             position = (self._moving.step, self._phases.entered, self._moving.ticks)
-            if position != progress or now - last > 3 * self._beat:  # the second: this process was stopped
+            if position != progress or now - last > 3 * self._beat:  # the second: the process was suspended
                 progress = position
                 moved_at = now
-            # fifty samples a second say which share of a step this rank works, and which it waits for others
+            # fifty samples a second show how much of a step this rank works, and how much it waits for others
             if samples and self._phases.name in WORK:
                 self._sample(now - last)
             silent_seconds = now - max(self._exchanged_at, moved_at)
             last = now
             if silent_seconds > self._beat * BEATS_PER_HANG_TIMEOUT:
                 limit, is_cold = self._limit(self._phases.name, place := stack.main_thread(self._device))
-                # much longer than a verdict takes: who can still speak knows more
+                # much longer than a verdict takes: ranks that reach the store know more than this one
                 if limit and silent_seconds > MUTE_LIMITS * limit and (place.collective or not is_cold):
-                    # the store gives no answer: with its host, the first rank or the launcher, something is wrong
+                    # the store does not answer, so blame its host: rank 0, or the launcher
                     host = os.environ.get("MASTER_ADDR", self._host)
                     doing = f"waits in {place.collective} ({place.at})" if place.collective else f"is at {place.at}"
                     where = f"rank {self._rank} {doing}, in phase {self._phases.name} of step {self._moving.step}"
@@ -259,8 +262,8 @@ class Watchdog:
     # --- the end
 
     def _die(self, verdict: HangReport) -> None:
-        """Tell of the verdict, write the stacks, wait until all that live have done so, and leave."""
-        self._dying.acquire()  # for ever: the first thread that comes here ends the process
+        """Record the verdict, write the stacks, wait until the other live ranks have done so, and exit."""
+        self._dying.acquire()  # never released: the first thread to get here ends the process
         if self._closed.is_set():
             return self._dying.release()
         reported = failure.Failure(
@@ -278,7 +281,7 @@ class Watchdog:
         with contextlib.suppress(Exception):
             self._write_stacks(verdict)
         with contextlib.suppress(Exception):
-            # so that nobody's end cuts short what another has to say; not for long
+            # briefly: the exit of one rank may make the launcher kill others before they have written theirs
             self._others.wait_for_others(self._size - len(verdict.silent), 3 * self._beat)
         exit_report.end(failure.PEER)
 
@@ -286,7 +289,7 @@ class Watchdog:
         logger.error(f"rank {verdict.rank} (host {verdict.host}) {verdict.message}")
         for line in verdict.table if self._rank in monitors(self._size) else ():
             logger.error(line)
-        # a worker that is stopped or waits for a disk is often why the data do not come
+        # missing data are often due to a worker that is stopped or waits for a disk
         for child in multiprocessing.active_children():
             state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
             logger.error(f"process {child.pid}, which prepares data: {_STATES.get(state, state)}")
