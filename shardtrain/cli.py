@@ -85,7 +85,7 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
     if arguments is None:
         process.own_process()
     try:
-        # what stdout still holds is written here, where a full disk or a closed pipe becomes a line
+        # flush here, where a full disk or a closed pipe becomes one line
         code = action(words)
         if arguments is None:
             sys.stdout.flush()
@@ -96,42 +96,46 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
         is_of_argparse = bool(frames) and Path(frames[-1].filename).name == "argparse.py"
         if error.code or is_of_argparse:
             raise
-        # of a file of the user's, or of a library: a status of 0 would say that the verb has done its work
-        return _complain(1, ["sys.exit was called before the verb had ended"])
+        # a user's file or a library called sys.exit(0), but the verb has not finished
+        return _print_errors(1, ["sys.exit was called before the verb had ended"])
     except ShardtrainError as error:
-        return _complain(error.exit_code, [str(problem) for problem in getattr(error, "problems", [error])])
+        return _print_errors(error.exit_code, [str(problem) for problem in getattr(error, "problems", [error])])
     except ModuleNotFoundError as error:
         # the verbs that need no torch also work where it is not installed, such as a login node
         if error.name not in ("torch", "numpy"):
             raise
-        return _complain(2, [f"{error.name} is not installed here; pip install torch numpy, or `launch` it elsewhere"])
+        return _print_errors(
+            2, [f"{error.name} is not installed here; pip install torch numpy, or `launch` it elsewhere"]
+        )
     except OSError as error:
-        return _complain_of_system(error)
+        return _print_system_error(error)
 
 
-def _complain_of_system(error: OSError) -> int:
-    """The status of what the system refused to a verb, in a line where that says all; raises it where it does not."""
+def _print_system_error(error: OSError) -> int:
+    """Print an OSError with a known cause in one line and return the exit status; raise others."""
     if error is process.lost_output():
         _discard_output()
-        # the reader of our output has left, as in `shardtrain config show | head`
-        return 0 if isinstance(error, BrokenPipeError) else _complain(8, [f"cannot write to stdout: {error.strerror}"])
+        # the reader has closed the pipe, as in `shardtrain config show | head`
+        return (
+            0 if isinstance(error, BrokenPipeError) else _print_errors(8, [f"cannot write to stdout: {error.strerror}"])
+        )
     if error.errno in process.REFUSED:
         where = f" ({os.fsdecode(error.filename)})" if isinstance(error.filename, str | bytes) else ""
         code = 7 if error.errno == errno.ENOMEM else 8
-        return _complain(code, [f"the system refused{where}: {error.strerror}; {process.REFUSED[error.errno]}"])
+        return _print_errors(code, [f"the system refused{where}: {error.strerror}; {process.REFUSED[error.errno]}"])
     try:
         os.getcwd()
     except FileNotFoundError:
-        return _complain(2, ["the working folder of this process was deleted; cd into one that is there"])
+        return _print_errors(2, ["the working folder of this process was deleted; cd into one that is there"])
     try:
         tempfile.gettempdir()
     except FileNotFoundError:
-        return _complain(8, ["no folder for temporary files can be written; set TMPDIR to one that can"])
+        return _print_errors(8, ["no folder for temporary files can be written; set TMPDIR to one that can"])
     raise error
 
 
 def _discard_output() -> None:
-    """What is still to be written to stdout, as at the end of this process, goes nowhere."""
+    """Redirect stdout to /dev/null, so that the flush at the end of this process does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -169,7 +173,7 @@ def _help_that_fits(print_help: Callable[[], int]) -> int:
         print(fitted(text.getvalue(), shutil.get_terminal_size().columns), end="")
 
 
-def _complain(code: int, problems: Sequence[str]) -> int:
+def _print_errors(code: int, problems: Sequence[str]) -> int:
     from shardtrain.utils.redact import one_line
 
     for problem in problems:
@@ -211,7 +215,7 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
         devices=environment.count_accelerators(),
     )
     loaded, from_file = migrate.open_file(path, overrides, machine=machine, verb=verb)
-    # the command line goes before the file
+    # the command line takes precedence over the file
     unset = {name: value for name, value in from_file.items() if getattr(arguments, name) is None}
     return loaded, dataclasses.replace(arguments, **unset)
 
@@ -243,9 +247,9 @@ def _config(words: list[str]) -> int:
     if words[:1] == ["migrate"]:
         return _module("shardtrain.tools.migrate.command")(words[1:])
     if words[:1] == ["check"]:
-        opener = lambda found: _open(found, "config", keep_problems=True)  # noqa: E731
+        opener = lambda arguments: _open(arguments, "config", keep_problems=True)  # noqa: E731
         return _module("shardtrain.train.preflight.command")(words[1:], opener)
-    return _module("shardtrain.config.command")(words, lambda found: _open(found, "config"))
+    return _module("shardtrain.config.command")(words, lambda arguments: _open(arguments, "config"))
 
 
 def _train(words: list[str]) -> int:
@@ -318,7 +322,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
 
     # before torch is imported, which reads them then
     environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
-    # what it has to tell without stopping is in the rank's log
+    # check everything; in a child process if ranks are forked, so that this one starts no threads
     if forks:
         from shardtrain import config
 
@@ -344,7 +348,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         code = local.launch(loaded, choice.count, command=command, max_restarts=restarts)
 
     # after the run: what the plan makes of it, a sample, and commands that may come next
-    for line in _planned(code, loaded, choice.count, machine):
+    for line in _compare_with_plan(code, loaded, choice.count, machine):
         print(line, file=sys.stderr)
     if code == 0:
         _show_sample(loaded)
@@ -353,8 +357,8 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     return code
 
 
-def _planned(code: int, loaded: Loaded, world_size: int, machine: Machine) -> list[str]:
-    """What the plan has to say now that the run has ended; of a CPU it knows too little to be held against it."""
+def _compare_with_plan(code: int, loaded: Loaded, world_size: int, machine: Machine) -> list[str]:
+    """After the run, compare it with ``plan``; not on a CPU, for which the plan is not exact."""
     from shardtrain.launch import failure
 
     if code == failure.OUT_OF_MEMORY:
@@ -421,12 +425,12 @@ def _trainer() -> Callable[[Loaded], object]:
 
 
 def _module(name: str, function: str = "main") -> Callable[..., int]:
-    """What a module answers by itself, imported when it is called."""
+    """A verb that a module implements, imported when it is called."""
     return lambda *words: int(getattr(importlib.import_module(name), function)(*words))
 
 
 def _long(verb: str, function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:
-    """The same, which says every few seconds how long it has taken: for verbs that read and write whole models."""
+    """The same verb with a progress line every few seconds, for verbs that read and write whole models."""
 
     def run(words: list[str]) -> int:
         with heartbeat(f"shardtrain {verb}"):
@@ -496,7 +500,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "checkpoint": _long(
         "checkpoint", lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others)
     ),
-    "test": lambda words: _module("shardtrain.tools.test.command")(words, lambda found: _open(found, "test")),
+    "test": lambda words: _module("shardtrain.tools.test.command")(words, lambda arguments: _open(arguments, "test")),
     "generate": _module("shardtrain.tools.generate.command"),
     "evaluate": _module("shardtrain.tools.evaluate.command"),
     "import": _long("import", _module("shardtrain.tools.convert.command", "import_main")),

@@ -1,4 +1,4 @@
-"""From a TOML file and arguments to a ``Config``: every problem reported at once, every value's origin remembered."""
+"""Loads a TOML file and arguments into a ``Config``; reports all problems at once, and keeps each value's origin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardtrain.config.toml_lines import key_lines
 from shardtrain.utils.errors import ConfigError, Problem
 
 MAX_PROBLEMS = 100
-"""Looking for mistakes ends when this many are found: a file with more is not a configuration of ours."""
+"""Stop looking for mistakes after this many: a file with more is not a configuration of shardtrain."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Loaded:
     """A config with the origin of every value.
 
     ``origins`` maps each dotted option (and each key of a table option, and of each entry of a table of tables) to
-    "run.toml:12", "command line" or "default". ``notices`` are lines for the user: older names and what became of them;
-    ``renames`` are those of them that tell of a name alone, and of no other result than the older program's.
-    ``problems`` are those of reading, where they were to be kept; what they are about has its default.
+    "run.toml:12", "command line" or "default". ``notices`` are lines for the user about older names; ``renames`` are
+    those where only the name has changed, and results have not. ``problems`` are those of reading, if they were to be
+    kept; the options that they are about have their defaults.
     """
 
     config: Config
@@ -77,8 +77,8 @@ def load(
 
     ``--job.config_file F`` says the same as ``path``, and either may be a preset's name; ``preset`` is taken, with a
     notice, where no file is named at all. Raises ConfigError with all problems of both at once, and where two files
-    are named. Rules that join several options are those of ``check``. With ``keep_problems`` a wrong key or value is
-    not an error: it is among the problems of what is given, for ``problems_of`` to tell with all others.
+    are named. Rules between options are checked by ``check``. With ``keep_problems`` a wrong key or value is not an
+    error: it is in ``Loaded.problems``, and ``problems_of`` reports it with all others.
     """
     line = read_arguments(arguments, old_kinds())
     problems = list(line.problems)
@@ -138,19 +138,19 @@ def _resolve(
     keep_problems: bool = False,
 ) -> Loaded:
     """Rename, type and merge the settings of the file and of the command line; raise all problems, or keep them."""
-    # What the command line sets under the same name replaces what the file says of it, a list with all its entries
+    # The command line replaces the file's value of the same name; a list, with all its entries
     given = {setting.option for setting in from_line}
     lists = tuple(f"{name}." for name in given if nested.names_list(name))
     kept = [s for s in from_file if s.option not in given and not s.option.startswith(lists)]
     spread = [part for setting in from_line for part in nested.spread_text(setting)]
 
-    # Older names become those of today
+    # Older names become the current ones
     rewritten = rewrite([*kept, *spread])
     problems += rewritten.problems
     renames = tuple(notice for notice in rewritten.notices if notice not in rewritten.changes)
 
-    # Type and enter each setting. The file first: what the command line sets is entered over it. What one of the two
-    # gives twice, it gives under an older name and today's
+    # Type and store each setting, the file's first, so that the command line overwrites them. One that comes twice from
+    # the same of the two was given under an older name and the current one
     values: dict[str, Any] = {}
     origins: dict[str, str] = dict.fromkeys(options(), DEFAULT)
     seen: dict[tuple[str, bool], Setting] = {}
@@ -185,7 +185,7 @@ def _resolve(
 
 
 def _take(setting: Setting, values: dict[str, Any], origins: dict[str, str], problems: list[Problem]) -> None:
-    """Type one setting and enter it, or enter the problem."""
+    """Convert one setting to its option's type and store it, or add a problem."""
     name = setting.option
     table, _, key = name.rpartition(".")
     option = options().get(name)

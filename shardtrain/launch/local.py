@@ -1,8 +1,8 @@
-"""Run the ranks of one machine: one in this process, or N of them started and watched by it.
+"""Run the ranks of one machine: one in this process, or N that it starts and watches.
 
-The processes are PyTorch's (``torch.distributed.elastic.multiprocessing``); the watching is done here, because its
-own waits up to 30 s for a stuck rank and turns each exit status into 1. The ranks meet in a folder that is closed to
-other users; PyTorch's servers would listen on every address of the machine, and any user could speak with them.
+The processes are started by ``torch.distributed.elastic.multiprocessing`` and watched here, because PyTorch's own
+watching waits up to 30 s for a stuck rank and turns each exit status into 1. Ranks rendezvous in a private folder:
+PyTorch's TCP store would listen on every address of the machine, open to every user.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from shardtrain.config import Loaded
 
 _OF_DISKS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS})
-"""Errors that no socket and no user makes."""
+"""Errors that only storage causes, neither sockets nor a user's mistake."""
 Main = Callable[["Loaded"], object]
 
 
 def log_path(loaded: Loaded, rank: int) -> Path:
-    """Where rank ``rank`` writes its log, and where a failure's full trace is added."""
+    """The log file of a rank, to which the full trace of a failure is appended."""
     config = loaded.config
     return Path(config.job.dump_folder) / config.metrics.save_log_file.replace("{rank}", str(rank))
 
 
 def prepare(run_folder: Path) -> None:
-    """Make the run's folders, and reserve the room of ``exit.json``.
+    """Create the run's folders, and reserve disk space for ``exit.json``.
 
-    What a kill has left there goes, and the ``exit.json`` of an earlier run, which would speak for this one.
+    Removes temporary files that a killed run has left, and the ``exit.json`` of an earlier run.
 
     Raises:
         StorageError: the folder cannot be made or written.
@@ -68,7 +68,7 @@ def prepare(run_folder: Path) -> None:
 
 @contextlib.contextmanager
 def storage_errors_in_exit_json(loaded: Loaded) -> Iterator[None]:
-    """Leave ``exit.json`` where storage keeps a run from starting, unless the folder is another run's."""
+    """Write ``exit.json`` if a storage error keeps a run from starting, unless another run has the folder."""
     try:
         yield
     except StorageError as error:
@@ -84,15 +84,15 @@ def storage_errors_in_exit_json(loaded: Loaded) -> Iterator[None]:
 
 
 def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
-    """Run this process as one rank, and give the exit status after telling about a failure.
+    """Run this process as one rank, report a failure, and return the exit status.
 
-    Alone or under a foreign launcher (torchrun, srun) it prints the line and writes ``exit.json`` itself; a rank that
+    Alone or under another launcher (torchrun, srun) it prints the failure and writes ``exit.json`` itself; a rank that
     only lost its peer leaves both to the one that failed first. ``world_size`` is that of the whole run.
     """
     rank = int(os.environ.get("RANK", "0"))
     run_folder = Path(loaded.config.job.dump_folder)
 
-    def hurry(reason: str) -> None:
+    def end_now(reason: str) -> None:
         report = failure.stopped(rank, reason, _newest_checkpoint(loaded))
         print(*failure.lines(report, "", world_size), sep="\n", file=sys.stderr, flush=True)
         failure.write_exit(run_folder, report, report.exit_code)
@@ -100,18 +100,18 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signals.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
-    stop = _listen(loaded, hurry)
+    stop = _listen(loaded, end_now)
     try:
         main(loaded)
     except BaseException as error:
         stop.close()
-        # a request to stop is too late now: the run ends by its error
+        # requests to stop are ignored from here: the run ends with its error
         report = failure.describe(_of_storage(error, run_folder), rank)
         if not report.leaves_folder_alone:
             failure.append_trace(report, log_path(loaded, rank))
         if os.environ.get("TORCHELASTIC_ERROR_FILE"):
             failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
-        # of many ranks that lost the same peer none is the cause: the peer itself reports it
+        # a rank that lost a peer is not the cause: the peer reports itself
         if world_size == 1 or not report.is_peer:
             print(*failure.lines(report, log_path(loaded, rank), world_size), sep="\n", file=sys.stderr, flush=True)
             if not report.leaves_folder_alone:
@@ -124,16 +124,16 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
 
 
 def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
-    """An error of the system below the run's folder, wherever it was met, as what it is: storage that failed."""
+    """An OSError below the run's folder as a StorageError, wherever it was raised; other errors unchanged."""
     if not isinstance(error, OSError) or error.errno is None:
         return error
     name = os.path.abspath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
     if not name.startswith(os.path.join(os.path.abspath(run_folder), "")):
         # a file elsewhere: data or weights on a storage that does not answer, or a disk that is full
-        trouble = reading.trouble(name, error) if name else None
-        if trouble is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):  # of data, or of weights
-            trouble.__cause__ = error
-            return trouble.with_traceback(error.__traceback__)
+        read_error = reading.trouble(name, error) if name else None
+        if read_error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            read_error.__cause__ = error
+            return read_error.with_traceback(error.__traceback__)
         if error.errno not in _OF_DISKS:
             return error
     fix = "free space or fix job.dump_folder, then start again"
@@ -142,10 +142,10 @@ def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
     return storage_error.with_traceback(error.__traceback__)
 
 
-def _listen(loaded: Loaded, hurry: Callable[[str], None], parent: int = 0) -> signals.StopRequest:
+def _listen(loaded: Loaded, end_now: Callable[[str], None], parent: int = 0) -> signals.StopRequest:
     options = loaded.config.checkpoint
     end_time = signals.end_time_of(os.environ)
-    return signals.listen(options.grace_seconds, _saves(loaded), hurry, parent, end_time)
+    return signals.listen(options.grace_seconds, _saves(loaded), end_now, parent, end_time)
 
 
 def _saves(loaded: Loaded) -> bool:
@@ -164,12 +164,12 @@ def launch(
     command: Sequence[str] = (),
     max_restarts: int = 0,
 ) -> int:
-    """Start ``num_processes`` ranks here, wait for them, and give the exit status of the run.
+    """Start ``num_processes`` ranks on this machine, wait for them, and return the exit status of the run.
 
-    With ``main`` the ranks are forked from this process, which should have imported all that they need: no rank pays
-    for the imports again. With ``command`` they are fresh processes, as CUDA demands. The first failing rank is
-    named in one line, ``exit.json`` is written, and nothing is left running. A run that failed is started again up to
-    ``max_restarts`` times, and continues from its last checkpoint; see ``restart``.
+    With ``main`` the ranks are forked from this process, which should have imported all that they need. With
+    ``command`` they are new processes, as CUDA requires. The first failing rank is reported in one line, ``exit.json``
+    is written, and no process is left running. A failed run is restarted up to ``max_restarts`` times from its last
+    checkpoint; see ``restart``.
     """
     watch = Watch(loaded.config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS)
     job = ledger.new_job()
@@ -179,9 +179,9 @@ def launch(
         while True:
             code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
             if first and code != failure.PREEMPTED:
-                # a dead rank cannot say when it ended, and the goodput of the run needs that moment
+                # the goodput needs the time of death, which a killed rank could not write
                 ledger.note_death(folder, job, first.time_seconds)
-            status = code if watch.signal_number else restarts.after(code, first)  # who was asked to stop stays stopped
+            status = code if watch.signal_number else restarts.after(code, first)  # no restart after a request to stop
             if status is None:
                 print(f"restart {restarts.used} of {max_restarts}", file=sys.stderr, flush=True)
                 continue
@@ -195,18 +195,18 @@ def launch(
 def _attempt(
     loaded: Loaded, count: int, main: Main | None, command: Sequence[str], watch: Watch, restarts: int, job: str
 ) -> tuple[int, failure.Failure | None]:
-    """Start the ranks and wait for them, with a store of their own: keys of an earlier attempt would mislead them."""
+    """Start the ranks and wait for them, with a new store: keys of an earlier attempt would mislead them."""
     run_folder = Path(loaded.config.job.dump_folder)
     with storage_errors_in_exit_json(loaded):
         prepare(run_folder)
-    # not a TemporaryDirectory: forks inherit its finalizer, and the first rank to end would remove it for all
+    # not a TemporaryDirectory: forks inherit its finalizer, so the first rank to end would delete it for all
     records = Path(tempfile.mkdtemp(prefix="shardtrain-"))
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, records, ignore_errors=True)
-        # a fresh process inherits no descriptor, and has threads before it could enter
+        # only for forks: a new process does not inherit the descriptor, and has threads before it could enter
         network = stack.enter_context(private_network.made()) if main and count > 1 else {}
         processes = _start(loaded, count, main, command, records, network, restarts, job)
-        # multiprocessing reaps ranks that have ended before it forks the next ones, so it is asked too
+        # multiprocessing reaps ended ranks before each fork, so ask it for their status too
         watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
             statuses = watch.wait()
@@ -245,15 +245,14 @@ def _start(
     # the state that ranks inherit by the fork
     if main:
         _warn_of_threads()
-    sys.stdout.flush()  # else what is buffered would be printed by each rank as well
+    sys.stdout.flush()  # else each fork would print what is buffered again
     sys.stderr.flush()
-    # PContext.start replaces the handlers of four signals for good; Watch sets its own, the rest go back
+    # PContext.start replaces the handlers of four signals and does not restore them
     before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGQUIT)}
     before |= {number: signal.getsignal(number) for number in signals.GRACEFUL}
-    # ranks inherit the mask, and take requests to stop once they listen: none is lost, and none ends them before
+    # ranks inherit the blocked mask and unblock when they listen, so that an early signal is neither lost nor fatal
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals.GRACEFUL)
-    # what is there before the fork is left out of the ranks' garbage collections, which would write to each object and
-    # so copy the pages that ranks share with this process
+    # keep existing objects out of the ranks' garbage collections, which would write to each and so copy shared pages
     gc.freeze()
     try:
         return start_processes("shardtrain", entrypoint, arguments, envs, specs, start_method="fork")
@@ -270,7 +269,7 @@ def _logs_specs(loaded: Loaded, count: int) -> LogsSpecs:
 
     folder = Path(loaded.config.job.dump_folder) / "logs"
     shown = log.console_ranks()
-    # PyTorch takes an empty path for the stream of this process
+    # for PyTorch an empty path means the stream of this process
     paths = {rank: "" if rank in shown else str(folder / f"rank-{rank}") for rank in range(count)}
 
     class Specs(LogsSpecs):
@@ -315,7 +314,7 @@ def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
         signal.signal(number, signal.SIG_DFL)
     private_network.enter_user()
     detach(parent)
-    gc.freeze()  # what the parent has imported stays shared: a collection would look through it and so copy its pages
+    gc.freeze()  # keep the parent's pages shared: a garbage collection would write to them
     leave(run_child(loaded, main))
 
 
@@ -333,16 +332,16 @@ def leave(code: int) -> NoReturn:
 
 
 def run_child(loaded: Loaded, main: Main) -> int:
-    """Run a rank whose parent is ``launch``: the parent tells about a failure, so nothing is printed here."""
+    """Run a rank that ``launch`` has started; ``launch`` reports a failure, so nothing is printed here."""
     rank = int(os.environ["RANK"])
 
-    def hurry(reason: str) -> None:
+    def end_now(reason: str) -> None:
         report = failure.stopped(rank, reason, _newest_checkpoint(loaded))
         failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
         exit_report.end(report.exit_code)
 
     exit_report.leave_to_parent()
-    stop = _listen(loaded, hurry, parent=os.getppid())
+    stop = _listen(loaded, end_now, parent=os.getppid())
     try:
         main(loaded)
     except BaseException as error:
@@ -354,7 +353,7 @@ def run_child(loaded: Loaded, main: Main) -> int:
             failure.append_trace(report, log_path(loaded, rank))
         return report.exit_code
     stop.close()
-    # a status of 0 alone may be that of somebody's os._exit(0)
+    # proves that the rank finished: a status of 0 may come from an os._exit(0) in a library
     _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).touch()
     return 0
 
@@ -374,7 +373,7 @@ def detach(parent: int) -> None:
 
 
 def _done_path(record: Path) -> Path:
-    """What a rank leaves beside where its failure would be, once it has done all its work."""
+    """The marker that a rank creates, beside the path of its failure record, when it has finished."""
     return record.with_suffix(".done")
 
 
@@ -385,10 +384,10 @@ def _record_path(records: Path, rank: int) -> Path:
 def _report(
     loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path
 ) -> tuple[int, failure.Failure | None]:
-    """Find the first cause, say it in one line, write ``exit.json``; gives the exit status and the cause."""
+    """Find the first cause, print it in one line, write ``exit.json``; returns the exit status and the cause."""
     failures = []
     all_done = True
-    # a rank has done its work, or left a record, or ended without a word: then the launcher says how
+    # a rank has finished, or left a failure record, or died without one: then report its exit status
     for rank, status in statuses.items():
         report = failure.read_record(_record_path(records, rank))
         is_done = status in FINE and (status != 0 or _done_path(_record_path(records, rank)).exists())

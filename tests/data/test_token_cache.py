@@ -58,8 +58,8 @@ def opened(file: Path, tokenizer: str = "bytes", **data: Any) -> MemoryTokenBuff
     training = Training(dataset="jsonl", dataset_path=str(file), seq_len=16)
     config = Config(training=training, data=Data(**data), model=Model(hf_assets_path=tokenizer))
     (feed,) = build_dataset.open_data(config, training, shuffle=True, loop=None).feeds
-    assert isinstance(feed._line, MemoryTokenBuffer)  # type: ignore[attr-defined]
-    return feed._line  # type: ignore[attr-defined]
+    assert isinstance(feed._tokens, MemoryTokenBuffer)  # type: ignore[attr-defined]
+    return feed._tokens  # type: ignore[attr-defined]
 
 
 def test_kept_tokens_are_those_that_were_tokenized(

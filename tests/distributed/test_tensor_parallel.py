@@ -159,7 +159,7 @@ def _check_rowwise_on_whole_features(rank: int) -> None:
     alone, split = Mixer(), Mixer()
     split.load_state_dict(alone.state_dict())
     length = tensor_parallel._Length(2)
-    length.note(split, (x_BTD, torch.zeros(3, 4)), {})
+    length.set_from_positions(split, (x_BTD, torch.zeros(3, 4)), {})
     words = {"": "gather", "into": "replicate", "out": "rowwise"}
     styles = {path: tensor_parallel._style(word, False, path, length) for path, word in words.items()}
     parallelize_module(split, mesh.submesh("tp"), styles)
