@@ -339,7 +339,7 @@ def early_step(rng: random.Random, draft: Draft) -> None:
 
 
 def low_bits(rng: random.Random, draft: Draft) -> None:
-    """State of the optimizer in 16 and 8 bits, and rounding by chance."""
+    """State of the optimizer in 16 and 8 bits, and stochastic rounding."""
     draft.drop("optimizer.name", "optimizer.lr", "optimizer.muon_")
     kind = rng.choice(("8 bits", "bfloat16", "by chance", "all by chance"))
     if kind == "8 bits":

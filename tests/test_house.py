@@ -189,6 +189,9 @@ HOME_MADE = {
     r"\b(?:is|are) none of (?!its|their|that)": "is not one of",
     r"\b(?:goes|go)_on\b": "say what is asked: still_writing, check_cancelled",
     r"\bgive_up\b|\bgiven_up\b|\bGivenUp\b": "cancel, cancelled, Cancelled",
+    r"\bforget_gradients\b|\bown_targets\b|\bown_forward\b": "zero_grad, local_targets, original_forward",
+    r"\bonly reading tells\b": "it is not known before reading",
+    r"\b[Rr]ounding by chance\b": "stochastic rounding",
 }
 """Words that earlier versions had for what the field calls otherwise; see the glossary of CONTRIBUTING.md."""
 
@@ -224,4 +227,5 @@ def test_no_variable_is_called_here() -> None:
 def test_home_made_words_are_found() -> None:
     assert home_made("it is no folder") and home_made("the step is passed over") and home_made("to mend it")
     assert home_made("while goes_on:") and home_made("the run goes on") and home_made("it waits in vain")
+    assert home_made("rounding by chance") and home_made("runner.own_targets(batches)")
     assert not home_made("there is no folder, it is no longer there, and that is no more than 3; a command")

@@ -26,7 +26,7 @@ class Heartbeat:
     collective: str = ""
     at: str = ""
     limit_seconds: float = 0.0
-    """How long this rank may stand where it stands."""
+    """How long this rank may be without progress."""
     is_cold: bool = False
     """Before the end of the first step, or compiling: slow alone is not a hang there."""
     has_left: bool = False

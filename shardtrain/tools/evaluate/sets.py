@@ -28,7 +28,7 @@ class Read:
 
     rows: int = 0
     total: int | None = None
-    """None where only reading tells."""
+    """None where it is not known before reading."""
 
     def far(self) -> str:
         """Empty before the first batch.
