@@ -126,14 +126,14 @@ class Agreement:
     def read(self, decision: OnDevice | None = None) -> Agreed:
         """The agreed loss and norm, on the host: the only point of a step at which it waits for an accelerator.
 
-        With ``decision``, ``applied`` is what the device decision; the host does not compute it again.
+        With ``decision``, ``applied`` is what the device decided; the host does not compute it again.
         """
         numbers = self._sums_4
         if decision is not None:
             # in the same copy to the host: a second one would be a second synchronization
             numbers = torch.cat([numbers, decision.applies.double().unsqueeze(0)])
-        total_loss, not_finite, norms, squares, *decision = Reading(numbers, "loss and gradient norm").get()
-        applied = decision == [1.0]
+        total_loss, not_finite, norms, squares, *applied_flag = Reading(numbers, "loss and gradient norm").get()
+        applied = applied_flag == [1.0]
         num_ranks = self._num_ranks
         if not_finite:
             return Agreed(total_loss, math.inf, not_finite == num_ranks, applied)
