@@ -1,6 +1,6 @@
 """Tokens of datasets that are read whole at start, kept for the next start.
 
-Tokenizing 64 MiB of text takes some 20 CPU seconds, at each start of a run that is tried, swept or continued. What it
+Tokenizing 60 MiB of text takes 22 CPU seconds, at each start of a run that is tried, swept or continued. What it
 gave is kept in the user's cache folder and taken again only where everything that decides it is the same: every file
 by size, inode and both times, of which nobody can set the second; the tokenizer, the options and the code that read
 them. What is kept ends in nobody else's hands (mode 0600) and is checked by its SHA-256, so a damaged file costs time

@@ -305,8 +305,8 @@ class _ReduceScatterSequence(torch.autograd.Function):
 def _multiply_local_parts(linear: nn.Linear) -> None:
     """Let a split linear layer compute with plain tensors, in place.
 
-    DTensor dispatches each operation, forward and backward, which took a tenth of a step of a small model; and the
-    kernels chosen for a CPU take only plain tensors.
+    DTensor decides at each operation, forward and backward, how to compute it on shards, and the kernels chosen for a
+    CPU take only plain tensors.
     """
     original_forward = linear.forward
     by_outputs = linear.weight.placements == (Shard(0),)  # type: ignore[attr-defined]
