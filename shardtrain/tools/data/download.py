@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 from shardtrain import __version__
 from shardtrain.utils.arguments import Arguments
@@ -53,6 +54,8 @@ STALLED_SECONDS = 300.0
 """A download of which nothing arrives for so long has failed; the library writes pieces of 10 MiB."""
 _DEFAULT_ENDPOINT = "https://huggingface.co"
 _TOKENS_PAGE = "https://huggingface.co/settings/tokens"
+_left_behind: WeakSet[threading.Thread] = WeakSet()
+"""Threads of calls that took too long: see ``_bounded``."""
 
 
 def main(words: list[str]) -> int:
@@ -124,6 +127,7 @@ class Hub:
 
         # what the library logs (it waits, it tries again) has addresses in it, which may be signed
         for handler in logging.getLogger("huggingface_hub").handlers:
+            handler.addFilter(_of_calls_waited_for)
             handler.addFilter(_without_secrets)
         self.repo_id = repo_id
         self.revision = revision
@@ -315,7 +319,8 @@ def _staging(folder: Path) -> Iterator[Path]:
 def _bounded(call: Callable[[], T], seconds: float, progress: Callable[[], int] = lambda: 0) -> T:
     """Result of ``call``, made by a thread of its own; TimeoutError once ``progress()`` stays the same for ``seconds``.
 
-    The thread is left behind then: nothing can stop a call that waits for a name server.
+    The thread is left behind then: nothing can stop a call that waits for a name server. What it still logs is not
+    told, since its end has been.
     """
     future: Future[T] = Future()
 
@@ -325,7 +330,8 @@ def _bounded(call: Callable[[], T], seconds: float, progress: Callable[[], int] 
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=run, daemon=True).start()
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
     while True:
         before = progress()
         try:
@@ -334,6 +340,7 @@ def _bounded(call: Callable[[], T], seconds: float, progress: Callable[[], int] 
             if future.done():
                 raise
             if progress() == before:
+                _left_behind.add(thread)
                 raise TimeoutError(f"nothing arrived for {seconds:g} seconds") from None
 
 
@@ -375,6 +382,10 @@ def _one_line(error: BaseException) -> str:
 def _plain(text: str) -> str:
     """A text without secrets: what follows the ``?`` of an address may be a signature."""
     return redact(re.sub(r"\?[\w.%-]+=[^\s'\":)]*", "", text))
+
+
+def _of_calls_waited_for(_: logging.LogRecord) -> bool:
+    return threading.current_thread() not in _left_behind
 
 
 def _without_secrets(record: logging.LogRecord) -> bool:

@@ -251,6 +251,28 @@ def test_a_download_that_makes_progress_is_not_ended(tmp_path):
     assert download._bounded(lambda: ended.wait(patience.seconds(60)), 0.05, progress) is True
 
 
+def test_what_a_call_logs_after_it_was_given_up_is_not_told(hub, capsys, monkeypatch):
+    """The library tries again for a while; its warnings would stand after the one line that says what to do."""
+    huggingface_hub.utils.logging.get_logger("huggingface_hub.file_download")
+    handler = logging.StreamHandler(stream := io.StringIO())
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
+    download.Hub("org/name")
+    logger, given_up, ended = logging.getLogger("huggingface_hub.file_download"), threading.Event(), threading.Event()
+
+    def call() -> None:
+        logger.warning("trying to resume")
+        given_up.wait(patience.seconds(60))
+        logger.warning("trying to resume once more")
+        ended.set()
+
+    with pytest.raises(TimeoutError):
+        download._bounded(call, 0.2)
+    given_up.set()
+    assert ended.wait(patience.seconds(60))
+    logger.warning("of another call")
+    assert stream.getvalue().splitlines() == ["trying to resume", "of another call"]
+
+
 def test_a_hub_may_be_silent_for_half_a_minute_and_no_longer():
     assert 2 * constants.DEFAULT_ETAG_TIMEOUT <= 30
 
