@@ -62,6 +62,18 @@ def compute_dtype(config: Config) -> str:
     return config.training.mixed_precision_param
 
 
+def computes_with_copies(config: Config, world_size: int) -> bool:
+    """Whether one process casts parameters to the compute type by itself: what FSDP would add is not asked for."""
+    training = config.training
+    return (
+        world_size == 1
+        and training.dtype == training.mixed_precision_reduce == "float32"
+        and compute_dtype(config) != "float32"
+        and config.parallelism.fsdp_reshard_after_forward != "always"
+        and not training.enable_cpu_offload
+    )
+
+
 BLOCK_OF_8_BITS = 256
 """Numbers of an 8-bit state that have a scale in common, along the last dimension of a parameter; as in torchao."""
 

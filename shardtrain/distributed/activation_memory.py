@@ -1,7 +1,8 @@
 """Count the bytes that a forward and backward pass keeps alive, on tensors that have shapes and no memory.
 
 PyTorch's own trackers are private and count the gathered parameters of FSDP2 badly; here a storage counts from the
-operation that made it to its end, and those that FSDP made are counted apart, by their size of the moment.
+operation that made it to its end, and those that FSDP made are counted apart, by their size of the moment. So are the
+copies of a single process (compute_copies.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-FSDP = "torch.distributed.fsdp"
+FSDP = ("torch.distributed.fsdp", "shardtrain.distributed.compute_copies")
 SHAPES = "torch.distributed.tensor._sharding_prop"
 _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -43,7 +44,7 @@ class LiveMemory(TorchDispatchMode):
 
     @property
     def gathered(self) -> int:
-        """Bytes of FSDP's buffers now: it frees them by resizing them to nothing."""
+        """Bytes of those buffers now: FSDP frees them by resizing them to nothing."""
         return self._gathered(sum(storage.nbytes() for storage in self._buffers))
 
     def _gathered(self, total: int) -> int:
@@ -79,7 +80,7 @@ class LiveMemory(TorchDispatchMode):
             return
         size = 0
         caller = _caller() if made_here else ""
-        if caller == FSDP:
+        if caller in FSDP:
             self._buffers.add(storage)
         elif made_here and caller != SHAPES:
             size = storage.nbytes()
@@ -116,7 +117,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _caller() -> str:
-    """FSDP or SHAPES where one of the two is among the callers.
+    """One of FSDP or SHAPES where it is among the callers.
 
     FSDP works in hooks, so a layer's own operations never have it there. DTensor asks for the shape of a result by an
     operation on whole tensors without memory: in a run too, they take none.
@@ -124,7 +125,7 @@ def _caller() -> str:
     frame = sys._getframe(2)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        for caller in (FSDP, SHAPES):
+        for caller in (*FSDP, SHAPES):
             if name.startswith(caller):
                 return caller
         frame = frame.f_back  # type: ignore[assignment]

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import context_parallel, expert_parallel, pipeline_parallel
+from shardtrain.distributed import compute_copies, context_parallel, expert_parallel, pipeline_parallel
 from shardtrain.distributed.activation_memory import LiveMemory
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.mesh import Mesh
@@ -69,9 +69,16 @@ class _Layer:
     """
 
     def __init__(
-        self, memory: LiveMemory, layer: nn.Module, is_first: bool, is_last: bool, standing: _Standing
+        self,
+        memory: LiveMemory,
+        part: nn.Module,
+        layer: nn.Module,
+        is_first: bool,
+        is_last: bool,
+        standing: _Standing,
     ) -> None:
         self._memory = memory
+        self._part = part
         self._is_first = is_first
         self._is_last = is_last
         self._standing = standing
@@ -81,10 +88,11 @@ class _Layer:
     def _enter(self, *_: Any) -> None:
         self._before = self._memory.activations, self._memory.gathered
 
-    def _leave(self, _module: nn.Module, _inputs: Any, output: Tensor) -> None:
+    def _leave(self, layer: nn.Module, _inputs: Any, output: Tensor) -> None:
         if self._is_last:
             activations = self._memory.activations - self._before[0]
-            gathered = self._memory.gathered - self._before[1]
+            # FSDP has gathered the layer in between; copies were made before the pass
+            gathered = self._memory.gathered - self._before[1] + compute_copies.held_bytes(self._part, layer)
             self._standing.activations = self._standing.layers * max(0, activations)
             self._standing.gathered = self._standing.layers * max(0, gathered)
             self._add(1)
@@ -210,7 +218,7 @@ def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pas
         absent = names[most:]
         standing = _Standing(len(absent))
         for name in traced if absent else ():
-            _Layer(memory, layers[name], name == traced[0], name == traced[-1], standing)
+            _Layer(memory, part, layers[name], name == traced[0], name == traced[-1], standing)
         for name in absent:
             del layers[name]
     done.layers_traced = len(layers)

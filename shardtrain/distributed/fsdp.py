@@ -1,7 +1,8 @@
 """Data parallelism by FSDP2: sharded, replicated (DDP) and both (HSDP) are one mesh with different sizes.
 
 Mixed precision is here too: parameters are stored in ``training.dtype``, gathered in the compute type, and their
-gradients reduced in the reduce type, on one process as on thousands. Must run last: it must see the final parameters.
+gradients reduced in the reduce type. One process that only casts does the same without FSDP (compute_copies.py). Must
+run last: it must see the final parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.distributed import expert_parallel, shared_memory
+from shardtrain.distributed import compute_copies, expert_parallel, shared_memory
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout
 from shardtrain.ops import accelerator
@@ -28,9 +29,10 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 def is_needed(mesh: Mesh, config: Config) -> bool:
-    """Whether FSDP is needed: there are several ranks, another compute type than the stored one, or CPU offload."""
+    """Whether FSDP is needed: there are several ranks, CPU offload, or a cast that is more than copies can do."""
     mixed = derived.compute_dtype(config) != config.training.dtype
-    return mesh.device_mesh.size() > 1 or mixed or offloads(config, mesh.device)
+    casts = mixed and not derived.computes_with_copies(config, mesh.device_mesh.size())
+    return mesh.device_mesh.size() > 1 or casts or offloads(config, mesh.device)
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -41,6 +43,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         for module in model.modules():
             if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
                 module.forward = partial(_embedding_summed_in_float32, module)  # type: ignore[method-assign]
+    if derived.computes_with_copies(config, mesh.device_mesh.size()):
+        compute_copies.use(model, getattr(torch, derived.compute_dtype(config)))
     if not is_needed(mesh, config):
         return
     if not config.model.name.endswith(".py"):
@@ -125,7 +129,7 @@ def _check_parameters(model: nn.Module, layout: Layout) -> None:
     """
 
     def refuse(rule: str, fix: str) -> ConfigError:
-        return ConfigError(Problem("model.name", None, f"has {rule}", f"{fix}, or train on one process in float32"))
+        return ConfigError(Problem("model.name", None, f"has {rule}", f"{fix}, or train on one process"))
 
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
@@ -169,7 +173,8 @@ def gather(model: nn.Module) -> None:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """After forward passes without a backward, free the gathered parameters, so that each rank holds only shards."""
+    """After forward passes without a backward, free gathered or copied parameters, so that each rank holds its own."""
+    compute_copies.drop(model)
     if not isinstance(model, FSDPModule):
         return
     if hasattr(model, "reset_iter_state"):  # also drops the recorded order of forward, by which backward would prefetch

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.distributed import context_parallel, expert_parallel, float8, fsdp, grad_clip, loss_at_head
+from shardtrain.distributed import (
+    compute_copies,
+    context_parallel,
+    expert_parallel,
+    float8,
+    fsdp,
+    grad_clip,
+    loss_at_head,
+)
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.update_in_backward import UpdateInBackward
@@ -183,12 +191,15 @@ class PlainRunner(Runner):
             self._before_pass()
         # float64: hundreds of micro-batches, and then ranks, are added one by one
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
-        for index, batch in enumerate(batches):
-            if len(batches) > 1:
-                fsdp.set_gradient_sync(self.parts[0], index == len(batches) - 1)
-            loss = self._loss(batch, weight)
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
+        try:
+            for index, batch in enumerate(batches):
+                if len(batches) > 1:
+                    fsdp.set_gradient_sync(self.parts[0], index == len(batches) - 1)
+                loss = self._loss(batch, weight)
+                loss.backward()  # type: ignore[no-untyped-call]
+                total += loss.detach()
+        finally:
+            compute_copies.drop(self.parts[0])  # those without a gradient; after an error all of them
         return total
 
     def evaluate(self, batch: Batch) -> Tensor:

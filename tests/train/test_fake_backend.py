@@ -125,6 +125,23 @@ def test_layers_left_out_count_as_much_as_they_would(monkeypatch, mode, tp):
     assert some.traced.gathered_bytes == pytest.approx(everything.traced.gathered_bytes, rel=1e-2)
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_copies_of_layers_left_out_count_as_much_as_they_would(monkeypatch, mode):
+    config = deep_config(
+        model={"overrides": {"num_layers": 10}},
+        activation_checkpoint={"mode": mode},
+        training={"mixed_precision_param": "bfloat16"},
+    )
+    some = dry(config)
+    monkeypatch.setattr(fake_backend, "LAYERS_OF_A_KIND", 10)
+    everything = dry(config)
+    assert (some.traced.layers_traced, everything.traced.layers_traced) == (2, 10)
+    # and for a moment the float32 gradient of the head
+    assert some.traced.gathered_bytes == everything.traced.gathered_bytes == 2 * some.num_params + 4 * 512 * 64
+    # 128 KiB more where nothing is recomputed, as with FSDP on one process: a float32 table of the embedding's size
+    assert 0 <= some.traced.activations_bytes - everything.traced.activations_bytes <= 4 * 512 * 64 + 1024
+
+
 @pytest.mark.parametrize("tp", [1, 2])
 def test_chunks_of_the_loss_left_out_count_as_much_as_they_would(monkeypatch, tp):
     monkeypatch.setattr(cross_entropy, "CPU_CHUNK_NUMEL", 1000)  # a few tokens a chunk, some forty chunks

@@ -20,10 +20,10 @@ class Job:
     """One run on a mesh.
 
     ``rows`` are sequences of a micro-batch and ``num_microbatches`` the micro-batches of a step on each data-parallel
-    rank. ``fsdp``: weights are gathered from shards. ``states``: tensors of the optimizer for each weight.
-    ``state_width``: bytes of their elements; ``early_step``: gradients are used and freed in backward;
-    ``stored_width``: bytes of elements of weights and gradients; ``compute_width`` those
-    of activations and gathered weights, ``reduce_width`` those of gradients on their way, ``gradient_width`` those of
+    rank. ``fsdp``: weights are gathered from shards; ``copies``: one process casts them without it. ``states``: tensors
+    of the optimizer for each weight. ``state_width``: bytes of their elements; ``early_step``: gradients are used and
+    freed in backward; ``stored_width``: bytes of elements of weights and gradients; ``compute_width`` those of
+    activations and gathered weights, ``reduce_width`` those of gradients on their way, ``gradient_width`` those of
     gradients where they are not as wide as weights. ``recompute`` is "none", "full", "op" or, as digits, every how
     manieth layer is recomputed. ``fused``: the model is compiled, so that elementwise operations are few. ``float8``:
     products of linear layers in float8, ``float8_experts``: those of experts, ``float8_gather``: FSDP sends weights of
@@ -64,6 +64,7 @@ class Job:
     state_width: int = 4
     early_step: bool = False
     fsdp: bool = True
+    copies: bool = False
     fused: bool = False
     float8: bool = False
     float8_experts: bool = False
@@ -124,6 +125,7 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
     accumulation = max(1, derived.accumulation_steps(config, world_size))
     rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
     compute = derived.compute_dtype(config)
+    copies = derived.computes_with_copies(config, world_size)
     mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(recompute.mode, "none")
 
     # What the plan does not know of this configuration, as notes in its answer.
@@ -190,7 +192,8 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         states=STATES.get(config.optimizer.name, 2),
         state_width=state_width,
         early_step=config.optimizer.early_step_in_backward,
-        fsdp=world_size > 1 or compute != training.dtype or training.enable_cpu_offload,
+        fsdp=world_size > 1 or (compute != training.dtype and not copies) or training.enable_cpu_offload,
+        copies=copies,
         fused=config.compile.enable and "model" in config.compile.components,
         float8=in_float8.get("linear", False),
         float8_experts=in_float8.get("grouped_mm", False),

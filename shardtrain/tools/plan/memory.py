@@ -164,7 +164,7 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | No
 
     # Activations and FSDP's buffers, at each moment of a step.
     found = {index: _stage(model, job, index, kernels) for index in own}
-    gathered = sum(_Gathered(model, job, index).most for index in own) if job.fsdp else 0
+    gathered = sum(_Gathered(model, job, index).most for index in own)
     if job.pp > 1:
         kept, in_flight, moments = _in_pipeline(model, job, rank, order, found, accumulated)
         activations = kept + max(one.most - one.kept for one in found.values())
@@ -530,6 +530,7 @@ def _kept_products(layer: Layer, job: Job, tokens: int, dim: int, width: int) ->
 class _Gathered:
     """What FSDP holds of gathered weights and of gradients on their way at the moments of a stage, in bytes.
 
+    One process that casts without FSDP holds copies of all weights in their place, each until its gradient is whole.
     The last layer and the head stay gathered between forward and backward by default. Backward begins with the head's
     gradients on their way, the last layer there and the one before being gathered; in the middle a layer's gradients
     leave; at the end the embedding's. ``*_shard`` are bytes of reduced gradients.
@@ -573,15 +574,21 @@ class _Gathered:
         self.embed_shard = sum(sharded(p, job) for p in of_embed) * width
         self.all_shards = self.head_shard + self.embed_shard + sum(of_layers)
 
-        # Gathered weights and gradients on their way: without FSDP none; without freeing, all weights until their
-        # backward; else two layers at a time.
+        # Gathered weights and gradients on their way: without FSDP none, or copies of all weights until their
+        # backward; without freeing the same and gradients; else two layers at a time.
+        whole = (sum(layers) + embed + head) * c
+        if job.copies:
+            self.most = self.end_of_forward = self.loss = self.backward_of_head = whole
+            self.backward_of_last = whole - head * c
+            self.backward_of_layer = (embed + (layers[0] if layers else 0)) * c
+            self.backward_of_embed = embed * c
+            return
         if not job.fsdp:
             self.most = self.end_of_forward = self.loss = self.backward_of_head = 0
             self.backward_of_last = self.backward_of_layer = self.backward_of_embed = 0
             return
         root = embed if model.tied else 0  # tied ends stay with the root, which is whole through the pass
         if not job.frees_gathered:
-            whole = (sum(layers) + embed + head) * c
             self.end_of_forward = self.loss = whole
             self.backward_of_head = whole
             self.backward_of_last = whole - head * c + head_gradient * r

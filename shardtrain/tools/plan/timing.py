@@ -185,7 +185,7 @@ def _stage(
 
 
 def _once_a_step(model: ModelShape, job: Job, device: Device, costs: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of what happens once a step: gradients are reduced, gathers without freeing, the optimizer."""
+    """Seconds of what is counted for a step: gradients are reduced, gathers without freeing, casts, the optimizer."""
     worst = max({0, job.pp - 1}, key=lambda rank: sum(_elements(model, job, index) for index in _own(job, rank)))
     own = _own(job, worst)
     once: dict[str, float] = {}
@@ -201,11 +201,17 @@ def _once_a_step(model: ModelShape, job: Job, device: Device, costs: Mapping[str
     elif gradients:
         once["gradient reduction"] = max(gradients - HIDDEN_SHARE * backward, gradients / 16)
 
+    # One process casts weights before each micro-batch, and their gradients after it.
+    rate = device.memory_bytes_per_second * device.memory_efficiency
+    if job.copies:
+        learning = sum(one.numel for one in memory.trained(tuple(memory.parameters_of_stage(model, job, 0))))
+        numbers = (_elements(model, job, 0) + learning) * job.num_microbatches
+        once["casts"] = numbers * (job.compute_width + job.stored_width) / rate
+
     # The update reads weights and gradients and writes weights; it reads and writes the state.
     held = sum(memory.sharded(one, job) for index in own for one in memory.parameters_of_stage(model, job, index))
     states = held / (job.dp_replicate if job.shard_states else 1)
     moved = held * (3 * job.stored_width) + states * job.states * job.state_width * 2 + states * job.stored_width * 2
-    rate = device.memory_bytes_per_second * device.memory_efficiency
     once["optimizer"] = moved / rate + 2e-4
     if job.shard_states:
         group = _bandwidth(device, job.dp_replicate, _stride(job, "dp_replicate"))
