@@ -81,7 +81,7 @@ class ComputeCopies:
         # an operation that did need it would fail, since it has no size now.
         copy.data = copy.new_empty(0)
         module, name = self._places.get(parameter, [(None, "")])[0]
-        if module is not None and module._parameters[name] is copy:  # not dropped since, nor made anew
+        if module is not None and module._parameters[name] is copy:  # else they were dropped, or copied once more
             self._show(parameter, self._places.pop(parameter))
         hooks: dict[int, Any] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         for hook in hooks.values():
