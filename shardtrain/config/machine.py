@@ -189,12 +189,17 @@ def _split_sequences(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, option, rule, fix)
 
 
+def has_cpp_compiler() -> bool:
+    """Whether this machine has what inductor makes kernels for CPUs with."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "c++"))
+
+
 def _compiler(loaded: Loaded, device: str | None) -> Iterator[Problem]:
     """On CPU, inductor writes C++ and needs a compiler."""
     c = loaded.config.compile
     if device != "cpu" or not c.enable or c.backend != "inductor":
         return
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++", "c++")):
+    if not has_cpp_compiler():
         yield problem(loaded, "compile.enable", "needs a C++ compiler on CPU", "install g++, or set it to false")
 
 

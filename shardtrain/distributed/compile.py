@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
+from shardtrain.config import derived
+from shardtrain.config.machine import has_cpp_compiler
 from shardtrain.config.schema import Config
+from shardtrain.config.schema.task import Task
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches, word_of
+from shardtrain.ops import cpu_kernel_speed
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss_without_scatter
+from shardtrain.utils import user_cache
 
 RECOMPILE_LIMIT = 64
+LONG_SECONDS = 600.0
+"""A run on CPUs that takes longer, were they as fast as any, is compiled by default: it gains 8 % to 30 %, and loses 30
+to 50 s of its first start, and some 2 s of every other."""
+SHORT_STEP_SECONDS = 0.05
+"""Steps that would be shorter are not compiled by default: nothing of theirs was measured."""
+
+
+def decided(config: Config, mesh: Mesh, flops_per_token: int) -> Config:
+    """The configuration with ``compile.enable`` as a run on CPUs gains by it, where that is left open (a collective).
+
+    Only for what was measured: a model of this package that learns the next token on one process or with FSDP. It
+    depends on the configuration and the kind of processor, not on the time that anything took: a run that is continued
+    decides as before, and has the same bits.
+    """
+    is_open = config.compile.enable is None and mesh.device.type == "cpu"
+    if not (is_open and _is_known_to_gain(config, mesh) and _is_long(config, mesh, flops_per_token)):
+        return config
+    if mesh.sum_of_all(torch.tensor(float(not has_cpp_compiler()))):  # one rank that cannot is enough
+        return config
+    # what the compiler cannot do falls back to eager layers, with a warning: nobody has asked for it by name
+    torch._dynamo.config.suppress_errors = True
+    return replace(config, compile=replace(config.compile, enable=True))
+
+
+def _is_known_to_gain(config: Config, mesh: Mesh) -> bool:
+    own = config.model.name != "transformers" and not config.model.name.endswith(".py")
+    kernels = config.training.cpu_kernels == "auto" and not config.debug.deterministic
+    plain = not (config.lora.enable or config.model.converters or config.activation_checkpoint.debug)
+    recompute = config.activation_checkpoint.mode != "memory_budget"
+    together = mesh.size("tp", "cp", "pp") == 1 and config.parallelism.expert_parallel_degree == 1
+    return own and kernels and plain and recompute and together and config.task.name == Task().name
+
+
+def _is_long(config: Config, mesh: Mesh, flops_per_token: int) -> bool:
+    """Whether the steps take long even where a thread reaches what the fastest processors do."""
+    training = config.training
+    if training.epochs is not None:  # how many steps there are is known when the data have been opened
+        return False
+    per_second = 2e11  # of a core of AMD's Zen 5 in float32, and of Zen 4 in bfloat16
+    if derived.compute_dtype(config) != "float32" and getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)():
+        per_second = 2e12
+    size = mesh.device_mesh.size()
+    tokens = derived.global_batch_size(config, size) * training.seq_len / size
+    step_seconds = tokens * flops_per_token / (per_second * torch.get_num_threads())
+    return step_seconds >= SHORT_STEP_SECONDS and step_seconds * training.steps >= LONG_SECONDS
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -28,6 +80,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         import torch._functorch.config as autograd
 
         autograd.enable_autograd_cache = False
+    if mesh.device.type == "cpu" and config.compile.backend == "inductor":
+        _remember_vector_instructions()
     # Layers share the compiler's cache of one function, whatever their kind; each kind takes a graph for fixed and one
     # for any lengths, with gradients and, in validation, without. Beyond the limit (8) layers would run eagerly.
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
@@ -37,6 +91,34 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             continue
         for part in _parts(layer, path, layout, mesh):
             part.compile(backend=config.compile.backend)
+
+
+def _remember_vector_instructions() -> None:
+    """Let inductor trust this processor's vector instructions if they have worked once: a second less at each start.
+
+    It compiles and loads a small library for each set of instructions that the processor says to have; the libraries
+    are cached, but a process is started to load each. Where one fails, inductor goes on asking.
+    """
+    # inductor's own, of which another version may have none
+    try:
+        from torch._inductor import config as inductor
+        from torch._inductor.cpu_vec_isa import valid_vec_isa_list
+
+        if inductor.cpp.vec_isa_ok is not None:
+            return
+        remembered = user_cache.folder() / f"vector_instructions-{cpu_kernel_speed.machine_key()}"
+        if not remembered.exists():
+            working = [str(one) for one in valid_vec_isa_list()]
+            with inductor.patch({"cpp.vec_isa_ok": True}):
+                claimed = [str(one) for one in valid_vec_isa_list.__wrapped__()]
+            if working != claimed:
+                return
+            remembered.parent.mkdir(parents=True, exist_ok=True)
+            remembered.touch()
+        # at the first start too: the compiler's cache asks for the same settings
+        inductor.cpp.vec_isa_ok = True
+    except (ImportError, AttributeError, OSError):
+        return
 
 
 def _compiles_layers(config: Config) -> bool:

@@ -162,9 +162,12 @@ def _times_as_fast(pytorch: Callable[[], object], ours: Callable[[], object]) ->
 
 def _cache_file(threads: int) -> Path:
     kernels = " ".join(field.name for field in fields(Kernels))
-    facts = [_processor(), torch.__version__, str(threads), kernels]
-    name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
-    return user_cache.folder() / f"cpu_kernels-{name}.json"
+    return user_cache.folder() / f"cpu_kernels-{machine_key(str(threads), kernels)}.json"
+
+
+def machine_key(*facts: str) -> str:
+    """Part of a file's name that is the same for this processor, this version of PyTorch and the same ``facts``."""
+    return hashlib.sha256("\n".join([_processor(), torch.__version__, *facts]).encode()).hexdigest()[:16]
 
 
 def _processor() -> str:

@@ -53,7 +53,13 @@ def build(config: Config, world: World) -> Run:
     """Everything for the first step: mesh, model on it with its initial weights, optimizer, data."""
     # the model on its mesh, and the optimizer of what this rank holds of it
     mesh = distributed.build(config, world)
-    built = build_model(config, mesh)
+    built = build_model(config, mesh, may_compile=True)
+    if built.config.compile.enable and not config.compile.enable:
+        logger.info(
+            "layers and the loss are compiled, which takes a minute at the first start and a few seconds at the next "
+            "ones, and is faster in a run as long as this one (compile.enable = false leaves it out)"
+        )
+    config = built.config
     task = built.task
     runner = built.runner
     training = config.training

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardtrain import distributed, models, tasks
 from shardtrain.config.schema import Config
-from shardtrain.distributed import Mesh, Runner
+from shardtrain.distributed import Mesh, Runner, compile, expert_parallel
 from shardtrain.distributed.distillation_runner import DistillationRunner
 from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.layout import Draw
@@ -21,8 +21,12 @@ from shardtrain.tasks.distillation import Distillation
 
 @dataclass(frozen=True)
 class Built:
-    """A model on a mesh, with its initial weights, under the loss of a task."""
+    """A model on a mesh, with its initial weights, under the loss of a task.
 
+    ``config`` is the configuration with what was decided of it: see ``distributed.compile.decided``.
+    """
+
+    config: Config
     task: tasks.LanguageModel | tasks.RowTask
     module: ModuleType
     shape: Any
@@ -33,8 +37,11 @@ class Built:
     adapters: adapters.Spec | None = None
 
 
-def build_model(config: Config, mesh: Mesh) -> Built:
-    """The model of a config; a second one of the same mesh is another model, which a task may hold frozen."""
+def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> Built:
+    """The model of a config; a second one of the same mesh is another model, which a task may hold frozen.
+
+    With ``may_compile`` a long run is compiled where ``compile.enable`` leaves that open.
+    """
     task = tasks.open_task(config)
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
@@ -54,6 +61,8 @@ def build_model(config: Config, mesh: Mesh) -> Built:
     if config.lora.base_dtype != quantize.WHOLE:
         quantize.check_installed(config.lora.base_dtype)
         quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
+    if may_compile and not expert_parallel.has_experts([model]):
+        config = compile.decided(config, mesh, flops * task.tokens_per_target)
     # cut and sharded, still without memory
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
     # the loss of the task in place of that of the next token
@@ -62,4 +71,4 @@ def build_model(config: Config, mesh: Mesh) -> Built:
     elif task.loss is not None:
         runner = TaskRunner(runner, task.loss)
     runner.materialize(draws, config.debug.seed)
-    return Built(task, module, shape, runner, names, num_params, flops, spec)
+    return Built(config, task, module, shape, runner, names, num_params, flops, spec)

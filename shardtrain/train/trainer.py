@@ -193,8 +193,8 @@ def _steps(
                 raise shutdown.explain(error, run) from error
             if outcome is None:  # the data have ended, or a rank was asked to stop
                 break
-            if config.compile.enable and state.step == started_at + 1:
-                not_compiled = compile.left_out(config)
+            if run.config.compile.enable and state.step == started_at + 1:
+                not_compiled = compile.left_out(run.config)
                 if not_compiled:
                     logger.warning(not_compiled)
             if not state.tokens_seen:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import shutil
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tiny import SHAPE
+from ranks import run_ranks
+from tiny import SHAPE, make_run, tiny_config
 from torch import nn
 
 from shardtrain.config.schema import Compile, Config
 from shardtrain.distributed import compile
 from shardtrain.models import build, find, shape_of
 from shardtrain.ops.cross_entropy import cross_entropy_sum
+from shardtrain.train import trainer
 
 
 def _config(**options: Any) -> Config:
@@ -22,7 +26,8 @@ def _config(**options: Any) -> Config:
 
 
 def _mesh(tensor_parallel: int) -> Any:
-    return SimpleNamespace(size=lambda *axes: tensor_parallel if axes == ("tp",) else 1)
+    device = torch.device("cpu")
+    return SimpleNamespace(device=device, size=lambda *axes: tensor_parallel if axes == ("tp",) else 1)
 
 
 def _apply(tensor_parallel: int = 1, **options: Any) -> tuple[nn.Module, list[str]]:
@@ -48,6 +53,106 @@ def test_attention_and_feed_forward_are_compiled_apart_under_tensor_parallelism(
 @pytest.mark.parametrize("options", [{"enable": False}, {"enable": True, "components": ["loss"]}])
 def test_layers_are_left_alone_unless_asked(options: dict[str, Any]) -> None:
     assert _apply(**options)[1] == []
+
+
+FLOPS = 10**8
+"""For a token: of some 16 million parameters."""
+LONG = {"steps": 10_000, "local_batch_size": 8, "seq_len": 512}
+"""40,960,000 tokens, which are 20,000 seconds of the fastest core."""
+
+
+def _decided(num_ranks: int = 1, flops: int = FLOPS, **sections: Any) -> bool | None:
+    sections = {**sections, "training": {**LONG, **sections.get("training", {})}}
+    config = tiny_config(**{"training": LONG, **sections})
+    sizes = {"dp_shard": num_ranks, "tp": config.parallelism.tensor_parallel_degree}
+
+    def size(*axes: str) -> int:
+        return math.prod(sizes.get(axis, 1) for axis in axes)
+
+    device_mesh = SimpleNamespace(size=lambda: math.prod(sizes.values()))
+    device = torch.device(sections["training"].get("device", "cpu"))
+    mesh = SimpleNamespace(device=device, size=size, device_mesh=device_mesh, sum_of_all=lambda tensor: tensor)
+    try:
+        return compile.decided(config, mesh, flops).compile.enable
+    finally:
+        torch._dynamo.config.suppress_errors = False
+
+
+def test_a_long_run_on_a_cpu_is_compiled_unless_it_says_otherwise(monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert _decided() is True and _decided(num_ranks=2) is True
+    assert _decided(training={"mixed_precision_param": "bfloat16", "steps": 100_000}) is True  # also with AMX
+    assert _decided(compile={"enable": False}) is False
+    short = {"steps": 200}  # 400 seconds of the fastest core
+    assert _decided(training=short) is None and _decided(training=short, compile={"enable": True}) is True
+    assert _decided(flops=10**5, training={"steps": 10**7}) is None  # as long, in steps of 2 ms
+    assert _decided(training={"epochs": 1}) is None
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"training": {"device": "cuda"}},
+        {"training": {"cpu_kernels": "pytorch"}},
+        {"debug": {"deterministic": True}},
+        {"parallelism": {"tensor_parallel_degree": 2}},
+        {"model": {"name": "transformers"}},
+        {"model": {"name": "own.py"}},
+        {"lora": {"enable": True}},
+        {"model": {"converters": ["quantize.linear.float8"]}},
+    ],
+    ids=str,
+)
+def test_what_was_not_measured_is_compiled_only_when_asked(sections: dict[str, Any], monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert _decided(**sections) is None
+
+
+def test_a_machine_without_a_compiler_of_cpp_compiles_nothing_by_default(monkeypatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert _decided() is None
+
+
+def test_vector_instructions_are_trusted_once_they_have_worked_and_asked_for_again_where_not(
+    tmp_path, monkeypatch
+) -> None:
+    inductor = pytest.importorskip("torch._inductor.config")
+    cpu_vec_isa = pytest.importorskip("torch._inductor.cpu_vec_isa")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: list[bool] = []
+
+    def valid(claimed: bool = False) -> list[str]:
+        asked.append(claimed)
+        return ["avx512", "avx2"] if claimed or working == "both" else ["avx2"]
+
+    valid.__wrapped__ = lambda: valid(claimed=True)  # type: ignore[attr-defined]
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", valid)
+    for working, trusted, times in (("one", None, 2), ("both", True, 4), ("both", True, 4)):  # noqa: B007
+        monkeypatch.setattr(inductor.cpp, "vec_isa_ok", None)
+        compile._remember_vector_instructions()
+        assert (inductor.cpp.vec_isa_ok, len(asked)) == (trusted, times)
+
+
+def _trained(rank: int, enable: bool | None, lasts: bool) -> tuple[int, list[float]]:
+    """How many layers were compiled, and the losses of two steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        if lasts:
+            patch.setattr(compile, "LONG_SECONDS", 0.0)
+            patch.setattr(compile, "SHORT_STEP_SECONDS", 0.0)
+        config = tiny_config(compile={"enable": enable, "backend": "aot_eager"})
+        run = make_run(rank, config)
+        layers = run.runner.parts[0].layers.values()
+        losses = [float(trainer.step(run).loss_sum) for _ in range(2)]
+        assert bool(run.config.compile.enable) == any(layer._compiled_call_impl is not None for layer in layers)
+        return sum(layer._compiled_call_impl is not None for layer in layers), losses
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_ranks_decide_alike_and_train_as_if_they_had_been_asked_to_compile(num_ranks: int) -> None:
+    by_default = run_ranks(num_ranks, _trained, None, True)
+    assert by_default == run_ranks(num_ranks, _trained, True, False)
+    assert {count for count, _ in by_default} == {2}
+    assert {count for count, _ in run_ranks(num_ranks, _trained, None, False)} == {0}
 
 
 def test_names_never_change_and_numbers_are_those_of_eager_mode() -> None:

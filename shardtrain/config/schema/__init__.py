@@ -291,8 +291,8 @@ class ActivationCheckpoint:
 class Compile:
     """torch.compile."""
 
-    enable: bool = False
-    """Compile each layer, and the loss."""
+    enable: bool | None = None
+    """Compile each layer, and the loss. Unless set, only runs on CPUs that are long enough to gain by it do."""
     components: list[Literal["model", "loss"]] = field(default_factory=lambda: ["model", "loss"])  # type: ignore[assignment]
     """What to compile."""
     backend: str = "inductor"
