@@ -25,7 +25,7 @@ SHORT_STEP_SECONDS = 0.05
 """Steps that would be shorter are not compiled by default: nothing of theirs was measured."""
 
 
-def decided(config: Config, mesh: Mesh, flops_per_token: int) -> Config:
+def decided(config: Config, mesh: Mesh, flops_per_token: float) -> Config:
     """The configuration with ``compile.enable`` as a run on CPUs gains by it, where that is left open (a collective).
 
     Only for what was measured: a model of this package that learns the next token on one process or with FSDP. It
@@ -51,7 +51,7 @@ def _is_known_to_gain(config: Config, mesh: Mesh) -> bool:
     return own and kernels and plain and recompute and together and config.task.name == Task().name
 
 
-def _is_long(config: Config, mesh: Mesh, flops_per_token: int) -> bool:
+def _is_long(config: Config, mesh: Mesh, flops_per_token: float) -> bool:
     """Whether the steps take long even where a thread reaches what the fastest processors do."""
     training = config.training
     if training.epochs is not None:  # how many steps there are is known when the data have been opened
@@ -97,7 +97,7 @@ def _remember_vector_instructions() -> None:
     """Let inductor trust this processor's vector instructions if they have worked once: a second less at each start.
 
     It compiles and loads a small library for each set of instructions that the processor says to have; the libraries
-    are cached, but a process is started to load each. Where one fails, inductor goes on asking.
+    are cached, but a process is started to load each. Where one fails, inductor tries them at each start.
     """
     # inductor's own, of which another version may have none
     try:
@@ -122,7 +122,7 @@ def _remember_vector_instructions() -> None:
 
 
 def _compiles_layers(config: Config) -> bool:
-    return config.compile.enable and "model" in config.compile.components
+    return bool(config.compile.enable) and "model" in config.compile.components
 
 
 def left_out(config: Config) -> str | None:

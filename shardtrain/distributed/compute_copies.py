@@ -50,7 +50,7 @@ class ComputeCopies:
         """How often each of those had been written when it was copied, by PyTorch's count."""
 
     def before_forward(self, model: nn.Module, _: Any) -> None:
-        """Make the copies, if there are none of an earlier pass whose backward is to come, or that has none."""
+        """Make the copies, unless those of an earlier pass are still there: its backward is to come, or it has none."""
         if self._places and self._versions == [parameter._version for parameter in self._places]:
             return  # a second pass of a loss that needs two, or validation: one gradient of each copy, one cast
         self.drop()

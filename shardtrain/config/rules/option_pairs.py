@@ -18,7 +18,7 @@ Rule = tuple[str, Callable[[Config], bool], str, str]
 
 
 def _compiles_model(c: Config) -> bool:
-    return c.compile.enable and "model" in c.compile.components
+    return bool(c.compile.enable) and "model" in c.compile.components
 
 
 def _keeps_operations(c: Config) -> bool:
@@ -202,7 +202,7 @@ PAIRS: tuple[Rule, ...] = (
     ),
     (
         "compile.components",
-        lambda c: c.compile.enable and not c.compile.components,
+        lambda c: bool(c.compile.enable) and not c.compile.components,
         "leaves nothing to compile",
         'name "model", "loss" or both, or set compile.enable = false',
     ),

@@ -194,7 +194,7 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         early_step=config.optimizer.early_step_in_backward,
         fsdp=world_size > 1 or (compute != training.dtype and not copies) or training.enable_cpu_offload,
         copies=copies,
-        fused=config.compile.enable and "model" in config.compile.components,
+        fused=bool(config.compile.enable) and "model" in config.compile.components,
         float8=in_float8.get("linear", False),
         float8_experts=in_float8.get("grouped_mm", False),
         float8_gather="linear" in in_float8 and float8.enable_fsdp_float8_all_gather,

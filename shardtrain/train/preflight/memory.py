@@ -53,7 +53,7 @@ def only_building_tells(loaded: Loaded) -> bool:
         or bool(c.optimizer.no_weight_decay)
         or c.optimizer.name == "Muon"
         or c.optimizer.name.endswith(".py")
-        or (c.compile.enable and c.compile.backend not in _BACKENDS)
+        or (bool(c.compile.enable) and c.compile.backend not in _BACKENDS)
     )
 
 
