@@ -251,23 +251,23 @@ def test_a_download_that_makes_progress_is_not_ended(tmp_path):
     assert download._bounded(lambda: ended.wait(patience.seconds(60)), 0.05, progress) is True
 
 
-def test_what_a_call_logs_after_it_was_given_up_is_not_told(hub, capsys, monkeypatch):
+def test_what_a_call_logs_after_its_time_limit_is_not_printed(hub, capsys, monkeypatch):
     """The library tries again for a while; its warnings would stand after the one line that says what to do."""
     huggingface_hub.utils.logging.get_logger("huggingface_hub.file_download")
     handler = logging.StreamHandler(stream := io.StringIO())
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
     download.Hub("org/name")
-    logger, given_up, ended = logging.getLogger("huggingface_hub.file_download"), threading.Event(), threading.Event()
+    logger, timed_out, ended = logging.getLogger("huggingface_hub.file_download"), threading.Event(), threading.Event()
 
     def call() -> None:
         logger.warning("trying to resume")
-        given_up.wait(patience.seconds(60))
+        timed_out.wait(patience.seconds(60))
         logger.warning("trying to resume once more")
         ended.set()
 
     with pytest.raises(TimeoutError):
         download._bounded(call, 0.2)
-    given_up.set()
+    timed_out.set()
     assert ended.wait(patience.seconds(60))
     logger.warning("of another call")
     assert stream.getvalue().splitlines() == ["trying to resume", "of another call"]
