@@ -117,7 +117,9 @@ PEERS = {
     "ours, PyTorch's kernels": Peer(ours("--training.cpu_kernels", "pytorch")),
     "ours, compiled": Peer(ours("--compile.enable", "true")),
     "plain FSDP2, 2 ranks": Peer(script("plain.py"), 2),
+    "plain FSDP2, compiled, 2 ranks": Peer(script("plain.py", "--compile"), 2),
     "ours, FSDP, 2 ranks": Peer(ours(), 2),
+    "ours, FSDP, compiled, 2 ranks": Peer(ours("--compile.enable", "true"), 2),
     "ours, tensor parallel, 2 ranks": Peer(
         lambda d, s, r, f: ours("--parallelism.tensor_parallel_degree", "2")(d, s, 1, f), 2
     ),

@@ -28,9 +28,11 @@ if ranks > 1:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if low else MixedPrecisionPolicy()
     options = {"mesh": init_device_mesh("cpu", (ranks,)), "mp_policy": policy}
     for layer in model.layers:
+        if asked.compile:  # layer by layer, as PyTorch's documentation of FSDP2 has it
+            layer.compile()
         fully_shard(layer, **options)
     fully_shard(model, **options)
-if asked.compile:
+elif asked.compile:
     model.compile()
 optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 for step in range(asked.steps):

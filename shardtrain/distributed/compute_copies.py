@@ -60,9 +60,13 @@ class ComputeCopies:
                     self._places.setdefault(parameter, []).append((module, name))
 
         self._versions = [parameter._version for parameter in self._places]
-        for parameter, places in self._places.items():
+        casts = [torch.empty_like(parameter, dtype=self._dtype, requires_grad=False) for parameter in self._places]
+        if casts:
+            with torch.no_grad():
+                torch._foreach_copy_(casts, list(self._places))  # on an accelerator a few kernels for all
+        for (parameter, places), cast in zip(self._places.items(), casts, strict=True):
             # a leaf of its own: autograd adds up the gradients of all its uses in the compute type, as with FSDP
-            copy = nn.Parameter(parameter.detach().to(self._dtype), parameter.requires_grad)
+            copy = nn.Parameter(cast, parameter.requires_grad)
             if parameter.requires_grad:
                 copy.register_post_accumulate_grad_hook(partial(self._add_gradient, parameter))
             for module, name in places:
