@@ -63,6 +63,18 @@ def test_neither_the_cache_nor_the_batch_changes_a_token(family, sampling):
         assert Generator(model, layout).generate([prompt], 16, sampling, seed=3, numbers=[number]) == [found[number]]
 
 
+@pytest.mark.parametrize("lengths", [(5,), (5, 5), (5, 9)])
+def test_the_head_is_given_a_tensor_of_its_own(lengths):
+    # of a view with other strides PyTorch makes a batched product, which copies the head's whole weight for each row
+    model, layout = tiny("llama3")
+    seen = []
+    model.head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    Generator(model, layout).generate(prompts(*lengths), 3)
+    size = model.head.in_features
+    assert [x.shape for x in seen] == [(len(lengths), 1, size)] * 3
+    assert all(x.stride() == (size, size, 1) for x in seen)
+
+
 def test_passes_filled_up_to_a_multiple_of_ranks_change_no_token():
     model, layout = tiny("llama3")
     asked = prompts(4, 11)
