@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain.ops import blocked_attention, flash_attention, onednn_linear, rms_norm
+from shardtrain.ops import blocked_attention, flash_attention, onednn_linear, packed_linear, rms_norm
 from shardtrain.ops.cpu_kernels import FAILED, NARROW_HEAD, Kernels
 from shardtrain.utils import user_cache
 from shardtrain.utils.log import logger
@@ -106,9 +106,37 @@ def measure() -> Kernels:
         partial(_forward_backward, torch.nn.RMSNorm(256, eps=1e-5), x_RD),
         partial(_forward_backward, rms_norm.RowwiseRMSNorm(256, eps=1e-5), x_RD),
     )
+
+    # Packed weights, which generation uses
+    packed = {
+        torch.bfloat16: _packed_speed(torch.bfloat16, generator),
+        torch.float32: _packed_speed(torch.float32, generator),
+    }
     return Kernels(
-        round(linear, 2), round(weight_gradient, 2), attention[torch.bfloat16], attention[torch.float32], round(norm, 2)
+        round(linear, 2),
+        round(weight_gradient, 2),
+        attention[torch.bfloat16],
+        attention[torch.float32],
+        round(norm, 2),
+        round(packed[torch.bfloat16], 2),
+        round(packed[torch.float32], 2),
     )
+
+
+def _packed_speed(dtype: torch.dtype, generator: torch.Generator) -> float:
+    if not packed_linear.is_available():
+        return 0.0
+    x_RI = torch.randn(4, 1024, generator=generator).to(dtype)
+    weight_OI = torch.randn(1024, 1024, generator=generator).to(dtype)
+    packed: list[Tensor] = []  # the first round packs, so that what it raises is caught
+
+    def ours() -> Tensor:
+        if not packed:
+            packed.append(packed_linear.pack(weight_OI))
+        return packed_linear.product(x_RI, packed[0])
+
+    words = f"packed weights in {str(dtype).removeprefix('torch.')}"
+    return _measured(words, lambda: F.linear(x_RI, weight_OI), ours)
 
 
 def _forward_backward(module: torch.nn.Module, x_RD: Tensor) -> None:

@@ -32,6 +32,10 @@ class Kernels:
     """The same in float32, for heads of at most NARROW_HEAD features."""
     rms_norm: float = 0.0
     """RMSNorm some rows at a time."""
+    packed_linear: float = 0.0
+    """Linear layers in bfloat16 with few rows and a packed weight: for generation."""
+    packed_linear_float32: float = 0.0
+    """The same in float32."""
 
     def uses(self, name: str) -> bool:
         """Whether a kernel, by the name of its field, is taken."""
@@ -55,7 +59,7 @@ def use(kernels: Kernels) -> None:
 
 
 def describe(kernels: Kernels) -> str:
-    """The choice in words, for the log."""
+    """The choice in words, for the log of training, which packs no weights."""
     phrases = {
         "onednn_linear": "linear layers in float32 by oneDNN",
         "onednn_weight_gradient": "gradients of their weights too",

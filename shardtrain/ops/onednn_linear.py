@@ -47,7 +47,9 @@ class OneDnnLinear(nn.Linear):
             or x.dim() < 2
         ):
             return super().forward(x)
-        return product(x, self.weight, self.bias)
+        if torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return product(x, self.weight, self.bias)
+        return _linear(x, self.weight, self.bias)  # a few times as fast to call
 
 
 def use(model: nn.Module) -> None:
@@ -60,6 +62,10 @@ def use(model: nn.Module) -> None:
 # An operation of its own, so that a compiler calls it as it is: it cannot lower the one inside
 @torch.library.custom_op("shardtrain::onednn_product", mutates_args=())
 def _product(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+    return _linear(x_xI, weight_OI, bias_O)
+
+
+def _linear(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
     return torch.ops.mkldnn._linear_pointwise(x_xI, weight_OI, bias_O, "none", [], "")  # type: ignore[no-any-return]
 
 

@@ -56,6 +56,7 @@ def test_what_is_not_for_it_is_left_to_pytorch(change: Any, monkeypatch: pytest.
         raise AssertionError("oneDNN was asked")
 
     monkeypatch.setattr(onednn_linear, "product", refuse)
+    monkeypatch.setattr(onednn_linear, "_linear", refuse)
     layer = nn.Sequential(nn.Linear(8, 8))
     onednn_linear.use(layer)
     layer, x = change(layer, torch.ones(2, 8))

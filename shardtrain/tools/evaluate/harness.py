@@ -16,6 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from shardtrain.data.ends import ends_of
+from shardtrain.ops import packed_linear
 from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.tools.generate.opening import OpenedModel
@@ -114,6 +115,8 @@ class Engine(TemplateLM):
         """The text that follows each context, up to what a task ends it with."""
         opened = self._opened
         found = [""] * len(requests)
+        passes = sum(_asked(request.args[1])[2] for request in requests) // self._batch_size
+        packed_linear.use_where_it_pays(opened.model, passes, min(len(requests), self._batch_size))
         generator = Generator(opened.model, opened.layout, opened.tokenizer.vocab_size, width=opened.width)
 
         # Requests with the same options are sampled together, rows of like length in a batch.

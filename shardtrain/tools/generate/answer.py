@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from shardtrain.data.columns import Unusable
 from shardtrain.data.encode import open_conversations
 from shardtrain.distributed import process_group
 from shardtrain.distributed.process_group import World
+from shardtrain.ops import packed_linear
 from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator, Watch
 from shardtrain.tools.generate.locate_checkpoint import load_config
@@ -21,6 +23,7 @@ from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.tools.generate.prompts import Encoder, Row, check_output, write_rows
 from shardtrain.tools.generate.request import Request
 from shardtrain.tools.generate.text import Printer, Text
+from shardtrain.train.build import use_fastest_kernels
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.redact import visible
@@ -32,9 +35,10 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
     Raises:
         ShardtrainError: for what a user can fix.
     """
-    device = asked.device or load_config(asked.source, asked.config, asked.tokenizer).config.training.device
-    with join(device) as world:
+    config = load_config(asked.source, asked.config, asked.tokenizer).config
+    with join(asked.device or config.training.device) as world:
         is_first = world.rank == 0
+        use_fastest_kernels(config, world.device)
         with heartbeat(f"opening {asked.source}", None if is_first else 0):
             opened = open_model(
                 asked.source,
@@ -45,6 +49,9 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
                 base=asked.base,
                 adapter=asked.adapter,
             ).with_bos(asked.add_bos)
+            batches = 1 if rows is None else math.ceil(len(rows) / asked.batch_size)
+            rows_at_once = 1 if rows is None else min(len(rows), asked.batch_size)
+            packed_linear.use_where_it_pays(opened.model, batches * asked.max_new_tokens, rows_at_once)
         if is_first:
             print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)
         answers = Answers(asked, opened, is_first)

@@ -7,6 +7,7 @@ import torch
 from hf_models import copy_weights
 
 from shardtrain.models import find
+from shardtrain.ops import cpu_kernels, packed_linear
 from shardtrain.tools.generate.engine import Generator
 
 OURS = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 4}
@@ -36,8 +37,9 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize(("name", "ours", "prefix", "changed"), FAMILIES, ids=[f[0] for f in FAMILIES])
-def test_greedy_tokens_are_those_of_transformers(name, ours, prefix, changed):
+def test_greedy_tokens_are_those_of_transformers(name, ours, prefix, changed, packed, monkeypatch):
     transformers = pytest.importorskip("transformers")
     config = getattr(transformers, f"{prefix}Config")(
         **{**THEIRS, **changed}, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}, pad_token_id=0
@@ -58,6 +60,10 @@ def test_greedy_tokens_are_those_of_transformers(name, ours, prefix, changed):
     tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])  # they pad to the left
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
     expected = theirs.generate(tokens, attention_mask=mask, max_new_tokens=new, do_sample=False)[:, longest:]
+    if packed:  # weights in the order of oneDNN's kernels, as the command has them
+        monkeypatch.setattr(packed_linear, "_SMALLEST_NUMEL", {torch.float32: 0})
+        monkeypatch.setattr(cpu_kernels, "_chosen", cpu_kernels.Kernels(packed_linear_float32=2.0))
+        assert packed_linear.use(model) and isinstance(model.head, packed_linear.PackedLinear)
     found = Generator(model, module.LAYOUT).generate(rows, new)
     assert found == expected.tolist()
     assert len({tuple(row) for row in found}) == 3
