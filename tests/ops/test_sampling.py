@@ -45,6 +45,19 @@ def test_only_the_likeliest_are_drawn_where_asked_for(sampling, kept):
     torch.testing.assert_close(counts(sampling), expected, atol=0.002, rtol=0)
 
 
+@pytest.mark.parametrize("spread", [3.0, 0.1])  # of which 1,024 tokens have most of the probability, or little
+def test_top_p_of_a_large_vocabulary_draws_what_sorting_all_of_it_does(spread):
+    logits = spread * torch.randn(4, 30_000, generator=torch.Generator().manual_seed(0))
+    logits[3] = logits[3] / 30  # a row that needs them all beside others that may not
+    shares, ids = logits.softmax(-1).double().sort(descending=True)
+    shares = shares.masked_fill(shares.cumsum(-1) - shares >= 0.8, 0.0)
+    for u in (0.0, 0.3, 0.7, 0.99):
+        drawn = torch.searchsorted(shares.cumsum(-1), u * shares.sum(-1, keepdim=True), right=True)
+        expected = ids.gather(-1, drawn)[:, 0].tolist()
+        assert choose(logits, Sampling(temperature=1.0, top_p=0.8), [u] * 4) == expected
+        assert choose(logits[:1], Sampling(temperature=1.0, top_p=0.8), [u]) == expected[:1]
+
+
 def test_the_ends_of_the_numbers_draw_tokens_that_can_be_drawn():
     impossible = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
     largest = 1 - 2**-53
