@@ -65,7 +65,7 @@ class Doubled(nn.Linear):
 
 
 @pytest.mark.parametrize("layer", [Doubled(8, 8), nn.Linear(8, 8).double(), nn.Linear(8, 8).half(), nn.LayerNorm(8)])
-def test_what_is_no_plain_linear_layer_of_these_types_is_left(layer: nn.Module) -> None:
+def test_other_layers_and_types_stay_as_they_are(layer: nn.Module) -> None:
     kind = type(layer)
     assert not packed_linear.use(nn.Sequential(layer))
     assert type(layer) is kind

@@ -82,8 +82,8 @@ class Passes(ABC):
         return (self._at_last(x_BTD), *inputs[1:])
 
     def _at_last(self, x_BTD: Tensor) -> Tensor:
-        # A tensor of its own: of a view with other strides PyTorch makes a batched product, for which it copies the head's
-        # whole weight for each row. contiguous() would keep the strides of a single row
+        # A tensor of its own: of a view with other strides PyTorch makes a batched product, for which it copies the
+        # whole weight of the head for each row. contiguous() would keep the strides of a single row
         if isinstance(self._last_B, int):
             last_B1D = x_BTD[:, self._last_B : self._last_B + 1]
             return last_B1D.clone(memory_format=torch.contiguous_format)

@@ -17,6 +17,7 @@ from shardtrain.models import build, find, shape_of
 from shardtrain.models.layers import AttentionCore
 from shardtrain.ops import init_weights
 from shardtrain.ops.sampling import Sampling
+from shardtrain.tools.generate import cache
 from shardtrain.tools.generate.cache import BLOCK, CachedCore, installed
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.utils.errors import ConfigError, NumericalError
@@ -115,6 +116,36 @@ def test_a_cache_that_grows_changes_no_token():
         row = torch.tensor([[*asked[1], *found[1]]])
         logits = model(row, torch.arange(row.size(1))[None])[0, len(asked[1]) - 1 : -1]
     assert logits.argmax(-1).tolist() == found[1] and len(found[1]) == new
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt_oss", "llama4", "deepseek_v3"])  # windows, sinks, chunks, latents
+def test_attention_by_products_changes_no_token(family, monkeypatch):
+    # in float32, where rounding decides no token; the command computes so in bfloat16
+    model, layout = tiny(family)
+    asked, stops = prompts(3, 40, 8, 1), frozenset(range(0, VOCAB, 40))
+    expected = Generator(model, layout, width=2).generate(asked, 2 * BLOCK, DRAWN, stop_ids=stops)
+    assert max(map(len, expected)) > BLOCK  # the cache has grown, and rows have left it
+    monkeypatch.setattr(cache, "_has_fast_products", lambda *_: True)
+    for width in (1, 2):
+        assert Generator(model, layout, width=width).generate(asked, 2 * BLOCK, DRAWN, stop_ids=stops) == expected
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_by_products_is_that_of_float64(dtype, tokens):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, tokens, 8, 16), (2, 4, 90, 16), (2, 4, 90, 16)))  # fmt: skip  # noqa: E501
+    mask = torch.ones(90, 90, dtype=torch.bool).tril()[None, None, 90 - tokens :].repeat(2, 1, 1, 1)
+    mask[1, :, :, :20] = False  # what is left of a row's first token
+    room_K, room_V = (torch.full((2, 4, 128, 16), 7.0, dtype=dtype) for _ in range(2))
+    room_K[:, :, :90] = k
+    room_V[:, :, :90] = v
+    found = cache._attend_by_products(q, room_K.mT.contiguous().mT, room_V, 90, mask, None)
+    double = (x.double().repeat_interleave(2, dim=1) for x in (k, v))
+    exact = F.scaled_dot_product_attention(q.double().transpose(1, 2), *double, attn_mask=mask).transpose(1, 2)
+    # scores and probabilities are rounded to 8 bits, as in attention by blocks
+    error = (found.double() - exact).norm() / exact.norm()
+    assert error < (1e-6 if dtype == torch.float32 else 8e-3)
 
 
 def test_the_seed_and_the_number_of_a_row_decide_what_is_drawn():
