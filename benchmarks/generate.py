@@ -1,6 +1,10 @@
 """Generated tokens per CPU-second beside ``transformers``' own ``generate``: same weights, same tokens, same run.
 
     python benchmarks/generate.py [--rounds 5] [--families llama qwen3] [--out benchmarks/results/generate_cpu.json]
+    python benchmarks/generate.py --sizes 1B debugmodel [--rows 1 8] [--prompts 32 1024] [--dtypes bfloat16 float32]
+
+The second is of Llama's real sizes with random weights, and tells reading the prompt from the tokens that follow: by
+`transformers`, by this package with PyTorch's own kernels, and as the command computes. Take 15 GB of memory for 1B.
 
 Both decode greedily in float32 with a cache of keys and values, one thread, after a prompt of 64 tokens, 48 new ones in
 one row or in 8; the tokens must be equal. They take turns, and each round gives one ratio; the median is reported. CPU
@@ -26,9 +30,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import transformers
-from hf_models import copy_weights
+from hf_models import _find, copy_weights
 
+from shardtrain import distributed
 from shardtrain.models import find
+from shardtrain.ops import cpu_kernel_speed, cpu_kernels, packed_linear
 from shardtrain.tools.generate.engine import Generator
 
 PROMPT, NEW = 64, 48
@@ -146,6 +152,137 @@ def compare(family: str, rows: int, rounds: int) -> dict[str, Any]:
     }
 
 
+class Clock(transformers.StoppingCriteria):
+    """CPU seconds of this process after each new token; ends nothing."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        self.seconds.append(time.process_time())
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
+    """A Llama of ``transformers`` and ours with its tensors, the same as the command opens it, and our layout."""
+    module = find("llama3")
+    flavor = module.FLAVORS[size]
+    ours = module.Config(**flavor)
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": ours.rope_theta}
+    if ours.rope_scaling == "llama3":
+        rope |= {"rope_type": "llama3", "factor": ours.rope_scaling_factor, "original_max_position_embeddings": 8192}
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = transformers.LlamaConfig(
+        vocab_size=ours.vocab_size,
+        hidden_size=ours.dim,
+        num_hidden_layers=ours.num_layers,
+        num_attention_heads=ours.num_heads,
+        num_key_value_heads=ours.num_kv_heads,
+        head_dim=ours.head_dim,
+        intermediate_size=ours.ffn_dim,
+        tie_word_embeddings=ours.tied_embeddings,
+        rope_parameters=rope,
+        max_position_embeddings=131072,
+        rms_norm_eps=ours.norm_eps,
+        pad_token_id=0,
+    )
+    config.eos_token_id = None
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM._from_config(config, dtype=dtype).eval().requires_grad_(False)
+    theirs.generation_config.eos_token_id = None
+    for parameter in theirs.parameters():  # far from even, so that rounding in float32 decides no token
+        if parameter.ndim > 1:
+            parameter.mul_(3)
+    models = []
+    for _ in range(2):  # both hold their tensors, until one is packed
+        with torch.device("meta"):
+            model = module.Model(ours)
+        source = theirs.state_dict()
+        model.load_state_dict({name: _find(name, source) for name in model.state_dict()}, assign=True)
+        if ours.tied_embeddings:
+            model.head.weight = model.embed.weight
+        models.append(model.eval().requires_grad_(False))
+    return theirs, *models, module.LAYOUT
+
+
+def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """CPU seconds until the first token, and of each that follows, by all three in turns."""
+    theirs, plain, chosen, layout = build_size(size, getattr(torch, dtype_name))
+    kernels = cpu_kernel_speed.remembered_or_measured()
+    cpu_kernels.use(kernels)
+    distributed.use_chosen_kernels(chosen)
+    vocabulary = plain.embed.num_embeddings
+    weight_bytes = sum(p.numel() * p.element_size() for p in plain.parameters())
+    results = []
+    is_packed = False
+    for rows in sorted(options.rows):
+        is_packed = is_packed or packed_linear.use_where_it_pays(chosen, 128, rows)
+        for tokens in options.prompts:
+            prompts_BT = torch.randint(1, vocabulary, (rows, tokens), generator=torch.Generator().manual_seed(1))
+            prompts = prompts_BT.tolist()
+
+            def hugging_face(prompts_BT: torch.Tensor = prompts_BT) -> tuple[Any, list[float]]:
+                clock = Clock()
+                found = theirs.generate(
+                    prompts_BT, attention_mask=torch.ones_like(prompts_BT), max_new_tokens=options.new, do_sample=False,
+                    use_cache=True, pad_token_id=0, stopping_criteria=transformers.StoppingCriteriaList([clock]),
+                )  # fmt: skip
+                return found[:, prompts_BT.size(1) :].tolist(), clock.seconds
+
+            def ours(model: Any, kernels: Any, prompts: Any = prompts) -> tuple[Any, list[float]]:
+                seconds: list[float] = []
+
+                def watch(row: int, _: list[int]) -> bool:
+                    if row == len(prompts) - 1:
+                        seconds.append(time.process_time())
+                    return False
+
+                cpu_kernels.use(kernels)
+                return Generator(model, layout).generate(prompts, options.new, watch=watch), seconds
+
+            turns: dict[str, Callable[[], tuple[Any, list[float]]]] = {
+                "transformers": hugging_face,
+                "PyTorch's kernels": lambda: ours(plain, cpu_kernels.PYTORCH),
+                "chosen kernels": lambda: ours(chosen, kernels),
+            }
+            found: dict[str, dict[str, list[float]]] = {name: {"first": [], "next": []} for name in turns}
+            texts = {}
+            for number in range(options.rounds):
+                for name in list(turns)[:: 1 if number % 2 else -1]:
+                    began = time.process_time()
+                    texts[name], seconds = turns[name]()
+                    found[name]["first"].append(seconds[0] - began)
+                    found[name]["next"].append((seconds[-1] - seconds[0]) / (options.new - 1))
+            if dtype_name == "float32":
+                assert len({str(text) for text in texts.values()}) == 1, "the tokens differ"
+            result = {
+                "size": size, "dtype": dtype_name, "rows": rows, "prompt": tokens, "packed": is_packed,
+                "weight_bytes": weight_bytes, "cpu_seconds": found,
+            }  # fmt: skip
+            tell(result)
+            results.append(result)
+    return results
+
+
+def tell(result: dict[str, Any]) -> None:
+    """One line per way: medians of reading the prompt, of a step, and of a prompt with 128 new tokens."""
+    rows = result["rows"]
+    for name, found in result["cpu_seconds"].items():
+        first = statistics.median(found["first"])
+        step = statistics.median(found["next"])
+        work = f"{result['size']:10s} {result['dtype']:8s} {rows} x {result['prompt']:4d}  {name:17s}"
+        prompt = f"prompt {first:8.3f} s {rows * result['prompt'] / first:8.1f} tokens/s"
+        steps = f"step {1000 * step:7.1f} ms {rows / step:7.2f} tokens/s"
+        weights = f"{result['weight_bytes'] / step / 1e9:5.1f} GB/s of weights"
+        print(f"{work} {prompt}   {steps}   {weights}   128 new tokens {first + 127 * step:6.1f} s", flush=True)
+
+
+def read_gigabytes_per_second() -> float:
+    """What one core reads at most: the sum of 256 MB, best of five."""
+    numbers = torch.ones(1 << 26)
+    return 4 * numbers.numel() / min(cpu_seconds(numbers.sum) for _ in range(5)) / 1e9
+
+
 def cpu_seconds(run: Callable[[], Any]) -> float:
     started = time.process_time()
     run()
@@ -157,9 +294,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--sizes", nargs="+", default=[], choices=list(find("llama3").FLAVORS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompts", type=int, nargs="+", default=[32, 1024])
+    parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--new", type=int, default=17, help="new tokens with --sizes: the time of a step is their mean")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    if options.sizes:
+        print(f"one core reads {read_gigabytes_per_second():.1f} GB/s", flush=True)
+        results = [
+            row for size in options.sizes for dtype in options.dtypes for row in measure_size(size, dtype, options)
+        ]
+        if options.out:
+            facts = {"torch": torch.__version__, "transformers": transformers.__version__}
+            options.out.write_text(json.dumps({**facts, "results": results}, indent=1) + "\n")
+        return
     for family in options.families:
         for rows in (1, 8):
             result = compare(family, rows, options.rounds)
