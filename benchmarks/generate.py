@@ -36,6 +36,7 @@ from shardtrain import distributed
 from shardtrain.models import find
 from shardtrain.ops import cpu_kernel_speed, cpu_kernels, packed_linear
 from shardtrain.tools.generate.engine import Generator
+from shardtrain.utils.allocator import keep_freed_memory
 
 PROMPT, NEW = 64, 48
 DIM, LAYERS, HEADS, KV_HEADS, HEAD, FFN, VOCAB = 512, 8, 8, 4, 64, 1408, 8192
@@ -303,6 +304,7 @@ def main() -> None:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     if options.sizes:
+        keep_freed_memory()  # as the command does; here the others have it too
         print(f"one core reads {read_gigabytes_per_second():.1f} GB/s", flush=True)
         results = [
             row for size in options.sizes for dtype in options.dtypes for row in measure_size(size, dtype, options)

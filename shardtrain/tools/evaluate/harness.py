@@ -13,7 +13,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardtrain.data.ends import ends_of
 from shardtrain.ops import packed_linear
@@ -92,24 +92,40 @@ class Engine(TemplateLM):
         order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
         for start in range(0, len(order), self._batch_size):
             numbers = order[start : start + self._batch_size]
-            logits_BTV = self._logits([rows[i][0] for i in numbers])
-            for i, logits_TV in zip(numbers, logits_BTV, strict=True):
-                length = len(rows[i][0])
+            # logits from the first token on that predicts one of a continuation
+            first = min(len(rows[i][0]) - len(rows[i][1]) for i in numbers)
+            logits_BtV = self._logits([rows[i][0] for i in numbers], first)
+            for i, logits_tV in zip(numbers, logits_BtV, strict=True):
+                length = len(rows[i][0]) - first
                 continuation = rows[i][1]
-                logs_tV = logits_TV[length - len(continuation) : length].float().log_softmax(-1)
+                logs_tV = logits_tV[length - len(continuation) : length].float().log_softmax(-1)
                 targets_t = torch.tensor(continuation, dtype=torch.int64, device=self._device)
                 value = logs_tV.gather(-1, targets_t[:, None]).sum()
                 found[i] = (float(value), bool((logs_tV.argmax(-1) == targets_t).all()))
         return found
 
-    def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """Logits (B, T, V) of rows filled up to the right, where causal attention cannot see it."""
+    def _logits(self, rows: Sequence[Sequence[int]], first: int) -> Tensor:
+        """Logits (B, T - first, V) of rows filled up to the right, where causal attention cannot see it."""
         width = self._opened.width
         size = max(map(len, rows))
         T = -(-size // width) * width
         tokens_BT = torch.tensor([[*row, *[0] * (T - len(row))] for row in rows], device=self._device)
         positions_BT = torch.arange(T, device=self._device).expand(len(rows), -1)
-        return self._opened.model(tokens_BT, positions_BT)  # type: ignore[no-any-return]
+
+        # The head computes no others: with a large vocabulary it costs as much as several layers. What it is given has
+        # strides of its own, without which PyTorch may make a batched product and copies of its weight
+        def cut(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (inputs[0][:, first:].clone(memory_format=torch.contiguous_format), *inputs[1:])
+
+        model = self._opened.model
+        is_whole = width == 1 and first > 0
+        hooks = [model.get_submodule(self._opened.layout.last[-1]).register_forward_pre_hook(cut)] if is_whole else []
+        try:
+            logits_BTV: Tensor = model(tokens_BT, positions_BT)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return logits_BTV[:, first:] if logits_BTV.size(1) == T else logits_BTV
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The text that follows each context, up to what a task ends it with."""

@@ -21,6 +21,7 @@ from shardtrain import cli
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.distributed.process_group import World
+from shardtrain.ops import cpu_kernels, packed_linear
 from shardtrain.tools.generate import request
 from shardtrain.tools.generate.answer import Answers
 from shardtrain.tools.generate.engine import Generator
@@ -77,6 +78,7 @@ def environment(monkeypatch):
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, {"OMP_NUM_THREADS": "1"}.get(name, "")) or "lo")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
+    monkeypatch.setattr(cpu_kernels, "_chosen", cpu_kernels.PYTORCH)  # which the command changes for its process
 
 
 def test_what_was_learned_by_heart_is_said_again_and_ends(trained, capfd):
@@ -108,6 +110,16 @@ def test_rows_keep_every_byte_of_their_fields(trained, tmp_path, capfd):
     endings = ["and shard, in step.", "ank that gathers last", "ns flow: é 東京"]
     assert written == [f'{line}, "said": "{end}"}}' for line, end in zip(kept, endings, strict=True)]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+def test_weights_are_packed_for_as_many_passes_and_rows_as_are_asked_for(trained, tmp_path, capfd, monkeypatch):
+    asked = []
+    monkeypatch.setattr(packed_linear, "use_where_it_pays", lambda model, passes, rows: asked.append((passes, rows)))
+    answer(capfd, "--from", str(trained), "--prompt", "mesh", "--max_new_tokens", "20")
+    (tmp_path / "in.jsonl").write_text('{"prompt": "mesh "}\n' * 3)
+    words = ["--from", str(trained), "--input", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
+    assert answer(capfd, *words, "--max_new_tokens", "20", "--batch_size", "2")[0] == 0
+    assert asked == [(20, 1), (40, 2)]
 
 
 @pytest.mark.nightly(
