@@ -62,7 +62,8 @@ def _results(answers: list[tuple[bool, Any]]) -> list[Any]:
     """What the ranks gave, or the failure that came first: a rank that lost a peer is not the cause."""
     failures = [(rank, text) for rank, (ok, text) in enumerate(answers) if not ok]
     if failures:
-        rank, text = min(failures, key=lambda failure: "gloo/transport" in failure[1])
+        lost = ("gloo/transport", "PeerError")
+        rank, text = min(failures, key=lambda failure: any(word in failure[1] for word in lost))
         raise AssertionError(f"rank {rank} failed:\n{text}")
     return [value for _, value in answers]
 

@@ -19,11 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardtrain.distributed import mapped_memory
+from shardtrain.distributed import mapped_memory, shared_barrier
+from shardtrain.distributed.shared_barrier import LINE_BYTES, Barrier, Process
 from shardtrain.utils.log import logger
 
 _HALF_BYTES = 1 << 20
 """Of a rank's part that is written at a time: what a core's own cache holds. There are two, written in turn."""
+
+_MOST_VIEWS = 256
 
 
 def use(model: nn.Module) -> None:
@@ -68,9 +71,9 @@ class AllGather(_Collective):
             dist.all_gather(list(out_Rn.unbind()), in_n, group=group)
             return
         for part in exchange.parts(in_n.numel(), in_n.dtype):
-            rows_Rm = exchange.give(in_n[part].unsqueeze(0))
+            given = exchange.give(in_n[part])
             for rank in range(group.size()):
-                source = in_n[part] if rank == group.rank() else rows_Rm[rank][0]
+                source = in_n[part] if rank == group.rank() else given[rank]
                 if source.data_ptr() != out_Rn[rank, part].data_ptr():  # FSDP's input is a part of its output
                     out_Rn[rank, part].copy_(source)
 
@@ -90,7 +93,6 @@ class ReduceScatter(_Collective):
         if op != dist.ReduceOp.SUM:
             raise ValueError(f"FSDP asks for {op}, and gradients are sums")
         ranks = group.size()
-        own = group.rank()
         in_Rn = input_tensor.view(ranks, -1)
         out_n = output_tensor.flatten()
         exchange = self.exchange(group)
@@ -99,20 +101,23 @@ class ReduceScatter(_Collective):
             dist.all_to_all_single(for_me_Rn.view(-1), in_Rn.reshape(-1), group=group)
             _sum(list(for_me_Rn.unbind()), out_n)
             return
-        for part in exchange.parts(out_n.numel(), out_n.dtype, rows=ranks):
-            given = exchange.give(in_Rn[:, part])
-            _sum([in_Rn[own, part] if rank == own else rows[own] for rank, rows in enumerate(given)], out_n[part])
+        for part in exchange.parts(out_n.numel(), out_n.dtype, rows=ranks - 1):
+            _sum(exchange.give_each(in_Rn[:, part]), out_n[part])
 
 
 def _sum(addends: list[Tensor], out: Tensor) -> None:
     """Add tensors one after the other, in float32 at least, and round once."""
     exact = torch.promote_types(out.dtype, torch.float32)
-    total = out if out.dtype == exact else torch.empty_like(out, dtype=exact)
-    total.copy_(addends[0])
+    if len(addends) == 2 or out.dtype == exact:
+        # two numbers of 16 bits are added in float32 by PyTorch too, which rounds the sum
+        torch.add(addends[0], addends[1], out=out)
+        for addend in addends[2:]:
+            out += addend
+        return
+    total = addends[0].to(exact)
     for addend in addends[1:]:
         total += addend
-    if total is not out:
-        out.copy_(total)
+    out.copy_(total)
 
 
 class SequenceExchange:
@@ -137,10 +142,9 @@ class SequenceExchange:
         out_BRm = x_Bm.new_empty(rows, self._ranks, x_Bm.size(1))
         out_BRm[:, self._rank] = x_Bm
         for batch, columns in self._parts(x_Bm, 1):
-            given = self._exchange.give(x_Bm[batch, columns].unsqueeze(0))
-            for rank, part_1bm in enumerate(given):
+            for rank, part_bm in enumerate(self._exchange.give(x_Bm[batch, columns])):
                 if rank != self._rank:
-                    out_BRm[batch, rank, columns] = part_1bm[0]
+                    out_BRm[batch, rank, columns] = part_bm
         return out_BRm.view(rows, self._ranks * tokens, features)
 
     def reduce_scatter(self, x_BTD: Tensor) -> Tensor:
@@ -148,16 +152,22 @@ class SequenceExchange:
         rows, tokens, features = x_BTD.shape
         x_BRm = x_BTD.contiguous().view(rows, self._ranks, -1)
         out_Bm = x_BRm.new_empty(rows, x_BRm.size(2))
-        for batch, columns in self._parts(out_Bm, self._ranks):
-            own_Rbm = x_BRm[batch, :, columns].transpose(0, 1)
-            given = self._exchange.give(own_Rbm)
-            addends = [own_Rbm[rank] if rank == self._rank else one[self._rank] for rank, one in enumerate(given)]
-            _sum(addends, out_Bm[batch, columns])
+        for batch, columns in self._parts(out_Bm, self._ranks - 1):
+            _sum(self._exchange.give_each(x_BRm[batch, :, columns].transpose(0, 1)), out_Bm[batch, columns])
         return out_Bm.view(rows, tokens // self._ranks, features)
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of what all ranks have."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        x_n = x.contiguous().view(-1)
+        out_n = out.view(-1)
+        for part in self._exchange.parts(x_n.numel(), x_n.dtype):
+            _sum(self._exchange.give(x_n[part]), out_n[part])
+        return out
 
     def _parts(self, x_Bm: Tensor, copies: int) -> Iterator[tuple[slice, slice]]:
         """Rows and columns that fit into a half ``copies`` times: several rows, or a part of one."""
-        most = max(1, _HALF_BYTES // (copies * x_Bm.element_size()))
+        most = max(1, _HALF_BYTES // (max(1, copies) * x_Bm.element_size()))
         at_once = max(1, most // max(1, x_Bm.size(1)))
         for row in range(0, x_Bm.size(0), at_once):
             for column in range(0, x_Bm.size(1), most):
@@ -171,18 +181,29 @@ class Exchange:
     them had read, before it waited too, all that was written two turns ago: so nobody reads what is being written.
     """
 
-    def __init__(self, group: dist.ProcessGroup, memory: mmap.mmap) -> None:
+    def __init__(self, group: dist.ProcessGroup, memory: mmap.mmap, processes: list[Process]) -> None:
         self._group = group
         self._turn = 0
-        self._bytes_R2b = torch.frombuffer(memory, dtype=torch.uint8).view(group.size(), 2, _HALF_BYTES)
+        halves_b = torch.frombuffer(memory, dtype=torch.uint8, offset=_head_bytes(group.size()))
+        self._bytes_R2b = halves_b.view(group.size(), 2, _HALF_BYTES)
+        self._rank = group.rank()
+        self._known_views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
         self._meet = torch.zeros(1, dtype=torch.uint8)
+        self._barrier: Barrier | None = None
+        if shared_barrier.can_meet(processes):
+            self._barrier = Barrier(memory, processes, group.rank(), self._limit)
+
+    def _limit(self) -> float:
+        """Seconds that a collective of the group may take, which may change."""
+        options = self._group._get_backend(torch.device("cpu")).options  # type: ignore[attr-defined]
+        return float(options._timeout.total_seconds())
 
     @classmethod
     def between(cls, group: dist.ProcessGroup) -> Exchange | None:
         """Of the ranks of a group, where all are on one machine and it has the memory (a collective)."""
         if dist.get_backend(group) != "gloo":
             return None
-        size = 2 * group.size() * _HALF_BYTES
+        size = _head_bytes(group.size()) + 2 * group.size() * _HALF_BYTES
         name = torch.zeros(16, dtype=torch.uint8)
         memory = None
         if group.rank() == 0:
@@ -208,25 +229,58 @@ class Exchange:
             if group.rank() == 0 and any(token):
                 # those who have mapped it keep it, and nobody else finds it
                 mapped_memory.path(token).unlink(missing_ok=True)
-        return cls(group, memory) if have and memory is not None else None
+        if not have or memory is None:
+            return None
+        own = torch.tensor(shared_barrier.own_process())
+        all_processes = [torch.zeros_like(own) for _ in range(group.size())]
+        dist.all_gather(all_processes, own, group=group)
+        return cls(group, memory, [Process(*one.tolist()) for one in all_processes])
 
     def parts(self, numel: int, dtype: torch.dtype, rows: int = 1) -> Iterator[slice]:
         """Stretches of ``rows`` rows of so many numbers that fit into a half."""
-        step = max(1, _HALF_BYTES // (rows * dtype.itemsize))
+        step = max(1, _HALF_BYTES // (max(1, rows) * dtype.itemsize))
         return (slice(start, min(start + step, numel)) for start in range(0, numel, step))
 
-    def give(self, own_rm: Tensor) -> list[Tensor]:
-        """Write rows of numbers, wait, and get those of each rank (r, m), to be read before the next call."""
-        half_Rb = self._bytes_R2b[:, self._turn]
+    def give(self, own: Tensor) -> list[Tensor]:
+        """Write a tensor, wait, and get that of each rank, to be read before the next call."""
+        given = self._views(own.dtype, own.shape)
+        given[self._rank].copy_(own)
+        self._wait()
+        return given
+
+    def give_each(self, own_Rm: Tensor) -> list[Tensor]:
+        """Write a row for each other rank, wait, and get the row of each for this one; read before the next call."""
+        rank = self._rank
+        given = self._views(own_Rm.dtype, torch.Size((len(own_Rm) - 1, *own_Rm.shape[1:])))
+        given[rank][:rank].copy_(own_Rm[:rank])
+        given[rank][rank:].copy_(own_Rm[rank + 1 :])
+        self._wait()
+        # a rank leaves out its own row, so that those behind it lie one earlier
+        return [
+            own_Rm[rank] if other == rank else rows[rank if rank < other else rank - 1]
+            for other, rows in enumerate(given)
+        ]
+
+    def _wait(self) -> None:
+        """For all ranks: then what each has written can be read."""
+        if self._barrier is not None:
+            self._barrier.wait()
+        else:
+            dist.all_reduce(self._meet, group=self._group)
+
+    def _views(self, dtype: torch.dtype, shape: torch.Size) -> list[Tensor]:
+        """The halves of all ranks, whose turn it is, as tensors of a shape; shapes are few, and each is made once."""
+        key = (self._turn, dtype, shape)
         self._turn = 1 - self._turn
-        used = own_rm.numel() * own_rm.element_size()
-        rows = [half_b[:used].view(own_rm.dtype).view(own_rm.shape) for half_b in half_Rb]
-        own = self._group.rank()
-        if len(own_rm) == 1:
-            rows[own].copy_(own_rm)
-        else:  # a row for each rank, of which one needs none
-            rows[own][:own].copy_(own_rm[:own])
-            rows[own][own + 1 :].copy_(own_rm[own + 1 :])
-        # a barrier: what every rank has written can be read now
-        dist.all_reduce(self._meet, group=self._group)
-        return rows
+        if key not in self._known_views:
+            if len(self._known_views) >= _MOST_VIEWS:
+                self._known_views.clear()
+            used = shape.numel() * dtype.itemsize
+            halves_Rb = self._bytes_R2b[:, key[0], :used]
+            self._known_views[key] = [half_b.view(dtype).view(shape) for half_b in halves_Rb]
+        return self._known_views[key]
+
+
+def _head_bytes(ranks: int) -> int:
+    """Of the memory, for the counters of the barrier: whole pages."""
+    return -(-ranks * LINE_BYTES // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from shardtrain.distributed import mapped_memory, shared_memory
+from shardtrain.distributed import mapped_memory, shared_barrier, shared_memory
 from shardtrain.distributed.shared_memory import AllGather, Exchange, ReduceScatter, SequenceExchange
 
 HALF_BYTES = 64
@@ -34,10 +34,12 @@ def _collectives(gather: AllGather, reduce: ReduceScatter, numel: int, dtype: to
     return whole, part
 
 
-def _check(rank: int, ranks: int, shared: bool) -> list[tuple[Tensor, Tensor]]:
+def _check(rank: int, ranks: int, shared: bool, futex: bool = True) -> list[tuple[Tensor, Tensor]]:
     shared_memory._HALF_BYTES = HALF_BYTES
     if not shared:
         mapped_memory.FOLDER = Path("/nowhere")  # as where ranks are on several machines
+    if not futex and rank == 1:  # where one rank has no such barrier, all meet by gloo
+        shared_barrier.own_process = lambda: shared_barrier.Process(0, 0, 0)
     gather, reduce = AllGather(), ReduceScatter()
     reduce.exchanges = gather.exchanges
     found = []
@@ -52,16 +54,18 @@ def _check(rank: int, ranks: int, shared: bool) -> list[tuple[Tensor, Tensor]]:
             found.append((whole, part))
     (exchange,) = gather.exchanges.values()
     assert (exchange is not None) == shared
+    has_futex = shared and futex and shared_barrier._has_futex()
+    assert (exchange is not None and exchange._barrier is not None) == has_futex
     return found
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory of files")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_shared_memory_changes_no_bit(ranks: int) -> None:
-    one, other = (run_ranks(ranks, _check, ranks, shared) for shared in (True, False))
-    for by_rank, by_socket in zip(one, other, strict=True):
-        for got, expected in zip(by_rank, by_socket, strict=True):
-            assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+    one, other, third = (run_ranks(ranks, _check, ranks, *how) for how in ((True,), (False,), (True, False)))
+    for by_rank, by_socket, without_futex in zip(one, other, third, strict=True):
+        for got, expected, also in zip(by_rank, by_socket, without_futex, strict=True):
+            assert all(torch.equal(*pair) for pair in zip((*got, *also), (*expected, *expected), strict=True))
 
 
 def _one_cannot_open(rank: int) -> bool:
@@ -158,6 +162,11 @@ def _sequences(rank: int, ranks: int) -> None:
             for one in sums[1:]:
                 expected = expected + one
             assert torch.equal(got, expected.to(dtype))  # in the order of ranks, and rounded once
+            everywhere = shared.all_reduce(parts[rank])
+            expected = parts[0].float()
+            for one in parts[1:]:
+                expected = expected + one
+            assert torch.equal(everywhere, expected.to(dtype))
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory of files")

@@ -21,7 +21,7 @@ from launched import end
 from ranks import run_ranks
 from tiny import shallow_config
 
-from shardtrain.distributed import config_consistency
+from shardtrain.distributed import config_consistency, shared_barrier, shared_memory
 from shardtrain.resilience import progress
 from shardtrain.resilience.progress import Mark
 from shardtrain.resilience.watchdog import heartbeat, stack
@@ -192,9 +192,10 @@ def test_marks_are_made_of_the_steps_begun_by_this_process():
     }
 
 
-def waits(rank: int) -> str:
+def waits(rank: int, shares_memory: bool) -> str:
     """Where rank 0 is while it waits for rank 1 in a collective."""
     found: list[stack.Place] = []
+    exchange = shared_memory.Exchange.between(dist.group.WORLD) if shares_memory else None
     if rank == 0:
         go = threading.Event()
 
@@ -207,12 +208,20 @@ def waits(rank: int) -> str:
         threading.Thread(target=look, daemon=True).start()
     else:
         dist.distributed_c10d._get_default_store().get("go")
-    dist.all_reduce(torch.ones(1))
+    if exchange is None:
+        dist.all_reduce(torch.ones(1))
+    else:
+        exchange.give(torch.ones(1))
     return found[-1].collective + " " + found[-1].at if found else ""
 
 
 def test_a_wait_in_a_collective_is_seen_in_the_stack():
-    assert "all_reduce test_watchdog.py:" in run_ranks(2, waits)[0]
+    assert "all_reduce test_watchdog.py:" in run_ranks(2, waits, False)[0]
+
+
+@pytest.mark.skipif(not shared_barrier.own_process().number, reason="no futexes of Linux on x86-64")
+def test_a_wait_for_a_rank_that_shares_memory_is_seen_in_the_stack():
+    assert run_ranks(2, waits, True)[0].startswith("shared_barrier shared_barrier.py:")
 
 
 def test_looking_at_the_stack_keeps_nothing_alive():

@@ -20,6 +20,8 @@ _OURS = str(Path(shardtrain.__file__).parent)
 _COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 _DEBUGGERS = ("/pdb.py", "/bdb.py")
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_BARRIER = str(Path(shardtrain.__file__).parent / "distributed" / "shared_barrier.py")
+"""Where ranks of one machine wait for each other, within exchanges by memory that they share."""
 _FSDP = "torch/distributed/fsdp/"
 _PIPELINING = "torch/distributed/pipelining/"
 _DEVICE_WAITS = (".tolist()", ".item()", ".synchronize(")
@@ -82,6 +84,8 @@ def _collective(frame: FrameType, device_type: str) -> str:
     for inner in _outwards(frame):
         file = inner.f_code.co_filename
         name = inner.f_code.co_name
+        if file == _BARRIER:
+            return "shared_barrier"
         if "/torch/" not in file:
             line = linecache.getline(file, inner.f_lineno or 0)  # between two lines there is none
             compiled = "wait_tensor" in line or "_c10d_functional" in line
