@@ -9,6 +9,9 @@ from torch import Tensor
 
 from shardtrain.ops.targets import IGNORE
 
+_MOST_KEPT = 1 << 24
+"""Exponentials that are kept beside logits of 16 bits: 64 MiB."""
+
 
 class Vocabulary(Protocol):
     """How the vocabulary is split: this rank's first id, and what ranks that share a token do together.
@@ -48,6 +51,14 @@ class SplitCrossEntropySum(torch.autograd.Function):
         # Of each token: the largest logit, the sum of exponentials below it, and the logit of its target. Columns that
         # are all minus infinity, and a rank without columns, add nothing: the lowest finite number stands for these,
         # since exp(-inf - -inf) would be NaN
+        # Exponentials are kept for the gradient where that is cheap: in its own memory if it is float32, on a CPU else
+        needs_gradient = ctx.needs_input_grad[0]
+        gradient_Nv = torch.empty_like(logits_Nv) if needs_gradient else None
+        exponentials_Nv = None
+        if gradient_Nv is not None and logits_Nv.dtype == torch.float32:
+            exponentials_Nv = gradient_Nv
+        elif needs_gradient and logits_Nv.device.type == "cpu" and logits_Nv.numel() <= _MOST_KEPT:
+            exponentials_Nv = torch.empty_like(logits_Nv, dtype=torch.float32)
         own_3N = torch.zeros(3, num_tokens, dtype=torch.float32, device=logits_Nv.device)
         lowest = torch.finfo(torch.float32).min
         own_3N[0] = lowest
@@ -55,7 +66,8 @@ class SplitCrossEntropySum(torch.autograd.Function):
             logits_nv = logits_Nv[part].float()
             largest_n1 = logits_nv.amax(dim=-1, keepdim=True).clamp_min_(lowest)
             own_3N[0, part] = largest_n1.squeeze(1)
-            own_3N[1, part] = (logits_nv - largest_n1).exp_().sum(dim=-1)
+            above = None if exponentials_Nv is None else exponentials_Nv[part]
+            own_3N[1, part] = torch.sub(logits_nv, largest_n1, out=above).exp_().sum(dim=-1)
             own_3N[2, part] = torch.where(here_N[part], logits_nv.gather(1, index_N1[part]).squeeze(1), 0.0)
 
         # The one collective. All ranks of the split enter it, also one that has no column
@@ -67,13 +79,19 @@ class SplitCrossEntropySum(torch.autograd.Function):
         loss = losses_N.sum(dtype=torch.float64)
 
         # softmax - one_hot(target) for this rank's columns, which needs nothing more of the others
-        if ctx.needs_input_grad[0]:
-            gradient_Nv = torch.empty_like(logits_Nv)
+        if gradient_Nv is not None:
             scale_N1 = (kept_N / total_N).mul_(weight).unsqueeze(1)
+            if exponentials_Nv is not None:  # they are of this rank's largest logit
+                scale_N1 *= (own_3N[0] - largest_N).exp_().unsqueeze(1)
             for part in chunks if columns else ():
-                gradient_nv = (logits_Nv[part].float() - largest_N[part].unsqueeze(1)).exp_().mul_(scale_N1[part])
+                if exponentials_Nv is not None:
+                    gradient_nv = exponentials_Nv[part]
+                else:
+                    gradient_nv = (logits_Nv[part].float() - largest_N[part].unsqueeze(1)).exp_()
+                gradient_nv.mul_(scale_N1[part])
                 gradient_nv.scatter_add_(1, index_N1[part], -(here_N[part] * weight).unsqueeze(1))
-                gradient_Nv[part] = gradient_nv
+                if exponentials_Nv is not gradient_Nv:
+                    gradient_Nv[part] = gradient_nv
             ctx.save_for_backward(gradient_Nv)
         return (loss * weight).float()
 

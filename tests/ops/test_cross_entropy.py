@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardtrain import distributed
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.tensor_parallel import SplitVocabulary
-from shardtrain.ops import cross_entropy
+from shardtrain.ops import cross_entropy, split_cross_entropy
 from shardtrain.ops.cross_entropy import IGNORE, cross_entropy_sum
 
 # the loss is summed in float32: 1e-6 of its size; a gradient is rounded once to the type of the logits
@@ -217,8 +217,9 @@ def _check_split(rank: int, num_ranks: int) -> None:
     for vocab in (12, 7, 17, 3, 4):  # 4 over 3 ranks: the last has none
         vocabulary = SplitVocabulary(mesh, vocab)
         columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
-        for chunk_numel in (12, 31, 1 << 24):  # ranks of fewer columns take more tokens a chunk
-            cross_entropy.CPU_CHUNK_NUMEL = chunk_numel
+        # ranks of fewer columns take more tokens a chunk; exponentials are kept for the gradient, or computed again
+        for chunk_numel, kept in ((12, 0), (31, 1 << 24), (1 << 24, 0)):
+            cross_entropy.CPU_CHUNK_NUMEL, split_cross_entropy._MOST_KEPT = chunk_numel, kept
             for dtype, atol in GRADIENT_ATOL.items():
                 logits, targets = example(dtype, vocab=vocab)
                 expected, expected_gradient = float64_reference(logits, targets, 0.5)
