@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardtrain.config.schema import Config
 from shardtrain.distributed import adapters, hf_tensor_parallel
-from shardtrain.distributed.local_weights import use_local_weights
+from shardtrain.distributed.local_weights import local_weight, use_local_weights
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.shared_memory import SequenceExchange
 from shardtrain.layout import TENSOR_WORDS, Layout, matches, word_of
@@ -247,8 +247,9 @@ class _Sequences:
     Without a compiler, CPU ranks of one machine use shared memory, others PyTorch's collectives.
     """
 
-    def __init__(self, shared: SequenceExchange | None = None) -> None:
-        self._shared = shared
+    def __init__(self, shared: SequenceExchange | None = None, sums_weights: bool = False) -> None:
+        self.shared = shared
+        self._sums_weights = sums_weights
 
     @classmethod
     def of(cls, mesh: Mesh, config: Config) -> _Sequences:
@@ -258,22 +259,38 @@ class _Sequences:
         keeps_exchanges = recompute.mode == "selective" and recompute.selective_ac_option == "op"
         if mesh.device.type != "cpu" or config.compile.enable or keeps_exchanges:
             return cls()
-        return cls(SequenceExchange.between(mesh.group(AXIS)))
+        # a pipeline may go backward to weights in an order of its own on each rank, and then all must wait for FSDP
+        return cls(SequenceExchange.between(mesh.group(AXIS)), sums_weights=mesh.size("pp") == 1)
+
+    def sum_weights(self) -> Callable[[Tensor], Tensor] | None:
+        """What adds up the ranks' gradients of a weight in backward; None where FSDP does, by PyTorch's collective."""
+        return self.shared.all_reduce if self.shared is not None and self._sums_weights else None
+
+    def keep_plain(self, module: nn.Module) -> bool:
+        """Whether a split linear layer is given plain tensors and gives them."""
+        return self.shared is not None and type(module) in (nn.Linear, OneDnnLinear)
 
     def gather(self, x_BtD: Tensor, device_mesh: DeviceMesh) -> DTensor:
         """All-gather the parts of a sequence."""
         if not isinstance(x_BtD, DTensor):
-            if self._shared is not None and x_BtD.ndim == 3:
-                return _GatherSequence.apply(x_BtD, self._shared, device_mesh)  # type: ignore[no-any-return]
+            if self.shared is not None and x_BtD.ndim == 3:
+                x_BTD: DTensor = _GatherSequence.apply(x_BtD, self.shared, device_mesh)
+                # once for all split layers that take it: their gradients are added up as plain tensors
+                x_BTD.for_local_products = x_BTD.to_local(grad_placements=(Partial(),))  # type: ignore[attr-defined]
+                return x_BTD
             x_BtD = DTensor.from_local(x_BtD, device_mesh, (Shard(1),), run_check=False)
         return x_BtD.redistribute(placements=(Replicate(),))
 
-    def reduce_scatter(self, sums_BTD: DTensor) -> Tensor:
-        """Sum over ranks, and keep this rank's part of the sequence."""
-        is_even = sums_BTD.ndim == 3 and sums_BTD.size(1) % sums_BTD.device_mesh.size() == 0
-        if self._shared is not None and is_even and sums_BTD.placements == (Partial(),):
+    def reduce_scatter(self, sums_BTD: Tensor, device_mesh: DeviceMesh) -> Tensor:
+        """Sum over ranks, and keep this rank's part of the sequence; a plain tensor is this rank's addend."""
+        is_even = sums_BTD.ndim == 3 and sums_BTD.size(1) % device_mesh.size() == 0
+        if not isinstance(sums_BTD, DTensor):
+            if self.shared is not None and is_even:
+                return _ReduceScatterSequence.apply(sums_BTD, self.shared)  # type: ignore[no-any-return]
+            sums_BTD = DTensor.from_local(sums_BTD, device_mesh, (Partial(),), run_check=False)
+        if self.shared is not None and is_even and sums_BTD.placements == (Partial(),):
             local_BTD = sums_BTD.to_local(grad_placements=(Replicate(),))
-            return _ReduceScatterSequence.apply(local_BTD, self._shared)  # type: ignore[no-any-return]
+            return _ReduceScatterSequence.apply(local_BTD, self.shared)  # type: ignore[no-any-return]
         return sums_BTD.redistribute(placements=(Shard(1),)).to_local()
 
 
@@ -306,7 +323,8 @@ def _multiply_local_parts(linear: nn.Linear) -> None:
     """Let a split linear layer compute with plain tensors, in place.
 
     DTensor decides at each operation, forward and backward, how to compute it on shards, and the kernels chosen for a
-    CPU take only plain tensors.
+    CPU take only plain tensors. Where sequences are gathered and scattered by shared memory, its input and output are
+    plain tensors too: a gathered sequence brings its own along, and that of "rowwise" is this rank's features.
     """
     original_forward = linear.forward
     by_outputs = linear.weight.placements == (Shard(0),)  # type: ignore[attr-defined]
@@ -317,24 +335,32 @@ def _multiply_local_parts(linear: nn.Linear) -> None:
     def forward(x: Tensor) -> Tensor:
         weight = linear._parameters["weight"]
         bias = linear._parameters.get("bias")
-        if not (isinstance(x, DTensor) and isinstance(weight, DTensor)):
+        if not isinstance(weight, DTensor):
             return original_forward(x)
-        if x.placements != ((Replicate(),) if by_outputs else (Shard(x.ndim - 1),)):
+        is_split = isinstance(x, DTensor)
+        stays_plain = hasattr(x, "for_local_products") if by_outputs else not is_split
+        if stays_plain:
+            x_local = x.for_local_products if by_outputs else x  # type: ignore[attr-defined]
+        elif is_split and x.placements == ((Replicate(),) if by_outputs else (Shard(x.ndim - 1),)):
+            # the gradient of a replicated input is the sum over ranks: each computes a part of it
+            x_local = x.to_local(grad_placements=partial_sum if by_outputs else None)
+        else:
             return original_forward(x)
-        # the gradient of a replicated input is the sum over ranks: each computes a part of it
-        x_local = x.to_local(grad_placements=partial_sum if by_outputs else None)
         # an instance attribute hides the registered parameter of that name, so forward sees a plain tensor
-        linear.__dict__["weight"] = weight.to_local()
+        linear.__dict__["weight"] = local_weight(weight)
         linear.__dict__["bias"] = bias.to_local() if by_outputs and isinstance(bias, DTensor) else None
         try:
             out = original_forward(x_local)
         finally:
             del linear.__dict__["weight"], linear.__dict__["bias"]
+        mesh = weight.device_mesh
         if not by_outputs and isinstance(bias, DTensor):
             # outputs are summed over ranks, so one rank adds the bias; its gradient too is summed over ranks
-            out = out + bias.to_local(grad_placements=partial_sum) * float(x.device_mesh.get_local_rank() == 0)
+            out = out + bias.to_local(grad_placements=partial_sum) * float(mesh.get_local_rank() == 0)
+        if stays_plain:
+            return out
         placement = Shard(out.ndim - 1) if by_outputs else Partial()
-        return DTensor.from_local(out, x.device_mesh, (placement,), run_check=False)
+        return DTensor.from_local(out, mesh, (placement,), run_check=False)
 
     linear.forward = forward  # type: ignore[method-assign, assignment]
 
@@ -350,9 +376,9 @@ def _style(
     length = length or _Length(1)
     sequences = sequences or _Sequences()
     if word == "embed":
-        return SplitEmbedding(input_layouts=Replicate(), output_layouts=sequence)
+        return SplitEmbedding(sequences)
     if word == "sequence":
-        return WholeWeights(Partial(), lambda x: length.require(path, word, x, part=True))
+        return WholeWeights(Partial(), lambda x: length.require(path, word, x, part=True), sequences.sum_weights())
     if word == "gather":
         return GatherSequence(sequences)
     if word == "colwise":
@@ -365,7 +391,7 @@ def _style(
     if word == "local":
         return LocalSequence()
     if word in ("router", "heads"):
-        return WholeWeights(Partial())
+        return WholeWeights(Partial(), sum_over_ranks=sequences.sum_weights())
     if word == "per_head":
         return SplitHeadNumbers()
     if word == "features":
@@ -409,7 +435,21 @@ class GatheringColwise(ColwiseParallel):
             is_part = not isinstance(inputs[0], DTensor) and self._length.is_part(inputs[0])
             return (self._sequences.gather(inputs[0], device_mesh), *inputs[1:]) if is_part else inputs
 
+        def take(_: nn.Module, inputs: tuple[Any, ...], mesh: DeviceMesh) -> Any:
+            if hasattr(inputs[0], "for_local_products"):
+                return inputs
+            return self._prepare_input_fn(self.input_layouts, (Replicate(),), module, inputs, mesh)
+
+        def place(_: nn.Module, output: Tensor, mesh: DeviceMesh) -> Any:
+            if not isinstance(output, DTensor):
+                if self.output_layouts == (Shard(-1),):
+                    return output
+                output = DTensor.from_local(output, mesh, (Shard(output.ndim - 1),), run_check=False)
+            return self._prepare_output_fn(self.output_layouts, self.use_local_output, module, output, mesh)
+
         module.register_forward_pre_hook(gather)
+        if self._sequences.keep_plain(module):
+            return distribute_module(module, device_mesh, self._partition_linear_fn, take, place)
         return super()._apply(module, device_mesh)
 
 
@@ -433,10 +473,15 @@ class ScatteringRowwise(RowwiseParallel):
             return (whole.redistribute(placements=(Shard(-1),)), *inputs[1:])
 
         def scatter(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-            return self._sequences.reduce_scatter(output) if isinstance(output, DTensor) else output
+            if not keeps_plain and not isinstance(output, DTensor):
+                return output
+            return self._sequences.reduce_scatter(output, device_mesh)
 
+        keeps_plain = self._sequences.keep_plain(module)
         module.register_forward_pre_hook(split_features)
         module.register_forward_hook(scatter)  # before PyTorch's hook, which leaves plain tensors alone
+        if keeps_plain:
+            return distribute_module(module, device_mesh, self._partition_linear_fn)
         return super()._apply(module, device_mesh)
 
     @staticmethod
@@ -458,19 +503,25 @@ class WholeWeights(ParallelStyle):
     """Replicated weights that compute with plain tensors; ``gradient`` is the placement of each rank's gradient.
 
     Partial where ranks compute on different tokens or heads, Replicate where all compute the same. ``take`` makes the
-    first input a plain tensor, and may refuse it.
+    first input a plain tensor, and may refuse it. ``sum_over_ranks`` adds up gradients that are Partial.
     """
 
-    def __init__(self, gradient: Placement, take: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        gradient: Placement,
+        take: Callable[[Tensor], Tensor] | None = None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self._gradient = gradient
         self._take = take or _plain
+        self._sum_over_ranks = sum_over_ranks
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             whole = DTensor.from_local(parameter.detach(), device_mesh, (Replicate(),), run_check=False)
             module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
         module.register_forward_pre_hook(lambda _, inputs: (self._take(inputs[0]), *inputs[1:]))
-        use_local_weights(module, (self._gradient,))
+        use_local_weights(module, (self._gradient,), self._sum_over_ranks)
         return module
 
 
@@ -492,6 +543,10 @@ class SplitEmbedding(RowwiseParallel):
     may apply what is not linear, so for it the lookup itself is reduced.
     """
 
+    def __init__(self, sequences: _Sequences) -> None:
+        super().__init__(input_layouts=Replicate(), output_layouts=Shard(1))
+        self._sequences = sequences
+
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if isinstance(module, nn.Embedding) and type(module).forward is not nn.Embedding.forward:
             original_forward = module.forward
@@ -501,7 +556,34 @@ class SplitEmbedding(RowwiseParallel):
                     return original_forward(*inputs, **keywords)
 
             module.forward = forward  # type: ignore[method-assign]
+        elif self._sequences.shared is not None and module.padding_idx is None and module.max_norm is None:
+            return self._look_up_plain(module, device_mesh)  # type: ignore[arg-type]
         return super()._apply(module, device_mesh)
+
+    def _look_up_plain(self, module: nn.Embedding, device_mesh: DeviceMesh) -> nn.Module:
+        """With plain tensors, reduce-scattered by shared memory."""
+        rows = -(-module.num_embeddings // device_mesh.size())
+        first_id = rows * device_mesh.get_local_rank()
+        others: list[Tensor] = []
+
+        def take_own(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+            weight = module._parameters["weight"]
+            local_VD = weight.to_local() if isinstance(weight, DTensor) else weight
+            ids_BT = _plain(inputs[0]) - first_id
+            is_other_BT = (ids_BT < 0) | (ids_BT >= local_VD.size(0))  # type: ignore[union-attr]
+            others[:] = [is_other_BT.unsqueeze(-1)]
+            # an attribute of the instance hides the parameter of that name, also from what replaces forward
+            module.__dict__["weight"] = local_VD
+            return (ids_BT.masked_fill(is_other_BT, 0), *inputs[1:])
+
+        def scatter(_: nn.Module, inputs: tuple[Any, ...], output_BTD: Tensor) -> Tensor:
+            del module.__dict__["weight"]
+            return self._sequences.reduce_scatter(output_BTD.masked_fill(others.pop(), 0.0), device_mesh)
+
+        distribute_module(module, device_mesh, self._partition_embedding_fn)
+        module.register_forward_pre_hook(take_own)
+        module.register_forward_hook(scatter)
+        return module
 
     @staticmethod
     def _prepare_output_fn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.overrides import TorchFunctionMode
 
-from shardtrain.distributed import build, tensor_parallel
+from shardtrain.distributed import build, mapped_memory, shared_barrier, tensor_parallel
 from shardtrain.distributed.process_group import World
 from shardtrain.layout import Layout
 from shardtrain.models import find, shape_of
@@ -125,7 +126,8 @@ def _multiplications(rank: int, has_bias: bool) -> None:
         out_BtD.square().sum().backward()
     assert len(seen) == 4 and not any(issubclass(kind, DTensor) for kind in seen)  # whatever parallelism has made of it
     # ranks of one machine exchange parts of sequences by their memory, and meet before they read: twice each way
-    assert {str(one): count for one, count in collectives.get_comm_counts().items()} == {"c10d.allreduce_": 4}
+    by_gloo = {} if shared_barrier.own_process().number else {"c10d.allreduce_": 4}
+    assert {str(one): count for one, count in collectives.get_comm_counts().items()} == by_gloo
     whole_BTD = x_BTD.clone().requires_grad_()
     expected_BTD = whole(whole_BTD)
     expected_BTD.square().sum().backward()
@@ -138,6 +140,69 @@ def _multiplications(rank: int, has_bias: bool) -> None:
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_split_linear_layers_multiply_plain_tensors_and_give_what_whole_ones_do(has_bias: bool) -> None:
     run_ranks(2, _multiplications, has_bias)
+
+
+class Uses(torch.nn.Module):
+    """Every way in which a gathered sequence is used: by split layers, by a whole one, and by an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.fourth = (torch.nn.Linear(8, 12, bias) for bias in (True, False, True))
+        self.third = torch.nn.Linear(12, 12)
+        self.whole, self.out = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
+
+    def forward(self, x_BTD):
+        of_whole_BTF = self.third(self.whole(x_BTD).tanh())
+        return self.out(self.one(x_BTD).tanh() * self.two(x_BTD) * of_whole_BTF * self.fourth(x_BTD.sin()))
+
+
+class Chain(torch.nn.Module):
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.embed, self.norm, self.block = torch.nn.Embedding(vocab, 8), torch.nn.RMSNorm(8), Uses()
+        self.head = torch.nn.Linear(8, vocab)
+
+    def forward(self, tokens_BT, positions_BT):
+        x_BTD = self.embed(tokens_BT)
+        return self.head(x_BTD + self.block(self.norm(x_BTD)))
+
+
+def _check_chain(rank: int, ranks: int, shared: bool) -> None:
+    """Losses and gradients of a model whose activations are plain tensors wherever they can be."""
+    if not shared:
+        mapped_memory.FOLDER = Path("/nowhere")
+    config = tiny_config(parallelism={"tensor_parallel_degree": ranks})
+    mesh = build(config, World(rank, ranks, rank, torch.device("cpu")))
+    words = {
+        "embed": "embed", "norm": "sequence", "block": "gather", "block.one": "colwise", "block.two": "colwise",
+        "block.third": "colwise", "block.fourth": "colwise", "block.whole": "replicate", "block.out": "rowwise",
+        "head": "head",
+    }  # fmt: skip
+    layout = Layout(first=(), layers="", last=(), tensor=words, context="", expert="")
+    for vocab in (12, 11):  # and one that ranks cannot share evenly
+        torch.manual_seed(vocab)
+        whole = Chain(vocab).double()
+        split = copy.deepcopy(whole)
+        tensor_parallel.apply(split, layout, mesh, config)
+        tokens_BT, positions_BT = torch.randint(vocab, (3, 4 * ranks)), torch.arange(4 * ranks).expand(3, -1)
+        back_BTV = torch.randn(3, 4 * ranks, vocab, dtype=torch.float64)
+        expected_BTV, out_BTV = whole(tokens_BT, positions_BT), split(tokens_BT, positions_BT)
+        rows = -(-vocab // ranks)
+        columns = slice(rows * rank, rows * rank + rows)
+        torch.testing.assert_close(out_BTV, expected_BTV[..., columns])
+        expected_BTV.backward(back_BTV)
+        out_BTV.backward(back_BTV[..., columns])
+        for (name, mine), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
+        # the embedding's weight is a parameter again, and not what its forward has seen
+        assert split.embed.weight is split.embed._parameters["weight"]
+
+
+@pytest.mark.parametrize(("ranks", "shared"), [(2, True), (3, True), (2, False)])
+def test_split_layers_have_the_gradients_of_whole_ones_however_a_gathered_sequence_is_used(
+    ranks: int, shared: bool
+) -> None:
+    run_ranks(ranks, _check_chain, ranks, shared)
 
 
 class Mixer(torch.nn.Module):
