@@ -178,6 +178,8 @@ def measure(parts: Sequence[nn.Module], mesh: Mesh) -> dict[str, float]:
 class AllToAllDispatch(nn.Module):
     """Send rows to the ranks that hold their experts, and bring the outputs back; splits are as uneven as the load."""
 
+    is_local = False
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__()
         self._group = group

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardtrain.models import moe
+from shardtrain.ops.cpu_experts import Choice
 
 OURS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 
@@ -98,8 +99,13 @@ class LoraExperts(moe.Experts):
         for name in ("w1_bias", "w2_bias", "w3_bias"):
             self.register_parameter(name, getattr(base, name))
 
-    def forward(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
+    def takes_tokens(self, x_SD: Tensor, top_k: int) -> bool:
+        """No: what the factors add is computed from rows."""
+        return False
+
+    def forward(self, x_RD: Tensor, count_E: Tensor | None, choice: Choice | None = None) -> Tensor:
         """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has."""
+        assert count_E is not None
         gate_RF, up_RF = (
             moe.add_bias(moe.product(x_RD, count_E, w), count_E, b)
             for w, b in ((self.w1, self.w1_bias), (self.w3, self.w3_bias))

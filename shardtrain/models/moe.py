@@ -20,7 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtrain.layout import Depth, Draw
 from shardtrain.models.layers import FeedForward
+from shardtrain.ops import cpu_experts
 from shardtrain.ops.accelerator import is_accelerator, read
+from shardtrain.ops.cpu_experts import Choice
 from shardtrain.ops.device_kernels import has_grouped_matmul
 from shardtrain.ops.row_order import Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
@@ -291,8 +293,18 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, ffn_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, ffn_dim, dim))
 
-    def forward(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
-        """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has."""
+    def takes_tokens(self, x_SD: Tensor, top_k: int) -> bool:
+        """Whether ``forward`` takes tokens with a choice: one function for all of a SwiGLU without biases on a CPU."""
+        return self._is_plain() and cpu_experts.takes(x_SD, top_k, self.w1.size(0))
+
+    def forward(self, x_RD: Tensor, count_E: Tensor | None, choice: Choice | None = None) -> Tensor:
+        """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has.
+
+        With a ``choice`` instead, map tokens (S, D) to the weighted sum over the experts of each.
+        """
+        if choice is not None:
+            return cpu_experts.mix(x_RD, choice, self.w1, self.w2, self.w3)
+        assert count_E is not None
         # On a CPU oneDNN generates code for each number of rows in 16 bits: with room, few experts differ in number
         if type(x_RD) is Tensor and x_RD.device.type == "cpu" and x_RD.element_size() < 4:
             groups = Groups(count_E, x_RD.size(0))
@@ -300,8 +312,11 @@ class Experts(nn.Module):
                 return groups.collect(self._compute(groups.spread(x_RD), groups.count_E))
         return self._compute(x_RD, count_E)
 
+    def _is_plain(self) -> bool:
+        return self.gate is silu_gate and self.w1_bias is None and self.product is product
+
     def _compute(self, x_RD: Tensor, count_E: Tensor) -> Tensor:
-        if self.gate is not silu_gate or self.w1_bias is not None or self.product is not product:
+        if not self._is_plain():
             gate_RF, up_RF = (
                 add_bias(self.product(x_RD, count_E, w), count_E, b)
                 for w, b in ((self.w1, self.w1_bias), (self.w3, self.w3_bias))
@@ -360,6 +375,8 @@ def _one_by_one(x_RD: Tensor, count_E: Tensor, w1: Tensor, w2: Tensor, w3: Tenso
 class Dispatch(nn.Module):
     """Bring rows to their experts and back: here, where all experts are at hand, nothing to do."""
 
+    is_local = True
+
     def forward(self, experts: nn.Module, x_RD: Tensor, count_E: Tensor) -> Tensor:
         """Outputs (R, D) of rows (R, D) that are sorted by expert, ``count_E`` of each."""
         return experts(x_RD, count_E)  # type: ignore[no-any-return]
@@ -400,8 +417,12 @@ class MoE(nn.Module):
 
     def _mix(self, x_SD: Tensor, weights_SK: Tensor, expert_R: Tensor) -> Tensor:
         """Outputs (S, D) of tokens (S, D), the sum over the experts of each, times their weights."""
-        # A row for each token and expert of it, sorted by expert; stable, so that the order is one on every device
         r = self.routing
+        if self.dispatch.is_local and not r.score_before_experts and self.experts.takes_tokens(x_SD, r.top_k):
+            choice = Choice(expert_R.view_as(weights_SK), weights_SK)
+            return self.experts(x_SD, None, choice)  # type: ignore[no-any-return]
+
+        # A row for each token and expert of it, sorted by expert; stable, so that the order is one on every device
         order_R = expert_R.argsort(stable=True)
         inverse_R = inverse_of(order_R)
         rows_RD = repeat_and_permute(x_SD, r.top_k, order_R, inverse_R)

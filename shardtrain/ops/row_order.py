@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def inverse_of(order_R: Tensor) -> Tensor:
@@ -41,6 +42,10 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse_R,) = ctx.saved_tensors
+        if ctx.copies > 1 and type(gradients[0]) is Tensor and gradients[0].device.type == "cpu":
+            # Read once and summed at once, which takes a fifth of the time of a gather and a sum
+            first_S = torch.arange(0, inverse_R.numel(), ctx.copies)
+            return F.embedding_bag(inverse_R, gradients[0], first_S, mode="sum"), None, None, None
         # A gather by the inverse: each row's gradient comes from one place, and copies of a row then lie side by side
         gradient_RD = gradients[0].index_select(0, inverse_R)
         if ctx.copies > 1:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
 from shardtrain.distributed import expert_parallel
+from shardtrain.ops import cpu_experts
 from shardtrain.ops.dtensor import local_slices, to_full
 from shardtrain.train import resume, trainer
 
@@ -112,6 +113,16 @@ def test_no_mesh_changes_a_number(family: str, mesh: str) -> None:
     num_ranks, parallelism = MESHES[mesh]
     for result in run_tiny(num_ranks, family_config(family, parallelism=parallelism)):
         assert_same_numbers(result, one_process(family))
+
+
+@pytest.mark.parametrize("mode", cases(["none"], nightly=["full", "selective"]))
+def test_experts_as_one_function_have_the_numbers_of_step_by_step(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks of FSDP, with many rows of each expert or counted as if they were."""
+    found = []
+    for many_rows in (1 << 30, 0):
+        monkeypatch.setattr(cpu_experts, "_MANY_ROWS", many_rows)
+        found.append(run_tiny(2, family_config("qwen3_moe", activation_checkpoint={"mode": mode}))[0])
+    assert_same_numbers(*found)
 
 
 @pytest.mark.nightly(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.models.moe import Experts, MoE, Routing, _grouped, _one_by_one
+from shardtrain.models.moe import Experts, MoE, Routing, _grouped, _one_by_one, product
+from shardtrain.ops import cpu_experts
+from shardtrain.ops.cpu_experts import Choice
 from shardtrain.ops.row_order import Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
 
@@ -69,7 +72,11 @@ def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ROUTINGS)
 @pytest.mark.parametrize("shared", [0, 20])
-def test_a_block_is_a_plain_loop_over_tokens_and_experts(name: str, shared: int) -> None:
+@pytest.mark.parametrize("at_once", [False, True])  # as one function, which is for many rows otherwise
+def test_a_block_is_a_plain_loop_over_tokens_and_experts(
+    name: str, shared: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_experts, "_MANY_ROWS", 0 if at_once else 64)
     moe = block(ROUTINGS[name], shared)
     x, other = (tokens().requires_grad_() for _ in range(2))
     moe.balance.loss_weight = torch.tensor(1.0)
@@ -79,6 +86,172 @@ def test_a_block_is_a_plain_loop_over_tokens_and_experts(name: str, shared: int)
     wanted = torch.autograd.grad((expected**2).sum(), [other, *moe.parameters()])
     for mine, theirs in zip(torch.autograd.grad((out**2).sum(), [x, *moe.parameters()]), wanted, strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+SEVERAL_WAYS = {
+    # rows of experts, of which some have none and some equally many; whether experts are sorted by size
+    "as they are": ([7, 0, 3, 3, 3, 0, 1, 15], False),
+    "sorted": ([7, 0, 3, 3, 3, 0, 1, 15], True),
+    "sorted already": ([0, 0, 2, 2, 2, 2, 9, 15], True),
+    "one expert": ([0, 0, 0, 0, 32, 0, 0, 0], True),
+    "all alike": ([4] * 8, True),
+}
+
+
+def choice_of(counts: list[int], top_k: int) -> Tensor:
+    """Experts (S, K) of which each is chosen so often, in an order that is not sorted."""
+    expert_R = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    order_R = torch.randperm(len(expert_R), generator=torch.Generator().manual_seed(4))
+    return expert_R[order_R].view(-1, top_k)
+
+
+def mixed(
+    dtype: torch.dtype, expert_SK: Tensor, mix: Callable[..., Tensor], sizes: tuple[int, int] = (DIM, FFN)
+) -> list[Tensor]:
+    """Outputs of experts with random weights, and the gradients of their inputs and weights."""
+    generator = torch.Generator().manual_seed(5)
+    dim, ffn = sizes
+    shapes = ((len(expert_SK), dim), expert_SK.shape, (EXPERTS, ffn, dim), (EXPERTS, dim, ffn), (EXPERTS, ffn, dim))
+    # Numbers that 16 bits hold, so that all types begin with the same ones
+    base = [(torch.randn(shape, generator=generator) * 0.4).bfloat16() for shape in shapes]
+    leaves = [tensor.to(dtype).requires_grad_() for tensor in base]
+    out = mix(leaves[0], Choice(expert_SK, leaves[1]), *leaves[2:])
+    start = torch.randn(out.shape, generator=generator).bfloat16().to(dtype)
+    return [out.detach(), *torch.autograd.grad(out, leaves, start)]
+
+
+def plain_mix(x_SD: Tensor, choice: Choice, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
+    """Each token's experts one by one."""
+    sums = []
+    for x_D, expert_K, weights_K in zip(x_SD, choice.expert_SK, choice.weights_SK, strict=True):
+        w1, w2, w3 = (w[expert_K] for w in (w1_EFD, w2_EDF, w3_EFD))
+        hidden_KF = F.silu(w1 @ x_D) * (w3 @ x_D)
+        sums.append(weights_K @ torch.einsum("kdf,kf->kd", w2, hidden_KF))
+    return torch.stack(sums)
+
+
+@pytest.mark.parametrize("name", SEVERAL_WAYS)
+@pytest.mark.parametrize("roomy", [False, True])
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_experts_as_one_function_are_a_plain_loop(name: str, roomy: bool, top_k: int) -> None:
+    """In float64: sorted or not, with room or without, and with experts that no token has chosen."""
+    counts, by_size = SEVERAL_WAYS[name]
+    expert_SK = choice_of(counts, top_k)
+
+    def mix(x_SD: Tensor, choice: Choice, *weights: Tensor) -> Tensor:
+        places = cpu_experts.Places(choice.expert_SK, EXPERTS, roomy, by_size)
+        return cpu_experts._Mix.apply(x_SD, choice.weights_SK, *weights, places)
+
+    for mine, expected in zip(*(mixed(torch.float64, expert_SK, f) for f in (mix, plain_mix)), strict=True):
+        torch.testing.assert_close(mine, expected)
+
+
+def test_places_are_for_each_row_and_sizes_are_few() -> None:
+    counts = [0, 3, 250, 62, 61, 1000, 3, 17]
+    expert_SK = choice_of(counts, 4)
+    for by_size in (False, True):
+        places = cpu_experts.Places(expert_SK, EXPERTS, roomy=True, by_size=by_size)
+        sizes = torch.tensor([batch.size for batch in places.batches for _ in range(batch.experts)])
+        order = places.order_E if by_size else torch.arange(EXPERTS)
+        # Each size takes all rows of its expert, and is a multiple of an eighth of what the mean is at least
+        assert bool((sizes >= torch.tensor(counts)[order]).all()) and bool((sizes % 16 == 0).all())
+        assert places.num_places == int(sizes.sum())
+        assert sizes.tolist() == [[0, 16, 256, 64, 64, 1024, 16, 32], [0, 16, 16, 32, 64, 64, 256, 1024]][by_size]
+        # Rows lie at places of their own, within those of their expert
+        starts = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(0, order, sizes.cumsum(0) - sizes)
+        stops = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(0, order, sizes.cumsum(0))
+        expert_R = expert_SK.flatten()
+        assert places.place_R.unique().numel() == sum(counts)
+        assert bool(((places.place_R >= starts[expert_R]) & (places.place_R < stops[expert_R])).all())
+        x_SD = torch.arange(1.0, len(expert_SK) + 1).unsqueeze(1)
+        rows_PD = places.rows_of(x_SD)
+        assert torch.equal(rows_PD[places.place_R], x_SD.repeat_interleave(4, 0))
+        assert torch.equal(rows_PD.sum(), 4 * x_SD.sum())  # zeros in the room
+        assert torch.equal(places.sum_of(rows_PD), 4 * x_SD)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", [(64, 32), (256, 192)])  # small experts, which are sorted, and large ones
+def test_experts_as_one_function_round_no_worse_in_16_bits(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Beside rows that are sorted, multiplied, brought back and summed one after the other, both beside float64.
+
+    Errors are those of some thousand numbers each, rounded to 2^-9 at random, and so alike to a few percent.
+    """
+    expert_SK = torch.rand(256, EXPERTS, generator=torch.Generator().manual_seed(6)).argsort(1)[:, :2]
+    assert (3 * sizes[0] * sizes[1] <= cpu_experts._SMALL_EXPERT) == (sizes == (64, 32))
+
+    def step_by_step(x_SD: Tensor, choice: Choice, *weights: Tensor) -> Tensor:
+        moe = MoE(sizes[0], sizes[1], Routing(EXPERTS, 2))
+        moe.experts.takes_tokens = lambda x_SD, top_k: False  # type: ignore[method-assign]
+        moe.experts._parameters.clear()
+        moe.experts.w1_bias = moe.experts.w2_bias = moe.experts.w3_bias = None
+        moe.experts.w1, moe.experts.w2, moe.experts.w3 = weights  # type: ignore[assignment]
+        return moe._mix(x_SD, choice.weights_SK, choice.expert_SK.flatten())
+
+    exact, mine, theirs = (
+        mixed(one, expert_SK, f, sizes)
+        for one, f in (
+            (torch.float64, plain_mix),
+            (dtype, cpu_experts.mix),
+            (dtype, step_by_step),
+        )
+    )
+    for right, new, old in zip(exact, mine, theirs, strict=True):
+        errors = [float((one.double() - right).norm() / right.norm()) for one in (new, old)]
+        assert errors[0] <= 1.05 * errors[1] and errors[1] < 0.01
+
+
+@pytest.mark.parametrize("by_size", [False, True])
+def test_a_frozen_weight_has_no_gradient_and_the_others_have_theirs(by_size: bool) -> None:
+    expert_SK = choice_of([7, 0, 3, 3, 3, 0, 1, 15], 4)
+    places = cpu_experts.Places(expert_SK, EXPERTS, roomy=False, by_size=by_size)
+    generator = torch.Generator().manual_seed(7)
+    shapes = ((8, DIM), (8, 4), (EXPERTS, FFN, DIM), (EXPERTS, DIM, FFN), (EXPERTS, FFN, DIM))
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+    def gradients(frozen: int | None) -> list[Tensor | None]:
+        leaves = [one.clone().requires_grad_(number != frozen) for number, one in enumerate(tensors)]
+        cpu_experts._Mix.apply(*leaves, places).square().sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    whole = gradients(None)
+    for frozen in range(len(tensors)):
+        found = gradients(frozen)
+        assert found[frozen] is None
+        for number, gradient in enumerate(found):
+            assert number == frozen or torch.equal(gradient, whole[number])
+
+
+def test_what_one_function_does_not_compute_goes_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows, biases, another gate or product, weights that come first, and a dispatch to other ranks."""
+    calls: list[int] = []
+    mix = cpu_experts.mix
+    monkeypatch.setattr(cpu_experts, "mix", lambda *given: calls.append(1) or mix(*given))
+    x = tokens(dtype=torch.float32)
+
+    def calls_of(moe: MoE) -> int:
+        calls.clear()
+        assert moe(x).shape == x.shape
+        return len(calls)
+
+    def of(**changes: object) -> MoE:
+        moe = MoE(DIM, FFN, ROUTINGS["softmax"], **changes)  # type: ignore[arg-type]
+        for parameter in moe.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        return moe
+
+    assert calls_of(of()) == 0
+    monkeypatch.setattr(cpu_experts, "_MANY_ROWS", 1)
+    assert calls_of(of()) == 1
+    assert calls_of(of(expert_bias=True)) == 0
+    assert calls_of(of(gate=lambda gate_RF, up_RF: gate_RF * up_RF)) == 0
+    assert calls_of(block(ROUTINGS["weights first"], dtype=torch.float32)) == 0
+    other = of()
+    other.experts.product = lambda *given: product(*given)
+    assert calls_of(other) == 0
+    distant = of()
+    distant.dispatch.is_local = False
+    assert calls_of(distant) == 0
 
 
 def test_tokens_do_not_see_each_other() -> None:
@@ -245,7 +418,11 @@ def test_a_balance_loss_without_its_weight_is_an_error() -> None:
         moe(tokens())
 
 
-def test_counts_are_taken_once_under_recomputation_and_never_in_evaluation() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+def test_counts_are_taken_once_under_recomputation_and_never_in_evaluation(
+    at_once: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_experts, "_MANY_ROWS", 0 if at_once else 64)
     moe, x = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3)), tokens()
     moe.balance.loss_weight = torch.tensor(1.0)
     with torch.no_grad():

@@ -1,0 +1,256 @@
+"""The experts of a layer on a CPU: from tokens to the weighted sum over the experts of each, as one function.
+
+Rows are gathered straight to where their expert multiplies them, and summed from there, so that they are written once
+each way; backward multiplies by the weights of the choice where rows are short. In between are products of few rows.
+oneDNN, which multiplies 16-bit numbers, generates code for each number of rows that it meets, and takes some 25
+microseconds to find it again. So experts have room behind their rows, which makes their sizes few, and small experts
+are sorted by size, those of one size multiplied together, and the weights of gate and up in one product.
+Shape suffixes: S tokens, K experts per token, R = S K rows, P places for rows, some of them room, E experts, D model,
+F feed-forward, G = 2 F gate and up together, I inputs, O outputs of a product.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from shardtrain.ops.row_order import inverse_of
+
+_SMALL_EXPERT = 1 << 17
+"""Numbers in the three weights of an expert up to which sorting experts saves more than copying their weights takes."""
+_MANY_ROWS = 64
+"""Rows of an expert, on average, below which PyTorch's ``grouped_mm`` is done sooner, as when tokens are generated."""
+_SUM = 0
+"""``mode="sum"`` of an embedding_bag's operators."""
+
+
+class Choice(NamedTuple):
+    """Which experts compute each token, and what their outputs are multiplied by."""
+
+    expert_SK: Tensor
+    weights_SK: Tensor
+
+
+def takes(x_SD: Tensor, top_k: int, num_experts: int) -> bool:
+    """Whether tokens are computed here: many, on a CPU, of no subclass of Tensor, and not being compiled."""
+    is_plain = type(x_SD) is Tensor and x_SD.device.type == "cpu" and not torch.compiler.is_compiling()
+    is_known = hasattr(torch.ops.aten, "_embedding_bag_per_sample_weights_backward")
+    return is_plain and is_known and x_SD.size(0) * top_k >= max(1, _MANY_ROWS * num_experts)
+
+
+def mix(x_SD: Tensor, choice: Choice, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
+    """The sum (S, D) over the experts of each token of weight times w2(silu(w1 x) * w3 x)."""
+    is_16_bit = x_SD.element_size() < 4
+    by_size = is_16_bit and 3 * w1_EFD[0].numel() <= _SMALL_EXPERT
+    places = Places(choice.expert_SK, w1_EFD.size(0), roomy=is_16_bit, by_size=by_size)
+    return _Mix.apply(x_SD, choice.weights_SK, w1_EFD, w2_EDF, w3_EFD, places)  # type: ignore[no-any-return]
+
+
+class Batch(NamedTuple):
+    """Experts that follow one another and have equally many rows: ``experts`` of them from ``first`` on."""
+
+    first: int
+    experts: int
+    start: int
+    """The place of their first row."""
+    size: int
+    """Rows of each."""
+
+
+class Places:
+    """Where the rows of each expert lie: one expert's behind another's, with room behind each if ``roomy``.
+
+    Sizes are then rounded up to a multiple of a power of two: an eighth of the average at most, or what leaves a size
+    four binary digits. With ``by_size`` the experts are in the order of their sizes, which ``order_E`` says.
+    """
+
+    def __init__(self, expert_SK: Tensor, num_experts: int, roomy: bool, by_size: bool) -> None:
+        num_tokens, top_k = expert_SK.shape
+        num_rows = num_tokens * top_k
+        expert_R = expert_SK.flatten()
+        count_E = expert_R.bincount(minlength=num_experts)
+
+        # The experts in their order, and where each begins
+        least = max(1, num_rows // (8 * num_experts))
+        sizes = [rounded_up(count, least) if roomy else count for count in count_E.tolist()]
+        order = sorted(range(num_experts), key=sizes.__getitem__) if by_size else list(range(num_experts))
+        self.order_E = torch.tensor(order) if by_size else None
+        starts = [0] * num_experts
+        self.num_places = 0
+        for expert in order:
+            starts[expert] = self.num_places
+            self.num_places += sizes[expert]
+        self.batches = batches([sizes[expert] for expert in order])
+
+        # The place of each row, and the token of each place: in the room, one behind the last
+        sorted_R = expert_R.argsort(stable=True)
+        shift_E = torch.tensor(starts) - count_E.cumsum(0) + count_E
+        place_of_sorted_R = torch.arange(num_rows) + shift_E.repeat_interleave(count_E, output_size=num_rows)
+        self.place_R = torch.empty_like(sorted_R).index_copy_(0, sorted_R, place_of_sorted_R)
+        row_P = torch.full((self.num_places,), num_rows).index_copy_(0, place_of_sorted_R, sorted_R)
+        self._token_P = row_P.div_(top_k, rounding_mode="floor")
+        self._first_row_S = torch.arange(0, num_rows, top_k)
+
+    def rows_of(self, x_SD: Tensor) -> Tensor:
+        """Each token's row at the places of its experts (P, D), and zeros in the room."""
+        if self.num_places > self.place_R.numel():
+            x_SD = torch.cat((x_SD, x_SD.new_zeros(1, x_SD.size(1))))
+        return x_SD.index_select(0, self._token_P)
+
+    def sum_of(self, x_PD: Tensor, weights_SK: Tensor | None = None) -> Tensor:
+        """The sum over the rows of each token (S, D), each times its weight; the opposite of ``rows_of``."""
+        weights_R = None if weights_SK is None else weights_SK.flatten()
+        return F.embedding_bag(self.place_R, x_PD, self._first_row_S, mode="sum", per_sample_weights=weights_R)
+
+    def product(self, x_PI: Tensor, weight_EIO: Tensor, add_to_PO: Tensor | None = None) -> Tensor:
+        """Each row times the weight of its expert (P, O), added to ``add_to_PO`` in place where that is given."""
+        out_PO = x_PI.new_empty(self.num_places, weight_EIO.size(2)) if add_to_PO is None else add_to_PO
+        for batch in self.batches:
+            x = _of(batch, x_PI)
+            out = _of(batch, out_PO)
+            weight = weight_EIO[batch.first] if batch.experts == 1 else weight_EIO[batch.first :][: batch.experts]
+            if add_to_PO is None:
+                (torch.mm if batch.experts == 1 else torch.bmm)(x, weight, out=out)
+            elif batch.experts == 1:
+                out.addmm_(x, weight)
+            else:
+                out.baddbmm_(x, weight)
+        return out_PO
+
+    def weight_gradient(self, gradient_PO: Tensor, x_PI: Tensor) -> Tensor:
+        """g^T x of each expert's rows (E, O, I); zero for an expert without rows."""
+        num_experts = sum(batch.experts for batch in self.batches)
+        out_EOI = x_PI.new_empty(num_experts, gradient_PO.size(1), x_PI.size(1))
+        for batch in self.batches:
+            out = out_EOI[batch.first] if batch.experts == 1 else out_EOI[batch.first :][: batch.experts]
+            (torch.mm if batch.experts == 1 else torch.bmm)(_of(batch, gradient_PO).mT, _of(batch, x_PI), out=out)
+        return out_EOI
+
+    def in_order(self, *weights_EOI: Tensor) -> Tensor:
+        """Weights of all experts in the order of their places, the outputs of several below one another."""
+        assert self.order_E is not None
+        first = weights_EOI[0]
+        joined_EnOI = first.new_empty(first.size(0), len(weights_EOI), *first.shape[1:])
+        for number, weight_EOI in enumerate(weights_EOI):
+            torch.index_select(weight_EOI, 0, self.order_E, out=joined_EnOI[:, number])
+        return joined_EnOI.flatten(1, 2)
+
+    def out_of_order(self, weight_EOI: Tensor) -> Tensor:
+        """The opposite of ``in_order`` for one weight; as it is where the order is the experts' own."""
+        if self.order_E is None:
+            return weight_EOI
+        return weight_EOI.index_select(0, inverse_of(self.order_E))
+
+
+def rounded_up(count: int, least: int) -> int:
+    """A size that is not less, one of few: a multiple of the power of two at ``least``, with four binary digits.
+
+    >>> [rounded_up(count, 5) for count in (0, 3, 62, 250)]
+    [0, 4, 64, 256]
+    """
+    digits = max(least.bit_length() - 1, count.bit_length() - 4)
+    return -(-count >> digits) << digits
+
+
+def batches(sizes: list[int]) -> list[Batch]:
+    """Neighbours of equal size together: powers of two of them, so that there are few kinds of products.
+
+    >>> [(batch.first, batch.experts) for batch in batches([4, 4, 4, 8])]
+    [(0, 2), (2, 1), (3, 1)]
+    """
+    found = []
+    first = start = 0
+    for size, neighbours in groupby(sizes):
+        left = len(list(neighbours))
+        while left:
+            experts = 1 << (left.bit_length() - 1)
+            found.append(Batch(first, experts, start, size))
+            first += experts
+            start += experts * size
+            left -= experts
+    return found
+
+
+class _Mix(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_SD: Tensor, weights_SK: Tensor, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor, places: Places
+    ) -> Tensor:
+        x_PD = places.rows_of(x_SD)
+        gate_and_up: tuple[Tensor, ...] = (w1_EFD, w3_EFD)
+        if places.order_E is None:
+            gate_PF, up_PF = (places.product(x_PD, w.mT) for w in gate_and_up)
+        else:
+            w2_EDF = places.in_order(w2_EDF)
+            gate_and_up = (places.in_order(w1_EFD, w3_EFD),)
+            gate_PF, up_PF = places.product(x_PD, gate_and_up[0].mT).chunk(2, dim=1)
+            # silu of parts of rows takes twice as long as this copy and silu of whole ones
+            gate_PF = gate_PF.contiguous()
+        silu_PF = F.silu(gate_PF)
+        hidden_PF = silu_PF * up_PF
+        ctx.places = places
+        ctx.save_for_backward(x_PD, gate_PF, up_PF, silu_PF, hidden_PF, weights_SK, w2_EDF, *gate_and_up)
+        return places.sum_of(places.product(hidden_PF, w2_EDF.mT), weights_SK.to(x_SD.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        places: Places = ctx.places
+        x_PD, gate_PF, up_PF, silu_PF, hidden_PF, weights_SK, w2_EDF, *gate_and_up = ctx.saved_tensors
+        needs_x, needs_weights, needs_w1, needs_w2, needs_w3, _ = ctx.needs_input_grad
+
+        # Through w2 and the weights of the choice, which were multiplied after it: zero in the room
+        gradient_PD = places.rows_of(gradients[0])
+        dhidden_PF = places.product(gradient_PD, w2_EDF)
+        dweights_SK = _row_products(dhidden_PF, hidden_PF, places, weights_SK) if needs_weights else None
+        weights_P = hidden_PF.new_zeros(places.num_places)
+        weights_P.index_copy_(0, places.place_R, weights_SK.flatten().to(hidden_PF.dtype))
+        dw1_EFD = dw2_EDF = dw3_EFD = None
+        if needs_w2:
+            dw2_EDF = places.out_of_order(places.weight_gradient(gradient_PD, hidden_PF * weights_P.unsqueeze(1)))
+        dhidden_PF.mul_(weights_P.unsqueeze(1))
+
+        # Through the gate; where w1 and w3 are one, so are the gradients of their outputs
+        dup_PF, dboth_PG = torch.empty_like(silu_PF), None
+        if places.order_E is not None:
+            dboth_PG = dhidden_PF.new_empty(dhidden_PF.size(0), 2 * dhidden_PF.size(1))
+            dup_PF = dboth_PG.chunk(2, dim=1)[1]
+        torch.mul(dhidden_PF, silu_PF, out=dup_PF)
+        dgate_PF = torch.ops.aten.silu_backward(dhidden_PF.mul_(up_PF), gate_PF)
+
+        # Through w1 and w3
+        dx_PD = None
+        if dboth_PG is not None:
+            dboth_PG.chunk(2, dim=1)[0].copy_(dgate_PF)
+            dx_PD = places.product(dboth_PG, gate_and_up[0]) if needs_x else None
+            if needs_w1 or needs_w3:
+                both_EFD = places.weight_gradient(dboth_PG, x_PD).chunk(2, dim=1)
+                dw1_EFD, dw3_EFD = (places.out_of_order(one_EFD) for one_EFD in both_EFD)
+        else:
+            w1_EFD, w3_EFD = gate_and_up
+            if needs_x:
+                dx_PD = places.product(dgate_PF, w1_EFD)
+                places.product(dup_PF, w3_EFD, add_to_PO=dx_PD)
+            dw1_EFD = places.weight_gradient(dgate_PF, x_PD) if needs_w1 else None
+            dw3_EFD = places.weight_gradient(dup_PF, x_PD) if needs_w3 else None
+        dx_SD = None if dx_PD is None else places.sum_of(dx_PD)
+        return dx_SD, dweights_SK, dw1_EFD, dw2_EDF, dw3_EFD, None
+
+
+def _of(batch: Batch, x_PI: Tensor) -> Tensor:
+    """The rows of a batch, (size, I) or (experts, size, I)."""
+    rows = x_PI[batch.start : batch.start + batch.experts * batch.size]
+    return rows if batch.experts == 1 else rows.unflatten(0, (batch.experts, batch.size))
+
+
+def _row_products(dhidden_PF: Tensor, hidden_PF: Tensor, places: Places, weights_SK: Tensor) -> Tensor:
+    """The gradient of the weights (S, K): g (w2 h) is (g w2) h, and shorter. Summed in float32 and rounded once."""
+    # PyTorch's own, of the weights of an embedding_bag: here each row of one table is a bag of one row of the other
+    row_P = torch.arange(hidden_PF.size(0))
+    sum_P = torch.ops.aten._embedding_bag_per_sample_weights_backward(dhidden_PF, hidden_PF, row_P, row_P, row_P, _SUM)
+    return sum_P.index_select(0, places.place_R).view_as(weights_SK).to(weights_SK.dtype)
