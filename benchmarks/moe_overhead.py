@@ -1,11 +1,12 @@
 """What experts cost over a dense model of as many active parameters: tokens per CPU-second, interleaved in one run.
 
-    python benchmarks/moe_overhead.py [--rounds 6] [--out benchmarks/results/moe_overhead.json]
+    python benchmarks/moe_overhead.py [--rounds 6] [--kernels fastest] [--out benchmarks/results/moe_overhead.json]
 
 All models have dim 256, 6 layers, 8 heads, 4 key-value heads, vocabulary 2048 and take 8 sequences of 512 tokens per
 step of ``train.step`` on one process and one thread. A token passes through 768 feed-forward features in each: of one
 dense SwiGLU, of 2 of 8 experts (Mixtral), or of 8 of 64 experts (Qwen3). CPU time, not wall time, so that a busy
-machine does not decide.
+machine does not decide. ``--kernels fastest`` computes as ``train`` does, with the kernels that this machine is fastest
+with and memory that is kept; the default is PyTorch's own kernels.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from shardtrain.config.schema import Comm, Config
 from shardtrain.distributed import process_group
 from shardtrain.train import trainer
+from shardtrain.train.build import use_fastest_kernels
 
 COMMON = {"vocab_size": 2048, "dim": 256, "num_layers": 6, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32}
 MODELS = {
@@ -52,6 +54,7 @@ def make_config(model: str, dtype: str, folder: str) -> Config:
         training=dataclasses.replace(
             config.training, local_batch_size=8, seq_len=512, steps=10_000, mixed_precision_param=dtype, device="cpu"
         ),
+        compile=dataclasses.replace(config.compile, enable=False),  # dense models alone would be, by default
         activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode="none"),
     )
 
@@ -62,9 +65,11 @@ def trainer_step(config: Config, here: process_group.World) -> Callable[[], None
     return lambda: trainer.step(run) and None
 
 
-def measure(dtype: str, rounds: int) -> dict[str, object]:
+def measure(dtype: str, rounds: int, kernels: str) -> dict[str, object]:
     """Median CPU seconds per step of all models, taken in turns."""
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
+        if kernels == "fastest":
+            use_fastest_kernels(make_config("dense", dtype, folder), torch.device("cpu"))
         steps = {name: trainer_step(make_config(name, dtype, folder), here) for name in MODELS}
         for step in steps.values():  # the first step allocates and builds
             step()
@@ -84,9 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--kernels", choices=("pytorch", "fastest"), default="pytorch")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [measure(dtype, options.rounds) for dtype in ("float32", "bfloat16")]
+    rows = [measure(dtype, options.rounds, options.kernels) for dtype in ("float32", "bfloat16")]
     for row in rows:
         for name, base in BASE.items():
             speed = row["tokens_per_cpu_second"]
