@@ -213,6 +213,7 @@ class _Mix(torch.autograd.Function):
         dw1_EFD = dw2_EDF = dw3_EFD = None
         if needs_w2:
             dw2_EDF = places.out_of_order(places.weight_gradient(gradient_PD, hidden_PF * weights_P.unsqueeze(1)))
+        del gradient_PD  # rows of the model's width are most of what is held: one kind of them at a time
         dhidden_PF.mul_(weights_P.unsqueeze(1))
 
         # Through the gate; where w1 and w3 are one, so are the gradients of their outputs
@@ -222,12 +223,14 @@ class _Mix(torch.autograd.Function):
             dup_PF = dboth_PG.chunk(2, dim=1)[1]
         torch.mul(dhidden_PF, silu_PF, out=dup_PF)
         dgate_PF = torch.ops.aten.silu_backward(dhidden_PF.mul_(up_PF), gate_PF)
+        del dhidden_PF
 
         # Through w1 and w3
-        dx_PD = None
+        dx_SD = None
         if dboth_PG is not None:
             dboth_PG.chunk(2, dim=1)[0].copy_(dgate_PF)
-            dx_PD = places.product(dboth_PG, gate_and_up[0]) if needs_x else None
+            if needs_x:
+                dx_SD = places.sum_of(places.product(dboth_PG, gate_and_up[0]))
             if needs_w1 or needs_w3:
                 both_EFD = places.weight_gradient(dboth_PG, x_PD).chunk(2, dim=1)
                 dw1_EFD, dw3_EFD = (places.out_of_order(one_EFD) for one_EFD in both_EFD)
@@ -235,10 +238,10 @@ class _Mix(torch.autograd.Function):
             w1_EFD, w3_EFD = gate_and_up
             if needs_x:
                 dx_PD = places.product(dgate_PF, w1_EFD)
-                places.product(dup_PF, w3_EFD, add_to_PO=dx_PD)
+                dx_SD = places.sum_of(places.product(dup_PF, w3_EFD, add_to_PO=dx_PD))
+                del dx_PD
             dw1_EFD = places.weight_gradient(dgate_PF, x_PD) if needs_w1 else None
             dw3_EFD = places.weight_gradient(dup_PF, x_PD) if needs_w3 else None
-        dx_SD = None if dx_PD is None else places.sum_of(dx_PD)
         return dx_SD, dweights_SK, dw1_EFD, dw2_EDF, dw3_EFD, None
 
 

@@ -19,13 +19,17 @@ from typing import Any, Literal
 from shardtrain.tools.plan import schedule
 from shardtrain.tools.plan.job import Job
 from shardtrain.tools.plan.schedule import Action
-from shardtrain.tools.plan.shapes import Layer, ModelShape, Parameter
+from shardtrain.tools.plan.shapes import Experts, Layer, ModelShape, Parameter
 
 Kernels = Literal["cpu", "cpu by rows", "cuda"]
 CHUNK_NUMEL = 1 << 24
 """Logits that the loss handles at a time, as ops/cross_entropy.py."""
 CPU_CHUNK_NUMEL = 1 << 18
 """The same on a CPU."""
+SMALL_EXPERT_NUMEL = 1 << 17
+"""ops/cpu_experts.py: numbers of an expert's weights up to which they are copied."""
+MOST_EXPONENTIALS_NUMEL = 1 << 24
+"""As ops/split_cross_entropy.py."""
 BY_ROWS_NUMEL = 1 << 13
 """As ops/rms_norm.py."""
 CHUNKS = 8
@@ -351,8 +355,14 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
         logits = tokens * columns * c
         small = kernels != "cuda" and not job.fused
         rows = min(tokens, max(1, (CPU_CHUNK_NUMEL if small else CHUNK_NUMEL) // columns))
-        copies = 1 + (c < 4) + (job.tp > 1 and job.loss_parallel) + (rows < tokens)  # the last: of the chunk before
+        is_split = job.tp > 1 and job.loss_parallel
+        copies = 1 + (c < 4) + is_split + (rows < tokens)  # the last: of the chunk before
         chunk = rows * columns * 4 * copies
+        # ops/split_cross_entropy.py keeps exponentials, in the gradient's own memory if that is float32
+        if is_split and c == 4:
+            chunk = rows * columns * 4
+        elif is_split and kernels != "cuda" and tokens * columns <= MOST_EXPONENTIALS_NUMEL:
+            chunk = (tokens + rows) * columns * 4
         ends = norm_bytes(split * model.dim, split, job, kernels, model.layers[-1].layer_norm) + _input(job, stream)
         if job.loss == "fused":
             logits = 0
@@ -415,6 +425,12 @@ def norm_bytes(numel: int, rows: int, job: Job, kernels: Kernels, layer_norm: bo
     if layer_norm or _is_one_kernel(numel, job, kernels):
         return numel * job.compute_width + rows * 4 * (2 if layer_norm else 1)
     return numel * 8 + rows * 4  # float32 copy and normalised copy; in float32 input and normalised copy
+
+
+def _is_one_function(experts: Experts, tokens: int, job: Job, kernels: Kernels) -> bool:
+    """Whether a CPU computes experts as one function: see ``ops.cpu_experts.takes``."""
+    many = tokens * experts.top_k >= 64 * experts.count
+    return kernels != "cuda" and many and job.ep == 1 and not (experts.biased or experts.weighs_inputs)
 
 
 def _is_one_kernel(numel: int, job: Job, kernels: Kernels) -> bool:
@@ -480,7 +496,18 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
     ffn = norm + (gathered if any(one.trained for one in into) else 0) + 2 * hidden
     if saved_again and not any(saved_again):
         ffn -= hidden // max(1, len(into))
-    if layer.experts:
+    if layer.experts and _is_one_function(layer.experts, split, job, kernels):
+        # rows with their room and the weights of small experts in the order of their sizes (ops/cpu_experts.py)
+        few = layer.experts
+        rows = split * few.top_k
+        numbers = 3 * few.ffn * dim
+        if c < 4:
+            rows += few.count * (1 << max(1, rows // (8 * few.count)).bit_length() - 1) // 2
+        if c < 4 and numbers <= SMALL_EXPERT_NUMEL:  # the gate is also held in the product of gate and up
+            ffn += few.count * numbers * c + rows * few.ffn * c
+        ffn += split * dim * 4 + rows * dim * c + 4 * rows * few.ffn * c + split * few.count * 4 + rows * 24
+        hidden += 2 * rows * few.ffn * c + rows * dim * c
+    elif layer.experts:
         rows = split * layer.experts.top_k
         ffn += split * dim * 4 + 2 * rows * dim * c + 4 * rows * layer.experts.ffn * c
         if layer.experts.biased:  # sums with three biases, and a gate of several operations (models/gpt_oss.py)

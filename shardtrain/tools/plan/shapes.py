@@ -61,12 +61,16 @@ class Linear:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: how many, how many of them a token uses, their hidden features, and whether with biases."""
+    """A mixture of experts: how many, how many of them a token uses, and their hidden features.
+
+    ``biased``: they have biases; ``weighs_inputs``: the weights of the choice multiply what experts get.
+    """
 
     count: int
     top_k: int
     ffn: int
     biased: bool = False
+    weighs_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -274,7 +278,13 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
     if stacks:
         dim = int(getattr(shape, "dim", 0))
         width = min((size for one in stacks for size in one.shape[1:] if size != dim), default=dim)
-        experts = Experts(int(stacks[0].shape[0]), int(getattr(shape, "top_k", 1)), int(width), biased)
+        experts = Experts(
+            int(stacks[0].shape[0]),
+            int(getattr(shape, "top_k", 1)),
+            int(width),
+            biased,
+            bool(getattr(shape, "score_before_experts", False)),
+        )
     return Layer(
         tuple(_parameters(layer, None, layout, path)),
         tuple(linears),
