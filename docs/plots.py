@@ -42,7 +42,7 @@ def peers() -> str:
         if row["exit"] == 0 and row["dtype"] == "bfloat16":
             found.setdefault(NAMES.get(row["peer"], row["peer"]), []).append(row["tokens_per_cpu_second"])
     rows = sorted(((name, statistics.median(rates)) for name, rates in found.items()), key=lambda pair: -pair[1])
-    canvas = Canvas(720, 64 + 26 * len(rows), "Tokens per CPU-second, bfloat16: the median of five rounds")
+    canvas = Canvas(720, 64 + 26 * len(rows), "Tokens per CPU-second, bfloat16: the median of its rounds")
     canvas.text(16, 26, canvas.title, "head")
     bars(
         canvas,

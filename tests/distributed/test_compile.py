@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,25 @@ def test_vector_instructions_are_trusted_once_they_have_worked_and_asked_for_aga
         monkeypatch.setattr(inductor.cpp, "vec_isa_ok", None)
         compile._remember_vector_instructions()
         assert (inductor.cpp.vec_isa_ok, len(asked)) == (trusted, times)
+
+
+def test_libraries_that_a_kill_has_cut_are_removed_and_no_others(tmp_path, monkeypatch) -> None:
+    """A library of PyTorch's own is the whole one; those that are being written are locked by who writes them."""
+    codecache = pytest.importorskip("torch._inductor.codecache")
+    from torch.utils._filelock import FileLock
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    folder = tmp_path / "ab"
+    folder.mkdir()
+    whole = Path(torch._C.__file__).read_bytes()
+    contents = {"empty": b"", "cut": whole[: len(whole) // 2], "zeros": bytes(4096), "locked": b"", "whole": whole}
+    for name, content in contents.items():
+        (folder / f"{name}.main.so").write_bytes(content)
+    (folder / "locked.main.cpp").write_text("")
+    with FileLock(Path(codecache.get_lock_dir()) / "locked.lock", timeout=1):
+        compile._remove_cut_libraries()
+        left = {path.name for path in folder.iterdir()}
+    assert left == {"locked.main.cpp", "locked.main.so", "whole.main.so"}
 
 
 def _trained(rank: int, enable: bool | None, lasts: bool) -> tuple[int, list[float]]:
