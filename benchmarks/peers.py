@@ -183,7 +183,7 @@ def run(peer: Peer, dtype: str, steps: int, timeout_seconds: float, python: str 
         ranks = [list(_steps(path)) for path in sorted(times.glob("*.jsonl"))]
     row: dict[str, object] = {"exit": code, "load": round(load, 1)}
     if code or len(ranks) < peer.ranks or any(len(rank) <= LEFT_OUT + 1 for rank in ranks):
-        return {**row, "last_lines": last}
+        return {**row, "last_lines": re.sub(r"/[^\s\"':]*/", "", last)}  # files without the folders of this machine
     cpu = [
         [after[1] - before[1] for before, after in zip(rank[LEFT_OUT - 1 :], rank[LEFT_OUT:], strict=False)]
         for rank in ranks

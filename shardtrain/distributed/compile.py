@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from shardtrain.layout import Layout, matches, word_of
 from shardtrain.ops import cpu_kernel_speed
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss_without_scatter
 from shardtrain.utils import user_cache
+from shardtrain.utils.log import logger
 
 RECOMPILE_LIMIT = 64
 LONG_SECONDS = 1800.0
@@ -40,7 +42,7 @@ def decided(config: Config, mesh: Mesh, flops_per_token: float) -> Config:
         return config
     if mesh.sum_of_all(torch.tensor(float(not has_cpp_compiler()))):  # one rank that cannot is enough
         return config
-    # what the compiler cannot do falls back to eager layers, with a warning: nobody has asked for it by name
+    # what cannot be compiled at its first forward stays eager, with a warning: nobody has asked for it by name
     torch._dynamo.config.suppress_errors = True
     return replace(config, compile=replace(config.compile, enable=True))
 
@@ -108,9 +110,14 @@ def _remember_vector_instructions() -> None:
         from torch._inductor import config as inductor
         from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-        if inductor.cpp.vec_isa_ok is not None:
+        found = shutil.which(os.environ.get("CXX", "g++"))
+        if inductor.cpp.vec_isa_ok is not None or found is None:
             return
-        remembered = user_cache.folder() / f"vector_instructions-{cpu_kernel_speed.machine_key()}"
+        # another compiler may not know all of them: its file is told from others by size and time
+        compiler = Path(found).resolve()
+        facts = compiler.stat()
+        key = cpu_kernel_speed.machine_key(str(compiler), str(facts.st_size), str(facts.st_mtime_ns))
+        remembered = user_cache.folder() / f"vector_instructions-{key}"
         if not remembered.exists():
             working = [str(one) for one in valid_vec_isa_list()]
             with inductor.patch({"cpp.vec_isa_ok": True}):
@@ -126,7 +133,7 @@ def _remember_vector_instructions() -> None:
 
 
 def _remove_cut_libraries() -> None:
-    """Remove libraries of inductor's cache that a run which was killed has left half written (a file system's scan).
+    """Remove libraries of inductor's cache that a run which was killed has left half written, and say so.
 
     The linker writes a library under its own name, and inductor loads whatever has that name: every later start would
     fail at its first step. A library that another process is writing has a lock, and stays.
@@ -134,15 +141,17 @@ def _remove_cut_libraries() -> None:
     try:  # inductor's own places, of which another version may have others
         from torch._inductor.codecache import cache_dir, get_lock_dir
         from torch.utils._filelock import FileLock
-
-        for path in Path(cache_dir()).glob("*/*.so"):
+    except ImportError:
+        return
+    for path in Path(cache_dir()).glob("*/*.so"):
+        # another rank may have removed it meanwhile, or another process has the lock, which is a TimeoutError
+        with suppress(OSError):
             if _is_whole(path):
                 continue
-            with suppress(TimeoutError), FileLock(Path(get_lock_dir()) / f"{path.name.split('.')[0]}.lock", timeout=0):
+            with FileLock(Path(get_lock_dir()) / f"{path.name.split('.')[0]}.lock", timeout=0):
                 if not _is_whole(path):
-                    path.unlink(missing_ok=True)
-    except (ImportError, AttributeError, OSError):
-        return
+                    path.unlink()
+                    logger.warning(f"removed {path}, which a run that was killed had left half written")
 
 
 def _is_whole(path: Path) -> bool:

@@ -128,13 +128,19 @@ def test_vector_instructions_are_trusted_once_they_have_worked_and_asked_for_aga
 
     valid.__wrapped__ = lambda: valid(claimed=True)  # type: ignore[attr-defined]
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", valid)
-    for working, trusted, times in (("one", None, 2), ("both", True, 4), ("both", True, 4)):  # noqa: B007
+    first, second = tmp_path / "g++-12", tmp_path / "g++-13"
+    for number, compiler in enumerate((first, second)):
+        compiler.write_text(f"#!/bin/sh\n{'#' * number}")
+        compiler.chmod(0o755)
+    rounds = (("one", first, None, 2), ("both", first, True, 4), ("both", first, True, 4), ("one", second, None, 6))
+    for working, compiler, trusted, times in rounds:  # noqa: B007
+        monkeypatch.setenv("CXX", str(compiler))
         monkeypatch.setattr(inductor.cpp, "vec_isa_ok", None)
         compile._remember_vector_instructions()
         assert (inductor.cpp.vec_isa_ok, len(asked)) == (trusted, times)
 
 
-def test_libraries_that_a_kill_has_cut_are_removed_and_no_others(tmp_path, monkeypatch) -> None:
+def test_libraries_that_a_kill_has_cut_are_removed_and_no_others(tmp_path, monkeypatch, caplog) -> None:
     """A library of PyTorch's own is the whole one; those that are being written are locked by who writes them."""
     codecache = pytest.importorskip("torch._inductor.codecache")
     from torch.utils._filelock import FileLock
@@ -151,6 +157,10 @@ def test_libraries_that_a_kill_has_cut_are_removed_and_no_others(tmp_path, monke
         compile._remove_cut_libraries()
         left = {path.name for path in folder.iterdir()}
     assert left == {"locked.main.cpp", "locked.main.so", "whole.main.so"}
+    assert sorted(record.args or record.getMessage() for record in caplog.records) == [
+        f"removed {folder / name}.main.so, which a run that was killed had left half written"
+        for name in ("cut", "empty", "zeros")
+    ]
 
 
 def _trained(rank: int, enable: bool | None, lasts: bool) -> tuple[int, list[float]]:
