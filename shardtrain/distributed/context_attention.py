@@ -259,16 +259,17 @@ class _PrefixInBlocks(torch.autograd.Function):
         ctx.pieces = list(prefix_bands(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, window))
         ctx.scale = scale
         out_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
+        lse_BNl = blocked_attention.empty_lse(q_BlNH)
         for batch, rows, columns, _, band in ctx.pieces:
-            out_BlNH[batch, rows] = blocked_attention.attend(
+            out_BlNH[batch, rows], lse_BNl[batch, :, rows] = blocked_attention.attend(
                 q_BlNH[batch, rows], k_BsKH[batch, columns], v_BsKH[batch, columns], band, scale
             )
-        ctx.save_for_backward(q_BlNH, k_BsKH, v_BsKH)
+        ctx.save_for_backward(q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
         return out_BlNH
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q_BlNH, k_BsKH, v_BsKH = ctx.saved_tensors
+        q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl = ctx.saved_tensors
         # each query and each key is in one piece at most; keys that no query sees have no gradient
         dq_BlNH = torch.zeros_like(q_BlNH)
         dk_BsKH = torch.zeros_like(k_BsKH)
@@ -279,6 +280,8 @@ class _PrefixInBlocks(torch.autograd.Function):
                 q_BlNH[batch, rows],
                 k_BsKH[batch, columns],
                 v_BsKH[batch, columns],
+                out_BlNH[batch, rows],
+                lse_BNl[batch, :, rows],
                 band,
                 ctx.scale,
             )

@@ -1,17 +1,22 @@
 """Attention on a CPU by matrix products, a block of queries at a time, with its backward.
 
-PyTorch's flash kernel for CPUs multiplies small tiles one by one; whole blocks by ``torch.bmm`` reach oneDNN's kernels,
-which are several times faster for bfloat16 where a processor multiplies that type. A block's probabilities are those of
-one row of scores, so neither needs the log-sum-exp of flash attention (Dao et al. 2022); like it, the backward pass
-computes them again, and memory grows with the sequence, not with its square. Scores are rounded to the type of the
-inputs before the softmax, which itself is computed in float32: see docs/performance.md for the error.
+PyTorch's flash kernel for CPUs multiplies small tiles one by one; whole blocks by ``torch.bmm`` reach the kernels of
+MKL and oneDNN, which are faster, and several times so for bfloat16 where a processor multiplies that type. A block's
+probabilities are those of whole rows of scores; like flash attention (Dao et al. 2022), the backward pass computes them
+again, so that memory grows with the sequence, not with its square.
 
-Shape suffixes: B batch, l queries, s keys, K key-value heads, N query heads, G query heads of a key-value head, H head,
-P pairs of a row and a key-value head, n queries of a block, m keys of a block.
+In float32 they are ``exp2(scores - lse)`` with the log-sum-exp of the forward pass, all in units of log 2:
+``torch.exp2`` takes a third of the time of ``torch.exp`` (on AMD, where the latter is MKL's). In bfloat16 scores are
+rounded to that type, and the softmax is computed from them in float32 by PyTorch's kernel: see docs/performance.md for
+the error.
+
+Shape suffixes: B batch, l queries, s keys, K key-value heads, N query heads, G query heads of a key-value head, H head;
+of a block: r rows, k key-value heads, P = r k pairs of a row and a key-value head, n queries, X = G n, m keys.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,26 +25,48 @@ from torch import Tensor
 
 from shardtrain.ops.sliding_window import Band, mask
 
-_QUERIES = 128
-"""Of a block: 64 to 256 took equal time (512 and 2,048 tokens, heads of 32 to 128)."""
+_QUERIES = {2: 128, 4: 64}
+"""Of a block, by the bytes of a number. The more there are, the larger are the products, and the more keys that a query
+must not see are computed."""
 _SCORES_BYTES = 1 << 20
 """Of a block of scores, which is read and written several times while a core's own cache holds it."""
+_VECTOR = 32
+"""Numbers: a multiple of what a processor adds at a time."""
 
 CAUSAL = Band(-(1 << 62), 0)
 
 
-def attend(q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band = CAUSAL, scale: float | None = None) -> Tensor:
-    """Attention (B, l, N, H) of queries to the keys that ``band`` lets them see; each query must see one."""
-    q_PGlH = _pairs(q_BlNH, k_BsKH)
-    # The keys are scaled once here, in place of each block of scores
-    k_PsH = _heads_first(k_BsKH) * _scale(q_BlNH, scale)
-    v_PsH = _heads_first(v_BsKH)
-    out_PGlH = torch.empty_like(q_PGlH)
-    for block in _blocks(q_PGlH, k_PsH, band):
-        pairs, queries, keys, _ = block
-        p_PXm = _probabilities(q_PGlH, k_PsH, block)
-        out_PGlH[pairs, :, queries] = torch.bmm(p_PXm, v_PsH[pairs, keys]).unflatten(1, (q_PGlH.size(1), -1))
-    return _as_given(out_PGlH.flatten(0, 1), q_BlNH)
+def attend(
+    q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band = CAUSAL, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention (B, l, N, H) of queries to the keys that ``band`` lets them see; each query must see one.
+
+    With it what ``attend_backward`` is given: the log-sum-exp (B, N, l) in units of log 2, and (B, N, 0) for bfloat16,
+    which needs none.
+    """
+    # Keys are scaled once here, in place of each block of scores
+    k_BKsH = _heads_first(k_BsKH) * _key_scale(q_BlNH, scale)
+    v_BKsH = _heads_first(v_BsKH)
+    q_BKGlH = _grouped(q_BlNH, k_BsKH)
+    out_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
+    lse_BNl = empty_lse(q_BlNH)
+    out_BKGlH = _grouped(out_BlNH, k_BsKH)
+    lse_BKGl = lse_BNl.unflatten(1, (k_BsKH.size(2), -1))
+    for block in _blocks(q_BKGlH, k_BKsH, band):
+        scores_PXm = torch.bmm(_pairs(q_BKGlH[block.queries]), _keys(k_BKsH, block).transpose(1, 2))
+        _hide(scores_PXm, block)
+        out_rkGnH = out_BKGlH[block.queries]
+        if is_rounded(q_BlNH.dtype):
+            out_PXH = torch.bmm(torch.softmax(scores_PXm, dim=-1), _keys(v_BKsH, block))
+            out_rkGnH.copy_(out_PXH.view(out_rkGnH.shape))
+        else:
+            most_PX1 = scores_PXm.amax(dim=-1, keepdim=True)
+            weights_PXm = scores_PXm.sub_(most_PX1).exp2_()
+            sums_PX1 = weights_PXm.sum(dim=-1, keepdim=True)
+            out_PXH = torch.bmm(weights_PXm, _keys(v_BKsH, block))
+            torch.div(out_PXH.view(out_rkGnH.shape), sums_PX1.view(*out_rkGnH.shape[:-1], 1), out=out_rkGnH)
+            lse_BKGl[block.queries] = sums_PX1.log2_().add_(most_PX1).view(out_rkGnH.shape[:-1])
+    return out_BlNH, lse_BNl
 
 
 def attend_backward(
@@ -47,98 +74,164 @@ def attend_backward(
     q_BlNH: Tensor,
     k_BsKH: Tensor,
     v_BsKH: Tensor,
+    out_BlNH: Tensor,
+    lse_BNl: Tensor,
     band: Band = CAUSAL,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of queries, keys and values, each of the type and shape of what it is the gradient of.
 
-    Those of keys and values are sums over blocks of queries, in float32.
+    ``out_BlNH`` and ``lse_BNl`` are those of ``attend``. Gradients of keys and values are sums over blocks of queries,
+    in float32.
     """
-    scale = _scale(q_BlNH, scale)
-    q_PGlH = _pairs(q_BlNH, k_BsKH)
-    k_PsH = _heads_first(k_BsKH) * scale
-    v_PsH = _heads_first(v_BsKH)
-    gradient_PGlH = _pairs(gradient_BlNH, k_BsKH)
+    key_scale = _key_scale(q_BlNH, scale)
+    k_BKsH = _heads_first(k_BsKH) * key_scale
+    v_BKsH = _heads_first(v_BsKH)
+    q_BKGlH = _grouped(q_BlNH, k_BsKH)
+    gradient_BKGlH = _grouped(gradient_BlNH, k_BsKH)
+    out_BKGlH = _grouped(out_BlNH, k_BsKH)
+    lse_BKGl = lse_BNl.unflatten(1, (k_BsKH.size(2), -1))
 
     # A block holds all keys of its queries, so dq is written once. A key is met by several blocks: dk and dv are sums
     exact = torch.promote_types(q_BlNH.dtype, torch.float32)
-    dq_PGlH = torch.empty_like(q_PGlH)
-    dk_PsH = torch.zeros_like(k_PsH, dtype=exact)
-    dv_PsH = torch.zeros_like(v_PsH, dtype=exact)
-    for block in _blocks(q_PGlH, k_PsH, band):
-        pairs, queries, keys, _ = block
-        p_PXm = _probabilities(q_PGlH, k_PsH, block)
-        q_PXH, gradient_PXH = (x[pairs, :, queries].flatten(1, 2) for x in (q_PGlH, gradient_PGlH))
-        dv_PsH[pairs, keys] += torch.bmm(p_PXm.transpose(1, 2), gradient_PXH)
-        # Of p = softmax(s): ds = p (dp - sum of p dp), which this operation computes in one pass
-        dp_PXm = torch.bmm(gradient_PXH, v_PsH[pairs, keys].transpose(1, 2))
-        ds_PXm = torch.ops.aten._softmax_backward_data(dp_PXm, p_PXm, -1, p_PXm.dtype)
-        dq_PGlH[pairs, :, queries] = torch.bmm(ds_PXm, k_PsH[pairs, keys]).unflatten(1, (q_PGlH.size(1), -1))
-        dk_PsH[pairs, keys] += torch.bmm(ds_PXm.transpose(1, 2), q_PXH)
-    # The scale is missing in dk alone: dq has met it in the scaled keys
-    dk_PsH *= scale
-    return _as_given(dq_PGlH.flatten(0, 1), q_BlNH), _as_given(dk_PsH, k_BsKH), _as_given(dv_PsH, v_BsKH)
+    dq_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
+    dq_BKGlH = _grouped(dq_BlNH, k_BsKH)
+    dk_BKsH = torch.zeros_like(k_BKsH, dtype=exact)
+    dv_BKsH = torch.zeros_like(v_BKsH, dtype=exact)
+    # Derivatives of scores are by natural ones. dq meets their scale in that of the keys, dk does not
+    natural = 1.0 if is_rounded(q_BlNH.dtype) else math.log(2.0)
+    for block in _blocks(q_BKGlH, k_BKsH, band):
+        q_PXH = _pairs(q_BKGlH[block.queries])
+        gradient_PXH = _pairs(gradient_BKGlH[block.queries])
+        k_PmH, v_PmH, dk_PmH, dv_PmH = (_keys(x, block) for x in (k_BKsH, v_BKsH, dk_BKsH, dv_BKsH))
+        if is_rounded(q_BlNH.dtype):
+            scores_PXm = torch.bmm(q_PXH, k_PmH.transpose(1, 2))
+            _hide(scores_PXm, block)
+            p_PXm = torch.softmax(scores_PXm, dim=-1)
+            dv_PmH += torch.bmm(p_PXm.transpose(1, 2), gradient_PXH)
+            # Of p = softmax(s): ds = p (dp - sum of p dp), which this operation computes in one pass
+            dp_PXm = torch.bmm(gradient_PXH, v_PmH.transpose(1, 2))
+            ds_PXm = torch.ops.aten._softmax_backward_data(dp_PXm, p_PXm, -1, p_PXm.dtype)
+            dk_PmH += torch.bmm(ds_PXm.transpose(1, 2), q_PXH)
+        else:
+            # Keys by queries, so that of the five products one reads a matrix across its rows, and not two
+            lse_P1X = lse_BKGl[block.queries].reshape(len(q_PXH), 1, -1)
+            scores_PmX = torch.bmm(k_PmH, q_PXH.transpose(1, 2)).sub_(lse_P1X)
+            _hide_transposed(scores_PmX, block)
+            p_PmX = scores_PmX.exp2_()
+            dv_PmH.baddbmm_(p_PmX, gradient_PXH)
+            # The sum of p dp over keys is that of gradient times output over features
+            sums_P1X = (gradient_BKGlH[block.queries] * out_BKGlH[block.queries]).sum(-1).reshape(lse_P1X.shape)
+            ds_PmX = torch.bmm(v_PmH, gradient_PXH.transpose(1, 2)).sub_(sums_P1X).mul_(p_PmX)
+            dk_PmH.baddbmm_(ds_PmX, q_PXH)
+            ds_PXm = ds_PmX.transpose(1, 2)
+        dq_rkGnH = dq_BKGlH[block.queries]
+        torch.mul(torch.bmm(ds_PXm, k_PmH).view(dq_rkGnH.shape), natural, out=dq_rkGnH)
+    dk_BKsH *= key_scale * natural
+    return dq_BlNH, _tokens_first(dk_BKsH, k_BsKH), _tokens_first(dv_BKsH, v_BsKH)
+
+
+def is_rounded(dtype: torch.dtype) -> bool:
+    """Whether scores are rounded to 16 bits."""
+    return dtype.itemsize < 4
+
+
+def empty_lse(q_BlNH: Tensor) -> Tensor:
+    """Room for the log-sum-exp that ``attend`` gives with the output of these queries."""
+    B, queries, N, _ = q_BlNH.shape
+    exact = torch.promote_types(q_BlNH.dtype, torch.float32)
+    return q_BlNH.new_empty((B, N, 0 if is_rounded(q_BlNH.dtype) else queries), dtype=exact)
 
 
 class Block(NamedTuple):
-    """Pairs, queries and keys that meet at a time, and those of the keys that some query must not see."""
+    """Rows, key-value heads, queries and keys that meet at a time, and those of the keys that a query must not see."""
 
-    pairs: slice
-    queries: slice
-    keys: slice
+    queries: tuple[slice, slice, slice, slice]
+    """Of (B, K, G, l)."""
+    keys: tuple[slice, slice, slice]
+    """Of (B, K, s)."""
     hidden: list[tuple[slice, Tensor]]
     """Stretches of the block's keys, and what is added to their scores (n, m): minus infinity where hidden."""
 
 
-def _blocks(q_PGlH: Tensor, k_PsH: Tensor, band: Band) -> Iterator[Block]:
-    num_pairs, groups, num_queries, _ = q_PGlH.shape
-    num_keys = k_PsH.size(1)
-    for start in range(0, num_queries, _QUERIES):
-        stop = min(start + _QUERIES, num_queries)
+def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band) -> Iterator[Block]:
+    rows, heads, groups, num_queries, _ = q_BKGlH.shape
+    num_keys = k_BKsH.size(2)
+    queries_at_once = _QUERIES[2 if is_rounded(q_BKGlH.dtype) else 4]
+    for start in range(0, num_queries, queries_at_once):
+        stop = min(start + queries_at_once, num_queries)
         low = max(0, band.first + start)
         high = min(num_keys, band.last + stop)
+        queries = slice(start, stop)
+        keys = slice(low, high)
         # Keys that all queries of the block see need no mask. They are a stretch in the middle, from the first key that
-        # the last query sees to the last that the first one does; a window hides keys before it, causality those after
-        open_low = min(max(low, band.first + stop - 1), high)
-        open_high = min(max(open_low, band.last + start + 1), high)
+        # the last query sees to the last that the first one does; a window hides keys before it, causality those after.
+        # Whole vectors of a processor are masked faster, so the stretch begins and ends with one
+        open_low = low + _round_up(max(0, band.first + stop - 1 - low))
+        open_high = low + _round_down(max(0, band.last + start + 1 - low))
+        masked = [(low, min(open_low, high)), (open_high, high)] if open_low <= open_high else [(low, high)]
         hidden = [
             (
                 slice(begin - low, end - low),
-                mask(stop - start, end - begin, Band(band.first + start - begin, band.last + start - begin), q_PGlH),
+                mask(stop - start, end - begin, Band(band.first + start - begin, band.last + start - begin), q_BKGlH),
             )
-            for begin, end in ((low, open_low), (open_high, high))
+            for begin, end in masked
             if begin < end
         ]
-        # As many pairs of row and head at a time as have scores that the cache holds, but one at least
-        scores_bytes = groups * (stop - start) * (high - low) * q_PGlH.element_size()
+        # As many pairs of row and head at a time as have scores that the cache holds, but one at least: whole rows, or
+        # heads of one
+        scores_bytes = groups * (stop - start) * (high - low) * q_BKGlH.element_size()
         at_once = max(1, _SCORES_BYTES // scores_bytes)
-        for pair in range(0, num_pairs, at_once):
-            yield Block(slice(pair, min(pair + at_once, num_pairs)), slice(start, stop), slice(low, high), hidden)
+        rows_at_once = max(1, at_once // heads)
+        heads_at_once = min(heads, at_once)
+        for row in range(0, rows, rows_at_once):
+            for head in range(0, heads, heads_at_once):
+                pairs = (slice(row, row + rows_at_once), slice(head, head + heads_at_once))
+                yield Block((*pairs, slice(None), queries), (*pairs, keys), hidden)
 
 
-def _probabilities(q_PGlH: Tensor, k_PsH: Tensor, block: Block) -> Tensor:
-    """softmax(q k + hidden) over the keys, (P, G n, m), of keys that are scaled."""
-    q_PGnH = q_PGlH[block.pairs, :, block.queries]
-    scores_PXm = torch.bmm(q_PGnH.flatten(1, 2), k_PsH[block.pairs, block.keys].transpose(1, 2))
-    scores_PGnm = scores_PXm.unflatten(1, q_PGnH.shape[1:3])
+def _hide(scores_PXm: Tensor, block: Block) -> None:
     for keys, hidden_nm in block.hidden:
-        scores_PGnm[..., keys] += hidden_nm
-    return torch.softmax(scores_PXm, dim=-1)
+        scores_PXm.unflatten(1, (-1, len(hidden_nm)))[..., keys] += hidden_nm
 
 
-def _scale(q_BlNH: Tensor, scale: float | None) -> float:
-    return float(q_BlNH.size(-1) ** -0.5) if scale is None else scale
+def _hide_transposed(scores_PmX: Tensor, block: Block) -> None:
+    for keys, hidden_nm in block.hidden:
+        scores_PmX[:, keys].unflatten(2, (-1, len(hidden_nm))).add_(hidden_nm.t().contiguous()[:, None])
+
+
+def _key_scale(q_BlNH: Tensor, scale: float | None) -> float:
+    """By what keys are multiplied, so that scores have their scale, and their unit."""
+    natural = float(q_BlNH.size(-1) ** -0.5) if scale is None else scale
+    return natural if is_rounded(q_BlNH.dtype) else natural * math.log2(math.e)
 
 
 def _heads_first(x_BsKH: Tensor) -> Tensor:
-    return x_BsKH.transpose(1, 2).flatten(0, 1).contiguous()
+    return x_BsKH.transpose(1, 2).contiguous()
 
 
-def _pairs(x_BlNH: Tensor, k_BsKH: Tensor) -> Tensor:
-    """Query heads (B, l, N, H) by the key-value head that serves them: (B K, G, l, H)."""
-    return x_BlNH.transpose(1, 2).unflatten(1, (k_BsKH.size(2), -1)).flatten(0, 1).contiguous()
+def _tokens_first(x_BKsH: Tensor, like_BsKH: Tensor) -> Tensor:
+    return x_BKsH.to(like_BsKH.dtype).transpose(1, 2).contiguous()
 
 
-def _as_given(x_PlH: Tensor, like_BlNH: Tensor) -> Tensor:
-    B, _, N, _ = like_BlNH.shape
-    return x_PlH.to(like_BlNH.dtype).unflatten(0, (B, N)).transpose(1, 2).contiguous()
+def _grouped(x_BlNH: Tensor, k_BsKH: Tensor) -> Tensor:
+    """A view of query heads (B, l, N, H) by the key-value head that serves them: (B, K, G, l, H)."""
+    return x_BlNH.unflatten(2, (k_BsKH.size(2), -1)).permute(0, 2, 3, 1, 4)
+
+
+def _pairs(x_rkGnH: Tensor) -> Tensor:
+    return x_rkGnH.flatten(2, 3).flatten(0, 1)
+
+
+def _keys(x_BKsH: Tensor, block: Block) -> Tensor:
+    """A view (P, m, H) of a block's keys: whole rows, or heads of one row, lie at equal distances."""
+    x_rkmH = x_BKsH[block.keys]
+    return x_rkmH.view(-1, *x_rkmH.shape[2:])
+
+
+def _round_up(number: int) -> int:
+    return -(-number // _VECTOR) * _VECTOR
+
+
+def _round_down(number: int) -> int:
+    return number // _VECTOR * _VECTOR

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 WORTH_IT = 1.05
 """A kernel that is less than this much faster than PyTorch's own is not taken."""
 NARROW_HEAD = 32
-"""In float32 blocks are faster than the flash kernel for narrow heads alone: 1.17 times at 32 features, 0.9 at 64 and
-128 (AMD Zen 4)."""
+"""Features. The narrower the heads, the more blocks gain in float32 over the flash kernel, so both are measured."""
+WIDE_HEAD = 128
 FAILED = -1.0
 """In place of a speed: the kernel, or PyTorch's own beside it, raised an error when it was measured."""
 
@@ -30,6 +30,8 @@ class Kernels:
     """Attention in bfloat16 by matrix products."""
     blocked_attention_float32: float = 0.0
     """The same in float32, for heads of at most NARROW_HEAD features."""
+    blocked_attention_float32_wide: float = 0.0
+    """The same for wider heads, measured at WIDE_HEAD features."""
     rms_norm: float = 0.0
     """RMSNorm some rows at a time."""
     packed_linear: float = 0.0
@@ -65,6 +67,7 @@ def describe(kernels: Kernels) -> str:
         "onednn_weight_gradient": "gradients of their weights too",
         "blocked_attention": "attention in bfloat16 by blocks",
         "blocked_attention_float32": "attention in float32 with narrow heads by blocks",
+        "blocked_attention_float32_wide": "attention in float32 with wide heads by blocks",
         "rms_norm": "RMSNorm by rows",
     }
     taken = [

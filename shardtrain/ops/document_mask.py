@@ -53,7 +53,7 @@ def attention(
         ValueError: when the numbers of a row do not ascend.
     """
     if sinks_N is None and in_blocks(q_BTNH):
-        return _blocked(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)  # type: ignore[no-any-return]
+        return _blocked(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)[0]  # type: ignore[no-any-return]
     if not is_accelerator(q_BTNH.device) or flash_attention.has_flash(q_BTNH):
         return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N, window, scale)[0]  # type: ignore[no-any-return]
     if sinks_N is not None:
@@ -67,7 +67,7 @@ def in_blocks(q_BTNH: Tensor) -> bool:
         return False
     if q_BTNH.dtype == torch.float32:
         narrow = q_BTNH.size(-1) <= cpu_kernels.NARROW_HEAD
-        return narrow and cpu_kernels.chosen().uses("blocked_attention_float32")
+        return cpu_kernels.chosen().uses("blocked_attention_float32" if narrow else "blocked_attention_float32_wide")
     return q_BTNH.dtype == torch.bfloat16 and cpu_kernels.chosen().uses("blocked_attention")
 
 
@@ -373,19 +373,21 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 @torch.library.custom_op("shardtrain::blocked_attention", mutates_args=())
 def _blocked(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
+    lse_BNT = blocked_attention.empty_lse(q_BTNH)
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
         q = q_BTNH[row, queries]
         k = k_BTKH[row, keys]
         v = v_BTKH[row, keys]
-        out_BTNH[row, queries] = blocked_attention.attend(q, k, v, sight.get("band", blocked_attention.CAUSAL), scale)
-    return out_BTNH
+        band = sight.get("band", blocked_attention.CAUSAL)
+        out_BTNH[row, queries], lse_BNT[row, :, queries] = blocked_attention.attend(q, k, v, band, scale)
+    return out_BTNH, lse_BNT
 
 
 @_blocked.register_fake
-def _(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
+def _(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(q_BTNH, memory_format=torch.contiguous_format), blocked_attention.empty_lse(q_BTNH)
 
 
 @torch.library.custom_op("shardtrain::blocked_attention_backward", mutates_args=())
@@ -394,6 +396,8 @@ def _blocked_backward(
     q_BTNH: Tensor,
     k_BTKH: Tensor,
     v_BTKH: Tensor,
+    out_BTNH: Tensor,
+    lse_BNT: Tensor,
     documents_BT: Tensor | None,
     window: int,
     scale: float | None,
@@ -401,12 +405,12 @@ def _blocked_backward(
     # Stretches of a window share keys, whose gradients are then summed in float32
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32 if window else x.dtype) for x in (q_BTNH, k_BTKH, v_BTKH))
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
-        gradient = gradient_BTNH[row, queries]
-        q = q_BTNH[row, queries]
+        gradient, q, out = (x[row, queries] for x in (gradient_BTNH, q_BTNH, out_BTNH))
         k = k_BTKH[row, keys]
         v = v_BTKH[row, keys]
+        lse = lse_BNT[row, :, queries]
         band = sight.get("band", blocked_attention.CAUSAL)
-        part = blocked_attention.attend_backward(gradient, q, k, v, band, scale)
+        part = blocked_attention.attend_backward(gradient, q, k, v, out, lse, band, scale)
         dq[row, queries] = part[0]
         dk[row, keys] += part[1]
         dv[row, keys] += part[2]
@@ -419,12 +423,15 @@ def _(gradient_BTNH: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[
     return dq, dk, dv
 
 
-def _save_blocked(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:4])
+def _save_blocked(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
     ctx.window, ctx.scale = inputs[4:]
+    ctx.set_materialize_grads(False)
 
 
-def _differentiate_blocked(ctx: Any, gradient_BTNH: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
+def _differentiate_blocked(
+    ctx: Any, gradient_BTNH: Tensor, _: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
     return *_blocked_backward(gradient_BTNH, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None
 
 

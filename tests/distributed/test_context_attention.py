@@ -173,7 +173,7 @@ def errors_by_blocks(rank: int) -> dict[str, list[float]]:
     blocked_attention.attend = lambda *inputs: taken.append(1) or original(*inputs)
     errors: dict[str, list[float]] = {"cuts": [], "windows": [], "scaled": []}
     for queries in (128, 5):  # blocks end within chunks
-        blocked_attention._QUERIES = queries
+        blocked_attention._QUERIES = {2: queries, 4: queries}
         before = len(taken)
         errors["cuts"] += errors_of_many_cuts(rank).values()
         errors["windows"] += errors_of_many_windows(rank).values()

@@ -38,6 +38,11 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.detach().double() - expected).norm() / expected.norm())
 
 
+def attended(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> list[Tensor]:
+    out, lse = blocked_attention.attend(q, k, v)
+    return [out, *blocked_attention.attend_backward(gradient, q, k, v, out, lse)]
+
+
 def documents(tokens: int) -> Tensor:
     first = torch.arange(tokens).div(tokens // 3 + 1, rounding_mode="floor")
     return torch.stack((first, torch.zeros(tokens, dtype=torch.int64)))
@@ -86,18 +91,49 @@ def test_in_float32_with_masks_it_is_attention_to_1e_6(window: int, packed: bool
 @pytest.mark.parametrize("groups", [1, 3])
 def test_in_float32_it_is_attention_to_1e_6(groups: int) -> None:
     q, k, v, gradient = inputs = drawn(torch.float32, 300, groups)
-    found = [blocked_attention.attend(q, k, v), *blocked_attention.attend_backward(gradient, q, k, v)]
+    found = attended(q, k, v, gradient)
     expected = exact(inputs, torch.ones(2, 300, 300, dtype=torch.bool).tril(), None)
     assert all(error(one, other) <= 1e-6 for one, other in zip(found, expected, strict=True))
 
 
-def test_few_pairs_at_a_time_and_all_at_once_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v, gradient = drawn(torch.float32, 300)
-    whole = [blocked_attention.attend(q, k, v), *blocked_attention.attend_backward(gradient, q, k, v)]
-    monkeypatch.setattr(blocked_attention, "_SCORES_BYTES", 1)
-    few = [blocked_attention.attend(q, k, v), *blocked_attention.attend_backward(gradient, q, k, v)]
-    # products of another number of matrices may be summed in another order
-    assert all(error(one, other.double()) <= 1e-6 for one, other in zip(few, whole, strict=True))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scores_bytes", [1, 5 * 64 * 80 * 4, 1 << 30])
+def test_how_many_rows_and_heads_meet_at_a_time_changes_no_number(
+    dtype: torch.dtype, scores_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    heads = (9, 3, 3, 9)  # three pairs of a row, of which one, two or all fit, and rows of which two or all do
+    q, k, v, gradient = (torch.randn(5, 150, count, 16, generator=generator).to(dtype) for count in heads)
+    monkeypatch.setattr(blocked_attention, "_SCORES_BYTES", scores_bytes)
+    expected = exact([q, k, v, gradient], torch.ones(5, 150, 150, dtype=torch.bool).tril(), None)
+    bound = 1e-6 if dtype == torch.float32 else 1.5e-2
+    found = attended(q, k, v, gradient)
+    assert all(error(one, other) <= bound for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_tensors_that_do_not_lie_in_order_are_read_as_they_are(groups: int) -> None:
+    inputs = drawn(torch.float32, 70, groups, 24)
+    # One product for queries, keys and values gives views of it, and heads may be given before tokens
+    fused = torch.cat([x.flatten(2) for x in inputs], dim=-1)
+    parts = fused.split([x[0, 0].numel() for x in inputs], dim=-1)
+    views = [part.unflatten(2, (-1, 24)) for part in parts]
+    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    expected = attended(*inputs)
+    for others in (views, turned):
+        # the same sums; a product may add those of a matrix with another distance between rows in another order
+        assert all(error(one, other.double()) <= 5e-7 for one, other in zip(attended(*others), expected, strict=True))
+
+
+@pytest.mark.parametrize("size", [30.0, 1e4])
+def test_large_scores_in_float32_are_those_of_the_softmax(size: float) -> None:
+    q, k, v, gradient = drawn(torch.float32, 200)
+    found = attended(q * size, k, v, gradient)
+    expected = exact([q * size, k, v, gradient], torch.ones(2, 200, 200, dtype=torch.bool).tril(), None)
+    # a score of some thousands is rounded to 2^-12 of it at best, and with it the logarithm of its weight
+    bound = 4 * size * 2.0**-23 * 4
+    assert all(bool(x.isfinite().all()) for x in found)
+    assert all(error(one, other) <= max(1e-5, bound) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_compiler_and_fake_tensors_take_it_as_one_operation() -> None:

@@ -64,11 +64,12 @@ def test_a_kernel_that_fails_is_reported_when_measured_and_at_each_start(
     assert found.blocked_attention == cpu_kernels.FAILED and not found.uses("blocked_attention")
     assert [record.message for record in caplog.records] == [
         f"CPU kernels: attention in {name} by blocks failed (RuntimeError: no such kernel); PyTorch's own is used"
-        for name in ("bfloat16", "float32")
+        for name in ("bfloat16", "float32 with narrow heads", "float32 with wide heads")
     ]
     again = cpu_kernel_speed.remembered_or_measured()
     assert again == found
     assert cpu_kernels.describe(again).endswith(
         "; failed when measured, so PyTorch's own: "
-        "attention in bfloat16 by blocks, attention in float32 with narrow heads by blocks"
+        "attention in bfloat16 by blocks, attention in float32 with narrow heads by blocks, "
+        "attention in float32 with wide heads by blocks"
     )

@@ -100,7 +100,7 @@ def test_it_changes_no_number_of_a_run(mesh: str) -> None:
     training = {"local_batch_size": 4 if mesh == "fsdp" else 8}
     config = tiny_config(parallelism=MESHES[mesh], training=training)
     for result, asked in run_ranks(1 if mesh == "one" else 2, by_onednn, config):
-        assert (asked > 0) == (mesh != "tp")  # whose layers are given DTensors
+        assert asked > 0  # under tensor parallelism too, where split layers multiply plain tensors
         assert result.losses == pytest.approx(reference(4).losses, abs=1e-5)
         assert result.grad_norms == pytest.approx(reference(4).grad_norms, rel=1e-5)
 
