@@ -111,7 +111,7 @@ def ulysses_attention(
         out_BTnH = _PrefixAttention.apply(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     masked = documents_BT is not None or 0 < window < q_BTnH.size(1) or sinks_n is not None
-    if masked or (q_BTnH.dtype == torch.bfloat16 and document_mask.in_blocks(q_BTnH)):  # as in an attention core
+    if masked or document_mask.in_blocks(q_BTnH):  # as in an attention core
         out_BTnH = document_mask.attention(q_BTnH, k_BTkH, v_BTkH, documents_BT, window, scores.scale, sinks_n)
         return _TokensForHeads.apply(out_BTnH, group)  # type: ignore[no-any-return]
     # scaled_dot_product_attention has heads before tokens

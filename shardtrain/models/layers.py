@@ -150,10 +150,10 @@ class AttentionCore(nn.Module):
         if self.softcap or self.alibi_slopes:
             scores = attention_scores.scores_of(self)
             return attention_scores.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, scores, sinks_N)
-        # Documents, a window shorter than the sequence, and sinks need masked kernels. So does plain attention in
-        # bfloat16 on a CPU where blocks were measured to be faster on this machine
+        # Documents, a window shorter than the sequence, and sinks need masked kernels. Plain attention goes there too
+        # where blocks were measured to be faster on this CPU
         masked = documents_BT is not None or 0 < self.window < q_BTNH.size(1) or sinks_N is not None
-        if masked or (q_BTNH.dtype == torch.bfloat16 and document_mask.in_blocks(q_BTNH)):
+        if masked or document_mask.in_blocks(q_BTNH):
             return document_mask.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, self.window, self.scale, sinks_N)
         # Plain causal attention: PyTorch chooses the kernel
         q_BNTH, k_BKTH, v_BKTH = (x.transpose(1, 2) for x in (q_BTNH, k_BTKH, v_BTKH))

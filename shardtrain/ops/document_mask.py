@@ -242,6 +242,11 @@ def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterato
             yield row, shifted(queries, document.start), shifted(keys, document.start), {"causal": False, "band": band}
 
 
+def _is_one_piece(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> bool:
+    """Whether ``_pieces`` are one: all rows and tokens, of which nothing needs to be put together."""
+    return documents_BT is None and not 0 < window < q_BTNH.size(1)
+
+
 def shifted(places: slice, by: int) -> slice:
     """The places of a stretch in what the stretch is a part of, where it begins at ``by``."""
     return slice(places.start + by, places.stop + by)
@@ -374,6 +379,8 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 def _blocked(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
+    if _is_one_piece(q_BTNH, documents_BT, window):
+        return blocked_attention.attend(q_BTNH, k_BTKH, v_BTKH, scale=scale)
     out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
     lse_BNT = blocked_attention.empty_lse(q_BTNH)
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
@@ -402,6 +409,9 @@ def _blocked_backward(
     window: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if _is_one_piece(q_BTNH, documents_BT, window):
+        inputs = (gradient_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNT)
+        return blocked_attention.attend_backward(*inputs, scale=scale)
     # Stretches of a window share keys, whose gradients are then summed in float32
     dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32 if window else x.dtype) for x in (q_BTNH, k_BTKH, v_BTKH))
     for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
