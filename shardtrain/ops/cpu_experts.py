@@ -11,7 +11,6 @@ F feed-forward, G = 2 F gate and up together, I inputs, O outputs of a product.
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,10 @@ _SMALL_EXPERT = 1 << 17
 """Numbers in the three weights of an expert up to which sorting experts saves more than copying their weights takes."""
 _MANY_ROWS = 64
 """Rows of an expert, on average, below which PyTorch's ``grouped_mm`` is done sooner, as when tokens are generated."""
+_CALL = 64
+"""Rows of a small expert that take as long as it takes to call the products of a batch."""
+_TOGETHER = (1, 2, 4, 8, 16)
+"""Numbers of experts that are multiplied together."""
 _SUM = 0
 """``mode="sum"`` of an embedding_bag's operators."""
 
@@ -65,8 +68,8 @@ class Batch(NamedTuple):
 class Places:
     """Where the rows of each expert lie: one expert's behind another's, with room behind each if ``roomy``.
 
-    Sizes are then rounded up to a multiple of a power of two: an eighth of the average at most, or what leaves a size
-    four binary digits. With ``by_size`` the experts are in the order of their sizes, which ``order_E`` says.
+    Sizes are then rounded up, which makes them few. With ``by_size`` the experts are in the order of their sizes, which
+    ``order_E`` says, and several have as much room as the largest of them, to be multiplied together.
     """
 
     def __init__(self, expert_SK: Tensor, num_experts: int, roomy: bool, by_size: bool) -> None:
@@ -76,19 +79,27 @@ class Places:
         count_E = expert_R.bincount(minlength=num_experts)
 
         # The experts in their order, and where each begins
-        least = max(1, num_rows // (8 * num_experts))
-        sizes = [rounded_up(count, least) if roomy else count for count in count_E.tolist()]
-        order = sorted(range(num_experts), key=sizes.__getitem__) if by_size else list(range(num_experts))
+        counts = count_E.tolist()
+        order = sorted(range(num_experts), key=counts.__getitem__) if by_size else list(range(num_experts))
+        in_order = [counts[expert] for expert in order]
+        mean = num_rows // num_experts
+        if by_size:
+            self.batches = batches(in_order, max(1, mean // 16) if roomy else 0)
+        else:
+            self.batches = one_by_one(in_order, max(1, mean // 8) if roomy else 0)
         self.order_E = torch.tensor(order) if by_size else None
         starts = [0] * num_experts
-        self.num_places = 0
-        for expert in order:
-            starts[expert] = self.num_places
-            self.num_places += sizes[expert]
-        self.batches = batches([sizes[expert] for expert in order])
+        for batch in self.batches:
+            for number in range(batch.experts):
+                starts[order[batch.first + number]] = batch.start + number * batch.size
+        self._num_experts = num_experts
+        self._experts_of_batch = [batch.experts for batch in self.batches]
+        self._rows_of_batch = [batch.experts * batch.size for batch in self.batches]
+        self.num_places = sum(self._rows_of_batch)
 
-        # The place of each row, and the token of each place: in the room, one behind the last
-        sorted_R = expert_R.argsort(stable=True)
+        # The place of each row, and the token of each place: in the room, one behind the last. PyTorch sorts numbers of
+        # one byte in a fifth of the time
+        sorted_R = (expert_R.to(torch.uint8) if num_experts <= 256 else expert_R).argsort(stable=True)
         shift_E = torch.tensor(starts) - count_E.cumsum(0) + count_E
         place_of_sorted_R = torch.arange(num_rows) + shift_E.repeat_interleave(count_E, output_size=num_rows)
         self.place_R = torch.empty_like(sorted_R).index_copy_(0, sorted_R, place_of_sorted_R)
@@ -110,26 +121,31 @@ class Places:
     def product(self, x_PI: Tensor, weight_EIO: Tensor, add_to_PO: Tensor | None = None) -> Tensor:
         """Each row times the weight of its expert (P, O), added to ``add_to_PO`` in place where that is given."""
         out_PO = x_PI.new_empty(self.num_places, weight_EIO.size(2)) if add_to_PO is None else add_to_PO
-        for batch in self.batches:
-            x = _of(batch, x_PI)
-            out = _of(batch, out_PO)
-            weight = weight_EIO[batch.first] if batch.experts == 1 else weight_EIO[batch.first :][: batch.experts]
+        parts = zip(self._rows(x_PI), self._experts(weight_EIO), self._rows(out_PO), strict=True)
+        for x, weight, out in parts:
             if add_to_PO is None:
-                (torch.mm if batch.experts == 1 else torch.bmm)(x, weight, out=out)
-            elif batch.experts == 1:
-                out.addmm_(x, weight)
+                (torch.mm if x.dim() == 2 else torch.bmm)(x, weight, out=out)
             else:
-                out.baddbmm_(x, weight)
+                (out.addmm_ if x.dim() == 2 else out.baddbmm_)(x, weight)
         return out_PO
 
     def weight_gradient(self, gradient_PO: Tensor, x_PI: Tensor) -> Tensor:
         """g^T x of each expert's rows (E, O, I); zero for an expert without rows."""
-        num_experts = sum(batch.experts for batch in self.batches)
-        out_EOI = x_PI.new_empty(num_experts, gradient_PO.size(1), x_PI.size(1))
-        for batch in self.batches:
-            out = out_EOI[batch.first] if batch.experts == 1 else out_EOI[batch.first :][: batch.experts]
-            (torch.mm if batch.experts == 1 else torch.bmm)(_of(batch, gradient_PO).mT, _of(batch, x_PI), out=out)
+        out_EOI = x_PI.new_empty(self._num_experts, gradient_PO.size(1), x_PI.size(1))
+        for gradient, x, out in zip(self._rows(gradient_PO), self._rows(x_PI), self._experts(out_EOI), strict=True):
+            (torch.mm if x.dim() == 2 else torch.bmm)(gradient.mT, x, out=out)
         return out_EOI
+
+    def _rows(self, x_PI: Tensor) -> list[Tensor]:
+        """The rows of each batch, (size, I) or (experts, size, I)."""
+        # Split in one call, since there are some twenty batches and five products
+        parts = zip(self.batches, x_PI.split(self._rows_of_batch), strict=True)
+        return [one if batch.experts == 1 else one.view(batch.experts, batch.size, one.size(1)) for batch, one in parts]
+
+    def _experts(self, weight_EIO: Tensor) -> list[Tensor]:
+        """The weights of each batch, (I, O) or (experts, I, O)."""
+        parts = zip(self.batches, weight_EIO.split(self._experts_of_batch), strict=True)
+        return [weight[0] if batch.experts == 1 else weight for batch, weight in parts]
 
     def in_order(self, *weights_EOI: Tensor) -> Tensor:
         """Weights of all experts in the order of their places, the outputs of several below one another."""
@@ -147,33 +163,57 @@ class Places:
         return weight_EOI.index_select(0, inverse_of(self.order_E))
 
 
-def rounded_up(count: int, least: int) -> int:
-    """A size that is not less, one of few: a multiple of the power of two at ``least``, with four binary digits.
+def rounded_up(count: int, least: int, digits: int = 4) -> int:
+    """A size that is not less, one of few: a multiple of the power of two at ``least``, with so many binary digits.
 
     >>> [rounded_up(count, 5) for count in (0, 3, 62, 250)]
     [0, 4, 64, 256]
     """
-    digits = max(least.bit_length() - 1, count.bit_length() - 4)
-    return -(-count >> digits) << digits
+    dropped = max(least.bit_length() - 1, count.bit_length() - digits)
+    return -(-count >> dropped) << dropped
 
 
-def batches(sizes: list[int]) -> list[Batch]:
-    """Neighbours of equal size together: powers of two of them, so that there are few kinds of products.
+def one_by_one(counts: list[int], least: int) -> list[Batch]:
+    """A batch for each expert, its size rounded up unless ``least`` is 0."""
+    return _laid_out([(1, rounded_up(count, least) if least else count) for count in counts])
 
-    >>> [(batch.first, batch.experts) for batch in batches([4, 4, 4, 8])]
-    [(0, 2), (2, 1), (3, 1)]
+
+def batches(counts: list[int], least: int) -> list[Batch]:
+    """Experts in the order of their sizes, together where rows of room take less time than one more call.
+
+    Powers of two of them are, so that there are few kinds of products; each has the size of the largest, rounded up
+    unless ``least`` is 0.
+
+    >>> [(batch.experts, batch.size) for batch in batches([3, 4, 4, 5, 800], 4)]
+    [(4, 8), (1, 800)]
     """
+    # What the first experts cost at least, in rows, and the last batch of that way: from what fewer of them cost
+    costs = [0]
+    last: list[tuple[int, int]] = []
+    for stop, count in enumerate(counts, start=1):
+        size = rounded_up(count, least, digits=5) if least else count
+        cost, experts = min((costs[stop - n] + n * size, n) for n in _TOGETHER if n <= stop)
+        costs.append(cost + _CALL)
+        last.append((experts, size))
+
+    # From the last batch of all to the first
     found = []
+    stop = len(counts)
+    while stop:
+        found.append(last[stop - 1])
+        stop -= found[-1][0]
+    return _laid_out(found[::-1])
+
+
+def _laid_out(found: list[tuple[int, int]]) -> list[Batch]:
+    """Batches of so many experts with so many rows, one behind the other."""
+    placed = []
     first = start = 0
-    for size, neighbours in groupby(sizes):
-        left = len(list(neighbours))
-        while left:
-            experts = 1 << (left.bit_length() - 1)
-            found.append(Batch(first, experts, start, size))
-            first += experts
-            start += experts * size
-            left -= experts
-    return found
+    for experts, size in found:
+        placed.append(Batch(first, experts, start, size))
+        first += experts
+        start += experts * size
+    return placed
 
 
 class _Mix(torch.autograd.Function):
@@ -243,12 +283,6 @@ class _Mix(torch.autograd.Function):
             dw1_EFD = places.weight_gradient(dgate_PF, x_PD) if needs_w1 else None
             dw3_EFD = places.weight_gradient(dup_PF, x_PD) if needs_w3 else None
         return dx_SD, dweights_SK, dw1_EFD, dw2_EDF, dw3_EFD, None
-
-
-def _of(batch: Batch, x_PI: Tensor) -> Tensor:
-    """The rows of a batch, (size, I) or (experts, size, I)."""
-    rows = x_PI[batch.start : batch.start + batch.experts * batch.size]
-    return rows if batch.experts == 1 else rows.unflatten(0, (batch.experts, batch.size))
 
 
 def _row_products(dhidden_PF: Tensor, hidden_PF: Tensor, places: Places, weights_SK: Tensor) -> Tensor:

@@ -153,10 +153,11 @@ def test_places_are_for_each_row_and_sizes_are_few() -> None:
         places = cpu_experts.Places(expert_SK, EXPERTS, roomy=True, by_size=by_size)
         sizes = torch.tensor([batch.size for batch in places.batches for _ in range(batch.experts)])
         order = places.order_E if by_size else torch.arange(EXPERTS)
-        # Each size takes all rows of its expert, and is a multiple of an eighth of what the mean is at least
-        assert bool((sizes >= torch.tensor(counts)[order]).all()) and bool((sizes % 16 == 0).all())
+        # Each size takes all rows of its expert, and is a multiple of a power of two of an eighth of the mean at most:
+        # of 16, and of 8 where experts are sorted
+        assert bool((sizes >= torch.tensor(counts)[order]).all()) and bool((sizes % (8 if by_size else 16) == 0).all())
         assert places.num_places == int(sizes.sum())
-        assert sizes.tolist() == [[0, 16, 256, 64, 64, 1024, 16, 32], [0, 16, 16, 32, 64, 64, 256, 1024]][by_size]
+        assert sizes.tolist() == [[0, 16, 256, 64, 64, 1024, 16, 32], [24, 24, 24, 24, 64, 64, 256, 1024]][by_size]
         # Rows lie at places of their own, within those of their expert
         starts = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(0, order, sizes.cumsum(0) - sizes)
         stops = torch.empty(EXPERTS, dtype=torch.int64).index_copy_(0, order, sizes.cumsum(0))
@@ -168,6 +169,26 @@ def test_places_are_for_each_row_and_sizes_are_few() -> None:
         assert torch.equal(rows_PD[places.place_R], x_SD.repeat_interleave(4, 0))
         assert torch.equal(rows_PD.sum(), 4 * x_SD.sum())  # zeros in the room
         assert torch.equal(places.sum_of(rows_PD), 4 * x_SD)
+
+
+def test_batches_are_those_that_cost_least() -> None:
+    """Beside all ways to cut sorted experts into batches: rows, and for each batch what its calls take."""
+    counts = [0, 3, 3, 17, 61, 62, 70, 250, 1000]
+
+    def cost(found: list[tuple[int, int]]) -> int:
+        return sum(experts * size + cpu_experts._CALL for experts, size in found)
+
+    def ways(rest: list[int]) -> list[list[tuple[int, int]]]:
+        if not rest:
+            return [[]]
+        allowed = [n for n in cpu_experts._TOGETHER if n <= len(rest)]
+        return [[(n, rest[n - 1]), *others] for n in allowed for others in ways(rest[n:])]
+
+    found = cpu_experts.batches(counts, 0)
+    assert cost([(batch.experts, batch.size) for batch in found]) == min(cost(way) for way in ways(counts))
+    stops = [(batch.first + batch.experts, batch.start + batch.experts * batch.size) for batch in found]
+    assert [(batch.first, batch.start) for batch in found] == [(0, 0), *stops[:-1]]
+    assert stops[-1][0] == len(counts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
