@@ -85,7 +85,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             # Gradients are summed, not averaged: the loss was divided once, by the global number of tokens. A divide
             # factor of 1 would use PREMUL_SUM, which gloo lacks, so plain sums are forced first.
             module.set_force_sum_reduction_for_comms(True)
-            if mesh.device_mesh.size() > 1:  # one process needs no factor, and FSDP would divide by it
+            # where no unit sums over ranks no factor is needed, and FSDP would divide all gradients by it
+            if options["mesh"].size() > 1 or expert_parallel.has_experts([model]):
                 module.set_gradient_divide_factor(1.0)
     if mesh.device.type == "cpu" and dist.get_backend() == "gloo":
         shared_memory.use(model)

@@ -29,6 +29,7 @@ from shardtrain.distributed.local_weights import local_weight, use_local_weights
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.shared_memory import SequenceExchange
 from shardtrain.layout import TENSOR_WORDS, Layout, matches, word_of
+from shardtrain.ops import onednn_linear
 from shardtrain.ops.onednn_linear import OneDnnLinear
 from shardtrain.ops.tied import tie, tied_names
 from shardtrain.utils.errors import ConfigError, Problem
@@ -274,10 +275,11 @@ class _Sequences:
         """All-gather the parts of a sequence."""
         if not isinstance(x_BtD, DTensor):
             if self.shared is not None and x_BtD.ndim == 3:
-                x_BTD: DTensor = _GatherSequence.apply(x_BtD, self.shared, device_mesh)
-                # once for all split layers that take it: their gradients are added up as plain tensors
-                x_BTD.for_local_products = x_BTD.to_local(grad_placements=(Partial(),))  # type: ignore[attr-defined]
-                return x_BTD
+                # all split layers that take it share the plain tensor and the sum of their gradients
+                gradient = _GradientSum()
+                plain_BTD, x_BTD = _GatherSequence.apply(x_BtD, self.shared, device_mesh, gradient)
+                x_BTD.for_local_products = (plain_BTD, gradient if self._sums_weights else None)
+                return x_BTD  # type: ignore[no-any-return]
             x_BtD = DTensor.from_local(x_BtD, device_mesh, (Shard(1),), run_check=False)
         return x_BtD.redistribute(placements=(Replicate(),))
 
@@ -294,18 +296,107 @@ class _Sequences:
         return sums_BTD.redistribute(placements=(Shard(1),)).to_local()
 
 
+class _GradientSum:
+    """The gradient of a gathered sequence, to which the split layers that multiply it add their own in backward."""
+
+    def __init__(self) -> None:
+        self._total_BTD: Tensor | None = None
+
+    def add_product(self, gradient_BTO: Tensor, weight_OD: Tensor, by_onednn: bool) -> None:
+        """Add ``gradient @ weight``, in the product itself where its kernel can."""
+        gradient_RO = gradient_BTO.flatten(0, -2)
+        if by_onednn:
+            self.add(onednn_linear.product(gradient_RO, weight_OD.t()).unflatten(0, gradient_BTO.shape[:-1]))
+        elif self._total_BTD is None:
+            self._total_BTD = (gradient_RO @ weight_OD).unflatten(0, gradient_BTO.shape[:-1])
+        else:
+            self._total_BTD.view(-1, weight_OD.size(1)).addmm_(gradient_RO, weight_OD)
+
+    def add(self, gradient_BTD: Tensor) -> None:
+        """Add a tensor, which nobody else may use."""
+        if self._total_BTD is None:
+            self._total_BTD = gradient_BTD
+        else:
+            self._total_BTD += gradient_BTD
+
+    def take(self) -> Tensor | None:
+        """The sum, and begin again with nothing; None if no layer has added to it."""
+        total_BTD, self._total_BTD = self._total_BTD, None
+        return total_BTD
+
+
 class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_BtD: Tensor, shared: SequenceExchange, mesh: DeviceMesh) -> DTensor:
-        ctx.shared = shared
-        return DTensor.from_local(shared.gather(x_BtD), mesh, (Replicate(),), run_check=False)
+    """The gathered sequence as a plain tensor and as a DTensor.
+
+    Autograd goes back to it when all layers that use it have gone back, whether they give a gradient of their input to
+    autograd or add it to ``gradient``.
+    """
 
     @staticmethod
-    def backward(ctx: Any, *gradients: DTensor) -> tuple[Tensor, None, None]:
-        gradient_BTD = gradients[0]
-        if gradient_BTD.placements == (Partial(),):
-            return ctx.shared.reduce_scatter(gradient_BTD.to_local()), None, None
-        return gradient_BTD.redistribute(placements=(Shard(1),)).to_local(), None, None
+    def forward(
+        ctx: Any, x_BtD: Tensor, shared: SequenceExchange, mesh: DeviceMesh, gradient: _GradientSum
+    ) -> tuple[Tensor, DTensor]:
+        ctx.shared = shared
+        ctx.gradient = gradient
+        ctx.set_materialize_grads(False)  # zeros of all tokens
+        x_BTD = shared.gather(x_BtD)
+        return x_BTD, DTensor.from_local(x_BTD, mesh, (Replicate(),), run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, None, None, None]:
+        total_BTD = ctx.gradient.take()
+        plain_BTD, split_BTD = gradients
+        whole_BTD = None
+        if split_BTD is not None and split_BTD.placements != (Partial(),):
+            whole_BTD = split_BTD
+        for addend_BTD in (plain_BTD, None if whole_BTD is not None else split_BTD):
+            if addend_BTD is not None:
+                total_BTD = _plain(addend_BTD) if total_BTD is None else total_BTD + _plain(addend_BTD)
+        gradient_BtD = None if total_BTD is None else ctx.shared.reduce_scatter(total_BTD)
+        if whole_BTD is not None:
+            part_BtD = whole_BTD.redistribute(placements=(Shard(1),)).to_local()
+            gradient_BtD = part_BtD if gradient_BtD is None else gradient_BtD + part_BtD
+        return gradient_BtD, None, None, None
+
+
+class _ProductOfGathered(torch.autograd.Function):
+    """A split linear layer's product; it adds the gradient of its input to ``gradient``, and gives autograd none.
+
+    ``by_onednn``: whether oneDNN multiplies, as in ``OneDnnLinear``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_BTD: Tensor, weight: DTensor, bias_O: Tensor | None, gradient: _GradientSum, by_onednn: bool
+    ) -> Tensor:
+        local_OD = weight._local_tensor
+        ctx.save_for_backward(x_BTD, local_OD)
+        ctx.spec = weight._spec
+        ctx.gradient = gradient
+        ctx.by_onednn = by_onednn
+        if by_onednn:
+            return onednn_linear.product(x_BTD, local_OD, bias_O)
+        return nn.functional.linear(x_BTD, local_OD, bias_O)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, DTensor | None, Tensor | None, None, None]:
+        (gradient_BTO,) = gradients
+        x_BTD, local_OD = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        if needs_x:
+            ctx.gradient.add_product(gradient_BTO, local_OD, ctx.by_onednn)
+        gradient_RO = gradient_BTO.flatten(0, -2)
+        dweight = None
+        if needs_weight:
+            x_RD = x_BTD.flatten(0, -2)
+            by_kernel = onednn_linear.weight_gradient if ctx.by_onednn else _weight_gradient
+            # as FSDP makes its DTensors: the gradient is placed as the weight is
+            dweight = DTensor(by_kernel(gradient_RO, x_RD), ctx.spec, requires_grad=False)
+        return None, dweight, gradient_RO.sum(0) if needs_bias else None, None, None
+
+
+def _weight_gradient(gradient_RO: Tensor, x_RI: Tensor) -> Tensor:
+    return gradient_RO.t() @ x_RI
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
@@ -339,8 +430,14 @@ def _multiply_local_parts(linear: nn.Linear) -> None:
             return original_forward(x)
         is_split = isinstance(x, DTensor)
         stays_plain = hasattr(x, "for_local_products") if by_outputs else not is_split
-        if stays_plain:
-            x_local = x.for_local_products if by_outputs else x  # type: ignore[attr-defined]
+        if stays_plain and by_outputs:
+            x_local, gradient = x.for_local_products  # type: ignore[attr-defined]
+            if gradient is not None and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+                bias_O = bias.to_local() if isinstance(bias, DTensor) else None
+                by_onednn = type(linear) is OneDnnLinear and onednn_linear.can_multiply(x_local, weight._local_tensor)
+                return _ProductOfGathered.apply(x_local, weight, bias_O, gradient, by_onednn)  # type: ignore[no-any-return]
+        elif stays_plain:
+            x_local = x
         elif is_split and x.placements == ((Replicate(),) if by_outputs else (Shard(x.ndim - 1),)):
             # the gradient of a replicated input is the sum over ranks: each computes a part of it
             x_local = x.to_local(grad_placements=partial_sum if by_outputs else None)

@@ -29,23 +29,35 @@ def product(x_xI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Te
     return _product(x_xI, weight_OI, bias_O)  # type: ignore[no-any-return]
 
 
+def can_multiply(x: Tensor, weight_OI: Tensor) -> bool:
+    """Whether ``product`` is for such factors."""
+    # A subclass of Tensor (a DTensor, one of the compiler or of a test) has its own matrix product
+    rows = x.numel() // max(x.size(-1), 1)
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and weight_OI.dtype == torch.float32
+        and type(x) in (Tensor, nn.Parameter)
+        and type(weight_OI) in (Tensor, nn.Parameter)
+        and rows * weight_OI.numel() >= _SMALLEST_PRODUCT
+        and not torch.is_autocast_enabled("cpu")
+        and x.dim() >= 2
+    )
+
+
+def weight_gradient(gradient_RO: Tensor, x_RI: Tensor) -> Tensor:
+    """The gradient (O, I) of a weight whose product is ``product``."""
+    # Transposing both factors for oneDNN may cost more than its product gains, so that this is measured apart
+    by_onednn = cpu_kernels.chosen().uses("onednn_weight_gradient")
+    return _product(gradient_RO.t(), x_RI.t(), None) if by_onednn else gradient_RO.t() @ x_RI  # type: ignore[no-any-return]
+
+
 class OneDnnLinear(nn.Linear):
     """A linear layer that multiplies by oneDNN what is float32, on a CPU, and not small."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O)."""
-        # A subclass of Tensor (a DTensor, one of the compiler or of a test) has its own matrix product
-        rows = x.numel() // max(x.size(-1), 1)
-        if (
-            x.device.type != "cpu"
-            or x.dtype != torch.float32
-            or self.weight.dtype != torch.float32
-            or type(x) not in (Tensor, nn.Parameter)
-            or type(self.weight) not in (Tensor, nn.Parameter)
-            or rows * self.weight.numel() < _SMALLEST_PRODUCT
-            or torch.is_autocast_enabled("cpu")
-            or x.dim() < 2
-        ):
+        if not can_multiply(x, self.weight):
             return super().forward(x)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return product(x, self.weight, self.bias)
@@ -85,12 +97,9 @@ def _differentiate(ctx: Any, gradient_xO: Tensor) -> tuple[Tensor | None, Tensor
     dx_xI = dweight_OI = dbias_O = None
     if needs_x:
         dx_xI = _product(gradient_xO, weight_OI.t(), None)
-    # Transposing both factors for oneDNN may cost more than its product gains, so that this is measured apart
     gradient_RO = gradient_xO.flatten(0, -2)
     if needs_weight:
-        x_RI = x_xI.flatten(0, -2)
-        by_onednn = cpu_kernels.chosen().uses("onednn_weight_gradient")
-        dweight_OI = _product(gradient_RO.t(), x_RI.t(), None) if by_onednn else gradient_RO.t() @ x_RI
+        dweight_OI = weight_gradient(gradient_RO, x_xI.flatten(0, -2))
     if ctx.has_bias and needs_bias:
         dbias_O = gradient_RO.sum(0)
     return dx_xI, dweight_OI, dbias_O

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from shardtrain.distributed import build, mapped_memory, shared_barrier, tensor_parallel
 from shardtrain.distributed.process_group import World
@@ -161,10 +163,12 @@ class Chain(torch.nn.Module):
         super().__init__()
         self.embed, self.norm, self.block = torch.nn.Embedding(vocab, 8), torch.nn.RMSNorm(8), Uses()
         self.head = torch.nn.Linear(8, vocab)
+        self.recomputes = False
 
     def forward(self, tokens_BT, positions_BT):
         x_BTD = self.embed(tokens_BT)
-        return self.head(x_BTD + self.block(self.norm(x_BTD)))
+        block = partial(checkpoint, self.block, use_reentrant=False) if self.recomputes else self.block
+        return self.head(x_BTD + block(self.norm(x_BTD)))
 
 
 def _check_chain(rank: int, ranks: int, shared: bool) -> None:
@@ -194,6 +198,13 @@ def _check_chain(rank: int, ranks: int, shared: bool) -> None:
         out_BTV.backward(back_BTV[..., columns])
         for (name, mine), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, msg=name)
+        # a second backward of one graph gives the same once more, and so does a block that is computed again for it
+        split.recomputes = True
+        again_BTV = split(tokens_BT, positions_BT)
+        again_BTV.backward(back_BTV[..., columns], retain_graph=True)
+        again_BTV.backward(back_BTV[..., columns])
+        for (name, mine), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), 3 * theirs.grad, msg=name)
         # the embedding's weight is a parameter again, and not what its forward has seen
         assert split.embed.weight is split.embed._parameters["weight"]
 
