@@ -14,6 +14,7 @@ Shape suffixes: R rows, P rows with room between experts, I inputs, O outputs, E
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -164,17 +165,18 @@ def linear(x: Tensor, weight_OI: Tensor, recipe: str, emulate: bool) -> Tensor:
     return torch.ops.aten._unsafe_view(out_RO, (*x.shape[:-1], weight_OI.size(0)))  # type: ignore[no-any-return]
 
 
-class Float8Linear(nn.Linear):
-    """A linear layer in float8; parameters and their names are those of ``nn.Linear``. Made by ``convert``."""
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose product is one of fewer bits, which ``multiply`` is."""
 
-    recipe: str
-    emulate: bool
+    @abstractmethod
+    def multiply(self, x: Tensor, weight_OI: Tensor) -> Tensor:
+        """Map (..., I) to (..., O) without the bias; neither is a DTensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O); where tensor parallelism has split the weight, each rank multiplies its part."""
         if isinstance(self.weight, DTensor):
             return self._split(x)
-        out = linear(x, self.weight, self.recipe, self.emulate)
+        out = self.multiply(x, self.weight)
         return out if self.bias is None else out + self.bias
 
     def _split(self, x: Tensor) -> Tensor:
@@ -187,12 +189,23 @@ class Float8Linear(nn.Linear):
         by_outputs = placement.is_shard(0)
         share: tuple[Placement, ...] = (Partial(),)
         x_local = x.to_local(grad_placements=share if by_outputs else None)
-        out = linear(x_local, weight.to_local(), self.recipe, self.emulate)
+        out = self.multiply(x_local, weight.to_local())
         if self.bias is not None and by_outputs:
             out = out + self.bias.to_local()  # type: ignore[attr-defined]
         elif self.bias is not None:  # added once, by one rank: the outputs of all ranks are summed
             out = out + self.bias.to_local(grad_placements=share) * float(mesh.get_local_rank() == 0)  # type: ignore[attr-defined]
         return DTensor.from_local(out, mesh, (Shard(out.ndim - 1),) if by_outputs else share, run_check=False)
+
+
+class Float8Linear(QuantizedLinear):
+    """A linear layer in float8; parameters and their names are those of ``nn.Linear``. Made by ``convert``."""
+
+    recipe: str
+    emulate: bool
+
+    def multiply(self, x: Tensor, weight_OI: Tensor) -> Tensor:
+        """The product as the recipe has it."""
+        return linear(x, weight_OI, self.recipe, self.emulate)
 
     def extra_repr(self) -> str:
         """As nn.Linear's, with the recipe."""

@@ -1,0 +1,277 @@
+"""Rounding to MX, beside a model of the specification in float64 that is written down here by itself, in tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardtrain.ops import microscaling
+
+RULES = ("floor", "rceil")
+E4M3 = torch.tensor(
+    [n * 2.0**-9 for n in range(8)] + [(8 + n) * 2.0 ** (e - 10) for e in range(1, 16) for n in range(8)][:-1],
+    dtype=torch.float64,
+)
+"""All numbers of float8 e4m3 from 0 to 448: subnormal ones, then eight for each exponent; the last would be NaN."""
+POWERS = torch.exp2(torch.arange(-127, 128, dtype=torch.float64))
+"""All scales of e8m0."""
+
+
+def nearest(x: Tensor) -> Tensor:
+    """The nearest number of e4m3; in the middle of two that with an even code, and 448 for all above it."""
+    size = x.abs().clamp(max=448)
+    above = torch.searchsorted(E4M3, size).clamp(min=1)
+    below = above - 1
+    to_below, to_above = size - E4M3[below], E4M3[above] - size
+    lower = (to_below < to_above) | ((to_below == to_above) & (below % 2 == 0))
+    return torch.copysign(E4M3[torch.where(lower, below, above)], x)
+
+
+def model(x: Tensor, rule: str) -> tuple[Tensor, Tensor]:
+    """What rows are rounded to, in float64, and the number of the scale of each block."""
+    rows, length = x.shape
+    filled = x.new_zeros(rows, -(-length // 32) * 32, dtype=torch.float64)
+    filled[:, :length] = x
+    blocks = filled.view(rows, -1, 32)
+    amax = blocks.abs().amax(-1)
+    if rule == "floor":  # section 6.3: the largest power of two in the block, over that of the format, which is 2^8
+        scale = (torch.searchsorted(POWERS * 2**8, amax, right=True) - 1).clamp(min=0)
+    else:
+        scale = torch.searchsorted(POWERS * 448, amax)
+    power = POWERS[scale][..., None]
+    return (nearest(blocks / power) * power).view_as(filled)[:, :length], scale
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    """Numbers of many magnitudes, in a block and from block to block."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    return x * torch.exp2(4 * torch.randn(shape, generator=generator))
+
+
+def edges() -> Tensor:
+    """Blocks whose largest number lies at a rule's edge, with numbers at and beside the middle of two of float8."""
+    tops = [0.0, 1.0, 1.75, 448.0, 256.0, 2.0**-126, 2.0**-118, 2.0**-119, 2.0**119, 2.0**127]
+    tops += [math.nextafter(top, up) for top in (1.0, 1.75, 448.0) for up in (0.0, 1e9)]
+    finfo = torch.finfo(torch.float32)
+    tops += [
+        1 - 2.0**-24,
+        1.75 + 2.0**-22,
+        1.75 - 2.0**-23,
+        448 + 2.0**-15,
+        finfo.max,
+        finfo.tiny,
+        2.0**-149,
+        1.9999999,
+    ]
+    shares = [
+        1.0,
+        0.5,
+        17 / 32,
+        19 / 32,
+        0.99,
+        2.0**-15,
+        3 * 2.0**-17,
+        2.0**-18,
+        1.01 * 2.0**-18,
+        2.0**-40,
+        0.0,
+        480 / 511,
+    ]
+    rows = []
+    for top in tops:
+        row = [top * share for share in shares]
+        rows.append([*row, *(-one for one in row), *([0.0] * (32 - 2 * len(row)))])
+    return torch.tensor(rows, dtype=torch.float64).float()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_is_exactly_that_of_the_specification(dtype, rule):
+    """Scales and numbers, which the type holds but for subnormal ones of bfloat16, and 2^128."""
+    for x in (numbers(0, 64, 256), numbers(1, 64, 128) * 1e-30, numbers(2, 3, 100), numbers(3, 5, 7), edges()):
+        x = x.to(dtype)
+        x = torch.where(x.isfinite(), x, 1.0)  # float32's largest number is infinite in bfloat16
+        bits, scale = microscaling.to_mx(x, rule)
+        expected, expected_scale = model(x, rule)
+        assert torch.equal(scale.long(), expected_scale)
+        meant = bits.double().unflatten(1, (-1, 32)) * POWERS[scale.long()][..., None]
+        assert torch.equal(meant.flatten(1)[:, : x.size(1)], expected)
+        found = microscaling.rounded(x, rule)
+        assert found.dtype is dtype and torch.equal(found, expected.to(dtype))
+
+
+def test_what_a_rule_is_for():
+    """floor cuts off what exceeds 448 times its scale, up to an eighth of it; rceil cuts off nothing."""
+    x = torch.full((1, 32), 511.0)
+    assert microscaling.rounded(x, "floor").unique().tolist() == [448.0]
+    assert microscaling.rounded(x, "rceil").unique().tolist() == [512.0]
+    assert microscaling.rounded(torch.full((1, 32), 448.0), "rceil").unique().tolist() == [448.0]
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_block_with_a_number_that_is_not_finite_is_nan(value, rule):
+    x = numbers(0, 4, 96)
+    x[1, 40] = value
+    bits, scale = microscaling.to_mx(x, rule)
+    assert scale[1, 1] == 0xFF and (scale == 0xFF).sum() == 1
+    found = microscaling.rounded(x, rule)
+    assert found[1, 32:64].isnan().all() and found.isnan().sum() == 32
+    assert bits.view(4, 3, 32)[1, 1].float().isnan().all()
+
+
+def test_zeros_keep_their_signs_and_have_the_smallest_scale():
+    x = torch.tensor([[0.0, -0.0] * 16])
+    bits, scale = microscaling.to_mx(x, "floor")
+    assert scale.tolist() == [[0]] and torch.equal(bits.view(torch.uint8), torch.tensor([[0, 128] * 16]).byte())
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 32), (4, 64, 0), (0, 5, 7)], ids=str)
+@pytest.mark.parametrize("emulate", [True, False])
+def test_nothing_gives_nothing(shape, emulate):
+    rows, inputs, outputs = shape
+    x, w = torch.ones(rows, inputs, requires_grad=True), torch.ones(outputs, inputs, requires_grad=True)
+    out = microscaling.linear(x, w, "floor", emulate)
+    out.sum().backward()
+    assert out.shape == (rows, outputs) and x.grad.shape == x.shape and w.grad.shape == w.shape
+    assert w.grad.eq(0).all() or rows
+    assert microscaling.product(x[:, :0], w[:, :0], "floor", emulate).eq(0).all()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_parts_of_whole_blocks_round_as_the_whole(rule):
+    """What tensor parallelism and FSDP rely on."""
+    x = numbers(0, 64, 192).bfloat16()
+    whole = microscaling.rounded(x, rule)
+    parts = torch.cat([microscaling.rounded(part, rule) for part in x.split([96, 32, 64], dim=1)], 1)
+    assert torch.equal(whole, parts)
+    assert torch.equal(whole, torch.cat([microscaling.rounded(part, rule) for part in x.split(16)]))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_rounding_again_changes_nothing(rule):
+    x = numbers(0, 64, 192).bfloat16()
+    once = microscaling.rounded(x, rule)
+    assert torch.equal(microscaling.rounded(once, rule), once)
+
+
+def products(x: Tensor, w: Tensor, g: Tensor, rule: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, gradient of the input and of the weight, in float64: each operand along what is summed."""
+    x_I, w_I, g_O, w_O, g_R, x_R = (model(one, rule)[0] for one in (x, w, g, w.T, g.T, x.T))
+    return x_I @ w_I.T, g_O @ w_O.T, g_R @ x_R.T
+
+
+@pytest.mark.parametrize("sizes", [(64, 96, 32), (40, 48, 80)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_linear_layer_is_its_rounding_model(rule, dtype, sizes):
+    """Sums are rounded alone: 1e-15 in float64, 1e-6 of the sum of magnitudes in float32; and a bfloat16 result once.
+
+    The second sizes are those of sums that 32 does not divide.
+    """
+    rows, inputs, outputs = sizes
+    half = torch.bfloat16 if dtype is torch.bfloat16 else torch.float32
+    x, w, g = (
+        numbers(0, rows, inputs).to(half),
+        numbers(1, outputs, inputs).to(half),
+        numbers(2, rows, outputs).to(half),
+    )
+    x_, w_ = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
+    out = microscaling.linear(x_[None], w_, rule, emulate=True)[0]
+    out.backward(g.to(dtype))
+    magnitudes = x.abs().double(), w.abs().double(), g.abs().double()
+    bounds = magnitudes[0] @ magnitudes[1].T, magnitudes[2] @ magnitudes[1], magnitudes[2].T @ magnitudes[0]
+    for found, wanted, size in zip((out, x_.grad, w_.grad), products(x, w, g, rule), bounds, strict=True):
+        bound = (1e-15 if dtype is torch.float64 else 2e-6) * 2 * size
+        bound = bound + (wanted.abs() * 2.0**-8 if dtype is torch.bfloat16 else 0)
+        assert found.dtype is dtype and ((found.double() - wanted).abs() <= bound).all()
+
+
+def laid_out(scale: Tensor, rows: int, blocks: int) -> Tensor:
+    """Scales (rows, blocks) from the layout that cuBLAS documents for 1D block scaling factors, one by one."""
+    tiles = -(-blocks // 4)
+    found = torch.empty(rows, blocks, dtype=torch.uint8)
+    for row in range(rows):
+        for block in range(blocks):
+            tile = row // 128 * tiles + block // 4
+            outer = row % 128
+            found[row, block] = scale[512 * tile + outer % 32 * 16 + outer // 32 * 4 + block % 4]
+    return found
+
+
+def test_scales_are_laid_out_as_cublas_documents_it():
+    for rows, blocks in ((1, 1), (128, 4), (130, 5), (300, 9)):
+        scale = torch.randint(0, 255, (rows, blocks), generator=torch.Generator().manual_seed(rows), dtype=torch.uint8)
+        found = microscaling.swizzled(scale)
+        assert found.numel() == 512 * -(-rows // 128) * -(-blocks // 4)
+        assert torch.equal(laid_out(found, rows, blocks), scale)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sizes", [(64, 96, 32), (200, 48, 160)], ids=str)
+def test_the_product_of_a_device_is_given_its_operands(monkeypatch, rule, sizes):
+    """No GPU here has the kernel: a stand-in undoes its layout and multiplies in float64, which is then rounded once.
+
+    What it is given goes through PyTorch's own checks of types, strides and sizes as well.
+    """
+    original = torch._scaled_mm
+    shapes = []
+
+    def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype) -> Tensor:
+        assert scale_a.dtype is scale_b.dtype is torch.float8_e8m0fnu
+        on_meta = [operand.to("meta") for operand in (a, b, scale_a, scale_b)]
+        shapes.append(tuple(original(*on_meta, out_dtype=out_dtype).shape))
+        meant = []
+        for rows_of, scale in ((a, scale_a), (b.t(), scale_b)):
+            assert rows_of.dtype is torch.float8_e4m3fn and rows_of.is_contiguous() and rows_of.size(1) % 32 == 0
+            blocks = rows_of.size(1) // 32
+            power = POWERS[laid_out(scale.view(torch.uint8), rows_of.size(0), blocks).long()]
+            meant.append((rows_of.double().unflatten(1, (blocks, 32)) * power[..., None]).flatten(1))
+        return (meant[0] @ meant[1].T).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    rows, inputs, outputs = sizes
+    x, w, g = (
+        numbers(0, rows, inputs).bfloat16(),
+        numbers(1, outputs, inputs).bfloat16(),
+        numbers(2, rows, outputs).bfloat16(),
+    )
+    x_, w_ = x.clone().requires_grad_(), w.clone().requires_grad_()
+    microscaling_out = microscaling.linear(x_, w_, rule, emulate=False)
+    microscaling_out.backward(g)
+    for found, wanted in zip((microscaling_out, x_.grad, w_.grad), products(x, w, g, rule), strict=True):
+        assert torch.equal(found, wanted.bfloat16())
+    assert shapes == [(rows, outputs), (rows, inputs), (outputs, inputs)]
+
+
+def test_a_recipe_is_torchaos_of_its_name():
+    layer = torch.nn.Linear(64, 32)
+    x = numbers(0, 8, 64)
+    microscaling.convert(layer, "mxfp8_emulated")
+    assert torch.equal(layer(x), microscaling.linear(x, layer.weight, "floor", emulate=True) + layer.bias)
+    assert "mxfp8_emulated" in repr(layer) and set(dict(layer.named_parameters())) == {"weight", "bias"}
+    assert microscaling.RECIPES["mxfp8_cublas"] == ("floor", False)
+    assert microscaling.RECIPES["mxfp8_cublas_rceil"] == ("rceil", False)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rounding_is_torchaos_bit_by_bit(dtype, rule):
+    """Of blocks from 2^-100 to 2^100: of those below its scales are not exact, and NaN or infinity it hides."""
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    config = pytest.importorskip("torchao.prototype.mx_formats.config")
+    mode = getattr(config.ScaleCalculationMode, rule.upper(), None)
+    if mode is None:
+        pytest.skip(f"this torchao has no rule {rule}")
+    x = numbers(0, 256, 256) * torch.exp2(20 * torch.randn(256, 1, generator=torch.Generator().manual_seed(1)))
+    x = torch.where(x.abs() < 2.0**-100, 0.0, x).to(dtype)
+    x[0] = 0
+    x[1, :32] = 448
+    bits, scale = microscaling.to_mx(x, rule)
+    their_scale, their_bits = mx_tensor.to_mx(x, torch.float8_e4m3fn, 32, mode)
+    assert torch.equal(scale, their_scale.view(torch.uint8))
+    assert torch.equal(bits.view(torch.uint8), their_bits.view(torch.uint8))
