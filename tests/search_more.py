@@ -590,8 +590,11 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
         "profiling.profiler_warmup", "profiling.profile_memory", "profiling.enable_memory_snapshot",
     ),
     "not available: refused before a rank starts": (
-        "job.custom_config_module", "parallelism.expert_parallel_comm_backend", "quantize.linear.mx.",
-        "quantize.grouped_mm.mx.", "memory_estimation.", "experimental.", "fault_tolerance.",
+        "job.custom_config_module", "parallelism.expert_parallel_comm_backend", "quantize.grouped_mm.mx.",
+        "memory_estimation.", "experimental.", "fault_tolerance.",
+    ),
+    "blocks of 32, which the small sizes here do not divide: tests/distributed/test_float8_mx.py": (
+        "quantize.linear.mx.",
     ),
     "read by shardtrain launch alone": ("launch.",),
     "read by shardtrain test alone": ("task.test_dataset_path", "task.test_split"),

@@ -197,6 +197,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         ),
         "float8.force_recompute_fp8_weight_in_bwd": Alias(None, bool, why="weights are always rounded again"),
         **_same("mx", "quantize.linear.mx", _MX),
+        "mx.use_fp8_dim1_cast_triton_kernel": Alias(None, bool, why="casts are PyTorch's operations here"),
         **_same("quantize.dense.float8", "quantize.linear.float8", {**_FLOAT8, "filter_fqns": list[str]}),
         **_same("quantize.dense.mx", "quantize.linear.mx", _MX),
         **_same("quantize.moe.float8", "quantize.grouped_mm.float8", {"fqns": list[str]}),
@@ -210,6 +211,7 @@ _VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("model.name", "llama"): "llama2",
         ("model.norm_type", "compiled_rmsnorm"): "rmsnorm",
+        ("quantize.linear.mx.recipe_name", "mxfp8"): "mxfp8_cublas",
         **{
             (f"{section}.pipeline_parallel_schedule", old): "Interleaved1F1B"
             for section in ("experimental", "parallelism")

@@ -17,9 +17,9 @@ UNAVAILABLE: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("job.custom_config_module", bool, "sections of your own", "remove it"),
     (
         "model.converters",
-        lambda names: any(name.endswith(".mx") for name in names),
-        "microscaling types (MXFP8, NVFP4: products of GPUs of compute capability 10 and above)",
-        'use "quantize.linear.float8" and "quantize.grouped_mm.float8": from 8.9 on, and with emulate = true anywhere',
+        lambda names: "quantize.grouped_mm.mx" in names,
+        "experts in microscaling types",
+        'use "quantize.grouped_mm.float8" for experts; linear layers have "quantize.linear.mx"',
     ),
     ("parallelism.expert_parallel_comm_backend", lambda v: v != "standard", "DeepEP", 'set it to "standard"'),
     (

@@ -143,6 +143,7 @@ OPTIONS: dict[str, Class] = {
     "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": "ignore",
     "quantize.linear.float8.emulate": "ignore",
     "quantize.grouped_mm.float8.emulate": "ignore",
+    "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": "ignore",
     "debug.seed": "data",
     "debug.deterministic": "ignore",
     "debug.deterministic_warn_only": "ignore",

@@ -21,7 +21,7 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.rules.checkpoint import check_pinned
 from shardtrain.config.rules.data import datasets
 from shardtrain.config.rules.experts import check_experts_of_world
-from shardtrain.config.rules.float8 import needs_products
+from shardtrain.config.rules.float8 import needs_mx_products, needs_products
 from shardtrain.config.rules.model import model_shape
 from shardtrain.config.rules.pipeline import check_microbatches, known_rows
 from shardtrain.config.rules.values import any_of, problem
@@ -159,6 +159,11 @@ def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iter
     if needs_products(loaded):
         rule = "needs a device that multiplies in float8, and a CPU computes in float32 and bfloat16"
         fix = "set emulate = true in its section to compute the same numbers without one, slowly, or remove it"
+        yield problem(loaded, "model.converters", rule, fix)
+    if needs_mx_products(loaded):
+        name = "a CPU" if device == "cpu" else device
+        rule = f"needs MXFP8 products, of CUDA capability 10.0 and above, and {name} computes in float32 and bfloat16"
+        fix = 'set quantize.linear.mx.recipe_name = "mxfp8_emulated" for those of mxfp8_cublas, slowly, or remove it'
         yield problem(loaded, "model.converters", rule, fix)
     if c.parallelism.enable_async_tensor_parallel:
         yield problem(loaded, "parallelism.enable_async_tensor_parallel", "needs CUDA", "set it to false")

@@ -1,4 +1,4 @@
-"""Which modules compute in float8, and gathering their weights in 8 bits; the numbers are made in ``ops/float8.py``.
+"""Which modules compute in float8 or MX, and gathering weights in 8 bits; numbers are made in ``ops/``.
 
 A weight that FSDP gathers is rounded by its owner, sent as one byte per number, and restored in the compute type: the
 module that uses it rounds it once more, to the same numbers, because scales are powers of two. So gathering in float8
@@ -19,15 +19,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from shardtrain.config import derived
-from shardtrain.config.schema import Config
+from shardtrain.config.schema import Config, Float8Linear, MXLinear
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout
-from shardtrain.ops import float8
+from shardtrain.ops import float8, microscaling
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 CONVERTERS = "model.converters"
 LINEAR = "quantize.linear.float8"
+MX = "quantize.linear.mx"
 GROUPED = "quantize.grouped_mm.float8"
 SMALL = "auto_filter_small_kn"
 """A word of filter_fqns: layers whose products are too small to gain by float8 are left as they are."""
@@ -37,14 +38,14 @@ _MULTIPLE = 16
 
 
 def convert(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Let the modules that ``model.converters`` asks for compute in float8, in place; names stay. Must run first.
+    """Let the modules that ``model.converters`` asks for compute in 8 bits, in place; names stay. Must run first.
 
     Raises:
         ConfigError: when the device has no such products, or a filter names nothing, or no module is left.
     """
     wanted = config.model.converters
     _check_device(mesh, config)
-    if LINEAR in wanted:
+    if LINEAR in wanted or MX in wanted:
         _convert_linear(model, mesh, config)
     if GROUPED in wanted:
         options = config.quantize.grouped_mm.float8
@@ -59,9 +60,12 @@ def convert(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> Non
 
 def check(model: nn.Module, config: Config) -> None:
     """Refuse what ``convert`` would refuse of a model on any device; nothing is changed."""
-    if LINEAR in config.model.converters:
-        _linears_of(model, config)
-    if GROUPED in config.model.converters:
+    wanted = config.model.converters
+    if LINEAR in wanted or MX in wanted:
+        found = _linears_of(model, config)
+        if MX in wanted:
+            _check_parts(found.converted, config.parallelism.tensor_parallel_degree, MX, microscaling.BLOCK)
+    if GROUPED in wanted:
         _experts_of(model, config)
 
 
@@ -71,8 +75,12 @@ def _check_device(mesh: Mesh, config: Config) -> None:
     on_device = (LINEAR in wanted and not options.linear.float8.emulate) or (
         GROUPED in wanted and not options.grouped_mm.float8.emulate
     )
-    if not on_device or config.comm.mode == "fake_backend" or mesh.device.type != "cuda":
+    if config.comm.mode == "fake_backend" or mesh.device.type != "cuda":
         return  # a CPU is refused before ranks start, see config/machine.py
+    if MX in wanted and not microscaling.RECIPES[options.linear.mx.recipe_name][1]:
+        _check_mx_of_device(config)
+    if not on_device:
+        return
     if torch.version.hip:
         name = torch.cuda.get_device_properties(0).gcnArchName
         capable = "gfx94" in name or "gfx95" in name
@@ -87,9 +95,24 @@ def _check_device(mesh: Mesh, config: Config) -> None:
         raise ConfigError(Problem(CONVERTERS, list(wanted), rule, "set emulate = true in its section, or remove it"))
 
 
+def _check_mx_of_device(config: Config) -> None:
+    name = torch.cuda.get_device_name()
+    capable = False
+    if not torch.version.hip:
+        major, minor = torch.cuda.get_device_capability()
+        name = f"{name} (capability {major}.{minor})"
+        capable = major >= 10
+    if not capable:
+        rule = f"needs MXFP8 products, of CUDA capability 10.0 and above, that {name} lacks"
+        fix = (
+            'set its recipe_name = "mxfp8_emulated" for those of mxfp8_cublas, slowly, or use "quantize.linear.float8"'
+        )
+        raise ConfigError(Problem(CONVERTERS, list(config.model.converters), rule, fix))
+
+
 @dataclass(frozen=True)
 class _Linears:
-    """Linear layers that compute in float8, with their paths, and the paths of those that do not, by the reason."""
+    """Linear layers that compute in 8 bits, with their paths, and the paths of those that do not, by the reason."""
 
     converted: list[tuple[str, nn.Linear]]
     odd: list[str]
@@ -98,11 +121,15 @@ class _Linears:
 
 
 def _linears_of(model: nn.Module, config: Config) -> _Linears:
-    options = config.quantize.linear.float8
-    option = f"{LINEAR}.filter_fqns"
-    filters = [word for word in options.filter_fqns if word != SMALL]
+    in_mx = MX in config.model.converters
+    converter = MX if in_mx else LINEAR
+    options: Float8Linear | MXLinear = config.quantize.linear.mx if in_mx else config.quantize.linear.float8
+    option = f"{converter}.filter_fqns"
+    is_default = in_mx and options.filter_fqns == MXLinear().filter_fqns  # a model may have no head
+    too_small = SMALL in options.filter_fqns and not in_mx
+    filters = [word for word in options.filter_fqns if word != SMALL or in_mx]
     paths = [path for path, _ in model.named_modules() if path]
-    for word in filters:
+    for word in filters if not is_default else ():
         if not any(_names(path, word) for path in paths):
             fix = f"name a part of a module's path, such as {paths[-1]!r}"
             raise ConfigError(Problem(option, options.filter_fqns, f"names no module of this model by {word!r}", fix))
@@ -116,25 +143,34 @@ def _linears_of(model: nn.Module, config: Config) -> _Linears:
             found.left.append(path)
         elif rows % _MULTIPLE or columns % _MULTIPLE:
             found.odd.append(path)
-        elif SMALL in options.filter_fqns and _is_small(rows, columns, options.recipe_name or "tensorwise"):
+        elif too_small and _is_small(rows, columns, options.recipe_name or "tensorwise"):
             found.small.append(path)
         else:
             found.converted.append((path, module))
     if not found.converted:
-        rule = "leaves no linear layer to compute in float8"
-        fix = f"filter less, or remove {LINEAR!r} from model.converters"
+        rule = f"leaves no linear layer to compute in {'MX' if in_mx else 'float8'}"
+        fix = f"filter less, or remove {converter!r} from model.converters"
         raise ConfigError(Problem(option, options.filter_fqns, rule, fix))
     return found
 
 
 def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
-    options = config.quantize.linear.float8
+    options = config.quantize.linear
     found = _linears_of(model, config)
-    recipe = options.recipe_name or "tensorwise"
-    if not options.emulate:
-        _check_parts(found.converted, mesh)
-    for _, module in found.converted:
-        float8.convert(module, recipe, options.emulate)
+    if MX in config.model.converters:
+        # Also where products are emulated: a part that is not whole blocks would be rounded by other scales
+        _check_parts(found.converted, mesh.size("tp"), MX, microscaling.BLOCK)
+        for _, module in found.converted:
+            microscaling.convert(module, options.mx.recipe_name)
+        how = f"{MX}: {len(found.converted)} linear layers compute in MX, {options.mx.recipe_name}"
+    else:
+        recipe = options.float8.recipe_name or "tensorwise"
+        if not options.float8.emulate:
+            _check_parts(found.converted, mesh.size("tp"), LINEAR, _MULTIPLE)
+        for _, module in found.converted:
+            float8.convert(module, recipe, options.float8.emulate)
+        how = f"{LINEAR}: {len(found.converted)} linear layers compute in float8, {recipe}"
+        how += ", emulated" if options.float8.emulate else ""
     aside = [
         f"{len(names)} {why}"
         for names, why in (
@@ -144,10 +180,7 @@ def _convert_linear(model: nn.Module, mesh: Mesh, config: Config) -> None:
         )
         if names
     ]
-    logger.info(
-        f"{LINEAR}: {len(found.converted)} linear layers compute in float8, {recipe}"
-        f"{', emulated' if options.emulate else ''}{'; left out: ' if aside else ''}{', '.join(aside)}"
-    )
+    logger.info(f"{how}{'; left out: ' if aside else ''}{', '.join(aside)}")
 
 
 def _names(path: str, word: str) -> bool:
@@ -165,14 +198,14 @@ def _is_small(rows: int, columns: int, recipe: str) -> bool:
     return rows <= 2048 or columns <= 1024 or (rows <= 4096 and columns <= 2048)
 
 
-def _check_parts(converted: Sequence[tuple[str, nn.Linear]], mesh: Mesh) -> None:
-    """On a device each rank's part of a weight has sizes that its kernels take."""
-    tp = mesh.size("tp")
+def _check_parts(converted: Sequence[tuple[str, nn.Linear]], tp: int, converter: str, multiple: int) -> None:
+    """Each rank's part of a weight has sizes that kernels of devices take, and is whole blocks of MX."""
     for path, module in converted:
         for size in module.weight.shape:
-            if tp > 1 and size % (_MULTIPLE * tp):
-                rule = f"leaves a rank {size / tp:g} of the {size} features of {path}, which are not a multiple of 16"
-                fix = f"use a smaller degree, or add {path.rpartition('.')[2]!r} to {LINEAR}.filter_fqns"
+            if tp > 1 and size % (multiple * tp):
+                part = f"leaves a rank {size / tp:g} of the {size} features of {path}"
+                rule = f"{part}, which are not a multiple of {multiple}"
+                fix = f"use a smaller degree, or add {path.rpartition('.')[2]!r} to {converter}.filter_fqns"
                 raise ConfigError(Problem("parallelism.tensor_parallel_degree", tp, rule, fix))
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from shardtrain.config import check, load, notes
+from shardtrain.config import ConfigError, check, load, notes, unavailable
 from shardtrain.config.machine import machine_notes
 
 FLOAT8 = "--model.converters=quantize.linear.float8"
 EMULATED = [FLOAT8, "--quantize.linear.float8.emulate=true"]
 
+MX = ["--model.converters=quantize.linear.mx", "--quantize.linear.mx.recipe_name=mxfp8_emulated"]
 EXPERTS = [
     "--model.converters=quantize.grouped_mm.float8",
     "--quantize.grouped_mm.float8.fqns=experts",
@@ -30,6 +31,8 @@ def problems(*words: str) -> str:
         (["--model.print_after_conversion"], "prints what model.converters has changed, which is empty"),
         ([*EMULATED, "--lora.enable", "--lora.random_base"], "leaves frozen weights and adapters in high precision"),
         ([*EMULATED, "--training.mixed_precision_param=float16"], "is float16"),
+        ([*MX, "--training.mixed_precision_param=float16"], "is float16"),
+        ([*MX, "--lora.enable", "--lora.random_base"], "leaves frozen weights and adapters in high precision"),
         (
             [*EMULATED, "--quantize.linear.float8.recipe_name=rowwise",
              "--quantize.linear.float8.enable_fsdp_float8_all_gather"], "needs one scale for a weight",
@@ -64,6 +67,9 @@ def test_what_cannot_take_effect_is_refused(words, said):
     "words",
     [
         EMULATED,
+        MX,
+        ["--model.converters=quantize.linear.mx"],
+        [*MX[1:], *EXPERTS[1:], "--model.converters=quantize.linear.mx,quantize.grouped_mm.float8", *MOE],
         [*EXPERTS, *MOE],
         ["--optimizer.early_step_in_backward", "--training.max_norm=inf"],
         ["--optimizer.name=AdamW8bit"],
@@ -81,6 +87,41 @@ def test_a_cpu_multiplies_no_float8_and_says_what_it_does():
     assert "needs a device that multiplies in float8, and a CPU computes in float32 and bfloat16" in str(found)
     assert "emulate = true" in str(found)
     assert machine_notes(load("debug", EMULATED), 1, "cpu", 0) == []
+
+
+def test_a_cpu_multiplies_no_mx_and_says_what_it_does():
+    (found,) = machine_notes(load("debug", MX[:1]), 1, "cpu", 0)
+    assert "needs MXFP8 products, of CUDA capability 10.0 and above, and a CPU computes in float32" in str(found)
+    assert 'quantize.linear.mx.recipe_name = "mxfp8_emulated"' in str(found) and len(str(found).splitlines()) == 1
+    (found,) = machine_notes(load("debug", MX[:1]), 1, "xpu", 1)
+    assert "xpu computes in float32 and bfloat16" in str(found)
+    assert machine_notes(load("debug", MX[:1]), 1, "cuda", 1) == machine_notes(load("debug", MX), 1, "cpu", 0) == []
+
+
+def test_a_recipe_of_mx_is_one_of_three():
+    with pytest.raises(ConfigError, match="mxfp8_cublas"):
+        load("debug", ["--quantize.linear.mx.recipe_name=mxfp4"])
+
+
+def test_experts_in_mx_are_not_available():
+    (found,) = unavailable(load("debug", ["--model.converters=quantize.grouped_mm.mx"]))
+    assert "not available yet" in str(found) and 'use "quantize.grouped_mm.float8"' in str(found)
+    assert unavailable(load("debug", MX)) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], ""),
+        (["--quantize.linear.mx.mxfp8_dim1_cast_kernel_choice=triton"], "casts are PyTorch's operations here"),
+        (["--training.seq_len=72"], "seq_len=72: a row is 72 tokens, not whole blocks of 32"),
+        (["--training.seq_len=96", "--parallelism.context_parallel_degree=2"], "a row is 96 tokens in 4 pieces"),
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_with_mx_and_what_another_mesh_would_change_is_reported(words, said):
+    told = [note for note in notes(load("debug", [*MX, *words])) if "mx." in note or "MX" in note]
+    assert said in "".join(told) and bool(told) == bool(said)
 
 
 def test_an_update_in_backward_and_accumulation_exclude_each_other():

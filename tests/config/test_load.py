@@ -166,7 +166,7 @@ converters = [ # comment ]
 ]
 flavor = "x\\"] # no comment"
 [quantize]
-linear = { float8 = { emulate = true, filter_fqns = ["x"] }, mx.recipe_name = "r" }
+linear = { float8 = { emulate = true, filter_fqns = ["x"] }, mx.recipe_name = "mxfp8_cublas_rceil" }
 """
 
 

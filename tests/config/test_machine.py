@@ -143,7 +143,7 @@ def test_the_table_of_unavailable_options_names_options_whose_defaults_are_avail
         ("[parallelism]\npipeline_parallel_degree = 2", "parallelism.pipeline_parallel_degree"),
         ("[parallelism]\ncontext_parallel_degree = 2", "parallelism.context_parallel_degree"),
         ("[parallelism]\nexpert_parallel_degree = 2", "parallelism.expert_parallel_degree"),
-        ('[model]\nconverters = ["mx"]', "model.converters"),
+        ('[model]\nconverters = ["quantize.moe.mx"]', "model.converters"),
         ("[fault_tolerance]\nenable = true", "fault_tolerance.enable"),
         ('[comm]\nmode = "local_tensor"', "comm.mode"),
         ('[experimental]\ncustom_import = "x"', "experimental.custom_import"),

@@ -1,4 +1,4 @@
-"""Rules about computing in float8: what ``model.converters`` may name, and what does not go with it."""
+"""Rules about computing in float8 and MX: what ``model.converters`` may name, and what does not go with it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from shardtrain.utils.errors import Problem
 
 OPTION = "model.converters"
 LINEAR = "quantize.linear.float8"
+MX = "quantize.linear.mx"
 GROUPED = "quantize.grouped_mm.float8"
+_BLOCK = 32
+"""Tokens, or features, that share a scale in MX."""
 _MULTIPLE = 16
 """Of the rows and columns of a matrix of experts, as devices need it."""
-CONVERTERS = (LINEAR, "quantize.linear.mx", GROUPED, "quantize.grouped_mm.mx")
+CONVERTERS = (LINEAR, MX, GROUPED, "quantize.grouped_mm.mx")
 
 
 def check_float8(loaded: Loaded) -> Iterator[Problem]:
@@ -33,10 +36,10 @@ def check_float8(loaded: Loaded) -> Iterator[Problem]:
     if config.model.print_after_conversion and not wanted:
         rule = "prints what model.converters has changed, which is empty"
         yield problem(loaded, "model.print_after_conversion", rule, "remove it")
-    if not {LINEAR, GROUPED} & set(wanted):
+    if not {LINEAR, MX, GROUPED} & set(wanted):
         return
     if config.lora.enable:
-        rule = "leaves frozen weights and adapters in high precision, where float8 gains nothing"
+        rule = "leaves frozen weights and adapters in high precision, where 8 bits gain nothing"
         yield problem(loaded, OPTION, rule, "set model.converters = [], or lora.enable = false")
     if config.training.mixed_precision_param == "float16":
         rule = "is float16, which does not hold what gradients in float8 stand for"
@@ -91,11 +94,38 @@ def needs_products(loaded: Loaded) -> bool:
     )
 
 
-def float8_notes(loaded: Loaded) -> list[str]:
-    """What is asked for and changes nothing on this mesh."""
+def needs_mx_products(loaded: Loaded) -> bool:
+    """Whether the device has to multiply in MX itself."""
     config = loaded.config
+    return MX in config.model.converters and config.quantize.linear.mx.recipe_name != "mxfp8_emulated"
+
+
+def float8_notes(loaded: Loaded) -> list[str]:
+    """What is asked for and changes nothing here, or does so on other meshes."""
+    config = loaded.config
+    if MX in config.model.converters:
+        return _mx_notes(loaded)
     degrees = {config.parallelism.data_parallel_shard_degree, config.parallelism.context_parallel_degree}
     gather = config.quantize.linear.float8.enable_fsdp_float8_all_gather
     if LINEAR in config.model.converters and gather and degrees == {1}:
         return [f"{LINEAR}.enable_fsdp_float8_all_gather: without effect, one rank holds whole weights"]
     return []
+
+
+def _mx_notes(loaded: Loaded) -> list[str]:
+    found = []
+    option = f"{MX}.mxfp8_dim1_cast_kernel_choice"
+    if loaded.is_set(option):
+        found.append(f"{option}: without effect, casts are PyTorch's operations here")
+    # Gradients of weights sum over tokens, in blocks of 32. Context parallelism gives a rank two pieces of a row
+    config = loaded.config
+    length = config.training.seq_len
+    degree = config.parallelism.context_parallel_degree
+    pieces = 2 * degree if degree > 1 else 1
+    if length % (_BLOCK * pieces):
+        piece = f"{length} tokens" if pieces == 1 else f"{length} tokens in {pieces} pieces"
+        found.append(
+            f"training.seq_len={length}: a row is {piece}, not whole blocks of {_BLOCK}, so that gradients of weights "
+            f"in MX are rounded otherwise on another mesh"
+        )
+    return found

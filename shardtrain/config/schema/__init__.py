@@ -61,8 +61,8 @@ class Model:
     """Before a model file of yours is trained on tensor-, context-, pipeline- or expert-parallel ranks, compare a small
     copy of it on such ranks with one process, in about ten seconds; a difference stops the run (shardtrain)."""
     converters: list[str] = field(default_factory=list)
-    """Modules that compute in float8: "quantize.linear.float8" for linear layers, "quantize.grouped_mm.float8" for
-    experts; each has a section of its name."""
+    """Modules that compute in 8 bits: "quantize.linear.float8" or "quantize.linear.mx" for linear layers,
+    "quantize.grouped_mm.float8" for experts; each has a section of its name."""
     print_after_conversion: bool = False
     """Log the model after the converters."""
 
@@ -319,14 +319,15 @@ class Float8Linear:
 
 @dataclass(frozen=True)
 class MXLinear:
-    """Not available: microscaling linear layers."""
+    """Linear layers in MXFP8, with one scale for 32 numbers; docs/float8.md."""
 
     mxfp8_dim1_cast_kernel_choice: Literal["triton", "cuda", "torch"] = "triton"
-    """Kernel of the transposed cast."""
-    recipe_name: str = "mxfp8_cublas"
-    """Scaling recipe."""
+    """torchtitan's kernel of the transposed cast; no effect here, where casts are PyTorch's operations."""
+    recipe_name: Literal["mxfp8_cublas", "mxfp8_cublas_rceil", "mxfp8_emulated"] = "mxfp8_cublas"
+    """mxfp8_cublas has scales of the largest number's exponent, rounded down; mxfp8_cublas_rceil the smallest under
+    which no number is cut off; mxfp8_emulated is mxfp8_cublas multiplied in the compute type, on any device."""
     filter_fqns: list[str] = field(default_factory=lambda: ["output"])
-    """Modules left in high precision."""
+    """Parts of the paths of linear layers that are left as they are, by names of here or of torchtitan ("output")."""
 
 
 @dataclass(frozen=True)

@@ -146,18 +146,26 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         notes.append(f"pipeline_parallel_schedule_csv is not read here; planned as {name}")
 
     # Converters by the part of the model that they convert, and whether its products really run in float8.
-    float8 = config.quantize.linear.float8
+    linear = config.quantize.linear
     in_float8 = {
         name.split(".")[1]: not getattr(config.quantize, name.split(".")[1]).float8.emulate
         for name in ("quantize.linear.float8", "quantize.grouped_mm.float8")
         if name in config.model.converters
     }
+    in_mx = "quantize.linear.mx" in config.model.converters
+    if in_mx:  # counted as tensorwise float8, whose peak they have where a device has them
+        in_float8["linear"] = linear.mx.recipe_name != "mxfp8_emulated"
+        if in_float8["linear"]:
+            notes.append("MX is counted as float8; its products need CUDA compute capability 10.0 and above")
     if not all(in_float8.values()):
-        notes.append("float8 is emulated, which is slower than the planned products in the compute type")
+        notes.append(
+            f"{'MX' if in_mx else 'float8'} is emulated, which is slower than the planned products in the compute type"
+        )
 
     # As distributed/loss_at_head.py, where the head is an ordinary linear layer of one of this package's decoders.
     own = config.model.name != "transformers" and not config.model.name.endswith(".py")
-    plain_head = "linear" not in in_float8 or any(name in ("head", "output") for name in float8.filter_fqns)
+    filters = (linear.mx if in_mx else linear.float8).filter_fqns
+    plain_head = "linear" not in in_float8 or any(name in ("head", "output") for name in filters)
     whole = p.tensor_parallel_degree == p.pipeline_parallel_degree == 1
     at_head = own and plain_head and whole and config.task.name == Task().name
 
@@ -197,7 +205,8 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         fused=bool(config.compile.enable) and "model" in config.compile.components,
         float8=in_float8.get("linear", False),
         float8_experts=in_float8.get("grouped_mm", False),
-        float8_gather="linear" in in_float8 and float8.enable_fsdp_float8_all_gather,
+        float8_gather="quantize.linear.float8" in config.model.converters
+        and linear.float8.enable_fsdp_float8_all_gather,
         offload="all" if training.enable_cpu_offload else "nothing",
         compute_dtype=compute,
         loss="at head" if at_head else "chunked",

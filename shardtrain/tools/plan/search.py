@@ -27,7 +27,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
 
 FLOAT8 = "quantize.linear.float8"
-"""The converter of linear layers."""
+MX = "quantize.linear.mx"
+"""Converters of linear layers."""
 EQUAL = 0.005
 """Candidates whose times differ by less are as fast as each other."""
 PLAYED_OUT = 80
@@ -87,7 +88,7 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     if float8 and "float8" not in device.flops:
         raise ConfigError(Problem("--float8", device.name, "has no float8 products", "leave it out", "command line"))
     converters: list[list[str]] = [config.model.converters]
-    if float8 and FLOAT8 not in config.model.converters:
+    if float8 and not {FLOAT8, MX} & set(config.model.converters):
         converters.append([*config.model.converters, FLOAT8])
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row

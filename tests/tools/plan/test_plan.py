@@ -271,6 +271,24 @@ def test_float8_is_searched_where_it_is_asked_for_and_the_device_has_it(tmp_path
     assert code == 2 and "has no float8 products" in err
 
 
+def test_mx_is_counted_as_float8_where_the_device_has_that_and_says_when_it_is_emulated(capsys):
+    words = ["plan", "llama3_8b", "--gpus", "8", "--device", "b200", "--json"]
+    found = {}
+    for name in ("", "quantize.linear.float8", "quantize.linear.mx", "emulated"):
+        converter = "quantize.linear.mx" if name == "emulated" else name
+        options = [f"--model.converters={converter}"] if converter else []
+        options += ["--quantize.linear.mx.recipe_name=mxfp8_emulated"] if name == "emulated" else []
+        # the same layers, of which this preset leaves none in bfloat16
+        options += ["--quantize.linear.mx.filter_fqns="] if converter.endswith("mx") else []
+        assert cli.main([*words, *options]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+    speed = {name: one["tokens_per_second"] for name, one in found.items()}
+    assert speed["quantize.linear.mx"] == speed["quantize.linear.float8"] > speed[""]
+    assert speed["emulated"] < speed["quantize.linear.mx"]
+    assert "MX is counted as float8" in "".join(found["quantize.linear.mx"]["notes"])
+    assert "MX is emulated, which is slower" in "".join(found["emulated"]["notes"])
+
+
 SLURM = ["launch", "slurm", "--dry-run", "--launch.nodes", "2", "--launch.devices_per_node", "8"]
 
 
