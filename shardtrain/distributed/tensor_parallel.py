@@ -432,7 +432,9 @@ def _multiply_local_parts(linear: nn.Linear) -> None:
         stays_plain = hasattr(x, "for_local_products") if by_outputs else not is_split
         if stays_plain and by_outputs:
             x_local, gradient = x.for_local_products  # type: ignore[attr-defined]
-            if gradient is not None and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+            if x._backward_hooks or x.retains_grad:  # somebody looks at its gradient, and is to see the whole of it
+                x_local = x.to_local(grad_placements=partial_sum)  # type: ignore[attr-defined]
+            elif gradient is not None and torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
                 bias_O = bias.to_local() if isinstance(bias, DTensor) else None
                 by_onednn = type(linear) is OneDnnLinear and onednn_linear.can_multiply(x_local, weight._local_tensor)
                 return _ProductOfGathered.apply(x_local, weight, bias_O, gradient, by_onednn)  # type: ignore[no-any-return]

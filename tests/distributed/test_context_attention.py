@@ -170,7 +170,7 @@ def test_split_attention_with_other_scores_equals_attention_written_out(num_rank
 def errors_by_blocks(rank: int) -> dict[str, list[float]]:
     cpu_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))  # in a forked process of its own
     taken, original = [], blocked_attention.attend
-    blocked_attention.attend = lambda *inputs: taken.append(1) or original(*inputs)
+    blocked_attention.attend = lambda *inputs, **scale: taken.append(1) or original(*inputs, **scale)
     errors: dict[str, list[float]] = {"cuts": [], "windows": [], "scaled": []}
     for queries in (128, 5):  # blocks end within chunks
         blocked_attention._QUERIES = {2: queries, 4: queries}

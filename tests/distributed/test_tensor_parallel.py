@@ -205,6 +205,14 @@ def _check_chain(rank: int, ranks: int, shared: bool) -> None:
         again_BTV.backward(back_BTV[..., columns])
         for (name, mine), theirs in zip(split.named_parameters(), whole.parameters(), strict=True):
             torch.testing.assert_close(mine.grad.full_tensor(), 3 * theirs.grad, msg=name)
+        # whoever looks at the gradient of the gathered sequence sees all of it
+        split.recomputes = False
+        seen: list[torch.Tensor] = []
+        for model in (whole, split):
+            model.block.register_forward_pre_hook(lambda _, inputs: inputs[0].register_hook(seen.append) and None)
+        whole(tokens_BT, positions_BT).backward(back_BTV)
+        split(tokens_BT, positions_BT).backward(back_BTV[..., columns])
+        torch.testing.assert_close(seen[1].full_tensor(), seen[0])
         # the embedding's weight is a parameter again, and not what its forward has seen
         assert split.embed.weight is split.embed._parameters["weight"]
 

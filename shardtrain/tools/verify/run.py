@@ -314,7 +314,8 @@ class _Watch:
             key = f"{number}/{kind}/{index}"
             if copied is not None:
                 self.tensors[f"trace/{key}"] = copied
-            if leaf.requires_grad:
+            # of a gathered sequence the gradient is a part of a sum, or added up beside autograd
+            if leaf.requires_grad and not hasattr(leaf, "for_local_products"):
                 leaf.register_hook(functools.partial(self._note_gradient, f"back/{key}"))
 
     def _note_gradient(self, key: str, gradient: Tensor) -> None:
