@@ -171,6 +171,10 @@ class Chain(torch.nn.Module):
         return self.head(x_BTD + block(self.norm(x_BTD)))
 
 
+def _note_gradient_of_input(seen: list[torch.Tensor], _: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    inputs[0].register_hook(seen.append)
+
+
 def _check_chain(rank: int, ranks: int, shared: bool) -> None:
     """Losses and gradients of a model whose activations are plain tensors wherever they can be."""
     if not shared:
@@ -209,7 +213,8 @@ def _check_chain(rank: int, ranks: int, shared: bool) -> None:
         split.recomputes = False
         seen: list[torch.Tensor] = []
         for model in (whole, split):
-            model.block.register_forward_pre_hook(lambda _, inputs: inputs[0].register_hook(seen.append) and None)
+            note = partial(_note_gradient_of_input, seen)
+            model.block.register_forward_pre_hook(note)
         whole(tokens_BT, positions_BT).backward(back_BTV)
         split(tokens_BT, positions_BT).backward(back_BTV[..., columns])
         torch.testing.assert_close(seen[1].full_tensor(), seen[0])

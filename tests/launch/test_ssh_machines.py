@@ -196,11 +196,12 @@ def test_a_port_that_takes_connections_and_says_nothing_is_reported_within_the_l
     mute = subprocess.Popen(network.switch.words(sys.executable, "-c", code), stdout=subprocess.PIPE)
     try:
         assert mute.stdout.readline()
-        words = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={round(patience.seconds(4))}",
+        limit = round(patience.seconds(4))  # longer on a busy machine
+        words = command(network, tmp_path / "run", f"--launch.ssh.connect_timeout_seconds={limit}",
                         hosts=f"host-a,{machines.LAUNCHER}:2222")  # fmt: skip
         before = time.monotonic()
         done = run(words, tmp_path)
-        assert time.monotonic() - before < 4 + patience.seconds(MACHINE_SECONDS)
+        assert time.monotonic() - before < limit + patience.seconds(MACHINE_SECONDS)
         _is_refused(done, tmp_path / "run", [f'host="{machines.LAUNCHER}:2222"', "timed out"])
     finally:
         mute.kill()
