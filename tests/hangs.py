@@ -19,6 +19,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.schema import DataLoaderOptions
 from shardtrain.data import DataLoader
 from shardtrain.data.loader import MicroBatches
+from shardtrain.distributed import private_store
 from shardtrain.distributed.runner import PlainRunner
 from shardtrain.launch import environment, local
 from shardtrain.train import trainer as train
@@ -129,8 +130,17 @@ def patch(folder: Path, place: str) -> None:
                 seconds[0] = time.perf_counter() - started
 
         PlainRunner.forward_backward = five_times  # type: ignore[method-assign]
+    elif place == "data and store":
+        before(DataLoader, "__next__", HELD, sleep)
+        stall_store()
     elif place == "mismatch":
         before(train.grad_clip, "gradient_norm", HELD, lambda: collectives.all_gather_json("lost"))
+
+
+def stall_store() -> None:
+    """From the first step on the folder of the signs answers nobody, as on a disk that has gone."""
+    stall = lambda: before(private_store.FolderStore, "set", 1, lambda: time.sleep(10 * TIMEOUT))  # noqa: E731
+    before(PlainRunner, "forward_backward", 1, stall)
 
 
 def trainer(folder: Path, place: str, culprits: tuple[int, ...]):
@@ -140,6 +150,8 @@ def trainer(folder: Path, place: str, culprits: tuple[int, ...]):
         (folder / f"pid-{rank}").write_text(str(os.getpid()))
         if rank in culprits:
             patch(folder, place)
+        elif place == "data and store":
+            stall_store()
         return train.main(loaded)
 
     return main

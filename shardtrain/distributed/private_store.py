@@ -202,6 +202,8 @@ class FolderStore:
                 self.set(key, value)
                 return value
             finally:
+                # closing is not enough: a process forked at this moment, such as a data worker, has the lock too
+                fcntl.flock(lock, fcntl.LOCK_UN)
                 os.close(lock)
 
     def _path(self, key: str) -> Path:

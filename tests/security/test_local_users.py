@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 import stat
@@ -9,8 +10,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import patience
@@ -148,6 +151,27 @@ def test_signs_are_counted_and_set_once_by_any_number_of_ranks(tmp_path: Path) -
         thread.join()
     assert store.add("n", 0) == 80
     assert (store.compare_set("v", "", "first"), store.compare_set("v", "", "second")) == (b"first", b"first")
+
+
+def test_a_process_that_is_forked_within_a_change_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """As processes are that prepare data, beside a thread that counts."""
+    store = private_store.FolderStore(tmp_path / "signs")
+    children: list[BaseProcess] = []
+
+    def fork(_: bytes) -> bytes:
+        children.append(multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)))
+        children[0].start()
+        return b"1"
+
+    try:
+        store._change("n", fork)
+        other = threading.Thread(target=store.add, args=("n", 1), daemon=True)
+        other.start()
+        other.join(patience.seconds(10))
+        assert not other.is_alive() and children[0].is_alive()
+        assert store.get("n") == b"2"
+    finally:
+        children[0].kill()
 
 
 def test_what_a_terminal_would_obey_is_written_as_an_escape() -> None:

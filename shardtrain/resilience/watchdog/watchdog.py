@@ -46,6 +46,8 @@ SHORTEST_BEAT_SECONDS = 0.1
 SAMPLE_SECONDS = 0.02
 MUTE_LIMITS = 1.7
 """Times the limit without an answer after which the store counts as dead, if this rank makes no progress either."""
+MUTE_LIMITS_AT_WORK = 1.4
+"""The same for a rank that waits for no other: it accuses itself, before those that wait can accuse somebody."""
 # phases that may be slow, and phases whose time shows stragglers
 COLD = ("start", "compile", "end")
 WORK = ("data", "step")
@@ -97,6 +99,7 @@ class Watchdog:
         # the store gets one message per node and beat, and handles a limited number per second
         num_nodes = math.ceil(world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._beat = beat_seconds(comm.hang_timeout_seconds, num_nodes)
+        self._meets_in_folder = isinstance(store, FolderStore)
         self._others = Exchange(store, rank, world_size, self._beat)
         self._host = socket.gethostname()
         self._moving = moving.restart(comm.straggler_window_steps)
@@ -106,6 +109,8 @@ class Watchdog:
         self._named: set[int] = set()
         self._compared = 0
         self._exchanged_at = time.monotonic()
+        self._exchanges = True
+        """Whether this rank says and hears anything; else nobody's silence tells it something."""
         self._closed = threading.Event()
         self._dying = threading.Lock()
         self._threads = [
@@ -182,6 +187,7 @@ class Watchdog:
             if not self._closed.is_set():
                 logger.warning(f"the heartbeat has lost the store: {str(error).splitlines()[0]}")
         except Exception:
+            self._exchanges = False
             logger.exception("the heartbeat of this rank has failed; training continues without it")
 
     def _judge_all(self) -> None:
@@ -235,19 +241,36 @@ class Watchdog:
                 self._sample(now - last)
             silent_seconds = now - max(self._exchanged_at, moved_at)
             last = now
-            if silent_seconds > self._beat * BEATS_PER_HANG_TIMEOUT:
+            if self._exchanges and silent_seconds > self._beat * BEATS_PER_HANG_TIMEOUT:
                 limit, is_cold = self._limit(self._phases.name, place := stack.main_thread(self._device))
                 # much longer than a verdict takes: ranks that reach the store know more than this one
-                if limit and silent_seconds > MUTE_LIMITS * limit and (place.collective or not is_cold):
-                    # the store does not answer, so blame its host: rank 0, or the launcher
-                    host = os.environ.get("MASTER_ADDR", self._host)
-                    doing = f"waits in {place.collective} ({place.at})" if place.collective else f"is at {place.at}"
-                    where = f"rank {self._rank} {doing}, in phase {self._phases.name} of step {self._moving.step}"
-                    message = "gives no sign of life, or its launcher, which has the store, does not"
-                    message = f"{message}: for {silent_seconds:.0f} s; {where}"
-                    report = HangReport(0, host, self._phases.name, message, declared_by=self._rank, silent=(0,))
-                    self._others.send_to_node(to_json(report).encode())
-                    self._die(report)
+                limit *= MUTE_LIMITS if place.collective else MUTE_LIMITS_AT_WORK
+                if limit and silent_seconds > limit and (place.collective or not is_cold):
+                    self._die(self._without_answer(place, silent_seconds))
+
+    def _without_answer(self, place: stack.Place, seconds: float) -> HangReport:
+        """The verdict of this rank alone, where neither it nor the store does anything; it tells its node."""
+        where = f"in phase {self._phases.name} of step {self._moving.step}"
+        waits = f"waits in {place.collective} ({place.at}), {where}"
+        rank, host = self._rank, self._host
+        if not place.collective:
+            # whatever the store does, it is this rank itself that does not come
+            message = (
+                f"has not arrived: last seen {where} at {place.at}, {seconds:.0f} s ago; nor does the store answer"
+            )
+        elif self._meets_in_folder:
+            message = (
+                f"{waits}, and hears of no rank for {seconds:.0f} s: the folder of the run's signs does not answer"
+            )
+        else:
+            # blame the store's host, which is rank 0's, or the launcher
+            rank, host = 0, os.environ.get("MASTER_ADDR", self._host)
+            message = "gives no sign of life, or its launcher, which has the store, does not"
+            message = f"{message}: for {seconds:.0f} s; rank {self._rank} {waits}"
+        others = () if rank == self._rank else (rank,)
+        report = HangReport(rank, host, self._phases.name, message, declared_by=self._rank, silent=others)
+        self._others.send_to_node(to_json(report).encode())
+        return report
 
     def _sample(self, seconds: float) -> None:
         now = self._moving
