@@ -19,12 +19,12 @@ import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain import __version__
 from shardtrain.config import help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
-from shardtrain.utils import process
+from shardtrain.utils import garbage_collection, process
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -418,7 +418,8 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
 
 
 def _trainer() -> Callable[[Loaded], object]:
-    with heartbeat("importing PyTorch"):  # its thread has ended when ranks are forked
+    # the thread of the progress line has ended when ranks are forked
+    with heartbeat("importing PyTorch"), garbage_collection.importing("shardtrain.train.trainer"):
         from shardtrain.train.trainer import main
 
     return main
@@ -426,7 +427,13 @@ def _trainer() -> Callable[[Loaded], object]:
 
 def _module(name: str, function: str = "main") -> Callable[..., int]:
     """A verb that a module implements, imported when it is called."""
-    return lambda *words: int(getattr(importlib.import_module(name), function)(*words))
+
+    def run(*words: Any) -> int:
+        with garbage_collection.importing(name):
+            module = importlib.import_module(name)
+        return int(getattr(module, function)(*words))
+
+    return run
 
 
 def _long(verb: str, function: Callable[[list[str]], int]) -> Callable[[list[str]], int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -65,3 +67,22 @@ def test_a_pause_leaves_the_collector_as_it_was(enabled):
         assert gc.isenabled() == enabled
     finally:
         gc.enable()
+
+
+def test_what_is_imported_is_collected_neither_then_nor_later():
+    code = """
+import gc, sys
+from shardtrain.utils import garbage_collection
+looked = []
+gc.callbacks.append(lambda phase, _: looked.append(phase))
+with garbage_collection.importing("json.tool"):
+    import json.tool
+    held = [[] for _ in range(100_000)]
+assert not looked and gc.isenabled() and gc.get_freeze_count() > 100_000
+held += [[] for _ in range(100_000)]
+count = gc.get_freeze_count()
+with garbage_collection.importing("json.tool"):  # it is there already, and what came since is the program's own
+    assert gc.isenabled()
+assert looked and gc.get_freeze_count() == count
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
