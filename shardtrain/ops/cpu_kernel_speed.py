@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,12 +32,19 @@ _CLEAR = 1.25
 _ENOUGH_SECONDS = 0.06
 """Others are measured so long: what a machine measures while others work on it is remembered, too."""
 _MOST_ROUNDS = 100
+_PRESSURE = "/proc/pressure/memory"
+_MOST_PERCENT = 1.0
+"""Of ten seconds, in which some process of the machine waited for memory."""
+_SHORT_OF_MEMORY = "short_of_memory"
+_KEPT_SECONDS = 3600
+"""How long that is kept which was measured on such a machine."""
 
 
 def remembered_or_measured() -> Kernels:
     """What this machine has measured before, by this version of PyTorch and with as many threads; else measure now.
 
-    What was measured is kept in a small file of the user's cache folder, where one can be written.
+    What was measured is kept in a small file of the user's cache folder, where one can be written: for good, also what
+    a busy machine has measured, but for an hour where processes waited for memory, since then it may be anything.
     """
     threads = torch.get_num_threads()
     kernels = remembered(threads)
@@ -48,7 +56,7 @@ def remembered_or_measured() -> Kernels:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(asdict(kernels), file)
+            json.dump(asdict(kernels) | ({_SHORT_OF_MEMORY: True} if _is_short_of_memory() else {}), file)
         os.replace(file.name, path)
     except OSError:  # a home that cannot be written costs each start the measurement
         pass
@@ -59,8 +67,12 @@ def remembered(threads: int) -> Kernels | None:
     """What this machine has measured with so many threads; None where it has not."""
     # A file of another version, or one that was cut short, is not an error: the machine is measured again
     try:
-        content = _cache_file(threads).read_bytes()[:4096]
-        return Kernels(**{name: float(value) for name, value in json.loads(content).items()})
+        with _cache_file(threads).open("rb") as file:
+            found = json.loads(file.read(4096))
+            age_seconds = time.time() - os.fstat(file.fileno()).st_mtime
+        if found.pop(_SHORT_OF_MEMORY, False) and age_seconds > _KEPT_SECONDS:
+            return None
+        return Kernels(**{name: float(value) for name, value in found.items()})
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
@@ -189,6 +201,16 @@ def _times_as_fast(pytorch: Callable[[], object], ours: Callable[[], object]) ->
             if is_clear or (number >= 3 and spent > _ENOUGH_SECONDS):
                 break
     return seconds[0] / seconds[1]
+
+
+def _is_short_of_memory() -> bool:
+    """Whether processes of this machine have waited for memory for a part of the last ten seconds."""
+    try:
+        with open(_PRESSURE) as file:
+            share = re.search(r"some avg10=([0-9.]+)", file.read(256))
+    except OSError:  # a kernel that does not count it
+        return False
+    return share is not None and float(share[1]) > _MOST_PERCENT
 
 
 def _cache_file(threads: int) -> Path:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,8 +17,9 @@ from shardtrain.ops.cpu_kernels import Kernels
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "shardtrain"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(cpu_kernel_speed, "_PRESSURE", "/dev/null")  # whatever else this machine does now
+    return tmp_path / "home/shardtrain"
 
 
 def test_a_machine_measures_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,6 +28,27 @@ def test_a_machine_measures_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: pytest.fail("measured again"))
     assert cpu_kernel_speed.remembered_or_measured() == first
     assert len(list(cache.iterdir())) == 1  # nothing temporary is left
+
+
+def test_what_was_measured_short_of_memory_is_measured_again_after_an_hour(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pressure = tmp_path / "memory"
+    pressure.write_text("some avg10=23.40 avg60=9.00 avg300=2.10 total=1208791999\nfull avg10=0.00 avg60=0.00\n")
+    monkeypatch.setattr(cpu_kernel_speed, "_PRESSURE", str(pressure))
+    slow, fast = Kernels(onednn_linear=0.9), Kernels(onednn_linear=2.0)
+    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: slow)
+    assert cpu_kernel_speed.remembered_or_measured() == slow
+    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: fast)
+    assert cpu_kernel_speed.remembered_or_measured() == slow, "runs of one hour have one choice"
+
+    (path,) = cache.iterdir()
+    os.utime(path, (time.time() - 3700, time.time() - 3700))
+    pressure.write_text("some avg10=0.00 avg60=9.00 avg300=2.10 total=1208791999\n")
+    assert cpu_kernel_speed.remembered_or_measured() == fast
+    os.utime(path, (0, 0))
+    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: pytest.fail("measured again"))
+    assert cpu_kernel_speed.remembered_or_measured() == fast, "and this one is kept for good"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"another": 2.0}', '{"onednn_linear": "fast"}'])
