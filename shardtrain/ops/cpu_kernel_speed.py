@@ -78,14 +78,18 @@ def remembered(threads: int) -> Kernels | None:
 
 
 def measure() -> Kernels:
-    """Time each kernel beside PyTorch's own, forward and backward, on a small layer: some 400 ms on one core."""
+    """Time each kernel beside PyTorch's own, forward and backward, on a small layer: some 500 ms on one core.
+
+    Memory has to be kept already as it will be in training (``utils/allocator.py``): clearing the pages of new blocks,
+    of which one of the two may need more, would be measured too.
+    """
     generator = torch.Generator().manual_seed(0)
 
     # Linear layers in float32, and the gradients of their weights
     linear = weight_gradient = 0.0
     if onednn_linear.is_available():
         x_RI, weight_OI, gradient_RO = (
-            torch.randn(*shape, generator=generator) for shape in ((512, 256), (768, 256), (512, 768))
+            torch.randn(*shape, generator=generator) for shape in ((2048, 256), (256, 256), (2048, 256))
         )
         linear = _measured(
             "linear layers by oneDNN",
@@ -107,7 +111,8 @@ def measure() -> Kernels:
     wide = _attention_speed("attention in float32 with wide heads by blocks", torch.float32, WIDE_HEAD, 1, generator)
 
     # RMSNorm
-    x_RD = torch.randn(1024, 256, generator=generator).requires_grad_()
+    # as many rows as fill caches: PyTorch's own reads and writes whole tensors, which costs little where they are near
+    x_RD = torch.randn(4096, 256, generator=generator).requires_grad_()
     norm = _measured(
         "RMSNorm by rows",
         partial(_forward_backward, torch.nn.RMSNorm(256, eps=1e-5), x_RD),
