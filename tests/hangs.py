@@ -22,6 +22,7 @@ from shardtrain.data.loader import MicroBatches
 from shardtrain.distributed import private_store
 from shardtrain.distributed.runner import PlainRunner
 from shardtrain.launch import environment, local
+from shardtrain.models.layers import Attention
 from shardtrain.train import trainer as train
 
 LIMIT = max(3, round(patience.seconds(0.5)))
@@ -106,8 +107,7 @@ def patch(folder: Path, place: str) -> None:
 
         before(MicroBatches, "__getitem__", 9, stop_worker)
     elif place == "forward":
-        attention = torch.nn.functional, "scaled_dot_product_attention"
-        before(PlainRunner, "forward_backward", HELD, lambda: before(*attention, 2, sleep))
+        before(PlainRunner, "forward_backward", HELD, lambda: before(Attention, "forward", 2, sleep))
     elif place == "update":
         before(train.optim, "set_learning_rate", HELD, sleep)
     elif place == "validation":
