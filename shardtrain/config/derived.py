@@ -62,16 +62,27 @@ def compute_dtype(config: Config) -> str:
     return config.training.mixed_precision_param
 
 
-def computes_with_copies(config: Config, world_size: int) -> bool:
-    """Whether one process casts parameters to the compute type by itself: what FSDP would add is not asked for."""
+def does_without_fsdp(config: Config, world_size: int, has_experts: bool) -> bool:
+    """Whether there is nothing for FSDP to shard and nobody to sum over: one process, or tensor-parallel peers alone.
+
+    FSDP stays where there is any other axis, pipelines too, and where it shards experts, which it does over all ranks
+    that expert parallelism leaves. It also stays where it is asked for more than a cast: freeing weights after forward,
+    CPU offload, gradients reduced in another type than weights, or weights that are not float32.
+    """
+    p = config.parallelism
     training = config.training
     return (
-        world_size == 1
+        world_size == p.tensor_parallel_degree
+        and (not has_experts or world_size == p.expert_parallel_degree)
         and training.dtype == training.mixed_precision_reduce == "float32"
-        and compute_dtype(config) != "float32"
-        and config.parallelism.fsdp_reshard_after_forward != "always"
+        and p.fsdp_reshard_after_forward != "always"
         and not training.enable_cpu_offload
     )
+
+
+def computes_with_copies(config: Config, world_size: int, has_experts: bool) -> bool:
+    """Whether parameters are cast to the compute type by copies of them, without FSDP."""
+    return does_without_fsdp(config, world_size, has_experts) and compute_dtype(config) != "float32"
 
 
 BLOCK_OF_8_BITS = 256

@@ -1,8 +1,8 @@
 """Count the bytes that a forward and backward pass keeps alive, on tensors that have shapes and no memory.
 
 PyTorch's own trackers are private and count the gathered parameters of FSDP2 badly; here a storage counts from the
-operation that made it to its end, and those that FSDP made are counted apart, by their size of the moment. So are the
-copies of a single process (compute_copies.py).
+operation that made it to its end, and those that FSDP made are counted apart, by their size of the moment. So are
+copies in the compute type (compute_copies.py).
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Data parallelism by FSDP2: sharded, replicated (DDP) and both (HSDP) are one mesh with different sizes.
 
 Mixed precision is here too: parameters are stored in ``training.dtype``, gathered in the compute type, and their
-gradients reduced in the reduce type. One process that only casts does the same without FSDP (compute_copies.py). Must
-run last: it must see the final parameters.
+gradients reduced in the reduce type. One process and tensor-parallel peers alone cast without FSDP (compute_copies.py).
+Must run last: it must see the final parameters.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -28,11 +29,12 @@ from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem
 
 
-def is_needed(mesh: Mesh, config: Config) -> bool:
-    """Whether FSDP is needed: there are several ranks, CPU offload, or a cast that is more than copies can do."""
-    mixed = derived.compute_dtype(config) != config.training.dtype
-    casts = mixed and not derived.computes_with_copies(config, mesh.device_mesh.size())
-    return mesh.device_mesh.size() > 1 or casts or offloads(config, mesh.device)
+def is_needed(parts: Sequence[nn.Module], mesh: Mesh, config: Config) -> bool:
+    """Whether FSDP is needed: several ranks, a cast or CPU offload, and ``derived`` does not do without it."""
+    size = mesh.device_mesh.size()
+    casts = derived.compute_dtype(config) != config.training.dtype
+    has_work = size > 1 or casts or offloads(config, mesh.device)
+    return has_work and not derived.does_without_fsdp(config, size, expert_parallel.has_experts(parts))
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
@@ -43,9 +45,9 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         for module in model.modules():
             if isinstance(module, nn.Embedding) and type(module).forward is nn.Embedding.forward:
                 module.forward = partial(_embedding_summed_in_float32, module)  # type: ignore[method-assign]
-    if derived.computes_with_copies(config, mesh.device_mesh.size()):
+    if derived.computes_with_copies(config, mesh.device_mesh.size(), expert_parallel.has_experts([model])):
         compute_copies.use(model, getattr(torch, derived.compute_dtype(config)))
-    if not is_needed(mesh, config):
+    if not is_needed([model], mesh, config):
         return
     if not config.model.name.endswith(".py"):
         # FSDP warns of outputs that are views, which break if changed in place; models of this package do not

@@ -23,6 +23,7 @@ from shardtrain.distributed import (
     fsdp,
     grad_clip,
     loss_at_head,
+    partial_gradients,
 )
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.mesh import Mesh
@@ -200,6 +201,8 @@ class PlainRunner(Runner):
                 total += loss.detach()
         finally:
             compute_copies.drop(self.parts[0])  # those without a gradient; after an error all of them
+        for parameter in self.parts[0].parameters():  # all ranks in one order, once for all micro-batches
+            partial_gradients.make_whole(parameter)
         return total
 
     def evaluate(self, batch: Batch) -> Tensor:

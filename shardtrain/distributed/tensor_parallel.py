@@ -264,7 +264,7 @@ class _Sequences:
         return cls(SequenceExchange.between(mesh.group(AXIS)), sums_weights=mesh.size("pp") == 1)
 
     def sum_weights(self) -> Callable[[Tensor], Tensor] | None:
-        """What adds up the ranks' gradients of a weight in backward; None where FSDP does, by PyTorch's collective."""
+        """What adds up the ranks' gradients of a weight in backward; None where FSDP or partial_gradients.py does."""
         return self.shared.all_reduce if self.shared is not None and self._sums_weights else None
 
     def keep_plain(self, module: nn.Module) -> bool:

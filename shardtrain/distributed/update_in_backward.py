@@ -10,6 +10,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from shardtrain.distributed import partial_gradients
 from shardtrain.distributed.grad_clip import SquaredNorm
 from shardtrain.distributed.mesh import Mesh
 
@@ -23,10 +24,11 @@ class UpdateInBackward:
         self._squares = SquaredNorm(mesh)
         for parameter in parameters:
             if parameter.requires_grad:
-                # FSDP2 calls these hooks of sharded parameters when it has reduced
+                # FSDP2 and compute_copies.py call these hooks of the parameters when their gradients are there
                 parameter.register_post_accumulate_grad_hook(self._update)
 
     def _update(self, parameter: Tensor) -> None:
+        partial_gradients.make_whole(parameter)
         assert parameter.grad is not None
         self._squares.add(parameter.grad)
         self._optimizer.step()  # of the one parameter that has a gradient now

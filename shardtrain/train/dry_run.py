@@ -120,8 +120,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
         states = optim.state_tensors(optimizer, runner.optimizer_parameters().items())
         bytes_of_parameters = _local_bytes(parameters)
         bytes_of_states = _local_bytes(states.values())
-        trained = [p for p in parameters if p.requires_grad]
-        accumulated = _accumulated_bytes(trained, mesh, config)
+        accumulated = _accumulated_bytes(runner.parts, mesh, config)
         bytes_of_gradients = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated)
         del optimizer, states
         traced = fake_backend.trace(runner, layout, mesh, config, _micro_batch(config, task.sequences_per_row), hidden)
@@ -251,17 +250,18 @@ def _local_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(local_tensor(tensor).nbytes for tensor in tensors)
 
 
-def _accumulated_bytes(parameters: Iterable[Tensor], mesh: distributed.Mesh, config: Config) -> int:
+def _accumulated_bytes(parts: Sequence[nn.Module], mesh: distributed.Mesh, config: Config) -> int:
     """Gradients before they are reduced: of several micro-batches FSDP adds them up whole, in the type of reduction."""
     p = config.parallelism
     training = config.training
     rows = training.local_batch_size * derived.accumulation_steps(config, mesh.device_mesh.size())
     # one micro-batch reduces its gradients at once, and nothing is added up
     at_once = p.pipeline_parallel_microbatch_size if mesh.size("pp") > 1 else training.local_batch_size
-    if rows <= at_once or not fsdp.is_needed(mesh, config):
+    if rows <= at_once or not fsdp.is_needed(parts, mesh, config):
         return 0
     numel = 0
-    for parameter in parameters:
+    # not the runner's parameters: a rank with two stages holds what they share twice
+    for parameter in (one for part in parts for one in part.parameters() if one.requires_grad):
         split = 1
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
@@ -276,7 +276,7 @@ def _gradient_bytes(parts: Sequence[nn.Module], layout: Any, mesh: distributed.M
     trained = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
     if not config.optimizer.early_step_in_backward:
         return _local_bytes(trained)
-    if not fsdp.is_needed(mesh, config):
+    if not fsdp.is_needed(parts, mesh, config):
         return max(_local_bytes([parameter]) for parameter in trained)
     # an update in backward frees the gradients of a unit of FSDP before those of the next are there
     units = [

@@ -1,24 +1,31 @@
-"""Laws of mixed precision on one process: FSDP's bits, parameters that stay what they are, memory that is freed."""
+"""Laws of one process, and of tensor-parallel peers alone, which do without FSDP: they have its bits, parameters stay
+what they are, and the memory of copies is freed."""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
 from tiers import cases
-from tiny import SHAPE, Result, assert_bitwise, make_run, tiny_config, train_steps
+from tiny import SHAPE, Ended, Result, assert_bitwise, make_run, shallow_config, tiny_config, train_steps, train_whole
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
 from torch.utils.checkpoint import checkpoint
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.distributed import compute_copies
+from shardtrain.distributed import compute_copies, partial_gradients
+from shardtrain.ops.dtensor import local_tensor
 
+NEOX = {"num_kv_heads": None, "ffn_dim": 128}  # which has no grouped heads
 MIXED = {"mixed_precision_param": "bfloat16"}
 EXPERTS = {"num_experts": 4, "top_k": 2, "moe_ffn_dim": 48}
 
@@ -28,7 +35,7 @@ def _config(**sections: Any) -> Config:
     config = tiny_config(**{**sections, "training": {**MIXED, **sections.get("training", {})}})
     if "name" in model:
         sizes = {name: size for name, size in {**SHAPE, "num_layers": 2}.items() if name != "ffn_dim"}
-        sizes |= model["overrides"]
+        sizes = {key: size for key, size in (sizes | model["overrides"]).items() if size is not None}
         config = replace(config, model=replace(config.model, **{**model, "overrides": sizes}))
     elif model:
         config = replace(
@@ -37,10 +44,14 @@ def _config(**sections: Any) -> Config:
     return config
 
 
+def _with_fsdp(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(derived, "does_without_fsdp", lambda *_: False)
+
+
 def _steps(rank: int, config: Config, by_fsdp: bool) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         if by_fsdp:
-            patch.setattr(derived, "computes_with_copies", lambda *_: False)
+            _with_fsdp(patch)
         return train_steps(rank, config, 3)
 
 
@@ -72,7 +83,7 @@ DEFAULT = ["micro-batches", "adapters", "tied ends"]
 def test_copies_have_the_bits_of_fsdp(name: str) -> None:
     """FSDP is the reference: on one process it casts, computes, accumulates and reduces without any exchange."""
     config = _config(**OPTIONS[name])
-    assert derived.computes_with_copies(config, 1)
+    assert derived.computes_with_copies(config, 1, has_experts=name == "experts")
     copies = run_ranks(1, _steps, config, False)[0]
     sharded = run_ranks(1, _steps, config, True)[0]
     assert copies.losses == sharded.losses and copies.losses[-1] != copies.losses[0]
@@ -80,9 +91,79 @@ def test_copies_have_the_bits_of_fsdp(name: str) -> None:
     assert_bitwise(copies.final, sharded.final)
 
 
-def _within_and_after(rank: int, name: str) -> dict[str, Any]:
+PEERS: dict[str, dict[str, Any]] = {
+    "nothing else": {},
+    "float32": {"training": {"mixed_precision_param": "float32"}},
+    **{name: OPTIONS[name] for name in OPTIONS if name not in ("nothing else", "experts", "updates in backward")},
+    # each rank has addends of the gradients of biases that follow a sum over ranks
+    "biases": {"model": {"name": "neox", "flavor": "debugmodel", "overrides": NEOX}},
+    "biases in float32": {
+        "model": {"name": "neox", "flavor": "debugmodel", "overrides": NEOX},
+        "training": {"mixed_precision_param": "float32"},
+    },
+    "adapters in float32": {**OPTIONS["adapters"], "training": {"mixed_precision_param": "float32"}},
+    "whole logits": {"parallelism": {"disable_loss_parallel": True}},
+    "experts of each rank": {**OPTIONS["experts"], "parallelism": {"expert_parallel_degree": 2}},
+    # with no gradient that is a sum over ranks: FSDP adds those of a single micro-batch up in bfloat16
+    "one micro-batch": {"training": {"global_batch_size": 2}},
+    "updates in backward": OPTIONS["updates in backward"],
+    "updates of biases in backward": {
+        "model": {"name": "neox", "flavor": "debugmodel", "overrides": NEOX},
+        "optimizer": {"early_step_in_backward": True},
+        "training": {"mixed_precision_param": "float32", "max_norm": 0.0, "global_batch_size": 2},
+    },
+}
+"""Of two tensor-parallel ranks; where a case does not say otherwise, it has four micro-batches."""
+DEFAULT_OF_PEERS = ["biases in float32", "adapters"]
+
+
+def _peers(name: str) -> Config:
+    options = PEERS[name]
+    return _config(**{**options, "parallelism": {"tensor_parallel_degree": 2, **options.get("parallelism", {})}})
+
+
+def _both_ways(rank: int, config: Config) -> list[Result]:
+    return [_steps(rank, config, by_fsdp) for by_fsdp in (False, True)]
+
+
+@pytest.mark.parametrize(
+    "name", cases(DEFAULT_OF_PEERS, nightly=[name for name in PEERS if name not in DEFAULT_OF_PEERS])
+)
+def test_tensor_parallel_peers_have_the_bits_of_fsdp(name: str) -> None:
+    """FSDP is the reference: with one data rank it casts, and adds up what tensor-parallel ranks have addends of."""
+    config = _peers(name)
+    assert derived.does_without_fsdp(config, 2, has_experts="experts" in name)
+    for own, sharded in run_ranks(2, _both_ways, config):
+        assert own.losses == sharded.losses and own.losses[-1] != own.losses[0]
+        # squares in float64, which an update in backward adds up in the order of its gradients
+        assert own.grad_norms == pytest.approx(sharded.grad_norms, rel=1e-12)
+        assert_bitwise(own.gradients, sharded.gradients)
+        assert_bitwise(own.final, sharded.final)
+
+
+def test_fsdp_stays_where_it_shards_or_sums() -> None:
+    def does_without(
+        ranks: int, has_experts: bool = False, training: dict[str, Any] | None = None, **degrees: Any
+    ) -> bool:
+        config = tiny_config(training=training or {}, parallelism=degrees)
+        return derived.does_without_fsdp(config, ranks, has_experts)
+
+    tp = {"tensor_parallel_degree": 2}
+    assert does_without(1) and does_without(1, has_experts=True) and does_without(2, **tp)
+    assert does_without(2, has_experts=True, expert_parallel_degree=2, **tp)
+    assert not does_without(2, has_experts=True, **tp)  # experts are sharded over tensor-parallel ranks
+    assert not does_without(2) and not does_without(4, **tp)
+    assert not does_without(4, context_parallel_degree=2, **tp) and not does_without(
+        4, pipeline_parallel_degree=2, **tp
+    )
+    assert not does_without(2, fsdp_reshard_after_forward="always", **tp)
+    for training in ({"dtype": "bfloat16"}, {"mixed_precision_reduce": "bfloat16"}, {"enable_cpu_offload": True}):
+        assert not does_without(2, training=training, **tp)
+
+
+def _within_and_after(rank: int, config: Config) -> dict[str, Any]:
     """What modules hold at moments of a step, and which copies have memory when it is over."""
-    run = make_run(rank, _config(**OPTIONS[name]))
+    run = make_run(rank, config)
     model = run.runner.parts[0]
     parameters = dict(model.named_parameters())
     made: list[weakref.ref] = []
@@ -100,11 +181,13 @@ def _within_and_after(rank: int, name: str) -> dict[str, Any]:
     batches = [next(run.dataloader) for _ in range(2)]
     total = run.runner.forward_backward(batches, torch.tensor(1e-3))
     copies = [copy() for copy in made if copy() is not None]
+    trained = [p for p in parameters.values() if p.requires_grad]
     facts = {
         "wrapped": isinstance(model, FSDPModule),
-        "bytes of copies": sum(copy.nbytes for copy in copies if copy.dtype == torch.bfloat16),
+        "bytes of copies": sum(local_tensor(copy).nbytes for copy in copies if copy.dtype == torch.bfloat16),
         "last layer while the first goes back": held_at_last_backward,
-        "gradients": {p.grad.dtype for p in parameters.values() if p.requires_grad},
+        "gradients": {p.grad.dtype for p in trained},
+        "whole": all(getattr(p.grad, "placements", None) == getattr(p, "placements", None) for p in trained),
         "same": all(p is parameters[key] for key, p in model.named_parameters()),
         "finite": bool(torch.isfinite(total)),
     }
@@ -118,17 +201,54 @@ def _within_and_after(rank: int, name: str) -> dict[str, Any]:
     return facts
 
 
-@pytest.mark.parametrize("name", ["micro-batches", "adapters"])
-def test_parameters_are_themselves_again_after_a_step_and_copies_are_gone(name: str) -> None:
-    assert run_ranks(1, _within_and_after, name)[0] == {
-        "wrapped": False,
-        "bytes of copies": 0,
-        "last layer while the first goes back": {torch.float32},  # its gradients are there: no copy waits for the end
-        "gradients": {torch.float32},
-        "same": True,
-        "finite": True,
-        "same after an error": True,
-    }
+@pytest.mark.parametrize(
+    ("ranks", "name"), cases([(1, "adapters"), (2, "biases")], nightly=[(1, "micro-batches"), (2, "adapters")])
+)
+def test_parameters_are_themselves_again_after_a_step_and_copies_are_gone(ranks: int, name: str) -> None:
+    config = _config(**OPTIONS[name]) if ranks == 1 else _peers(name)
+    for facts in run_ranks(ranks, _within_and_after, config):
+        assert facts == {
+            "wrapped": False,
+            "bytes of copies": 0,
+            "last layer while the first goes back": {
+                torch.float32
+            },  # its gradients are there: no copy waits for the end
+            "gradients": {torch.float32},
+            "whole": True,  # no gradient is left as addends of ranks
+            "same": True,
+            "finite": True,
+            "same after an error": True,
+        }
+
+
+def _continued(rank: int, folder: Path, config: Config) -> list[Ended]:
+    """A whole run, one that FSDP began and one that it ended."""
+
+    def run(name: str, with_fsdp: bool, stop_after: int | None = None) -> Ended:
+        with pytest.MonkeyPatch.context() as patch:
+            if with_fsdp:
+                _with_fsdp(patch)
+            return train_whole(
+                rank, replace(config, job=replace(config.job, dump_folder=str(folder / name))), stop_after
+            )
+
+    straight = run("straight", False)
+    run("begun", True, stop_after=2)
+    run("ended", False, stop_after=2)
+    return [straight, run("begun", False), run("ended", True)]
+
+
+def test_a_checkpoint_of_fsdp_continues_without_it_to_the_bit_and_back(tmp_path: Path) -> None:
+    """Saved tensors are split over dp_shard and tp there, and over tp alone here."""
+    parallelism = {"tensor_parallel_degree": 2}
+    config = shallow_config(
+        training={**MIXED, "steps": 4}, parallelism=parallelism, checkpoint={"enable": True, "interval": 2}
+    )
+    for straight, *others in run_ranks(2, _continued, tmp_path, config):
+        for other in others:
+            assert other.error is None and other.losses == straight.losses[2:]
+            assert_bitwise(other.weights, straight.weights)
+            assert_bitwise(other.optimizer, straight.optimizer)
 
 
 class _Weighted(nn.Module):
@@ -152,6 +272,34 @@ def test_two_passes_before_one_backward_have_the_gradient_of_both() -> None:
     expected = sum(input.float().sum(0) for input in inputs).expand(8, 8)
     torch.testing.assert_close(model.inner.weight.grad, expected, rtol=2**-7, atol=2**-6)
     assert torch.equal(model.inner.bias.grad, torch.full((8,), 8.0))
+
+
+class _Scaled(nn.Module):
+    """A weight that is whole on both ranks, used in two ways: for a rank's own share of a sum, and alike on both."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(DTensor.from_local(torch.ones(4), mesh, (Replicate(),), run_check=False))
+
+    def forward(self, input: torch.Tensor, gradient: Placement) -> torch.Tensor:
+        return self.weight.to_local(grad_placements=(gradient,)) * input  # type: ignore[attr-defined]
+
+
+def _gradient_of_two_ways(rank: int, ways: list[Placement]) -> torch.Tensor:
+    model = _Scaled(init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
+    compute_copies.use(model, torch.bfloat16)
+    for way in ways:
+        model(torch.full((4,), 3.0 if isinstance(way, Replicate) else rank + 1.0).bfloat16(), way).sum().backward()
+    partial_gradients.make_whole(model.weight)
+    assert model.weight.grad.placements == (Replicate(),) and model.weight.grad.dtype == torch.float32
+    return local_tensor(model.weight.grad)
+
+
+@pytest.mark.parametrize("ways", [[Partial(), Replicate()], [Replicate(), Partial(), Partial()]], ids=str)
+def test_gradients_that_are_sums_over_ranks_and_such_that_are_not_add_up(ways: list[Placement]) -> None:
+    expected = sum(3.0 if isinstance(way, Replicate) else 1.0 + 2.0 for way in ways)
+    for gradient in run_ranks(2, _gradient_of_two_ways, ways):
+        assert torch.equal(gradient, torch.full((4,), expected))
 
 
 def test_forward_passes_see_what_was_written_since_the_last_one() -> None:

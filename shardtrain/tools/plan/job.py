@@ -20,7 +20,7 @@ class Job:
     """One run on a mesh.
 
     ``rows`` are sequences of a micro-batch and ``num_microbatches`` the micro-batches of a step on each data-parallel
-    rank. ``fsdp``: weights are gathered from shards; ``copies``: one process casts them without it. ``states``: tensors
+    rank. ``fsdp``: weights are gathered from shards; ``copies``: they are cast without it. ``states``: tensors
     of the optimizer for each weight. ``state_width``: bytes of their elements; ``early_step``: gradients are used and
     freed in backward; ``stored_width``: bytes of elements of weights and gradients; ``compute_width`` those of
     activations and gathered weights, ``reduce_width`` those of gradients on their way, ``gradient_width`` those of
@@ -117,15 +117,17 @@ class Job:
         return stages.stages_of_rank(self.schedule, rank, self.pp, len(self.stages))
 
 
-def of_config(config: Config, world_size: int, num_layers: int, sequences_per_row: int = 1) -> Job:
-    """The job of a configuration on so many ranks; ``num_layers`` is the model's."""
+def of_config(
+    config: Config, world_size: int, num_layers: int, sequences_per_row: int = 1, has_experts: bool = False
+) -> Job:
+    """The job of a configuration on so many ranks; ``num_layers`` and ``has_experts`` are the model's."""
     p = config.parallelism
     training = config.training
     recompute = config.activation_checkpoint
     accumulation = max(1, derived.accumulation_steps(config, world_size))
     rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
     compute = derived.compute_dtype(config)
-    copies = derived.computes_with_copies(config, world_size)
+    has_work_for_fsdp = world_size > 1 or compute != training.dtype or training.enable_cpu_offload
     mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(recompute.mode, "none")
 
     # What the plan does not know of this configuration, as notes in its answer.
@@ -200,8 +202,8 @@ def of_config(config: Config, world_size: int, num_layers: int, sequences_per_ro
         states=STATES.get(config.optimizer.name, 2),
         state_width=state_width,
         early_step=config.optimizer.early_step_in_backward,
-        fsdp=world_size > 1 or (compute != training.dtype and not copies) or training.enable_cpu_offload,
-        copies=copies,
+        fsdp=has_work_for_fsdp and not derived.does_without_fsdp(config, world_size, has_experts),
+        copies=derived.computes_with_copies(config, world_size, has_experts),
         fused=bool(config.compile.enable) and "model" in config.compile.components,
         float8=in_float8.get("linear", False),
         float8_experts=in_float8.get("grouped_mm", False),

@@ -557,7 +557,7 @@ def _kept_products(layer: Layer, job: Job, tokens: int, dim: int, width: int) ->
 class _Gathered:
     """What FSDP holds of gathered weights and of gradients on their way at the moments of a stage, in bytes.
 
-    One process that casts without FSDP holds copies of all weights in their place, each until its gradient is whole.
+    Ranks that cast without FSDP hold copies of all weights in their place, each until its gradient is whole.
     The last layer and the head stay gathered between forward and backward by default. Backward begins with the head's
     gradients on their way, the last layer there and the one before being gathered; in the middle a layer's gradients
     leave; at the end the embedding's. ``*_shard`` are bytes of reduced gradients.

@@ -159,7 +159,7 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
     """
     model = model or shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
-    job = jobs.of_config(config, world_size, len(model.layers), sequences)
+    job = jobs.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     plan = of_job(model, job, device, kernels_of(device, config, world_size))
     return plan if plan.fits else replace(plan, fixes=tuple(_fixes(model, job, device, config)))
 
@@ -188,7 +188,8 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
     Sequences in multiples of 128 per rank that shares one, to 1 %; layers by one like the last, in whole pipelines.
     """
     model = shapes.read(config)
-    job = jobs.of_config(config, world_size, len(model.layers), tasks.open_task(config).sequences_per_row)
+    sequences = tasks.open_task(config).sequences_per_row
+    job = jobs.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     kernels = kernels_of(device, config, world_size)
 
     def fits(one: Job, shape: ModelShape = model) -> bool:
@@ -254,7 +255,8 @@ def smallest_world(config: Config, device: Device) -> int:
 def lighter(config: Config, world_size: int, device: Device) -> list[str]:
     """Up to three changes that take at least a tenth less memory than a configuration does, the fastest first."""
     model = shapes.read(config)
-    job = jobs.of_config(config, world_size, len(model.layers), tasks.open_task(config).sequences_per_row)
+    sequences = tasks.open_task(config).sequences_per_row
+    job = jobs.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     now = of_job(model, job, device, kernels_of(device, config, world_size))
     plans = [one for one in _changed(model, job, device, config) if one[1].peak_bytes < 0.9 * now.peak_bytes]
     plans.sort(key=lambda one: (one[1].world_size, -one[1].tps))

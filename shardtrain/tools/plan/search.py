@@ -109,7 +109,7 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     for of_mesh, names in itertools.product(_candidates(config, model, world_size, device, global_batch), converters):
         options = of_mesh if names == config.model.converters else {**of_mesh, "model.converters": names}
         changed = with_options(config, options)
-        job = jobs.of_config(changed, world_size, len(model.layers), sequences)
+        job = jobs.of_config(changed, world_size, len(model.layers), sequences, model.has_experts)
         if any(len(one) == 0 for one in job.stages[1:-1]) or job.num_microbatches < 1:
             continue
         counted += 1

@@ -125,6 +125,11 @@ class ModelShape:
     num_params: int
     flops_per_token: float
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(layer.experts for layer in self.layers)
+
 
 def read(config: Config) -> ModelShape:
     """The shape of a configuration's model; no memory is used.

@@ -201,10 +201,11 @@ def _once_a_step(model: ModelShape, job: Job, device: Device, costs: Mapping[str
     elif gradients:
         once["gradient reduction"] = max(gradients - HIDDEN_SHARE * backward, gradients / 16)
 
-    # One process casts weights before each micro-batch, and their gradients after it.
+    # Without FSDP copies are cast before each micro-batch, and their gradients after it.
     rate = device.memory_bytes_per_second * device.memory_efficiency
     if job.copies:
-        learning = sum(one.numel for one in memory.trained(tuple(memory.parameters_of_stage(model, job, 0))))
+        parameters = tuple(memory.parameters_of_stage(model, job, 0))
+        learning = memory.unsharded(memory.trained(parameters), job.tp, job.ep)
         numbers = (_elements(model, job, 0) + learning) * job.num_microbatches
         once["casts"] = numbers * (job.compute_width + job.stored_width) / rate
 

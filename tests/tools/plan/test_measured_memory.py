@@ -99,7 +99,7 @@ def measured_bytes(rank: int, config: Any, kernels: memory.Kernels = "cpu") -> i
 def planned_bytes(config: Any, size: int, kernels: memory.Kernels = "cpu") -> list[int]:
     """The peak of each place of the pipeline."""
     model = shapes.read(config)
-    found = job.of_config(config, size, len(model.layers))
+    found = job.of_config(config, size, len(model.layers), has_experts=model.has_experts)
     orders = schedule.orders(
         found.schedule, found.pp, len(found.stages), found.num_microbatches, found.recomputes_layers
     )

@@ -22,7 +22,7 @@ LORA = {"enable": True, "random_base": True}
 
 def planned(config, rank, size):
     model = shapes.read(config)
-    found = job.of_config(config, size, len(model.layers))
+    found = job.of_config(config, size, len(model.layers), has_experts=model.has_experts)
     orders = schedule.orders(
         found.schedule, found.pp, len(found.stages), found.num_microbatches, found.recomputes_layers
     )
@@ -113,7 +113,7 @@ def test_a_pipeline_holds_what_its_schedule_keeps_in_flight(name, rank):
 def test_parameters_of_the_presets_are_counted_without_a_process_group(preset, size):
     config = load(preset, []).config
     model = shapes.read(config)
-    found = job.of_config(config, size, len(model.layers))
+    found = job.of_config(config, size, len(model.layers), has_experts=model.has_experts)
     held = memory.of_rank(model, found, 0, (), "cuda")
     ranks = derived.shard_degree(config, size) * config.parallelism.tensor_parallel_degree
     assert held.parameters == pytest.approx(4 * model.num_params / ranks, rel=0.001)  # norms are on each tensor rank
