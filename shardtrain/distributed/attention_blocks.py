@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain.ops import document_mask
+from shardtrain.ops import blocked_attention, document_mask
 from shardtrain.ops.document_mask import shifted
 from shardtrain.ops.sliding_window import Band, blocks
 
@@ -54,6 +54,15 @@ def sequence_part(x_BT: Tensor, rank: int, size: int, balanced: bool) -> Tensor:
     return torch.cat((chunks[rank], chunks[2 * size - 1 - rank]), dim=1)
 
 
+def chunks_of(rank: int, size: int, balanced: bool) -> tuple[int, ...]:
+    """Which chunks of each sequence a rank holds.
+
+    >>> chunks_of(0, 4, balanced=True), chunks_of(0, 4, balanced=False)
+    ((0, 7), (0,))
+    """
+    return (rank, 2 * size - 1 - rank) if balanced else (rank,)
+
+
 def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: Window) -> Iterator[Piece]:
     """The pieces of ``length`` queries at the end of ``total`` keys."""
     everything = slice(0, length)
@@ -65,12 +74,24 @@ def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: 
     return _by_document([*before, (everything, own, True)], mine, documents_Bs)
 
 
-def prefix_bands(length: int, total: int, documents_Bs: Tensor | None, window: int) -> Iterator[Piece]:
-    """The same, of which each has all keys of its queries and a band that says which of them a query sees."""
-    everything, mine = slice(0, length), None if documents_Bs is None else documents_Bs[:, total - length :]
-    for batch, queries, keys in _met(everything, slice(0, total), mine, documents_Bs):
-        past = total - length + queries.start - keys.start
-        yield Piece(batch, queries, keys, False, Band(past - (window or _ALL) + 1, past))
+def chunk_pieces(
+    length: int, chunks: Sequence[int], documents_BT: Tensor | None, window: int
+) -> Iterator[blocked_attention.Piece]:
+    """The pieces of queries in chunks of ``length`` tokens, of keys from the beginning of the sequence on.
+
+    Each has all keys of its queries, and a band that says which of them a query sees.
+    """
+    for index, chunk in enumerate(chunks):
+        stop = (chunk + 1) * length
+        own = slice(stop - length, stop)
+        # Causal: keys up to the end of the chunk; with a window from the first that the first query sees
+        seen = slice(max(0, own.start - window + 1) if window else 0, stop)
+        mine, theirs = (None, None) if documents_BT is None else (documents_BT[:, own], documents_BT[:, seen])
+        for batch, queries, keys in _met(slice(0, length), slice(0, stop - seen.start), mine, theirs):
+            past = own.start + queries.start - seen.start - keys.start
+            band = Band(past - (window or _ALL) + 1, past)
+            places = shifted(queries, index * length), shifted(keys, seen.start)
+            yield blocked_attention.Piece(batch, *places, band)
 
 
 def ring_pieces(
@@ -107,8 +128,8 @@ def _by_document(
 
 def _stretches(tokens: int, source: int, rank: int, size: int, balanced: bool) -> Stretches:
     """Chunks of this rank's queries with those chunks of another's keys that are not after them."""
-    mine = (rank, 2 * size - 1 - rank) if balanced else (rank,)
-    theirs = (source, 2 * size - 1 - source) if balanced else (source,)
+    mine = chunks_of(rank, size, balanced)
+    theirs = chunks_of(source, size, balanced)
     length = tokens // len(mine)
     places = [slice(index * length, (index + 1) * length) for index in range(len(mine))]
     return [

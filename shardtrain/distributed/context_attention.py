@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain.distributed.attention_blocks import Piece, Window, prefix_bands, prefix_pieces, ring_pieces
+from shardtrain.distributed import gathered_blocks
+from shardtrain.distributed.attention_blocks import Piece, Window, chunks_of, prefix_pieces, ring_pieces
 from shardtrain.distributed.shared_memory import SequenceExchange
-from shardtrain.ops import blocked_attention, document_mask
+from shardtrain.ops import document_mask
 from shardtrain.ops.attention_scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
 from shardtrain.ops.flash_attention import attend, attend_backward
 from shardtrain.ops.sliding_window import queries_at_once
@@ -44,16 +45,15 @@ def gathered_attention(
     to the chunks before it in full and to its own causally, as one call each merged by their log-sum-exp, so no mask of
     (t, T) is ever made.
     """
+    documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
+    if sinks_N is None and scores.has_kernel and document_mask.in_blocks(q_BtNH):  # as in an attention core
+        inputs = (q_BtNH, k_BtKH, v_BtKH)
+        return gathered_blocks.attention(*inputs, documents_BT, window, scores.scale, group, balanced, shared)
     size = group.size()
-    rank = group.rank()
+    chunks = chunks_of(group.rank(), size, balanced)
     k_BTKH = _natural_order(_GatherSequence.apply(k_BtKH, group, shared), size, balanced)
     v_BTKH = _natural_order(_GatherSequence.apply(v_BtKH, group, shared), size, balanced)
-    chunks = (rank, 2 * size - 1 - rank) if balanced else (rank,)
     length = q_BtNH.size(1) // len(chunks)
-    documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
-    # as in an attention core: in float32, blocks are only for documents and windows
-    by_blocks = sinks_N is None and scores.has_kernel and document_mask.in_blocks(q_BtNH)
-    by_blocks = by_blocks and (q_BtNH.dtype == torch.bfloat16 or documents_BT is not None or window > 0)
     outputs = []
     for index, chunk in enumerate(chunks):
         q_BlNH = q_BtNH[:, index * length : (index + 1) * length]
@@ -62,10 +62,7 @@ def gathered_attention(
         keys = slice(max(0, stop - length - window + 1) if window else 0, stop)
         documents_Bs = None if documents_BT is None else documents_BT[:, keys]
         keys_values = k_BTKH[:, keys], v_BTKH[:, keys]
-        if by_blocks:
-            outputs.append(_PrefixInBlocks.apply(q_BlNH, *keys_values, documents_Bs, window, scores.scale))
-        else:
-            outputs.append(_PrefixAttention.apply(q_BlNH, *keys_values, documents_Bs, window, scores, sinks_N))
+        outputs.append(_PrefixAttention.apply(q_BlNH, *keys_values, documents_Bs, window, scores, sinks_N))
     return torch.cat(outputs, dim=1)
 
 
@@ -241,51 +238,6 @@ class _PrefixAttention(torch.autograd.Function):
             dv[piece.batch, piece.columns] += part[2]
         dsinks_N = _sinks_gradient(gradients[0], out_BlNH, lse_BNl, sinks_N)
         return dq.to(q_BlNH.dtype), dk.to(q_BlNH.dtype), dv.to(q_BlNH.dtype), None, None, None, dsinks_N
-
-
-class _PrefixInBlocks(torch.autograd.Function):
-    """The same by matrix products on a CPU, as for unsplit rows: all keys of a query at once, so nothing is merged."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q_BlNH: Tensor,
-        k_BsKH: Tensor,
-        v_BsKH: Tensor,
-        documents_Bs: Tensor | None,
-        window: int,
-        scale: float | None,
-    ) -> Tensor:
-        ctx.pieces = list(prefix_bands(q_BlNH.size(1), k_BsKH.size(1), documents_Bs, window))
-        ctx.scale = scale
-        out_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
-        lse_BNl = blocked_attention.empty_lse(q_BlNH)
-        for batch, rows, columns, _, band in ctx.pieces:
-            out_BlNH[batch, rows], lse_BNl[batch, :, rows] = blocked_attention.attend(
-                q_BlNH[batch, rows], k_BsKH[batch, columns], v_BsKH[batch, columns], band, scale
-            )
-        ctx.save_for_backward(q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl)
-        return out_BlNH
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q_BlNH, k_BsKH, v_BsKH, out_BlNH, lse_BNl = ctx.saved_tensors
-        # each query and each key is in one piece at most; keys that no query sees have no gradient
-        dq_BlNH = torch.zeros_like(q_BlNH)
-        dk_BsKH = torch.zeros_like(k_BsKH)
-        dv_BsKH = torch.zeros_like(v_BsKH)
-        for batch, rows, columns, _, band in ctx.pieces:
-            dq_BlNH[batch, rows], dk_BsKH[batch, columns], dv_BsKH[batch, columns] = blocked_attention.attend_backward(
-                gradients[0][batch, rows],
-                q_BlNH[batch, rows],
-                k_BsKH[batch, columns],
-                v_BsKH[batch, columns],
-                out_BlNH[batch, rows],
-                lse_BNl[batch, :, rows],
-                band,
-                ctx.scale,
-            )
-        return dq_BlNH, dk_BsKH, dv_BsKH, None, None, None
 
 
 def _sinks_gradient(gradient: Tensor, out: Tensor, lse: Tensor, sinks_N: Tensor | None) -> Tensor | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import mmap
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -120,6 +120,28 @@ def _sum(addends: list[Tensor], out: Tensor) -> None:
     out.copy_(total)
 
 
+def _sum_into(own: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
+    """Write the sum of a tensor that may be changed and others, which have the type of ``out``."""
+    if own.dtype != out.dtype and len(addends) > 1:
+        for addend in addends:
+            own += addend
+        addends = ()
+    if not addends or own.dtype != out.dtype:
+        # two numbers of 16 bits are added in float32 by PyTorch too, which rounds the sum
+        out.copy_(own)
+        first = 0
+    else:
+        torch.add(own, addends[0], out=out)
+        first = 1
+    for addend in addends[first:]:
+        out += addend
+
+
+def _given(parts_C: Sequence[Tensor | None]) -> list[Tensor]:
+    """A rank's own parts, which it has all of."""
+    return [part for part in parts_C if part is not None]
+
+
 class SequenceExchange:
     """Gathers and reduce-scatters (B, T, D) along T, the sequence, without the copies that make T the first dimension.
 
@@ -165,6 +187,64 @@ class SequenceExchange:
             _sum(self._exchange.give(x_n[part]), out_n[part])
         return out
 
+    def gather_parts(self, parts_RC: Sequence[Sequence[Tensor | None]]) -> None:
+        """Write the parts of other ranks, and let them have this rank's; all are of one shape, (2, B, K, l, H).
+
+        ``parts_RC`` are of each rank where its parts lie here, None for those that are not needed here.
+        """
+        own_C = _given(parts_RC[self._rank])
+        for places in self._stretches(own_C[0], len(own_C)):
+            shape = own_C[0][places].shape
+            halves_RC = self._exchange.halves(own_C[0].dtype, torch.Size((len(own_C), *shape)))
+            for half, part in zip(halves_RC[self._rank], own_C, strict=True):
+                half.copy_(part[places])
+            self._exchange.meet()
+            for rank, parts_C in enumerate(parts_RC):
+                for half, part_here in zip(halves_RC[rank], parts_C, strict=True):
+                    if part_here is not None and rank != self._rank:
+                        part_here[places] = half
+
+    def reduce_scatter_parts(
+        self, parts_RC: Sequence[Sequence[Tensor | None]], have_RC: Sequence[Sequence[bool]], out_C: Sequence[Tensor]
+    ) -> None:
+        """Write the sums of what all ranks have for each part of this one; all are of one shape, (2, B, K, l, H).
+
+        ``parts_RC`` are what this rank has for the parts of each rank, None for zeros, and ``have_RC`` says which rank
+        has something for which part of this one. They are sent in the type of ``out_C``, added in float32 at least and
+        rounded once. What this rank has for its own is used up.
+        """
+        own_C = _given(parts_RC[self._rank])
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        for places in self._stretches(out_C[0], len(others) * len(out_C)):
+            shape = out_C[0][places].shape
+            halves_ROC = self._exchange.halves(out_C[0].dtype, torch.Size((len(others), len(out_C), *shape)))
+            for half_C, other in zip(halves_ROC[self._rank], others, strict=True):
+                for half, part in zip(half_C, parts_RC[other], strict=True):
+                    if part is not None:
+                        half.copy_(part[places])
+            self._exchange.meet()
+            for index, out in enumerate(out_C):
+                # a rank leaves out its own parts, so that those behind it lie one earlier
+                addends = [
+                    halves_ROC[other][self._rank - (other < self._rank), index]
+                    for other in others
+                    if have_RC[other][index]
+                ]
+                _sum_into(own_C[index][places], addends, out[places])
+
+    def _stretches(self, part_2BKlH: Tensor, copies: int) -> Iterator[tuple[slice, slice, slice, slice]]:
+        """Places that fit into a half ``copies`` times: heads of several rows, heads of one, or tokens of one head."""
+        two, rows, heads, tokens, features = part_2BKlH.shape
+        most = max(1, _HALF_BYTES // (copies * two * features * part_2BKlH.element_size()))
+        at_once = max(1, most // tokens)
+        heads_at_once = min(heads, at_once)
+        rows_at_once = max(1, at_once // heads)
+        for row in range(0, rows, rows_at_once):
+            for head in range(0, heads, heads_at_once):
+                for token in range(0, tokens, most):
+                    pairs = slice(row, row + rows_at_once), slice(head, head + heads_at_once)
+                    yield slice(None), *pairs, slice(token, token + most)
+
     def _parts(self, x_Bm: Tensor, copies: int) -> Iterator[tuple[slice, slice]]:
         """Rows and columns that fit into a half ``copies`` times: several rows, or a part of one."""
         most = max(1, _HALF_BYTES // (max(1, copies) * x_Bm.element_size()))
@@ -188,7 +268,7 @@ class Exchange:
         self._bytes_R2b = halves_b.view(group.size(), 2, _HALF_BYTES)
         self._rank = group.rank()
         self._known_views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
-        self._meet = torch.zeros(1, dtype=torch.uint8)
+        self._nothing = torch.zeros(1, dtype=torch.uint8)
         self._barrier: Barrier | None = None
         if shared_barrier.can_meet(processes):
             self._barrier = Barrier(memory, processes, group.rank(), self._limit)
@@ -243,33 +323,36 @@ class Exchange:
 
     def give(self, own: Tensor) -> list[Tensor]:
         """Write a tensor, wait, and get that of each rank, to be read before the next call."""
-        given = self._views(own.dtype, own.shape)
+        given = self.halves(own.dtype, own.shape)
         given[self._rank].copy_(own)
-        self._wait()
+        self.meet()
         return given
 
     def give_each(self, own_Rm: Tensor) -> list[Tensor]:
         """Write a row for each other rank, wait, and get the row of each for this one; read before the next call."""
         rank = self._rank
-        given = self._views(own_Rm.dtype, torch.Size((len(own_Rm) - 1, *own_Rm.shape[1:])))
+        given = self.halves(own_Rm.dtype, torch.Size((len(own_Rm) - 1, *own_Rm.shape[1:])))
         given[rank][:rank].copy_(own_Rm[:rank])
         given[rank][rank:].copy_(own_Rm[rank + 1 :])
-        self._wait()
+        self.meet()
         # a rank leaves out its own row, so that those behind it lie one earlier
         return [
             own_Rm[rank] if other == rank else rows[rank if rank < other else rank - 1]
             for other, rows in enumerate(given)
         ]
 
-    def _wait(self) -> None:
-        """For all ranks: then what each has written can be read."""
+    def meet(self) -> None:
+        """Wait for all ranks: then what each has written can be read, until the next but one is written."""
         if self._barrier is not None:
             self._barrier.wait()
         else:
-            dist.all_reduce(self._meet, group=self._group)
+            dist.all_reduce(self._nothing, group=self._group)
 
-    def _views(self, dtype: torch.dtype, shape: torch.Size) -> list[Tensor]:
-        """The halves of all ranks, whose turn it is, as tensors of a shape; shapes are few, and each is made once."""
+    def halves(self, dtype: torch.dtype, shape: torch.Size) -> list[Tensor]:
+        """The halves of all ranks, whose turn it is, as tensors of a shape; shapes are few, and each is made once.
+
+        A rank writes its own, then ``meet``s the others and reads theirs.
+        """
         key = (self._turn, dtype, shape)
         self._turn = 1 - self._turn
         if key not in self._known_views:

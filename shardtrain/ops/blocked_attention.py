@@ -17,7 +17,7 @@ of a block: r rows, k key-value heads, P = r k pairs of a row and a key-value he
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,15 @@ _VECTOR = 32
 CAUSAL = Band(-(1 << 62), 0)
 
 
+class Piece(NamedTuple):
+    """Queries that meet keys: which rows of the batch, which tokens of either, and which of the keys a query sees."""
+
+    batch: slice
+    queries: slice
+    keys: slice
+    band: Band
+
+
 def attend(
     q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band = CAUSAL, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -44,28 +53,33 @@ def attend(
     With it what ``attend_backward`` is given: the log-sum-exp (B, N, l) in units of log 2, and (B, N, 0) for bfloat16,
     which needs none.
     """
-    # Keys are scaled once here, in place of each block of scores
-    k_BKsH = _heads_first(k_BsKH) * _key_scale(q_BlNH, scale)
-    v_BKsH = _heads_first(v_BsKH)
-    q_BKGlH = _grouped(q_BlNH, k_BsKH)
+    return attend_in_pieces(q_BlNH, heads_first(k_BsKH, v_BsKH, scale), [_whole(q_BlNH, k_BsKH, band)])
+
+
+def attend_in_pieces(q_BlNH: Tensor, keys_values_2BKsH: Tensor, pieces: Iterable[Piece]) -> tuple[Tensor, Tensor]:
+    """The same in pieces, of which each query is in one, with keys and values as ``heads_first`` gives them."""
+    heads = keys_values_2BKsH.size(2)
     out_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
     lse_BNl = empty_lse(q_BlNH)
-    out_BKGlH = _grouped(out_BlNH, k_BsKH)
-    lse_BKGl = lse_BNl.unflatten(1, (k_BsKH.size(2), -1))
-    for block in _blocks(q_BKGlH, k_BKsH, band):
-        scores_PXm = torch.bmm(_pairs(q_BKGlH[block.queries]), _keys(k_BKsH, block).transpose(1, 2))
-        _hide(scores_PXm, block)
-        out_rkGnH = out_BKGlH[block.queries]
-        if is_rounded(q_BlNH.dtype):
-            out_PXH = torch.bmm(torch.softmax(scores_PXm, dim=-1), _keys(v_BKsH, block))
-            out_rkGnH.copy_(out_PXH.view(out_rkGnH.shape))
-        else:
-            most_PX1 = scores_PXm.amax(dim=-1, keepdim=True)
-            weights_PXm = scores_PXm.sub_(most_PX1).exp2_()
-            sums_PX1 = weights_PXm.sum(dim=-1, keepdim=True)
-            out_PXH = torch.bmm(weights_PXm, _keys(v_BKsH, block))
-            torch.div(out_PXH.view(out_rkGnH.shape), sums_PX1.view(*out_rkGnH.shape[:-1], 1), out=out_rkGnH)
-            lse_BKGl[block.queries] = sums_PX1.log2_().add_(most_PX1).view(out_rkGnH.shape[:-1])
+    for batch, queries, keys, band in pieces:
+        q_BKGlH = _grouped(q_BlNH[batch, queries], heads)
+        k_BKmH, v_BKmH = keys_values_2BKsH[:, batch, :, keys]
+        out_BKGlH = _grouped(out_BlNH[batch, queries], heads)
+        lse_BKGl = lse_BNl[batch, :, queries].unflatten(1, (heads, -1))
+        for block in _blocks(q_BKGlH, k_BKmH, band):
+            scores_PXm = torch.bmm(_pairs(q_BKGlH[block.queries]), _keys(k_BKmH, block).transpose(1, 2))
+            _hide(scores_PXm, block)
+            out_rkGnH = out_BKGlH[block.queries]
+            if is_rounded(q_BlNH.dtype):
+                out_PXH = torch.bmm(torch.softmax(scores_PXm, dim=-1), _keys(v_BKmH, block))
+                out_rkGnH.copy_(out_PXH.view(out_rkGnH.shape))
+            else:
+                most_PX1 = scores_PXm.amax(dim=-1, keepdim=True)
+                weights_PXm = scores_PXm.sub_(most_PX1).exp2_()
+                sums_PX1 = weights_PXm.sum(dim=-1, keepdim=True)
+                out_PXH = torch.bmm(weights_PXm, _keys(v_BKmH, block))
+                torch.div(out_PXH.view(out_rkGnH.shape), sums_PX1.view(*out_rkGnH.shape[:-1], 1), out=out_rkGnH)
+                lse_BKGl[block.queries] = sums_PX1.log2_().add_(most_PX1).view(out_rkGnH.shape[:-1])
     return out_BlNH, lse_BNl
 
 
@@ -84,51 +98,92 @@ def attend_backward(
     ``out_BlNH`` and ``lse_BNl`` are those of ``attend``. Gradients of keys and values are sums over blocks of queries,
     in float32.
     """
-    key_scale = _key_scale(q_BlNH, scale)
-    k_BKsH = _heads_first(k_BsKH) * key_scale
-    v_BKsH = _heads_first(v_BsKH)
-    q_BKGlH = _grouped(q_BlNH, k_BsKH)
-    gradient_BKGlH = _grouped(gradient_BlNH, k_BsKH)
-    out_BKGlH = _grouped(out_BlNH, k_BsKH)
-    lse_BKGl = lse_BNl.unflatten(1, (k_BsKH.size(2), -1))
+    keys_values_2BKsH = heads_first(k_BsKH, v_BsKH, scale)
+    whole = _whole(q_BlNH, k_BsKH, band)
+    inputs = (gradient_BlNH, q_BlNH, keys_values_2BKsH, out_BlNH, lse_BNl)
+    dq_BlNH, dkeys_values_2BKsH = attend_in_pieces_backward(*inputs, [whole], scale)
+    dk_BsKH, dv_BsKH = (tokens_first(x_BKsH, q_BlNH.dtype) for x_BKsH in dkeys_values_2BKsH)
+    return dq_BlNH, dk_BsKH, dv_BsKH
 
+
+def attend_in_pieces_backward(
+    gradient_BlNH: Tensor,
+    q_BlNH: Tensor,
+    keys_values_2BKsH: Tensor,
+    out_BlNH: Tensor,
+    lse_BNl: Tensor,
+    pieces: Iterable[Piece],
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same in pieces; ``scale`` is that which ``heads_first`` was given.
+
+    Gradients are those of queries, and of the keys and values that ``heads_first`` was given: (2, B, K, s, H) in
+    float32 at least, zero where no query sees a key.
+    """
+    heads = keys_values_2BKsH.size(2)
+    key_scale = _key_scale(keys_values_2BKsH, scale)
     # A block holds all keys of its queries, so dq is written once. A key is met by several blocks: dk and dv are sums
     exact = torch.promote_types(q_BlNH.dtype, torch.float32)
     dq_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
-    dq_BKGlH = _grouped(dq_BlNH, k_BsKH)
-    dk_BKsH = torch.zeros_like(k_BKsH, dtype=exact)
-    dv_BKsH = torch.zeros_like(v_BKsH, dtype=exact)
+    sums_2BKsH = torch.zeros_like(keys_values_2BKsH, dtype=exact)
     # Derivatives of scores are by natural ones. dq meets their scale in that of the keys, dk does not
     natural = 1.0 if is_rounded(q_BlNH.dtype) else math.log(2.0)
-    for block in _blocks(q_BKGlH, k_BKsH, band):
-        q_PXH = _pairs(q_BKGlH[block.queries])
-        gradient_PXH = _pairs(gradient_BKGlH[block.queries])
-        k_PmH, v_PmH, dk_PmH, dv_PmH = (_keys(x, block) for x in (k_BKsH, v_BKsH, dk_BKsH, dv_BKsH))
-        if is_rounded(q_BlNH.dtype):
-            scores_PXm = torch.bmm(q_PXH, k_PmH.transpose(1, 2))
-            _hide(scores_PXm, block)
-            p_PXm = torch.softmax(scores_PXm, dim=-1)
-            dv_PmH += torch.bmm(p_PXm.transpose(1, 2), gradient_PXH)
-            # Of p = softmax(s): ds = p (dp - sum of p dp), which this operation computes in one pass
-            dp_PXm = torch.bmm(gradient_PXH, v_PmH.transpose(1, 2))
-            ds_PXm = torch.ops.aten._softmax_backward_data(dp_PXm, p_PXm, -1, p_PXm.dtype)
-            dk_PmH += torch.bmm(ds_PXm.transpose(1, 2), q_PXH)
-        else:
-            # Keys by queries, so that of the five products one reads a matrix across its rows, and not two
-            lse_P1X = lse_BKGl[block.queries].reshape(len(q_PXH), 1, -1)
-            scores_PmX = torch.bmm(k_PmH, q_PXH.transpose(1, 2)).sub_(lse_P1X)
-            _hide_transposed(scores_PmX, block)
-            p_PmX = scores_PmX.exp2_()
-            dv_PmH.baddbmm_(p_PmX, gradient_PXH)
-            # The sum of p dp over keys is that of gradient times output over features
-            sums_P1X = (gradient_BKGlH[block.queries] * out_BKGlH[block.queries]).sum(-1).reshape(lse_P1X.shape)
-            ds_PmX = torch.bmm(v_PmH, gradient_PXH.transpose(1, 2)).sub_(sums_P1X).mul_(p_PmX)
-            dk_PmH.baddbmm_(ds_PmX, q_PXH)
-            ds_PXm = ds_PmX.transpose(1, 2)
-        dq_rkGnH = dq_BKGlH[block.queries]
-        torch.mul(torch.bmm(ds_PXm, k_PmH).view(dq_rkGnH.shape), natural, out=dq_rkGnH)
-    dk_BKsH *= key_scale * natural
-    return dq_BlNH, _tokens_first(dk_BKsH, k_BsKH), _tokens_first(dv_BKsH, v_BsKH)
+    for batch, queries, keys, band in pieces:
+        q_BKGlH = _grouped(q_BlNH[batch, queries], heads)
+        gradient_BKGlH = _grouped(gradient_BlNH[batch, queries], heads)
+        out_BKGlH = _grouped(out_BlNH[batch, queries], heads)
+        dq_BKGlH = _grouped(dq_BlNH[batch, queries], heads)
+        lse_BKGl = lse_BNl[batch, :, queries].unflatten(1, (heads, -1))
+        of_keys = (*keys_values_2BKsH[:, batch, :, keys], *sums_2BKsH[:, batch, :, keys])
+        for block in _blocks(q_BKGlH, of_keys[0], band):
+            q_PXH = _pairs(q_BKGlH[block.queries])
+            gradient_PXH = _pairs(gradient_BKGlH[block.queries])
+            k_PmH, v_PmH, dk_PmH, dv_PmH = (_keys(x, block) for x in of_keys)
+            if is_rounded(q_BlNH.dtype):
+                scores_PXm = torch.bmm(q_PXH, k_PmH.transpose(1, 2))
+                _hide(scores_PXm, block)
+                p_PXm = torch.softmax(scores_PXm, dim=-1)
+                dv_PmH += torch.bmm(p_PXm.transpose(1, 2), gradient_PXH)
+                # Of p = softmax(s): ds = p (dp - sum of p dp), which this operation computes in one pass
+                dp_PXm = torch.bmm(gradient_PXH, v_PmH.transpose(1, 2))
+                ds_PXm = torch.ops.aten._softmax_backward_data(dp_PXm, p_PXm, -1, p_PXm.dtype)
+                dk_PmH.add_(torch.bmm(ds_PXm.transpose(1, 2), q_PXH), alpha=key_scale)
+            else:
+                # Keys by queries, so that of the five products one reads a matrix across its rows, and not two
+                lse_P1X = lse_BKGl[block.queries].reshape(len(q_PXH), 1, -1)
+                scores_PmX = torch.bmm(k_PmH, q_PXH.transpose(1, 2)).sub_(lse_P1X)
+                _hide_transposed(scores_PmX, block)
+                p_PmX = scores_PmX.exp2_()
+                dv_PmH.baddbmm_(p_PmX, gradient_PXH)
+                # The sum of p dp over keys is that of gradient times output over features
+                sums_P1X = (gradient_BKGlH[block.queries] * out_BKGlH[block.queries]).sum(-1).reshape(lse_P1X.shape)
+                ds_PmX = torch.bmm(v_PmH, gradient_PXH.transpose(1, 2)).sub_(sums_P1X).mul_(p_PmX)
+                dk_PmH.baddbmm_(ds_PmX, q_PXH, alpha=key_scale * natural)
+                ds_PXm = ds_PmX.transpose(1, 2)
+            dq_rkGnH = dq_BKGlH[block.queries]
+            torch.mul(torch.bmm(ds_PXm, k_PmH).view(dq_rkGnH.shape), natural, out=dq_rkGnH)
+    return dq_BlNH, sums_2BKsH
+
+
+def heads_first(k_BsKH: Tensor, v_BsKH: Tensor, scale: float | None = None) -> Tensor:
+    """Keys and values as blocks are multiplied: (2, B, K, s, H), keys scaled once, in place of each block of scores."""
+    B, keys, K, H = k_BsKH.shape
+    out_2BKsH = k_BsKH.new_empty(2, B, K, keys, H)
+    place_heads_first(k_BsKH, v_BsKH, scale, out_2BKsH)
+    return out_2BKsH
+
+
+def place_heads_first(k_BsKH: Tensor, v_BsKH: Tensor, scale: float | None, out_2BKsH: Tensor) -> None:
+    """The same, to where they are to lie."""
+    torch.mul(k_BsKH.transpose(1, 2), _key_scale(k_BsKH, scale), out=out_2BKsH[0])
+    out_2BKsH[1].copy_(v_BsKH.transpose(1, 2))
+
+
+def tokens_first(x_BKsH: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gradients of keys or of values as those lie before ``heads_first``: (B, s, K, H)."""
+    B, K, keys, H = x_BKsH.shape
+    # A copy always, so that keys and values have memory of their own
+    return x_BKsH.new_empty(B, keys, K, H, dtype=dtype).copy_(x_BKsH.transpose(1, 2))
 
 
 def is_rounded(dtype: torch.dtype) -> bool:
@@ -200,23 +255,19 @@ def _hide_transposed(scores_PmX: Tensor, block: Block) -> None:
         scores_PmX[:, keys].unflatten(2, (-1, len(hidden_nm))).add_(hidden_nm.t().contiguous()[:, None])
 
 
-def _key_scale(q_BlNH: Tensor, scale: float | None) -> float:
+def _key_scale(k: Tensor, scale: float | None) -> float:
     """By what keys are multiplied, so that scores have their scale, and their unit."""
-    natural = float(q_BlNH.size(-1) ** -0.5) if scale is None else scale
-    return natural if is_rounded(q_BlNH.dtype) else natural * math.log2(math.e)
+    natural = float(k.size(-1) ** -0.5) if scale is None else scale
+    return natural if is_rounded(k.dtype) else natural * math.log2(math.e)
 
 
-def _heads_first(x_BsKH: Tensor) -> Tensor:
-    return x_BsKH.transpose(1, 2).contiguous()
+def _whole(q_BlNH: Tensor, k_BsKH: Tensor, band: Band) -> Piece:
+    return Piece(slice(None), slice(0, q_BlNH.size(1)), slice(0, k_BsKH.size(1)), band)
 
 
-def _tokens_first(x_BKsH: Tensor, like_BsKH: Tensor) -> Tensor:
-    return x_BKsH.to(like_BsKH.dtype).transpose(1, 2).contiguous()
-
-
-def _grouped(x_BlNH: Tensor, k_BsKH: Tensor) -> Tensor:
+def _grouped(x_BlNH: Tensor, heads: int) -> Tensor:
     """A view of query heads (B, l, N, H) by the key-value head that serves them: (B, K, G, l, H)."""
-    return x_BlNH.unflatten(2, (k_BsKH.size(2), -1)).permute(0, 2, 3, 1, 4)
+    return x_BlNH.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
 
 
 def _pairs(x_rkGnH: Tensor) -> Tensor:

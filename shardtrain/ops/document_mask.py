@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardtrain.ops import attention_scores, blocked_attention, cpu_kernels, flash_attention
 from shardtrain.ops.accelerator import is_accelerator, to_device
 from shardtrain.ops.attention_scores import Scores
-from shardtrain.ops.sliding_window import blocks, queries_at_once
+from shardtrain.ops.sliding_window import Band, blocks, queries_at_once
 
 _QUERIES_AT_ONCE = 1024
 """Queries that share a mask where a device has no kernel for documents: it is (B, 1, this, T), not (B, 1, T, T)."""
@@ -242,9 +242,12 @@ def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterato
             yield row, shifted(queries, document.start), shifted(keys, document.start), {"causal": False, "band": band}
 
 
-def _is_one_piece(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> bool:
-    """Whether ``_pieces`` are one: all rows and tokens, of which nothing needs to be put together."""
-    return documents_BT is None and not 0 < window < q_BTNH.size(1)
+def _pieces_in_blocks(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterator[blocked_attention.Piece]:
+    """The same for ``blocked_attention``, which cuts windows itself."""
+    tokens = slice(0, q_BTNH.size(1))
+    band = Band(1 - window, 0) if window else blocked_attention.CAUSAL
+    rows = [Shared(slice(None), tokens, tokens)] if documents_BT is None else shared(documents_BT, documents_BT)
+    return (blocked_attention.Piece(row, document, document, band) for row, document, _ in rows)
 
 
 def shifted(places: slice, by: int) -> slice:
@@ -379,17 +382,10 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 def _blocked(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    if _is_one_piece(q_BTNH, documents_BT, window):
-        return blocked_attention.attend(q_BTNH, k_BTKH, v_BTKH, scale=scale)
-    out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
-    lse_BNT = blocked_attention.empty_lse(q_BTNH)
-    for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
-        q = q_BTNH[row, queries]
-        k = k_BTKH[row, keys]
-        v = v_BTKH[row, keys]
-        band = sight.get("band", blocked_attention.CAUSAL)
-        out_BTNH[row, queries], lse_BNT[row, :, queries] = blocked_attention.attend(q, k, v, band, scale)
-    return out_BTNH, lse_BNT
+    keys_values_2BKTH = blocked_attention.heads_first(k_BTKH, v_BTKH, scale)
+    return blocked_attention.attend_in_pieces(
+        q_BTNH, keys_values_2BKTH, _pieces_in_blocks(q_BTNH, documents_BT, window)
+    )
 
 
 @_blocked.register_fake
@@ -409,22 +405,12 @@ def _blocked_backward(
     window: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _is_one_piece(q_BTNH, documents_BT, window):
-        inputs = (gradient_BTNH, q_BTNH, k_BTKH, v_BTKH, out_BTNH, lse_BNT)
-        return blocked_attention.attend_backward(*inputs, scale=scale)
-    # Stretches of a window share keys, whose gradients are then summed in float32
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32 if window else x.dtype) for x in (q_BTNH, k_BTKH, v_BTKH))
-    for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
-        gradient, q, out = (x[row, queries] for x in (gradient_BTNH, q_BTNH, out_BTNH))
-        k = k_BTKH[row, keys]
-        v = v_BTKH[row, keys]
-        lse = lse_BNT[row, :, queries]
-        band = sight.get("band", blocked_attention.CAUSAL)
-        part = blocked_attention.attend_backward(gradient, q, k, v, out, lse, band, scale)
-        dq[row, queries] = part[0]
-        dk[row, keys] += part[1]
-        dv[row, keys] += part[2]
-    return dq.to(q_BTNH.dtype), dk.to(q_BTNH.dtype), dv.to(q_BTNH.dtype)
+    keys_values_2BKTH = blocked_attention.heads_first(k_BTKH, v_BTKH, scale)
+    inputs = (gradient_BTNH, q_BTNH, keys_values_2BKTH, out_BTNH, lse_BNT)
+    pieces = _pieces_in_blocks(q_BTNH, documents_BT, window)
+    dq_BTNH, dkeys_values_2BKTH = blocked_attention.attend_in_pieces_backward(*inputs, pieces, scale)
+    dk_BTKH, dv_BTKH = (blocked_attention.tokens_first(x_BKTH, q_BTNH.dtype) for x_BKTH in dkeys_values_2BKTH)
+    return dq_BTNH, dk_BTKH, dv_BTKH
 
 
 @_blocked_backward.register_fake

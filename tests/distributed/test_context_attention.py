@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,19 +14,38 @@ from ranks import run_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.distributed import attention_blocks, context_attention
+from shardtrain.distributed import attention_blocks, context_attention, shared_memory
+from shardtrain.distributed.shared_memory import SequenceExchange
 from shardtrain.ops import blocked_attention, cpu_kernels, sliding_window
 from shardtrain.ops.attention_scores import PLAIN, Scores
 from shardtrain.ops.cpu_kernels import Kernels
 
 B, T, N, K, H = 2, 48, 4, 2, 8
+
+
+@functools.cache
+def exchange() -> SequenceExchange:
+    """The memory that the ranks share, made by all at their first call: each is a forked process of its own."""
+    made = SequenceExchange.between(dist.group.WORLD)
+    assert made is not None
+    return made
+
+
+def gathered_by_memory(*inputs: Any) -> Tensor:
+    return context_attention.gathered_attention(*inputs, shared=exchange())
+
+
 KINDS = {
     "gathered, balanced": (context_attention.gathered_attention, True),
     "gathered, in order": (context_attention.gathered_attention, False),
+    "gathered by memory, balanced": (gathered_by_memory, True),
+    "gathered by memory, in order": (gathered_by_memory, False),
     "ring, balanced": (context_attention.ring_attention, True),
     "ring, in order": (context_attention.ring_attention, False),
     "ulysses": (context_attention.ulysses_attention, False),
 }
+if not Path("/dev/shm").is_dir():  # no shared memory of files
+    KINDS = {name: kind for name, kind in KINDS.items() if "memory" not in name}
 
 
 def inputs(dtype: torch.dtype) -> list[Tensor]:
@@ -169,16 +191,19 @@ def test_split_attention_with_other_scores_equals_attention_written_out(num_rank
 
 def errors_by_blocks(rank: int) -> dict[str, list[float]]:
     cpu_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))  # in a forked process of its own
-    taken, original = [], blocked_attention.attend
-    blocked_attention.attend = lambda *inputs, **scale: taken.append(1) or original(*inputs, **scale)
+    taken, original = [], blocked_attention.attend_in_pieces
+    blocked_attention.attend_in_pieces = lambda *inputs: taken.append(1) or original(*inputs)
     errors: dict[str, list[float]] = {"cuts": [], "windows": [], "scaled": []}
-    for queries in (128, 5):  # blocks end within chunks
+    # Blocks that end within chunks, and parts of chunks that fit into the memory at a time
+    for queries, half_bytes in ((128, 1 << 20), (5, 128 * (dist.get_world_size() - 1) * 7)):
         blocked_attention._QUERIES = {2: queries, 4: queries}
+        shared_memory._HALF_BYTES = half_bytes
+        exchange.cache_clear()
         before = len(taken)
         errors["cuts"] += errors_of_many_cuts(rank).values()
         errors["windows"] += errors_of_many_windows(rank).values()
         errors["scaled"] += largest_errors(rank, torch.float32, scores=Scores(scale=0.1)).get("gathered, balanced", [])
-        assert len(taken) > before + 100
+        assert len(taken) >= before + 4 * 30  # of four ways to gather, once each
     errors["bfloat16"] = [max(values) for values in largest_errors(rank, torch.bfloat16).values()]
     return errors
 

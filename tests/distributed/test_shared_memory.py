@@ -169,6 +169,59 @@ def _sequences(rank: int, ranks: int) -> None:
             assert torch.equal(everywhere, expected.to(dtype))
 
 
+def _parts(rank: int, ranks: int) -> None:
+    """Heads of several rows that fit into a turn, heads of one row, and tokens of one head; some parts are left out."""
+    for half_bytes in (64 * 3 * ranks, 64 * 11 * ranks, 1 << 20):
+        shared_memory._HALF_BYTES = half_bytes
+        shared = SequenceExchange.between(dist.group.WORLD)
+        assert shared is not None
+        for dtype in (torch.float32, torch.bfloat16):
+            for rows, heads, tokens in ((1, 1, 1), (3, 2, 5), (5, 3, 2), (2, 1, 7)):
+                shape = (2, rows, heads, tokens, 4)
+                drawn = [
+                    [_drawn(9 * one + part, 8 * rows * heads * tokens, dtype) for part in (0, 1)]
+                    for one in range(ranks)
+                ]
+                here = [[torch.zeros(shape, dtype=dtype) for _ in (0, 1)] for _ in range(ranks)]
+                given = [[None if one > rank and part else here[one][part] for part in (0, 1)] for one in range(ranks)]
+                for part in (0, 1):
+                    here[rank][part].copy_(drawn[rank][part].view(shape))
+                shared.gather_parts(given)
+                for one in range(ranks):
+                    for part in (0, 1):
+                        expected = torch.zeros(shape) if given[one][part] is None else drawn[one][part].view(shape)
+                        assert torch.equal(here[one][part], expected.to(dtype))
+                # What rank r has for part p of rank s, in float32: nothing for the second parts of later ones
+                sums = [
+                    [
+                        [
+                            _drawn(100 * r + 10 * s + p, 8 * rows * heads * tokens, torch.float32).view(shape)
+                            for p in (0, 1)
+                        ]
+                        for s in range(ranks)
+                    ]
+                    for r in range(ranks)
+                ]
+                has = [[[s <= r or p == 0 for p in (0, 1)] for s in range(ranks)] for r in range(ranks)]
+                mine = [[sums[rank][s][p].clone() if has[rank][s][p] else None for p in (0, 1)] for s in range(ranks)]
+                # Tokens before heads: written where they do not lie in a row
+                outs = [torch.zeros(2, rows, tokens, heads, 4, dtype=dtype).transpose(2, 3) for _ in (0, 1)]
+                shared.reduce_scatter_parts(mine, [has[r][rank] for r in range(ranks)], outs)
+                for p in (0, 1):
+                    addends = [sums[r][rank][p].to(dtype).double() for r in range(ranks) if has[r][rank][p]]
+                    exact = torch.stack(addends).sum(0)
+                    rtol = 2**-7 if dtype == torch.bfloat16 else 0.0
+                    # each rank's own and the sum are rounded to 2^-9 of themselves; sums near zero have lost digits
+                    atol = 2**-7 if dtype == torch.bfloat16 else 1e-6
+                    torch.testing.assert_close(outs[p].double(), exact, rtol=rtol, atol=atol)
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory of files")
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_are_gathered_and_scattered_to_where_they_lie(ranks: int) -> None:
+    run_ranks(ranks, _parts, ranks)
+
+
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory of files")
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_sequences_are_gathered_and_scattered_as_they_lie(ranks: int) -> None:
