@@ -1,12 +1,14 @@
 """What experts cost over a dense model of as many active parameters: tokens per CPU-second, interleaved in one run.
 
-    python benchmarks/moe_overhead.py [--rounds 6] [--kernels fastest] [--out benchmarks/results/moe_overhead.json]
+    python benchmarks/moe_overhead.py [--rounds 6] [--kernels fastest] [--micro-batches 4]
+        [--out benchmarks/results/moe_overhead.json]
 
 All models have dim 256, 6 layers, 8 heads, 4 key-value heads, vocabulary 2048 and take 8 sequences of 512 tokens per
 step of ``train.step`` on one process and one thread. A token passes through 768 feed-forward features in each: of one
 dense SwiGLU, of 2 of 8 experts (Mixtral), or of 8 of 64 experts (Qwen3). CPU time, not wall time, so that a busy
 machine does not decide. ``--kernels fastest`` computes as ``train`` does, with the kernels that this machine is fastest
-with and memory that is kept; the default is PyTorch's own kernels.
+with and memory that is kept; the default is PyTorch's own kernels. ``--micro-batches`` of 8 sequences make up a step, 1
+unless given: experts are eight times as many weights to update as the dense model has, which small steps show.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ BASE = {"2 of 8": "dense", "8 of 64": "dense, qk-norm"}
 TOKENS = 8 * 512
 
 
-def make_config(model: str, dtype: str, folder: str) -> Config:
+def make_config(model: str, dtype: str, folder: str, micro_batches: int) -> Config:
     """The run of one model in one compute type."""
     name, flavor, overrides = MODELS[model]
     config = Config()
@@ -52,7 +54,13 @@ def make_config(model: str, dtype: str, folder: str) -> Config:
         job=dataclasses.replace(config.job, dump_folder=folder),
         model=dataclasses.replace(config.model, name=name, flavor=flavor, overrides=overrides),
         training=dataclasses.replace(
-            config.training, local_batch_size=8, seq_len=512, steps=10_000, mixed_precision_param=dtype, device="cpu"
+            config.training,
+            local_batch_size=8,
+            global_batch_size=8 * micro_batches,
+            seq_len=512,
+            steps=10_000,
+            mixed_precision_param=dtype,
+            device="cpu",
         ),
         compile=dataclasses.replace(config.compile, enable=False),  # dense models alone would be, by default
         activation_checkpoint=dataclasses.replace(config.activation_checkpoint, mode="none"),
@@ -65,12 +73,12 @@ def trainer_step(config: Config, here: process_group.World) -> Callable[[], None
     return lambda: trainer.step(run) and None
 
 
-def measure(dtype: str, rounds: int, kernels: str) -> dict[str, object]:
+def measure(dtype: str, rounds: int, kernels: str, micro_batches: int) -> dict[str, object]:
     """Median CPU seconds per step of all models, taken in turns."""
     with tempfile.TemporaryDirectory() as folder, process_group.join(Comm(), "cpu") as here:
         if kernels == "fastest":
-            use_fastest_kernels(make_config("dense", dtype, folder), torch.device("cpu"))
-        steps = {name: trainer_step(make_config(name, dtype, folder), here) for name in MODELS}
+            use_fastest_kernels(make_config("dense", dtype, folder, micro_batches), torch.device("cpu"))
+        steps = {name: trainer_step(make_config(name, dtype, folder, micro_batches), here) for name in MODELS}
         for step in steps.values():  # the first step allocates and builds
             step()
         seconds: dict[str, list[float]] = {name: [] for name in steps}
@@ -79,7 +87,7 @@ def measure(dtype: str, rounds: int, kernels: str) -> dict[str, object]:
                 start = time.process_time()
                 step()
                 seconds[name].append(time.process_time() - start)
-    speed = {name: TOKENS / statistics.median(values) for name, values in seconds.items()}
+    speed = {name: TOKENS * micro_batches / statistics.median(values) for name, values in seconds.items()}
     ratios = {name: speed[name] / speed[base] for name, base in BASE.items()}
     return {"dtype": dtype, "tokens_per_cpu_second": speed, "ratio": ratios, "cpu_seconds_per_step": seconds}
 
@@ -90,9 +98,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--kernels", choices=("pytorch", "fastest"), default="pytorch")
+    parser.add_argument("--micro-batches", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [measure(dtype, options.rounds, options.kernels) for dtype in ("float32", "bfloat16")]
+    rows = [measure(dtype, options.rounds, options.kernels, options.micro_batches) for dtype in ("float32", "bfloat16")]
     for row in rows:
         for name, base in BASE.items():
             speed = row["tokens_per_cpu_second"]
