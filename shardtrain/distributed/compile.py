@@ -24,7 +24,7 @@ from shardtrain.utils.log import logger
 
 RECOMPILE_LIMIT = 64
 LONG_SECONDS = 1800.0
-"""A run on CPUs that takes longer, were they as fast as any, is compiled by default: it gains 4 % to 12 % on an idle
+"""A run on CPUs that takes longer, were they as fast as any, is compiled by default: it gains 3 % to 12 % on an idle
 machine and up to 30 % on a busy one, and loses 20 to 50 s of its first start and some 2 s of every other."""
 SHORT_STEP_SECONDS = 0.05
 """Steps that would be shorter are not compiled by default: nothing of theirs was measured."""
