@@ -224,6 +224,8 @@ def timed_run(options: Options, device: str, tiny: bool, steps: int) -> Loaded:
     options = {**COMMON, **options, "training.steps": steps, "training.device": device}
     if tiny:
         options |= TINY_DENSE if options["model.name"] == "llama3" else TINY_EXPERTS
+    if device == "cpu" and FLOAT8.items() <= options.items():
+        options["quantize.linear.float8.emulate"] = True  # a CPU does not multiply in float8
     return load_config(None, options)
 
 
