@@ -57,6 +57,18 @@ def test_each_worker_begins_with_one_of_the_longest_files_and_runs_it_whole(num_
     assert sorted(begun) == sorted(LONGEST_FIRST)
 
 
+def test_what_a_run_that_ends_early_leaves_out_comes_first_backwards():
+    items = [Item(name, case) for name in ("test_a.py", LONGEST_FIRST[0], "test_b.py", "test_c.py") for case in (0, 1)]
+    for backwards, files in (
+        (False, ["test_a.py", "test_b.py", "test_c.py"]),
+        (True, ["test_c.py", "test_b.py", "test_a.py"]),
+    ):
+        order = dealt(items, 1, backwards)
+        assert [item.name for item in order] == [
+            f"{file}::{case}" for file in (LONGEST_FIRST[0], *files) for case in (0, 1)
+        ]
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "test_sample.py").write_text(SAMPLE)
@@ -92,6 +104,7 @@ def test_the_default_tier_and_the_shares_are_all_tests_each_once(folder):
     assert "3 laws in 37 cases; the default tier states 3 of them in 4 cases" in said
     shares = [run(folder, f"--share={number}/3")[1] for number in range(1, 4)]
     assert all(shares) and sorted([*default, *(name for share in shares for name in share)]) == everything
+    assert run(folder, "--share=2/3", "--backwards")[1] == shares[1]
 
 
 def test_workers_run_and_tell_the_same(folder):

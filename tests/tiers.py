@@ -155,6 +155,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--all", action="store_true", dest="all_tiers", help="the default tier and the rest")
     group.addoption("--share", metavar="K/N", help="of the rest, the K-th of N shares; without the default tier")
     group.addoption("--minutes", type=float, metavar="N", help="skip, and say so, what has not begun after N minutes")
+    group.addoption(
+        "--backwards", action="store_true", help="files from the last to the first: what --minutes has left out, first"
+    )
     group.addoption("--laws", action="store_true", help="print every law and where it runs; run nothing")
 
 
@@ -238,7 +241,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         law.chosen += runs
         (chosen if runs else others).append(item)
     workers_input = getattr(config, "workerinput", {"workercount": 1})
-    items[:] = dealt(chosen, workers_input["workercount"])
+    items[:] = dealt(chosen, workers_input["workercount"], config.option.backwards)
     config.stash[LAWS] = laws
     if others and not config.option.laws:
         config.hook.pytest_deselected(items=others)
@@ -255,17 +258,19 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-def dealt(items: list[pytest.Item], num_workers: int) -> list[pytest.Item]:
+def dealt(items: list[pytest.Item], num_workers: int, backwards: bool = False) -> list[pytest.Item]:
     """The order in which ``--dist worksteal`` gives each worker some of the longest files, and these first.
 
     It cuts the list into a slice for each worker, of as many tests as the others', and a worker that has none left
-    takes from the end of another's.
+    takes from the end of another's. ``backwards``, the other files come from the last to the first, so that a run whose
+    time is over leaves out others.
     """
     ranks = {name: place for place, name in enumerate(LONGEST_FIRST)}
     files: dict[Path, list[pytest.Item]] = {}
-    rest: list[pytest.Item] = []
+    others: dict[Path, list[pytest.Item]] = {}
     for item in items:
-        (files.setdefault(item.path, []) if item.path.name in ranks else rest).append(item)
+        (files if item.path.name in ranks else others).setdefault(item.path, []).append(item)
+    rest = [item for file in (reversed(others) if backwards else others) for item in others[file]]
     slices: list[list[pytest.Item]] = [[] for _ in range(num_workers)]
     for file in sorted(files, key=lambda file: ranks[file.name]):
         # to the worker with the fewest files, of these to the one with the fewest tests
