@@ -2,7 +2,7 @@
 
 An all-reduce of gloo between ranks of a machine wakes a thread of its own, writes to a socket, wakes the thread that
 reads sockets, and that one the caller: 171 microseconds of CPU time for each rank. Here ranks that come at once need 2,
-and those that sleep some 50 (docs/performance.md).
+and those that sleep some 50 (docs/performance_cpu.md).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ THREADS_EXPONENT = 0.9
 DTENSOR_PRODUCTS = 0.91
 """What products of DTensors in float32 reach on a CPU of those by oneDNN, which plain weights alone have."""
 SHARED_MEMORY = 2.0
-"""Bytes per second by memory that ranks share over those by gloo: gathers 2.3, sums 1.4 GB/s (docs/performance.md)."""
+"""Bytes per second by memory that ranks share over those by gloo: gathers 2.3, sums 1.4 (docs/performance_cpu.md)."""
 KEYS_AT_ONCE = 512
 """Keys that PyTorch's attention on a CPU takes at a time; those after a query are left out by whole blocks."""
 HOST_BYTES_PER_SECOND = 33e9

@@ -1,4 +1,4 @@
-"""A plan is right about published runs to the error that docs/plan.md tells, and no change makes it worse unseen."""
+"""A plan is as right about published runs as docs/plan_accuracy.md says, and no change makes it worse unseen."""
 
 from __future__ import annotations
 
