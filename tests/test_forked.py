@@ -79,3 +79,17 @@ def test_a_fork_that_asks_for_its_stack_reads_no_source(tmp_path: Path) -> None:
     )
     done = forked.run([sys.executable, str(program)], capture_output=True, text=True, timeout=patience.seconds(60))
     assert (done.stdout, done.stderr) == ("['inner', 'outer']\n", "")
+
+
+def test_a_fork_of_a_process_that_has_compiled_compiles_in_threads_of_its_own(tmp_path: Path) -> None:
+    """A rank had waited for ever for a thread that its parent had, and the fork had not."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.pool().submit(abs, -1).result()  # its thread is idle from now on
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from torch._inductor.async_compile import AsyncCompile\n"
+        "print(AsyncCompile.pool().submit(abs, -1).result(timeout=30))\n"
+    )
+    done = forked.run([sys.executable, str(program)], capture_output=True, text=True, timeout=patience.seconds(60))
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr

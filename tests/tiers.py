@@ -38,6 +38,16 @@ os.environ["XDG_STATE_HOME"] = os.devnull
 # of what a rank of two steps costs
 os.register_at_fork(after_in_child=gc.freeze)
 
+
+def _forget_threads_that_compile() -> None:
+    """In a fork of a process that has compiled: PyTorch's pool of threads has none here, and would be waited for."""
+    compiling = sys.modules.get("torch._inductor.async_compile")
+    if compiling is not None:
+        compiling.AsyncCompile.pool.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads_that_compile)
+
 SHARES = 5
 """In how many shares the rest is told by ``--laws``, and run by .ci/run."""
 COSTS = os.environ.get("SHARDTRAIN_TEST_COSTS")
