@@ -117,6 +117,9 @@ def patch(folder: Path, place: str) -> None:
     elif place == "slow validation":
         for call in (1, 2, 3):
             before(PlainRunner, "evaluate", call, lambda: time.sleep(0.5 * LIMIT))
+    elif place == "long first step":
+        later = int(os.environ["RANK"]) * LIMIT
+        before(PlainRunner, "forward_backward", 1, lambda: time.sleep(5 * LIMIT + later))
     elif place == "slow":
         forward, seconds = PlainRunner.forward_backward, [0.1]
 

@@ -117,6 +117,23 @@ def test_before_the_first_step_is_done_only_a_wait_for_others_is_a_hang():
     assert seconds < 300, "earlier than PyTorch's own error, which would name the wrong rank"
 
 
+def test_ranks_that_have_compiled_for_long_may_be_done_at_different_times():
+    cold = {"is_cold": True, "limit_seconds": 300.0, "phase": "compile"}
+
+    def signs(done: int, last_done: int):
+        arrives = lambda beat, at: say(beat, **cold, **(WAITING if beat >= at else {}))  # noqa: E731
+        return lambda beat: {
+            0: say(beat, entered=41) if beat >= last_done else arrives(beat, 10_000),
+            1: say(beat, entered=41) if beat >= last_done else arrives(beat, done),
+            2: say(beat, entered=41) if beat >= last_done else arrives(beat, last_done - 3),
+        }
+
+    assert judge(signs(500, 600), 1200, size=3) is None, "1,000 s of compilation, and 200 s for the slowest"
+    verdict, seconds = judge(signs(500, 700), 3000, size=3)
+    assert verdict.rank == 0 and verdict.message.startswith("has not arrived")
+    assert 1250 < seconds < 1300, "before the error of the collective that waits longest"
+
+
 def test_a_hang_is_declared_before_a_collective_ends_with_an_error():
     slow = {"limit_seconds": 500.0}
     verdict, seconds = judge(lambda beat: {0: say(beat, **slow), 1: say(beat, **slow, **WAITING)}, 600)

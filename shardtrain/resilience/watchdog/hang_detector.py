@@ -51,6 +51,8 @@ class _Seen:
     sign: Heartbeat
     beat_seconds: float
     moved_seconds: float
+    waits_seconds: float = 0.0
+    """Since when it waits where it waits now, if it does."""
 
 
 class HangDetector:
@@ -72,6 +74,7 @@ class HangDetector:
             for seen in self._seen.values():
                 seen.beat_seconds += paused
                 seen.moved_seconds += paused
+                seen.waits_seconds += paused
         self._last = now
         if not self._seen:
             # a rank that never gives a sign is judged like one that has stopped giving them
@@ -83,6 +86,8 @@ class HangDetector:
                 seen.beat_seconds = now
             if sign.progress != seen.sign.progress:
                 seen.moved_seconds = now
+            if sign.waits_in != seen.sign.waits_in or not seen.waits_seconds:
+                seen.waits_seconds = now
             seen.sign = sign
         # a rank that has left is not waited for; whether others still wait for it is asked below
         present = {rank: seen for rank, seen in self._seen.items() if not seen.sign.has_left}
@@ -90,7 +95,12 @@ class HangDetector:
             return None
         self._limit = self._limit_of([seen.sign for seen in present.values()])
         # one rank that moves is enough: the others may be waiting for it
-        still = now - max(seen.moved_seconds for seen in present.values())
+        since = max(seen.moved_seconds for seen in present.values())
+        # all may compile or load for long; who is done first waits as long as ever before another is to blame
+        waiting = [seen.waits_seconds for seen in present.values() if seen.sign.collective]
+        if waiting:
+            since = max(since, min(waiting))
+        still = now - since
         if not self._limit or still < self._limit:
             return None
         return self._blame(now, present)

@@ -230,15 +230,21 @@ class Watchdog:
         interval = SAMPLE_SECONDS if samples else self._beat
         moved_at = last = time.monotonic()
         progress = (0, 0, 0)
+        patience = float(self._comm.init_timeout_seconds)
+        tells_after = patience
         while not self._closed.wait(interval):
             now = time.monotonic()
             position = (self._moving.step, self._phases.entered, self._moving.ticks)
             if position != progress or now - last > 3 * self._beat:  # the second: the process was suspended
                 progress = position
                 moved_at = now
+                tells_after = patience
             # fifty samples a second show how much of a step this rank works, and how much it waits for others
             if samples and self._phases.name in WORK:
                 self._sample(now - last)
+            if now - moved_at > tells_after:
+                tells_after *= 2
+                self._tell_of_a_long_phase(now - moved_at)
             silent_seconds = now - max(self._exchanged_at, moved_at)
             last = now
             if self._exchanges and silent_seconds > self._beat * BEATS_PER_HANG_TIMEOUT:
@@ -247,6 +253,16 @@ class Watchdog:
                 limit *= MUTE_LIMITS if place.collective else MUTE_LIMITS_AT_WORK
                 if limit and silent_seconds > limit and (place.collective or not is_cold):
                     self._die(self._without_answer(place, silent_seconds))
+
+    def _tell_of_a_long_phase(self, seconds: float) -> None:
+        """Say where this rank is, if that may take as long as it likes: all may compile, or wait for the same lock."""
+        place = stack.main_thread(self._device)
+        limit, is_cold = self._limit(self._phases.name, place)
+        if limit and is_cold and not place.collective:
+            logger.warning(
+                f"phase {self._phases.name} of step {self._moving.step} has taken {seconds:.0f} s so far, now at "
+                f"{place.at}; that has no limit as long as no rank waits for another"
+            )
 
     def _without_answer(self, place: stack.Place, seconds: float) -> HangReport:
         """The verdict of this rank alone, where neither it nor the store does anything; it tells its node."""
