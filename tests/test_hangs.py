@@ -79,12 +79,12 @@ def test_a_slow_validation_that_moves_is_not_a_hang(tmp_path):
     "real ranks",
     by="tests/resilience/test_watchdog.py::test_ranks_that_have_compiled_for_long_may_be_done_at_different_times",
 )
-def test_a_first_step_that_is_long_on_all_ranks_is_told_and_is_no_hang(tmp_path):
+def test_a_long_first_step_of_all_ranks_is_logged_and_not_taken_for_a_hang(tmp_path):
     one = config(tmp_path, comm={"init_timeout_seconds": 4 * LIMIT})
     assert end(run(one, "long first step", (0, 1))) == 0
     assert record(tmp_path)["last_step"] == STEPS
-    told = [line for line in log(tmp_path, 0).splitlines() if "WARNING" in line and "so far" in line]
-    assert len(told) == 1 and "phase compile of step 1 has taken" in told[0]
+    logged = [line for line in log(tmp_path, 0).splitlines() if "WARNING" in line and "so far" in line]
+    assert len(logged) == 1 and "phase compile of step 1 has taken" in logged[0]
 
 
 def test_without_a_launcher_of_ours_the_first_rank_is_named_though_it_holds_the_store(tmp_path):
