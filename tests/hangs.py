@@ -24,6 +24,7 @@ from shardtrain.distributed.runner import PlainRunner
 from shardtrain.launch import environment, local
 from shardtrain.models.layers import Attention
 from shardtrain.train import trainer as train
+from shardtrain.train.open_together import Together
 
 LIMIT = max(3, round(patience.seconds(0.5)))
 """comm.hang_timeout_seconds: more than a rank that is well may be silent on a machine as busy as this one is."""
@@ -117,20 +118,31 @@ def patch(folder: Path, place: str) -> None:
     elif place == "slow validation":
         for call in (1, 2, 3):
             before(PlainRunner, "evaluate", call, lambda: time.sleep(0.5 * LIMIT))
+    elif place == "long opening":
+        broadcast, seconds = Together._broadcast, [5 * LIMIT]
+
+        def late(self, make, source, group):
+            def look():
+                time.sleep(seconds.pop() if seconds else 0)
+                return make()
+
+            return broadcast(self, look, source, group)
+
+        Together._broadcast = late  # type: ignore[method-assign]
     elif place == "long first step":
         later = int(os.environ["RANK"]) * LIMIT
         before(PlainRunner, "forward_backward", 1, lambda: time.sleep(5 * LIMIT + later))
     elif place == "slow":
-        forward, seconds = PlainRunner.forward_backward, [0.1]
+        forward, last = PlainRunner.forward_backward, [0.1]
 
         def five_times(*arguments):
             # however busy the machine is: a peer may lose some of its time to others, and five windows must show it
-            time.sleep(max(0.25, 4 * seconds[0]))
+            time.sleep(max(0.25, 4 * last[0]))
             started = time.perf_counter()
             try:
                 return forward(*arguments)
             finally:
-                seconds[0] = time.perf_counter() - started
+                last[0] = time.perf_counter() - started
 
         PlainRunner.forward_backward = five_times  # type: ignore[method-assign]
     elif place == "data and store":

@@ -79,12 +79,16 @@ def test_a_slow_validation_that_moves_is_not_a_hang(tmp_path):
     "real ranks",
     by="tests/resilience/test_watchdog.py::test_ranks_that_have_compiled_for_long_may_be_done_at_different_times",
 )
-def test_a_long_first_step_of_all_ranks_is_logged_and_not_taken_for_a_hang(tmp_path):
+@pytest.mark.parametrize(
+    ("place", "culprits", "phase"),
+    [("long first step", (0, 1), "compile of step 1"), ("long opening", (0,), "start of step 0")],
+)
+def test_a_start_that_takes_longer_than_its_limit_is_logged_and_not_taken_for_a_hang(tmp_path, place, culprits, phase):
     one = config(tmp_path, comm={"init_timeout_seconds": 4 * LIMIT})
-    assert end(run(one, "long first step", (0, 1))) == 0
+    assert end(run(one, place, culprits)) == 0
     assert record(tmp_path)["last_step"] == STEPS
     logged = [line for line in log(tmp_path, 0).splitlines() if "WARNING" in line and "so far" in line]
-    assert len(logged) == 1 and "phase compile of step 1 has taken" in logged[0]
+    assert len(logged) == 1 and f"phase {phase} has taken" in logged[0]
 
 
 def test_without_a_launcher_of_ours_the_first_rank_is_named_though_it_holds_the_store(tmp_path):

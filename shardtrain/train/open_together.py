@@ -25,6 +25,7 @@ from shardtrain.config.schema import Config
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
 from shardtrain.distributed import gloo_sockets
+from shardtrain.resilience import progress
 from shardtrain.utils import errors, reading
 from shardtrain.utils.errors import ConfigError, DataError, PeerError, Problem, ShardtrainError, StorageError
 
@@ -140,6 +141,7 @@ class Together:
             # a size of 0 is a sign of life and not the end of the wait
             while not int(size):
                 dist.broadcast(size, source, group=group)
+                progress.tick()  # to wait for a slow storage, or a download, is not a hang
             whole = torch.empty(int(size), dtype=torch.uint8)
             for piece in whole.split(_PIECE_BYTES):
                 dist.broadcast(piece, source, group=group)

@@ -261,7 +261,7 @@ class Watchdog:
         if limit and is_cold and not place.collective:
             logger.warning(
                 f"phase {self._phases.name} of step {self._moving.step} has taken {seconds:.0f} s so far, now at "
-                f"{place.at}; that has no limit as long as no rank waits for another"
+                f"{place.at}"
             )
 
     def _without_answer(self, place: stack.Place, seconds: float) -> HangReport:
