@@ -12,7 +12,7 @@ import fnmatch
 import hashlib
 import io
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -177,6 +177,20 @@ class ObjectPath:
     @property
     def _key(self) -> str:
         return str(self.store._strip_protocol(self.address))
+
+
+def unlink_all(paths: Sequence[ObjectPath]) -> None:
+    """Delete objects of one store, many by one request where it takes that. Raises OSError; some may be left then."""
+    if not paths:
+        return
+    keys = [path._key for path in paths]
+    # fsspec takes a name with these characters for a pattern, and would delete everything that it matches
+    if any(character in key for key in keys for character in "*?["):
+        for path in paths:
+            path.unlink(missing_ok=True)
+        return
+    with _asking(paths[0].address):
+        paths[0].store.rm(keys)
 
 
 def open_address(address: str, option: str = "checkpoint.folder") -> ObjectPath:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.manifest import MANIFEST, read
-from shardtrain.checkpoint.objects import ObjectPath
+from shardtrain.checkpoint.objects import ObjectPath, unlink_all
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.log import logger
 
@@ -138,8 +138,7 @@ def discard(path: Path | ObjectPath) -> None:
     if isinstance(path, ObjectPath):
         (path / MANIFEST).unlink()
         with contextlib.suppress(OSError):  # the rest is swept at the next start
-            for left in path.list_below():
-                left.unlink(missing_ok=True)
+            unlink_all(path.list_below())  # ranks may wait, and there may be a file of each of thousands
         return
     discard_hub(path)
     _to_trash(path)

@@ -104,6 +104,22 @@ def test_steps_saved_again_count_among_those_that_are_kept() -> None:
     assert kept.steps() == [13, 14]
 
 
+@pytest.mark.parametrize(("folder", "requests"), [("run", 1), ("run[1]", 0), ("run*", 0), ("r?n", 0)])
+def test_what_is_deleted_is_one_request_and_never_what_a_name_matches(folder, requests, monkeypatch) -> None:
+    other = [f"memory://bucket/run1/step-3/rank-{rank}.bin" for rank in range(3)]
+    own = [f"memory://bucket/{folder}/step-3/rank-{rank}.bin" for rank in range(3)]
+    store = MemoryFileSystem()
+    for address in (*other, *own):
+        store.pipe_file(address, b"bytes")
+    asked: list[Any] = []
+    remove = MemoryFileSystem.rm
+    monkeypatch.setattr(MemoryFileSystem, "rm", lambda self, keys: (asked.append(keys), remove(self, keys)))
+    objects.unlink_all([ObjectPath(store, address) for address in own])
+    assert len(asked) == requests
+    assert names() == [name.removeprefix("memory:/") for name in other]
+    objects.unlink_all([])
+
+
 def test_without_a_manifest_there_is_no_checkpoint_and_what_is_left_is_swept() -> None:
     kept = stored()
     save(kept, 3)
