@@ -185,12 +185,13 @@ def unlink_all(paths: Sequence[ObjectPath]) -> None:
         return
     keys = [path._key for path in paths]
     # fsspec takes a name with these characters for a pattern, and would delete everything that it matches
-    if any(character in key for key in keys for character in "*?["):
-        for path in paths:
-            path.unlink(missing_ok=True)
-        return
-    with _asking(paths[0].address):
-        paths[0].store.rm(keys)
+    if not any(character in key for key in keys for character in "*?["):
+        with contextlib.suppress(OSError), _asking(paths[0].address):
+            paths[0].store.rm(keys)
+            return
+    # nor does every store that speaks S3 take more than one
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def open_address(address: str, option: str = "checkpoint.folder") -> ObjectPath:

@@ -120,6 +120,19 @@ def test_what_is_deleted_is_one_request_and_never_what_a_name_matches(folder, re
     objects.unlink_all([])
 
 
+def test_a_store_that_deletes_no_more_than_one_is_asked_for_each(monkeypatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise NotImplementedError("DeleteObjects")
+
+    store = MemoryFileSystem()
+    paths = [ObjectPath(store, f"{FOLDER}/rank-{rank}.bin") for rank in range(3)]
+    for path in paths:
+        store.pipe_file(path.address, b"bytes")
+    monkeypatch.setattr(MemoryFileSystem, "rm", refuse)
+    objects.unlink_all(paths)
+    assert not names()
+
+
 def test_without_a_manifest_there_is_no_checkpoint_and_what_is_left_is_swept() -> None:
     kept = stored()
     save(kept, 3)
