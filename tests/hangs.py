@@ -129,6 +129,9 @@ def patch(folder: Path, place: str) -> None:
             return broadcast(self, look, source, group)
 
         Together._broadcast = late  # type: ignore[method-assign]
+    elif place == "long steps":
+        for call in range(1, STEPS):
+            before(PlainRunner, "forward_backward", call, lambda: time.sleep(1.5 * LIMIT))
     elif place == "long first step":
         later = int(os.environ["RANK"]) * LIMIT
         before(PlainRunner, "forward_backward", 1, lambda: time.sleep(5 * LIMIT + later))

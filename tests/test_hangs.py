@@ -75,20 +75,24 @@ def test_a_slow_validation_that_moves_is_not_a_hang(tmp_path):
     assert record(tmp_path)["last_step"] == STEPS
 
 
+def test_steps_that_are_longer_than_the_limit_are_not_taken_for_a_hang(tmp_path):
+    """The second one, of whose length nothing but the first is known, was in every run with more than one rank."""
+    assert end(run(config(tmp_path, steps=3), "long steps", (0, 1))) == 0
+    assert record(tmp_path)["last_step"] == 3
+
+
 @pytest.mark.nightly(
     "real ranks",
     by="tests/resilience/test_watchdog.py::test_ranks_that_have_compiled_for_long_may_be_done_at_different_times",
 )
-@pytest.mark.parametrize(
-    ("place", "culprits", "phase"),
-    [("long first step", (0, 1), "compile of step 1"), ("long opening", (0,), "start of step 0")],
-)
-def test_a_start_that_takes_longer_than_its_limit_is_logged_and_not_taken_for_a_hang(tmp_path, place, culprits, phase):
+@pytest.mark.parametrize(("place", "culprits"), [("long first step", (0, 1)), ("long opening", (0,))])
+def test_a_start_that_takes_longer_than_its_limit_is_not_taken_for_a_hang(tmp_path, place, culprits):
     one = config(tmp_path, comm={"init_timeout_seconds": 4 * LIMIT})
     assert end(run(one, place, culprits)) == 0
     assert record(tmp_path)["last_step"] == STEPS
-    logged = [line for line in log(tmp_path, 0).splitlines() if "WARNING" in line and "so far" in line]
-    assert len(logged) == 1 and f"phase {phase} has taken" in logged[0]
+    # who opens data says to the others now and then that it does
+    logged = [line for line in log(tmp_path, 0).splitlines() if "WARNING phase compile of step 1 has taken" in line]
+    assert len(logged) == (place == "long first step")
 
 
 def test_without_a_launcher_of_ours_the_first_rank_is_named_though_it_holds_the_store(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.config.schema import Comm
-from shardtrain.distributed import gloo_sockets, signed_store
+from shardtrain.distributed import gloo_sockets, shared_barrier, signed_store
 from shardtrain.distributed.rendezvous import store_of_attempt
 from shardtrain.distributed.signed_store import ForgedError
 from shardtrain.ops import accelerator
@@ -30,6 +31,19 @@ class World:
     device: torch.device
     store: dist.Store | None = None
     """Where the ranks met; None where they met otherwise, as in tests."""
+
+
+def collectives_begun() -> int:
+    """How many collectives this process has begun, of all its groups: one that begins more of them moves.
+
+    Cheap, and may be asked by any thread, while groups come and go too.
+    """
+    total = shared_barrier.waits_begun()
+    with contextlib.suppress(Exception):  # a group that is being destroyed, or has no numbers
+        for group in list(dist.distributed_c10d._world.pg_map):
+            with contextlib.suppress(RuntimeError):
+                total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    return total
 
 
 def pick_device_type(wanted: str) -> str:

@@ -56,6 +56,14 @@ def can_meet(processes: list[Process]) -> bool:
     return all(process.number > 0 for process in processes) and len({process.namespace for process in processes}) == 1
 
 
+_begun = 0
+
+
+def waits_begun() -> int:
+    """How often this process has come to a barrier: it grows while ranks exchange by shared memory."""
+    return _begun
+
+
 class Barrier:
     """Of the processes that have mapped ``memory``, which begins with zeros: ``LINE_BYTES`` for each."""
 
@@ -73,6 +81,8 @@ class Barrier:
         Raises:
             PeerError: another rank has ended, or did not come within ``limit()`` seconds.
         """
+        global _begun
+        _begun += 1
         self._turn += 1
         # x86 shows a process's writes to others in their order: who sees the counter sees what was written before it
         self._counters[self._rank].value = self._turn % 2**32

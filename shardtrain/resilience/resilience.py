@@ -98,6 +98,7 @@ class Resilience:
         if self._is_warm:
             self.stop.steps.add(self._step_seconds)
             return
+        self.stop.first_step_seconds = self._step_seconds
         # after the first step, validation and save, which may all be slow
         process_group.set_timeout(config.comm.train_timeout_seconds)
         self.phases.begin("step")

@@ -72,6 +72,8 @@ class StopRequest:
         """SIGTERM, SIGUSR1, ... or "the end of the Slurm job"; empty before a request."""
         self.saves = Durations()
         self.steps = Durations()
+        self.first_step_seconds = 0.0
+        """Of the first step of this process, which is not among ``steps``: it compiles and warms up."""
         self.assumed_save_seconds = 0.0
         """Stands for the duration of a save before the first one has been measured."""
         self.warned_of_grace = False

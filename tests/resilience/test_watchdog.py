@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import mmap
 import os
 import statistics
 import sys
@@ -21,7 +22,7 @@ from launched import end
 from ranks import run_ranks
 from tiny import shallow_config
 
-from shardtrain.distributed import config_consistency, shared_barrier, shared_memory
+from shardtrain.distributed import config_consistency, process_group, shared_barrier, shared_memory
 from shardtrain.resilience import progress
 from shardtrain.resilience.progress import Mark
 from shardtrain.resilience.watchdog import heartbeat, stack
@@ -132,6 +133,34 @@ def test_ranks_that_have_compiled_for_long_may_be_done_at_different_times():
     verdict, seconds = judge(signs(500, 700), 3000, size=3)
     assert verdict.rank == 0 and verdict.message.startswith("has not arrived")
     assert 1250 < seconds < 1300, "before the error of the collective that waits longest"
+
+
+def test_ranks_that_are_always_seen_in_a_collective_move_if_it_is_a_new_one():
+    """As with layers that are gathered by a slow network, for longer than one collective may take."""
+    assert judge(lambda beat: {rank: say(beat, ticks=beat, **WAITING) for rank in range(2)}, 1000) is None
+    assert judge(lambda beat: {0: say(beat, **WAITING), 1: say(beat, ticks=beat, **WAITING)}, 1000) is None
+    verdict, seconds = judge(lambda beat: {rank: say(beat, ticks=min(beat, 99), **WAITING) for rank in range(2)}, 1000)
+    assert "none is behind" in verdict.message and seconds >= 99 * BEAT + LIMIT
+
+
+def test_collectives_of_all_groups_are_counted_and_those_by_shared_memory():
+    for before, gathered, added, met in run_ranks(2, begin_collectives):
+        assert before < gathered < added <= met
+        assert met == added + bool(shared_barrier.own_process().number)
+
+
+def begin_collectives(rank: int) -> list[int]:
+    group = dist.new_group([0, 1])
+    counts = [process_group.collectives_begun()]
+    dist.all_gather_object([None, None], rank, group=group)
+    counts.append(process_group.collectives_begun())
+    dist.all_reduce(torch.ones(1))
+    counts.append(process_group.collectives_begun())
+    own = shared_barrier.own_process()
+    if own.number:
+        shared_barrier.Barrier(mmap.mmap(-1, mmap.PAGESIZE), [own], 0, lambda: 1.0).wait()
+    counts.append(process_group.collectives_begun())
+    return counts
 
 
 def test_a_hang_is_declared_before_a_collective_ends_with_an_error():

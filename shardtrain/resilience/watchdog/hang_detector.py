@@ -86,7 +86,7 @@ class HangDetector:
                 seen.beat_seconds = now
             if sign.progress != seen.sign.progress:
                 seen.moved_seconds = now
-            if sign.waits_in != seen.sign.waits_in or not seen.waits_seconds:
+            if sign.progress != seen.sign.progress or sign.waits_in != seen.sign.waits_in or not seen.waits_seconds:
                 seen.waits_seconds = now
             seen.sign = sign
         # a rank that has left is not waited for; whether others still wait for it is asked below
@@ -94,16 +94,21 @@ class HangDetector:
         if not present:
             return None
         self._limit = self._limit_of([seen.sign for seen in present.values()])
+        if not self._limit:
+            return None
         # one rank that moves is enough: the others may be waiting for it
         since = max(seen.moved_seconds for seen in present.values())
-        # all may compile or load for long; who is done first waits as long as ever before another is to blame
-        waiting = [seen.waits_seconds for seen in present.values() if seen.sign.collective]
+        waiting = [seen for seen in present.values() if seen.sign.collective]
         if waiting:
-            since = max(since, min(waiting))
-        still = now - since
-        if not self._limit or still < self._limit:
-            return None
-        return self._blame(now, present)
+            # all may have compiled or loaded for long: who is done first waits as long as ever before one is to blame
+            first = min(seen.waits_seconds for seen in waiting)
+            since = max(since, first)
+            # ranks may come one after the other: the collective of the first ends with an error all the same
+            working = [seen.moved_seconds for seen in present.values() if not seen.sign.collective]
+            most = min(self._collective_limits[seen.sign.is_cold] for seen in waiting)
+            if working and now - max(*working, first) >= most:
+                return self._blame(now, present)
+        return self._blame(now, present) if now - since >= self._limit else None
 
     def _limit_of(self, signs: list[Heartbeat]) -> float:
         """How long nothing may move; 0 where there is no limit."""

@@ -22,7 +22,7 @@ class Heartbeat:
     entered: int = 0
     """Phases entered: how far the rank has come."""
     ticks: int = 0
-    """Pieces of work done within phases: that it moves, not how far."""
+    """Pieces of work done within phases, and collectives begun: that it moves, not how far."""
     collective: str = ""
     at: str = ""
     limit_seconds: float = 0.0

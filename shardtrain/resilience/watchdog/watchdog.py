@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from shardtrain.config.machine import BEATS_PER_HANG_TIMEOUT, NODES_PER_SECOND
 from shardtrain.config.schema import Config
-from shardtrain.distributed import private_store
+from shardtrain.distributed import private_store, process_group
 from shardtrain.distributed.private_store import FolderStore
 from shardtrain.distributed.process_group import World
 from shardtrain.launch import exit_report, failure
@@ -41,6 +41,8 @@ from shardtrain.utils.log import logger
 
 STEPS_LONG = 5.0
 """Times the 99th percentile of steps, or the 95th of saves, that one of them may take."""
+FIRST_STEPS_LONG = 2.0
+"""Times the first step that the next one may take."""
 LONGEST_BEAT_SECONDS = 2.0
 SHORTEST_BEAT_SECONDS = 0.1
 SAMPLE_SECONDS = 0.02
@@ -142,7 +144,7 @@ class Watchdog:
             step=now.step,
             phase=phase,
             entered=self._phases.entered,
-            ticks=now.ticks,
+            ticks=now.ticks + process_group.collectives_begun(),
             collective=place.collective,
             at=place.at,
             limit_seconds=limit,
@@ -162,7 +164,10 @@ class Watchdog:
         if phase == "checkpoint":
             save = self._stop.saves.p95()
             return max(hang, STEPS_LONG * (self._stop.assumed_save_seconds if save is None else save)), False
-        return max(hang, STEPS_LONG * (self._stop.steps.p99() or 0.0)), False
+        usual = self._stop.steps.p99()
+        # of the second step only the first is known, which was slower: it compiled and warmed up
+        long = FIRST_STEPS_LONG * self._stop.first_step_seconds if usual is None else STEPS_LONG * usual
+        return max(hang, long), False
 
     # --- the thread that talks to the store
 
@@ -234,7 +239,11 @@ class Watchdog:
         tells_after = patience
         while not self._closed.wait(interval):
             now = time.monotonic()
-            position = (self._moving.step, self._phases.entered, self._moving.ticks)
+            position = (
+                self._moving.step,
+                self._phases.entered,
+                self._moving.ticks + process_group.collectives_begun(),
+            )
             if position != progress or now - last > 3 * self._beat:  # the second: the process was suspended
                 progress = position
                 moved_at = now
