@@ -22,6 +22,7 @@ from shardtrain.data.loader import MicroBatches
 from shardtrain.distributed import private_store
 from shardtrain.distributed.runner import PlainRunner
 from shardtrain.launch import environment, local
+from shardtrain.metrics.profiling import Profiler
 from shardtrain.models.layers import Attention
 from shardtrain.train import trainer as train
 from shardtrain.train.open_together import Together
@@ -129,6 +130,8 @@ def patch(folder: Path, place: str) -> None:
             return broadcast(self, look, source, group)
 
         Together._broadcast = late  # type: ignore[method-assign]
+    elif place == "long trace":
+        before(Profiler, "step", 3, lambda: time.sleep(1.5 * LIMIT))
     elif place == "long steps":
         for call in range(1, STEPS):
             before(PlainRunner, "forward_backward", call, lambda: time.sleep(1.5 * LIMIT))

@@ -5,6 +5,7 @@ SHARDTRAIN_HANGS is the number of hangs at random ranks and places, 2 unless set
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -17,6 +18,8 @@ import pytest
 from hangs import LIMIT, PLACES, STEPS, config, run, run_foreign
 from launched import alive, end, no_orphans, record, wait_for
 from tiers import cases
+
+from shardtrain.config.schema.watch import Profiling
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 
@@ -79,6 +82,12 @@ def test_steps_that_are_longer_than_the_limit_are_not_taken_for_a_hang(tmp_path)
     """The second one, of whose length nothing but the first is known, was in every run with more than one rank."""
     assert end(run(config(tmp_path, steps=3), "long steps", (0, 1))) == 0
     assert record(tmp_path)["last_step"] == 3
+
+
+def test_a_trace_that_takes_long_to_write_is_not_taken_for_a_hang(tmp_path):
+    one = dataclasses.replace(config(tmp_path), profiling=Profiling(enable_profiling=True, profile_freq=5))
+    assert end(run(one, "long trace", (0, 1))) == 0
+    assert record(tmp_path)["last_step"] == STEPS
 
 
 @pytest.mark.nightly(

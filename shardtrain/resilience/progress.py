@@ -91,6 +91,8 @@ class Moving:
     step: int = 0
     """The step that this process is in, 1 is the first of the run."""
     begun: int = 0
+    may_be_slow: bool = False
+    """In work of which nobody knows how long it takes."""
     mark_steps: int = 0
     marks: dict[int, Mark] = field(default_factory=dict)
     seconds: float = 0.0
@@ -119,6 +121,16 @@ def restart(mark_steps: int) -> Moving:
 def tick() -> None:
     """A piece of work within a phase is done: the process moves."""
     _now.ticks += 1
+
+
+@contextlib.contextmanager
+def slow() -> Iterator[None]:
+    """Inside is work of which nobody knows how long it takes, as writing a trace: it has the limits of a start."""
+    _now.may_be_slow = True
+    try:
+        yield
+    finally:
+        _now.may_be_slow = False
 
 
 def begin_step(step: int, facts: Mapping[str, object]) -> None:

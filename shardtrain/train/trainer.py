@@ -30,6 +30,7 @@ from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.ops import accelerator, device_kernels
 from shardtrain.ops.seeding import seed_step
 from shardtrain.optim import lr_scheduler
+from shardtrain.resilience import progress
 from shardtrain.resilience.guards.loss_spikes import RollbackRequested
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.train import document_isolation, model_check, run_folder, shutdown
@@ -230,7 +231,8 @@ def _steps(
 
             collector.step(state.step)
             if trace:
-                trace.step()
+                with progress.slow():  # a trace of a large model takes minutes to write
+                    trace.step()
             resilience.end_step(config)
 
     resilience.phases.begin("end")

@@ -159,7 +159,7 @@ class Watchdog:
         # no limit in a debugger
         if not hang or place.debugging:
             return 0.0, False
-        if phase in COLD or place.compiling or self._moving.begun < 2:
+        if phase in COLD or place.compiling or self._moving.may_be_slow or self._moving.begun < 2:
             return max(hang, float(self._comm.init_timeout_seconds)), True
         if phase == "checkpoint":
             save = self._stop.saves.p95()
