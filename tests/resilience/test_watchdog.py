@@ -152,7 +152,7 @@ def test_collectives_of_all_groups_are_counted_and_those_by_shared_memory():
 def begin_collectives(rank: int) -> list[int]:
     group = dist.new_group([0, 1])
     counts = [process_group.collectives_begun()]
-    dist.all_gather_object([None, None], rank, group=group)
+    dist.all_reduce(torch.ones(1), group=group)
     counts.append(process_group.collectives_begun())
     dist.all_reduce(torch.ones(1))
     counts.append(process_group.collectives_begun())
