@@ -17,7 +17,7 @@ from shardtrain.checkpoint import files, manifest, retention
 from shardtrain.checkpoint.lease import LEASE, Lease
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.object_lease import ObjectLease
-from shardtrain.checkpoint.objects import MARK, ObjectPath, open_address
+from shardtrain.checkpoint.objects import MARK, ObjectPath, open_address, unlink_all
 from shardtrain.utils.errors import CheckpointError, StorageError
 from shardtrain.utils.log import logger
 
@@ -173,9 +173,8 @@ class ObjectStorage:
         with contextlib.suppress(OSError, CheckpointError):
             final = ObjectPath(draft.store, draft.address)
             named = {file.name for file in manifest.read(final).files} if (final / MANIFEST).is_file() else set()
-            for path in final.list_below():
-                if path.name not in named and path.name.endswith((f"{draft.suffix}.bin", f"{draft.suffix}.done")):
-                    path.unlink(missing_ok=True)
+            own = (f"{draft.suffix}.bin", f"{draft.suffix}.done")
+            unlink_all([path for path in final.list_below() if path.name not in named and path.name.endswith(own)])
 
     def abandon_all(self) -> None:
         """The next start sweeps what no manifest names."""
@@ -191,10 +190,10 @@ class ObjectStorage:
                 self._remove_unnamed(final, named)
 
     def _remove_unnamed(self, final: ObjectPath, named: set[str]) -> None:
-        for path in final.list_below():
-            if path.name not in named and _OBJECT.fullmatch(path.name):
-                path.unlink(missing_ok=True)
-                logger.info(f"removed {path}, which no checkpoint names")
+        unnamed = [path for path in final.list_below() if path.name not in named and _OBJECT.fullmatch(path.name)]
+        unlink_all(unnamed)
+        for path in unnamed:
+            logger.info(f"removed {path}, which no checkpoint names")
 
 
 def _check_sizes(folder: Place, stored: Manifest) -> None:
