@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import forked
+import installed_wheel
 import patience
 import pytest
 from tiers import cases
@@ -38,57 +39,53 @@ SMALLER = {
     "shardtrain train outputs/books.toml --job.dump_folder outputs/run_a": f"--training.steps 2 {TRAIN}",
     "shardtrain train outputs/books.toml --optimizer.lr 1e-3 "
     "--job.dump_folder outputs/run_b": f"--training.steps 2 {TRAIN}",
-    "shardtrain train configs/debug.toml --training.steps 20 --job.dump_folder outputs/base": TRAIN,
-    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.initial_load_path outputs/base_hf "
+    "shardtrain train debug --training.steps 20 --job.dump_folder outputs/base": TRAIN,
+    "shardtrain train debug --training.steps 20 --checkpoint.initial_load_path outputs/base_hf "
     f"--checkpoint.initial_load_in_hf {CHATS} --optimizer.lr 5e-4 --job.dump_folder outputs/answers": TRAIN,
-    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.interval 5 "
-    "--job.dump_folder outputs/crash": TRAIN,
-    "shardtrain train configs/debug.toml --training.steps 25 --checkpoint.interval 5 "
-    "--job.dump_folder outputs/crash": TRAIN,
-    "shardtrain train configs/debug.toml --training.dataset tokens --training.dataset_path outputs/tokens "
+    "shardtrain train debug --training.steps 20 --checkpoint.interval 5 --job.dump_folder outputs/crash": TRAIN,
+    "shardtrain train debug --training.steps 25 --checkpoint.interval 5 --job.dump_folder outputs/crash": TRAIN,
+    "shardtrain train debug --training.dataset tokens --training.dataset_path outputs/tokens "
     "--job.dump_folder outputs/of_tokens": (f"--training.steps 2 {TRAIN}"),
-    "shardtrain train configs/debug.toml --nproc 4 --parallelism.tensor_parallel_degree 2 "
+    "shardtrain train debug --nproc 4 --parallelism.tensor_parallel_degree 2 "
     "--job.dump_folder outputs/tensor": f"--training.steps 2 {TRAIN}",
-    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.interval 10 "
-    "--job.dump_folder outputs/continued": TRAIN,
-    "shardtrain train configs/debug.toml --training.steps 10 --profiling.enable_profiling "
-    "--job.dump_folder outputs/profiled": TRAIN,
-    "shardtrain train configs/debug.toml --training.steps 20 --job.dump_folder outputs/hub": TRAIN,
-    "shardtrain train configs/debug.toml --training.steps 30 --checkpoint.interval 10 "
-    "--job.dump_folder outputs/continued": TRAIN,
-    "shardtrain train configs/debug.toml --job.dump_folder outputs/first": (f"--training.steps 2 {TRAIN}"),
-    "shardtrain train configs/debug.toml --training.steps 20 --job.dump_folder outputs/pretrained": TRAIN,
-    "shardtrain train configs/debug.toml --training.steps 20 --checkpoint.initial_load_path "
+    "shardtrain train debug --training.steps 20 --checkpoint.interval 10 --job.dump_folder outputs/continued": TRAIN,
+    "shardtrain train debug --training.steps 10 --profiling.enable_profiling --job.dump_folder outputs/profiled": TRAIN,
+    "shardtrain train debug --training.steps 20 --job.dump_folder outputs/hub": TRAIN,
+    "shardtrain train debug --training.steps 30 --checkpoint.interval 10 --job.dump_folder outputs/continued": TRAIN,
+    "shardtrain train debug --job.dump_folder outputs/first": (f"--training.steps 2 {TRAIN}"),
+    "shardtrain train debug --training.steps 20 --job.dump_folder outputs/pretrained": TRAIN,
+    "shardtrain train debug --training.steps 20 --checkpoint.initial_load_path "
     f"outputs/model --checkpoint.initial_load_in_hf {CHATS} --job.dump_folder outputs/tuned": TRAIN,
-    "shardtrain train configs/debug_lora.toml --model.flavor 2.6M --model.hf_assets_path outputs/model "
+    "shardtrain train debug_lora --model.flavor 2.6M --model.hf_assets_path outputs/model "
     "--training.steps 20 --lora.random_base false --checkpoint.enable "
     "--checkpoint.initial_load_path outputs/model --checkpoint.initial_load_in_hf "
     f"{CHATS} --job.dump_folder outputs/adapted": TRAIN,
-    "shardtrain train configs/debug.toml --task.name preference --training.dataset jsonl --training.dataset_path "
+    "shardtrain train debug --task.name preference --training.dataset jsonl --training.dataset_path "
     "outputs/pairs.jsonl --training.on_data_end repeat --training.steps 10 "
     "--checkpoint.initial_load_path outputs/hub/checkpoint/step-20 --job.dump_folder outputs/preferred": TRAIN,
-    "torchrun --nproc-per-node 2 -m shardtrain train configs/debug.toml "
+    "torchrun --nproc-per-node 2 -m shardtrain train debug "
     "--job.dump_folder outputs/by_torchrun": f"--training.steps 2 {TRAIN}",
-    "shardtrain train configs/debug_classification.toml --job.dump_folder outputs/classification": (
+    "shardtrain train debug_classification --job.dump_folder outputs/classification": (
         "--training.epochs 1 --training.local_batch_size 128 --training.device cpu"
     ),
     "shardtrain train examples/custom_task/config.toml --job.dump_folder outputs/custom_task": "",  # small already
-    "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 512 --model.hf_assets_path bytes "
+    "shardtrain train llama3_405b --comm.mode fake_backend --nproc 512 --model.hf_assets_path bytes "
     "--training.dataset_path .": "",  # small already
     "NGPU=2 LOG_RANK=0,1 ./run_llama_train.sh --training.steps 5": TRAIN,
     "shardtrain train examples/migrate/torchtitan.toml --comm.mode fake_backend --nproc 64": "",  # small already
-    "shardtrain train configs/llama3_70b.toml --comm.mode fake_backend --nproc 32": "",
-    "shardtrain train configs/llama3_405b.toml --comm.mode fake_backend --nproc 128": "",
+    "shardtrain train llama3_70b --comm.mode fake_backend --nproc 32": "",
+    "shardtrain train llama3_405b --comm.mode fake_backend --nproc 128": "",
     "shardtrain train examples/migrate/ds_config.json --training.steps 20": TRAIN.replace(
         "--training.local_batch_size=1 ", ""
     ),
     "python main.py --params=examples/universal_trainer/parameters.yml --job.dump_folder outputs/universal_trainer": "",
     "./run_tests.sh": "--collect-only -q tests/utils/test_units.py",
     "shardtrain verify": "--mesh dp_shard=2",  # the whole list takes half a minute
-    'shardtrain verify configs/debug.toml --mesh tp=2 --mesh "pp=2,dp_shard=2" --mesh cp=2': (
+    'shardtrain verify debug --mesh tp=2 --mesh "pp=2,dp_shard=2" --mesh cp=2': (
         "--model.overrides.num_layers 2 --training.seq_len 32"
     ),
 }
+FIRST_RUN = ("./run_train.sh", "shardtrain train debug")  # later commands of a page use their ./outputs
 NOT_RUN = {
     "source .venv/bin/activate": "tests do not change the environment that they run in",
     ".ci/run": "it runs these tests",
@@ -101,9 +98,9 @@ NOT_RUN = {
     "python scripts/download_hf_assets.py --repo_id meta-llama/Llama-3.1-8B --assets tokenizer": "likewise",
     "sbatch multinode_trainer.slurm --training.steps 1000": "it needs a cluster; tests/launch/test_slurm.py runs it",
     "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
-    "-m shardtrain train configs/llama3_8b.toml": "it needs two machines",
+    "-m shardtrain train llama3_8b": "it needs two machines",
     "torchrun --nnodes 1:2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --rdzv-id my-run "
-    "--max-restarts 9 -m shardtrain train configs/llama3_8b.toml": "it needs two machines",
+    "--max-restarts 9 -m shardtrain train llama3_8b": "it needs two machines",
 }
 
 
@@ -172,6 +169,25 @@ def shell(tmp_path_factory):
     return run
 
 
+def run_commands(shell, lines, folder):
+    """Run the commands of a page in order. ``outputs`` in a command becomes ``folder/outputs``.
+
+    Later commands of a page use what earlier ones wrote. A training run without ``--job.dump_folder`` gets its own.
+    """
+    for number, line in enumerate(lines):
+        if line in NOT_RUN:
+            continue
+        is_training = bool(re.search(r"shardtrain train\s|_train\.sh", line))
+        assert not is_training or line in SMALLER, f"SMALLER must have options that make `{line}` small"
+        name = "outputs" if line in FIRST_RUN else f"run-{number}"
+        run_folder = folder / ("continued" if "--checkpoint.enable" in line else name)
+        where = f" --job.dump_folder {run_folder}" if is_training and "--job.dump_folder" not in line else ""
+        # the clone's own outputs may have been made by another version of Python, with other text
+        inside = re.sub(r"([ ='])outputs(?=/|$| )", rf"\1{folder}/outputs", line)
+        done = shell(f"{inside} {SMALLER.get(line, '')}{where}")
+        assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
 # those of recipes want folders of the hub: tests/test_recipes.py runs them on tiny ones
 WITH_COMMANDS = [page for page in PAGES if "```console" in page.read_text() and page not in RECIPES]
 FIRST = [page for page in WITH_COMMANDS if page.name in ("CONTRIBUTING.md", "clusters.md")]
@@ -182,22 +198,47 @@ FIRST = [page for page in WITH_COMMANDS if page.name in ("CONTRIBUTING.md", "clu
     "page", cases(FIRST, nightly=[page for page in WITH_COMMANDS if page not in FIRST]), ids=lambda page: page.name
 )
 def test_each_command_of_a_page_runs_in_the_order_of_the_page(shell, tmp_path, page):
-    for number, (_, line) in enumerate(commands([page])):
-        if line in NOT_RUN:
-            continue
-        is_training = bool(re.search(r"shardtrain train\s|_train\.sh", line))
-        assert not is_training or line in SMALLER, f"say in SMALLER how to make `{line}` small"
-        # the checkpointed pair continues one run; every other run starts from scratch
-        name = "outputs" if line == "./run_train.sh" else f"run-{number}"  # pages go on with what it has made
-        folder = tmp_path / ("continued" if "--checkpoint.enable" in line else name)
-        where = f" --job.dump_folder {folder}" if is_training and "--job.dump_folder" not in line else ""
-        # what is there may be of another Python's text
-        inside = re.sub(r"([ ='])outputs(?=/|$| )", rf"\1{tmp_path}/outputs", line)
-        done = shell(f"{inside} {SMALLER.get(line, '')}{where}")
-        assert done.returncode == 0, f"`{line}`\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    run_commands(shell, [line for _, line in commands([page])], tmp_path)
     if (tmp_path / "continued").exists():
         steps = (tmp_path / "continued" / "metrics.jsonl").read_text().splitlines()
         assert '"step": 30' in steps[-1] and "continue" in done_log(tmp_path / "continued")
+
+
+def names_a_file_of_the_clone(argument):
+    path = argument.split("=", 1)[-1]
+    return not path.startswith(("-", "outputs")) and path != "." and (ROOT / path).exists()
+
+
+def test_commands_outside_of_examples_work_without_a_clone():
+    """A wheel has the presets by name, and no file of ``configs/``. Examples and scripts are files of a clone."""
+    for page, line in commands():
+        program, *arguments = shlex.split(line)
+        if program != "shardtrain" or page.startswith("recipes/") or line in NOT_RUN:
+            continue
+        files = [path for path in arguments if names_a_file_of_the_clone(path)]
+        assert all(path.startswith("examples/") for path in files), f"{page}: `{line}` names {files}"
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["quick_start", "fine_tuning"])
+@pytest.mark.nightly(
+    "a wheel is built", by="tests/test_docs.py::test_commands_outside_of_examples_work_without_a_clone"
+)
+def test_the_first_pages_run_from_an_installed_wheel_in_an_empty_folder(tmp_path, name):
+    (tmp_path / "source").mkdir()
+    programs = installed_wheel.install(installed_wheel.build(tmp_path / "source"), tmp_path)
+    here = tmp_path / "empty"
+    here.mkdir()
+    variables = installed_wheel.environment_variables()
+    variables["PATH"] = f"{programs}:{variables['PATH']}"
+
+    def shell(line):
+        limit = patience.seconds(150)
+        command = ["bash", "-c", line]
+        return subprocess.run(command, cwd=here, env=variables, capture_output=True, text=True, timeout=limit)
+
+    lines = [line for _, line in commands([ROOT / f"docs/{name}.md"]) if not line.startswith("./")]
+    run_commands(shell, lines, here)
 
 
 def done_log(folder):

@@ -1,0 +1,69 @@
+"""Build the package's wheel and install it into a new environment, for tests that use it as a user without a clone does."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import site
+import subprocess
+import sys
+from pathlib import Path
+
+import patience
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("shardtrain", "configs", "pyproject.toml", "README.md", "LICENSE")
+CLONE_VARIABLES = ("PYTHONPATH", "NGPU", "CONFIG_FILE", "LOG_RANK", "COMM_MODE", "SHARDTRAIN_VENV", "VIRTUAL_ENV")
+
+
+def environment_variables() -> dict[str, str]:
+    """This process's environment without the variables that lead to a clone or change how many ranks start."""
+    kept = {name: value for name, value in os.environ.items() if name not in CLONE_VARIABLES}
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
+def run(*command: str | Path, cwd: Path, seconds: float = 120) -> str:
+    """Run a command and return its standard output. Fail the test if the command fails."""
+    done = subprocess.run(
+        [str(argument) for argument in command],
+        cwd=cwd,
+        env=environment_variables(),
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(seconds),
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def build(folder: Path) -> Path:
+    """Build the wheel from a copy of the sources, because a build leaves files next to them. Return its path."""
+    if not all(importlib.util.find_spec(name) for name in ("pip", "setuptools")):
+        pytest.skip("building a wheel requires pip and setuptools")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder)
+    options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "dist")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", *options, ".", cwd=folder, seconds=300)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """Create a virtual environment in ``folder`` with only the wheel installed. Return its ``bin`` folder.
+
+    The wheel's dependencies are those of the tests' environment, found through a .pth file, so nothing is downloaded.
+    """
+    environment = folder / "environment"
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=folder)
+    pip = (sys.executable, "-m", "pip", "--python", environment / "bin/python")
+    run(*pip, "install", "--quiet", "--no-deps", "--no-index", wheel, cwd=folder)
+    (packages,) = environment.glob("lib/python*/site-packages")
+    named_by_pth_files = [entry for entry in sys.path if entry.endswith("site-packages") and Path(entry).is_dir()]
+    (packages / "dependencies.pth").write_text("\n".join([*site.getsitepackages(), *named_by_pth_files]) + "\n")
+    return environment / "bin"
