@@ -1,4 +1,4 @@
-"""Build the package's wheel and install it into a new environment, for tests that use it as a user without a clone does."""
+"""Build the wheel and install it into a new environment, for tests of the package as users without a clone have it."""
 
 from __future__ import annotations
 

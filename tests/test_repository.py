@@ -96,3 +96,43 @@ def test_what_a_plain_run_of_the_tests_leaves_out_is_listed_with_its_last_pass()
     modules = {name for source in sources for name in re.findall(r'importorskip\(\s*"(\w+)', source)}
     modules -= {*sys.stdlib_module_names}
     assert not {name for name in modules if not any(one.startswith(name.replace("_", "-")) for one in wanted)}
+
+
+def tracked_files() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    files = [ROOT / name for name in listed.split("\0") if name]
+    if not files:
+        pytest.skip("this is not a clone")
+    return [path for path in files if path.is_file()]
+
+
+def test_no_file_that_a_program_wrote_while_running_is_tracked() -> None:
+    suffixes = {".log", ".pyc", ".pyo", ".out", ".err", ".tmp", ".swp"}
+    folders = {"__pycache__", "outputs", "logs", ".pytest_cache", ".mypy_cache", ".ruff_cache", "build", "dist"}
+    written = [
+        path.relative_to(ROOT).as_posix()
+        for path in tracked_files()
+        if path.suffix in suffixes or folders & set(path.relative_to(ROOT).parts)
+    ]
+    assert not written
+
+
+def test_no_tracked_file_contains_a_path_of_the_machine_that_it_was_written_on() -> None:
+    home = re.escape(str(Path.home())) if Path.home() != Path("/root") else r"(?<![\w}])/root"
+    machine_path = re.compile(rf"{re.escape(str(ROOT))}/|{home}/|(?<![\w./}}-])/work/")
+    found = []
+    for path in tracked_files():
+        text = path.read_bytes().decode(errors="replace")
+        if path != Path(__file__) and machine_path.search(text):
+            found.append(path.relative_to(ROOT).as_posix())
+    assert not found
+
+
+def test_figures_that_two_pages_state_agree() -> None:
+    """The README repeats three figures of docs/what_holds.md."""
+    readme, page = (ROOT / "README.md").read_text(), (ROOT / "docs/what_holds.md").read_text()
+    planted, seen, named = re.findall(r"(\d+) planted, (\d+) seen, (\d+) named", page)[0]
+    assert f"sees {seen} of {planted} and names {named}" in readme
+    equal, refused = re.findall(r"seed 0: (\d+) equal, (\d+) refused", page)[0]
+    assert f"{equal} equal one process, {refused} are refused" in readme
+    assert f"| {refused} | {equal} | 0 |" in (ROOT / "docs/search.md").read_text()
