@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from shardtrain.config.schema import Config, Data, Parallelism
+from shardtrain.config.schema import Config, Data, Model, Parallelism
+from shardtrain.utils.units import format_count
+
+
+def model_label(model: Model, num_params: int | None = None) -> str:
+    """Name a model and its size: "llama3 8B", or with overrides "qwen2 263.17K", from the parameters counted.
+
+    With overrides the flavor's name may state another size than the model has. It is omitted if nothing was counted.
+    """
+    if not model.overrides:
+        return f"{model.name} {model.flavor}"
+    return model.name if num_params is None else f"{model.name} {format_count(num_params)}"
 
 
 def shard_degree(config: Config, world_size: int) -> int:

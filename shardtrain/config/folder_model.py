@@ -99,8 +99,10 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
     taken = dataclasses.replace(model, name=found.name, flavor=found.flavor, overrides=overrides)
     file = f"{folder / 'config.json'}"
     from_file = {f"model.overrides.{key}": file for key in found.overrides if key not in model.overrides}
-    changed = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
-    notice = f"model {found.name}/{found.flavor}{' with ' + changed if changed else ''}: the sizes of {file}"
+    notice = f"model {found.name}/{found.flavor}, as {file} describes it"
+    if overrides:
+        fields = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
+        notice = f"model {found.name} with the sizes of {file}: {fields}; all others as in flavor {found.flavor}"
     return Followed(
         dataclasses.replace(config, model=taken),
         {"model.name": file, "model.flavor": file, **from_file},

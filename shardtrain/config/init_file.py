@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardtrain.config import presets
 from shardtrain.config.command_line import split
+from shardtrain.config.folder_model import FROM_FOLDER, with_folder
 from shardtrain.config.json_schema import DIRECTIVE, FILE, json_schema_text
-from shardtrain.config.load import Loaded, load
+from shardtrain.config.load import Loaded, load, value_of
 from shardtrain.config.options import options
+from shardtrain.config.schema import Config, Model
+from shardtrain.config.settings import COMMAND_LINE, DEFAULT
 from shardtrain.config.show import set_toml
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
@@ -71,7 +76,7 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     if not rest and sys.stdin.isatty() and sys.stdout.isatty():
         rest = _asked(ask)
     found = split(rest)
-    loaded = load(found.path, found.overrides, preset=presets.FIRST)
+    loaded = _with_folder_model(load(found.path, found.overrides, preset=presets.FIRST))
     name = presets.name_of(Path(loaded.path)) if loaded.path else "the defaults"
     head = [
         DIRECTIVE,
@@ -89,6 +94,51 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     print(f"wrote {path}, and {FILE} for editors; next:")
     print("\n".join(f"  shardtrain {verb} {shlex.quote(str(path))}" for verb in ("config check", "plan", "train")))
     return 0
+
+
+def _with_folder_model(loaded: Loaded) -> Loaded:
+    """Replace a preset's model by that of the Hugging Face folder on the command line, if no flavor is named there.
+
+    The preset's description and sample prompt are about the preset's model and text, so they become unset.
+    Raises ConfigError if the folder describes no model.
+    """
+    given = {option for option, origin in loaded.origins.items() if origin == COMMAND_LINE}
+    folder = ""
+    if "model.hf_assets_path" in given:
+        folder = loaded.config.model.hf_assets_path
+    elif "checkpoint.initial_load_path" in given and loaded.config.checkpoint.initial_load_in_hf:
+        folder = str(loaded.config.checkpoint.initial_load_path)
+    if "model.flavor" in given or not (Path(folder) / "config.json").is_file():
+        return loaded
+
+    origins = dict.fromkeys(("model.flavor", "model.hf_assets_path"), COMMAND_LINE)
+    wanted = Model(flavor=FROM_FOLDER, hf_assets_path=folder)
+    if "model.name" in given:
+        origins["model.name"] = COMMAND_LINE
+        wanted = dataclasses.replace(wanted, name=loaded.config.model.name)
+    described = with_folder(Config(model=wanted), origins)
+    if isinstance(described, Problem):
+        raise ConfigError(described)
+
+    overrides = {
+        key: value for key, value in loaded.config.model.overrides.items() if f"model.overrides.{key}" in given
+    }
+    model = dataclasses.replace(
+        loaded.config.model,
+        name=described.config.model.name,
+        flavor=FROM_FOLDER,
+        hf_assets_path=folder,
+        overrides=overrides,
+    )
+    unset = {"job.description", "metrics.sample_prompt", "metrics.sample_freq"} - given
+    sections: dict[str, Any] = {"job": loaded.config.job, "metrics": loaded.config.metrics}
+    for option in unset:
+        section, key = option.split(".")
+        sections[section] = dataclasses.replace(sections[section], **{key: value_of(Config(), option)})
+    origins = {**loaded.origins, **dict.fromkeys(unset, DEFAULT), "model.name": COMMAND_LINE, **origins}
+    return dataclasses.replace(
+        loaded, config=dataclasses.replace(loaded.config, model=model, **sections), origins=origins
+    )
 
 
 def _asked(ask: Callable[[str], str]) -> list[str]:

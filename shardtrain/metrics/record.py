@@ -48,7 +48,7 @@ class RunFacts:
     """Type of the matmuls, for the peak speed: "bfloat16", "float16", "float32" or "float8"."""
     description: str = ""
     model: str = ""
-    """Name and flavor: "llama3/8B"."""
+    """Name and size: "llama3/8B"."""
 
 
 @dataclass(frozen=True)

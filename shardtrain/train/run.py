@@ -123,7 +123,7 @@ def run_facts(run: Run, world: World) -> RunFacts:
         device_name=accelerator.name(world.device),
         compute_dtype=derived.compute_dtype(config),
         description=config.job.description,
-        model=f"{config.model.name}/{config.model.flavor}",
+        model=derived.model_label(config.model, run.num_params).replace(" ", "/"),
     )
 
 

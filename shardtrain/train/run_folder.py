@@ -128,7 +128,7 @@ def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
     batch = derived.global_batch_size(config, world_size)
     micro = derived.accumulation_steps(config, world_size)
     return [
-        f"model {config.model.name} {config.model.flavor}: {format_count(num_params)} parameters on {axes}",
+        f"model {derived.model_label(config.model)}: {format_count(num_params)} parameters on {axes}",
         f"batch: {training.local_batch_size} sequences x {micro} accumulation x {mesh.size(*BATCH_AXES)} data ranks = "
         f"{batch} sequences x {training.seq_len} = {batch * training.seq_len} tokens per step",
     ]

@@ -46,7 +46,7 @@ def test_the_folder_says_the_sizes(words: tuple[str, ...], folder: Path) -> None
         "dim": 64, "num_layers": 2, "ffn_dim": 96, "vocab_size": 512,
     }  # fmt: skip
     assert loaded.origins["model.overrides.dim"] == f"{folder}/config.json" == loaded.origins["model.flavor"]
-    assert any("the sizes of" in notice for notice in loaded.notices)
+    assert any("with the sizes of" in notice for notice in loaded.notices)
     assert any("my_key is not used by LlamaForCausalLM" in notice for notice in loaded.notices)
     assert not [problem for problem in check(loaded) if "model" in str(problem)]
 

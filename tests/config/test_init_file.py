@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import tomllib
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain import cli, config
-from shardtrain.config import init_file, presets
+from shardtrain.config import init_file, load, presets
 
 
 @pytest.mark.parametrize("preset", presets.names())
@@ -77,3 +78,60 @@ def test_the_next_commands_can_be_pasted_whatever_the_file_is_called(
     assert cli.main(["init", "my run's.toml", "debug"]) == 0
     commands = [shlex.split(line) for line in capsys.readouterr().out.splitlines() if line.startswith("  shardtrain ")]
     assert len(commands) == 3 and all(words[-1] == "my run's.toml" for words in commands)
+
+
+def write_model_folder(folder: Path, **config: object) -> str:
+    """Write the parts of a Hugging Face folder that ``init`` reads: config.json."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+TINY_QWEN = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 4096, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+TINY_GPT2 = {
+    "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4,
+    "vocab_size": 300,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "name"),
+    [
+        (TINY_QWEN, ["--model.hf_assets_path", "FOLDER"], "qwen2"),
+        (TINY_QWEN, ["--checkpoint.initial_load_path", "FOLDER", "--checkpoint.initial_load_in_hf"], "qwen2"),
+        (TINY_QWEN, ["--model.hf_assets_path", "FOLDER", "--model.name", "transformers"], "transformers"),
+        (TINY_GPT2, ["--model.hf_assets_path", "FOLDER"], "transformers"),
+    ],
+)
+def test_a_hugging_face_folder_replaces_the_model_of_the_preset(config, options, name, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_model_folder(tmp_path / "folder", **config)
+    arguments = [folder if option == "FOLDER" else option for option in options]
+    assert cli.main(["init", "tuned.toml", "debug", *arguments]) == 0
+    table = tomllib.loads(Path("tuned.toml").read_text())
+    assert table["model"] == {"name": name, "flavor": "from_folder", "hf_assets_path": folder}
+    assert "sample_prompt" not in table["metrics"] and "description" not in table["job"]
+    model = load("tuned.toml").config.model
+    assert model.name == name and (name == "transformers" or model.overrides["dim"] == 64)
+
+
+def test_a_named_flavor_and_a_folder_with_only_a_tokenizer_keep_the_model(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_model_folder(tmp_path / "folder", **TINY_QWEN)
+    options = ["--model.hf_assets_path", folder, "--model.flavor", "debugmodel", "--metrics.sample_prompt", "Once"]
+    assert cli.main(["init", "named.toml", "debug", *options]) == 0
+    named = tomllib.loads(Path("named.toml").read_text())
+    assert named["model"]["name"] == "llama3" and named["metrics"]["sample_prompt"] == "Once"
+    (tmp_path / "tokenizer").mkdir()
+    assert cli.main(["init", "tokenizer.toml", "debug", "--model.hf_assets_path", "tokenizer"]) == 0
+    assert tomllib.loads(Path("tokenizer.toml").read_text())["model"]["flavor"] == "2.6M"
+
+
+def test_a_folder_that_describes_another_model_than_named_is_an_error(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = write_model_folder(tmp_path / "folder", **TINY_QWEN)
+    assert cli.main(["init", "a.toml", "--model.hf_assets_path", folder, "--model.name", "llama3"]) == 2
+    assert "qwen2" in capsys.readouterr().err and not Path("a.toml").exists()

@@ -18,6 +18,7 @@ from typing import Any
 
 from shardtrain import config as configs
 from shardtrain.checkpoint import manifest
+from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.source import Source
@@ -132,7 +133,7 @@ def of_checkpoint(
             config = None
     if config is not None:
         model = config.model
-        facts.append(("Model", f"{model.name} {model.flavor}"))
+        facts.append(("Model", derived.model_label(model)))
         facts.append(("Task", config.task.name))
         if config.task.teacher_path:
             facts.append(("Teacher", config.task.teacher_path))
@@ -152,8 +153,6 @@ def of_checkpoint(
 
     # How it was computed.
     if config is not None:
-        from shardtrain.config import derived
-
         facts.append(("Precision", f"stored {config.training.dtype}, computed in {derived.compute_dtype(config)}"))
         facts.append(("Seed", str(config.debug.seed)))
         facts.append(("Mesh", _mesh(config, read_world_size(run / RESOLVED_CONFIG))))

@@ -122,7 +122,7 @@ def open_model(
     weights.fill(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    name = f"{config.model.name} {config.model.flavor}, {weights.where}, {dtype} on {device.type}"
+    name = f"{derived.model_label(config.model)}, {weights.where}, {dtype} on {device.type}"
     width = world.size if world is not None else 1
     return OpenedModel(model.eval(), module.LAYOUT, tokenizer, config, name, width, weights.from_hub)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shardtrain import models, tasks
+from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.metrics.flops import count_model
@@ -182,7 +183,7 @@ def read(config: Config) -> ModelShape:
     first = tuple(_parameters(model, layout.first, layout))
     last = tuple(_parameters(model, layout.last, layout))
     dim = int(getattr(shape, "dim", 0)) or kinds[0].parameters[0].shape[-1]
-    label = f"{config.model.name} {config.model.flavor}"
+    label = derived.model_label(config.model, num_params)
     columns = task.num_outputs(shape) or int(getattr(shape, "vocab_size", 1))
     return ModelShape(label, tuple(kinds), first, last, dim, columns, tied, num_params, flops)
 
