@@ -36,14 +36,17 @@ current() { # whether the environment holds what is needed; the one of the tests
     return 1
 }
 
-with_progress() { # a command; every 5 s it prints how far it is, because pip is silent while it unpacks
-    local started=$SECONDS status=0 beat
+# with_progress PHASE COMMAND...: run the command; every 5 s print its phase, its seconds and the size of the environment,
+# because pip is silent while it unpacks
+with_progress() {
+    local phase="$1" started=$SECONDS status=0 beat
+    shift
     (
         sleeping=
         # the sleep as well: it would hold this script's pipes open for five seconds more
         trap 'kill $sleeping 2>/dev/null; exit' TERM
         while sleep 5 & sleeping=$!; wait $sleeping; kill -0 $$ 2>/dev/null; do # in the background it does not hear Ctrl-C
-            echo "  $((SECONDS - started)) s, $(du -sm "$venv" 2>/dev/null | cut -f1) MB in $venv" >&2
+            echo "  $phase: $((SECONDS - started)) s, $(du -sm "$venv" 2>/dev/null | cut -f1) MB in $venv" >&2
         done
     ) &
     beat=$!
@@ -53,8 +56,10 @@ with_progress() { # a command; every 5 s it prints how far it is, because pip is
     return "$status"
 }
 
-run_pip() { # pip's words
-    with_progress "$python" -m pip install --quiet "$@"
+run_pip() { # PHASE, then arguments of pip install
+    local phase="$1"
+    shift
+    with_progress "$phase" "$python" -m pip install --quiet "$@"
 }
 
 install() {
@@ -63,13 +68,13 @@ install() {
     torch="$(sed -n '/^torch==/p' "$constraints")"
     echo "installing shardtrain and $torch into $venv (once; about 1,000 MB, a minute or a few)" >&2
     if [[ "$constraints" == */default.txt ]]; then
-        run_pip "$torch" || fail "pip could not install $torch; its message is above"
-    elif ! run_pip "$torch" 2> >(grep --line-buffered '^  [0-9]* s, ' >&2); then
+        run_pip "$torch" "$torch" || fail "pip could not install $torch; its message is above"
+    elif ! run_pip "$torch" "$torch" 2> >(grep --line-buffered "^  $torch: [0-9]* s, " >&2); then
         echo "$torch is not on the configured index; taking it from PyTorch's own" >&2
-        run_pip --index-url https://download.pytorch.org/whl/cpu "$torch" ||
+        run_pip "$torch" --index-url https://download.pytorch.org/whl/cpu "$torch" ||
             fail "pip could not install $torch; its message is above"
     fi
-    run_pip --constraint "$constraints" --editable "$target" ||
+    run_pip "shardtrain and its other requirements" --constraint "$constraints" --editable "$target" ||
         fail "pip could not install the package; its message is above"
     echo "installed" >&2
 }
@@ -93,7 +98,7 @@ else
     if ! current; then
         if [[ ! -x "$python" ]]; then
             base="$(find_python)"
-            with_progress "$base" -m venv "$venv" || fail "$base cannot make $venv; on Debian and Ubuntu install python3-venv"
+            with_progress "creating the environment" "$base" -m venv "$venv" || fail "$base cannot make $venv; on Debian and Ubuntu install python3-venv"
         fi
         "$python" -m pip --version >/dev/null 2>&1 || fail "$venv has no pip; remove it and install python3-venv"
         install

@@ -95,11 +95,14 @@ def test_the_time_of_a_run_begins_after_the_installation(repository):
     "it waits for twelve seconds, as pip would",
     by="tests/test_scripts.py::test_a_fresh_machine_gets_an_environment_and_trains_the_default_configuration",
 )
-def test_an_installation_tells_every_five_seconds_how_far_it_is(repository):
+def test_an_installation_reports_its_phase_and_seconds_every_five_seconds(repository):
+    """Both calls of pip count their seconds from 0, so each line names the phase."""
     code, _, err, _ = run(repository, "run_train.sh", PIP_SECONDS="5.8")
-    told = re.findall(r"^  (\d+) s, \d+ MB in ", err, flags=re.M)
-    # one at least for each of the two calls of pip; a busy machine is later, and the shell counts whole seconds
-    assert code == 0 and len(told) >= 2 and all(int(seconds) >= 5 for seconds in told), err
+    lines = re.findall(r"^  (.+): (\d+) s, \d+ MB in ", err, flags=re.M)
+    # at least one line for each of the two calls; a busy machine is later, and the shell counts whole seconds
+    phases = {phase.partition("==")[0] for phase, _ in lines}
+    assert code == 0 and phases == {"torch", "shardtrain and its other requirements"}, err
+    assert all(int(seconds) >= 5 for _, seconds in lines), err
 
 
 def test_a_second_call_installs_nothing(repository):
