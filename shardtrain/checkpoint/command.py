@@ -33,8 +33,9 @@ usage: shardtrain checkpoint VERB ...
                             how often to save: a save keeps training waiting for stall, a job fails every mttf
 
 TIME is 90, "90s", "2min" or "7.9h".
-FOLDER is a run's folder, its checkpoint folder, one step, or a Hugging Face folder; DIR, A and B are step-N folders in
-one. All may be addresses of an object store, such as s3://bucket/run/step-500; FILE is a local file.
+FOLDER is a run's folder, its checkpoint folder, one step, or a Hugging Face folder. DIR, A and B are step-N folders.
+diff and weights also take a run's folder, and use its newest checkpoint. All may be addresses of an object store, such
+as s3://bucket/run/step-500; FILE is a local file.
 
   shardtrain checkpoint ls outputs
   shardtrain checkpoint verify outputs
@@ -182,8 +183,23 @@ def _damages(path: Place) -> list[str]:
     return bad
 
 
+def _one_checkpoint(path: Place) -> Place:
+    """The checkpoint at ``path``: itself, or the newest of a run's folder or of a folder of checkpoints."""
+    if (path / MANIFEST).exists() or retention.step_of(path) is not None:
+        return path
+    folder = path if retention.step_folders(path) else path / "checkpoint"
+    steps = retention.steps(folder)
+    if not steps:
+        rule = "has no checkpoint: no folder in it or in its checkpoint/ is named step-N"
+        raise CheckpointError(f"{path} {rule}; name one of these, or a run that has saved")
+    return folder / f"step-{steps[-1]}"
+
+
 def _diff(one: Place, other: Place) -> int:
-    # Both are read whole first: of damaged ones nothing is compared.
+    one = _one_checkpoint(one)
+    other = _one_checkpoint(other)
+    print(f"comparing {one} and {other}")
+    # Verify both before comparing, because differences of a damaged checkpoint mean nothing
     stored = []
     for path in (one, other):
         stored.append(manifest.read(path))
@@ -229,6 +245,7 @@ def _difference(name: str, a: Manifest, one: Place, b: Manifest, other: Place) -
 
 
 def _weights(path: Place, output: Place) -> int:
+    path = _one_checkpoint(path)
     if not isinstance(output, Path):
         raise ConfigError(
             Problem("FILE", str(output), "is not a local file", "write it to a disk first", "command line")

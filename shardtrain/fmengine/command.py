@@ -88,6 +88,7 @@ def to_fmengine(words: Sequence[str]) -> int:
                 if getattr(found, name):
                     rule = f"has no effect: {folder} says what it is"
                     raise ConfigError(Problem(f"--{name}", str(getattr(found, name)), rule, "leave it out"))
+        stack.enter_context(folders.errors_name(found.checkpoint, folder))
         count, layers = folders.write(folder, found.output, found.mp_world_size)
     each = f"for {found.mp_world_size} model-parallel ranks" if found.mp_world_size > 1 else "in one part"
     print(f"{found.output}: {count} tensors of {layers} layers {each}, each read back and equal")

@@ -21,7 +21,7 @@ from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.layer_files import LATEST, LayerWeights, family_of
 from shardtrain.hf.model import recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
-from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, StorageError
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, ShardtrainError, StorageError
 
 _STEP = "global_step001"
 _MAX_SHARDS = 256
@@ -101,6 +101,15 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
+def errors_name(folder: Path, temporary: Path) -> Iterator[None]:
+    """Within the block, name the user's ``folder`` in error messages instead of its temporary copy."""
+    try:
+        yield
+    except ShardtrainError as error:
+        raise type(error)(str(error).replace(str(temporary), str(folder))) from error
+
+
+@contextlib.contextmanager
 def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator[Path]:
     """A folder of one step, with config.json and tokenizer of ``base`` where it is given, within the block.
 
@@ -117,7 +126,7 @@ def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator
             "it is not a Hugging Face folder" if base else "name the Hugging Face folder of its model with --base-model"
         )
         raise CheckpointError(f"{described / CONFIG} is missing: {hint}")
-    with _new(beside, keep=False) as temporary:
+    with _new(beside, keep=False) as temporary, errors_name(folder, temporary):
         _copy_beside(described, temporary)
         (temporary / where.name).symlink_to(where.resolve(), target_is_directory=True)
         (temporary / LATEST).write_text(where.name)

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from shardtrain import config
 from shardtrain.config import presets
@@ -143,6 +143,7 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
     for notice in loaded.notices if verb == "train" else ():
         print(f"note: {notice}", file=sys.stderr)
     _note_unmounted(action, loaded)
+    _note_local_paths(action, loaded)
     if not _DRY_RUN.isdisjoint(rest):
         print(plan.text, end="")
         return 0
@@ -207,6 +208,31 @@ def _note_unmounted(platform: str, loaded: config.Loaded) -> None:
     if not any(folder.is_relative_to(to_mount(mount).path) for mount in launch.mounts):
         note = f"note: checkpoints would be in {folder}, which is in none of launch.mounts, and go with their pod"
         print(note, file=sys.stderr)
+
+
+def _note_local_paths(platform: str, loaded: config.Loaded) -> None:
+    """Note paths of this machine that a container would look for in its image. Kubernetes gets the TOML itself."""
+    if platform not in ("kubernetes", "runai"):
+        return
+    paths = {
+        "model.hf_assets_path": loaded.config.model.hf_assets_path,
+        "training.dataset_path": loaded.config.training.dataset_path,
+        "checkpoint.initial_load_path": loaded.config.checkpoint.initial_load_path,
+        "data.chat_template": loaded.config.data.chat_template,
+    }
+    if platform == "runai" and loaded.path and loaded.path.parent != presets.FOLDER:
+        paths = {"the configuration": str(loaded.path), **paths}
+    mounts = [to_mount(mount).path for mount in loaded.config.launch.mounts]
+    local = []
+    for option, path in paths.items():
+        in_container = PurePosixPath(loaded.config.launch.workdir or IMAGE_WORKDIR, str(path or ""))
+        is_mounted = any(in_container.is_relative_to(mount) for mount in mounts)
+        if path and not is_mounted and Path(path).exists():
+            local.append(f"{option} {path}")
+    if local:
+        paths_text = f"paths of this machine: {', '.join(local)}"
+        fix = f"the job opens them below {loaded.config.launch.workdir or IMAGE_WORKDIR} of its image"
+        print(f"note: {paths_text}; {fix}, so put them there or into launch.mounts", file=sys.stderr)
 
 
 def _load(words: list[str]) -> tuple[config.Loaded, tuple[str, ...]]:

@@ -88,7 +88,7 @@ def setup(
     handlers: list[logging.Handler] = [file]
     file.setFormatter(_LineFormatter(start))
     if console:
-        handlers.append(_ConsoleHandler(start, color))
+        handlers.append(_ConsoleHandler("" if _torchrun_adds_prefix(rank) else start, color))
     for handler in handlers:
         # On the handlers, not the logger: a logger's filters do not see the records of its children.
         handler.addFilter(SecretFilter())
@@ -97,6 +97,21 @@ def setup(
     # Libraries put handlers on the root logger; lines would then appear twice, and unmasked.
     logger.propagate = False
     return path
+
+
+def _torchrun_adds_prefix(rank: int) -> bool:
+    """True if ``torchrun --tee`` shows stderr and starts each line with this rank's number.
+
+    Torchrun redirects stderr to ``<local rank>/stderr.log``. Its prefix has the local rank, so on other nodes than the
+    first the lines need the global rank as well.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("LOCAL_RANK") != str(rank):
+        return False
+    try:
+        target = Path(os.readlink("/proc/self/fd/2"))
+    except OSError:  # no /proc, as on macOS
+        return False
+    return target.name == "stderr.log" and target.parent.name == str(rank)
 
 
 def reset() -> None:

@@ -111,6 +111,18 @@ def test_diff_tells_equal_and_the_largest_difference(folder: Path, capsys: pytes
     assert f"model.b: only in {folder / 'step-2'}" in out and "data_cursors: differs" in out
 
 
+def test_diff_and_weights_take_a_run_folder_and_name_the_checkpoint_used(folder, tmp_path, capsys) -> None:
+    for path in (folder, folder.parent):
+        assert run("diff", path, folder / "step-6") == 0
+        assert f"comparing {folder / 'step-6'} and {folder / 'step-6'}" in capsys.readouterr().out
+    assert run("weights", folder.parent, tmp_path / "newest.safetensors") == 0
+    assert sorted(load_file(tmp_path / "newest.safetensors")) == ["a"]
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    assert run("diff", tmp_path / "empty", folder) == 5
+    assert "has no checkpoint: no folder in it" in capsys.readouterr().err
+
+
 def test_weights_are_written_once_and_whole(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "weights.safetensors"
     assert run("weights", folder / "step-4", output) == 0

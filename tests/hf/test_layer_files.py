@@ -266,6 +266,7 @@ def test_what_is_missing_or_surplus_is_named_and_nothing_is_written(
         assert cli.main([*words, str(tmp_path / "out")]) in (2, 5)
         error = capfd.readouterr().err
         assert told in error and len(error.strip().splitlines()) == 1
+        assert ".tmp-" not in error, "the message must name the user's folder"
     assert [path.name for path in tmp_path.iterdir()] == ["fm"]
 
 

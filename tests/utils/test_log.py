@@ -209,3 +209,28 @@ def test_of_thousands_of_ranks_only_the_first_of_each_node_has_a_file_until_anot
             assert path.read_text().endswith("WARNING the loss is not finite\n") and "step 1" not in path.read_text()
         log.reset()
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["rank-2000.log", "rank-2003.log"]
+
+
+@pytest.mark.parametrize(
+    ("redirected_to", "local_rank", "is_prefixed"),
+    [
+        ("1/stderr.log", "1", False),  # torchrun --tee 3 writes [rank1]: before each line
+        ("1/stderr.log", "0", True),  # another node: torchrun's prefix has the local rank only
+        ("elsewhere.log", "1", True),
+        ("1/stderr.log", None, True),  # not started by torchrun
+    ],
+)
+def test_lines_have_one_prefix_under_torchrun_tee(redirected_to, local_rank, is_prefixed, tmp_path, monkeypatch, capfd):
+    if local_rank is None:
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    else:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    target = tmp_path / redirected_to
+    target.parent.mkdir(exist_ok=True)
+    monkeypatch.setattr(os, "readlink", lambda path: str(target))
+    setup(tmp_path, 1, prefix=True)
+    log.logger.info("hello")
+    shown = capfd.readouterr().err
+    assert "hello" in shown and shown.startswith("[rank1] ") is is_prefixed
+    assert (tmp_path / "logs/rank-1.log").read_text().startswith("[rank1] ")
