@@ -23,11 +23,11 @@ from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Validation
 from shardtrain.distributed import LOSS_AXES
+from shardtrain.facts.file_kinds import dataset_of, known_endings
 from shardtrain.launch import failure, local
 from shardtrain.ops import cpu_kernels
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.tools.evaluate import sets
-from shardtrain.tools.evaluate.request import KINDS
 from shardtrain.tools.generate.answer import Answers
 from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.tools.generate.prompts import Row
@@ -275,10 +275,10 @@ def evaluate(
         section = Validation(**dataset)
     else:
         path = Path(dataset)
-        if path.is_file() and path.suffix not in KINDS:
-            fix = f"use a file that ends in {', '.join(sorted(KINDS))}, or options of [validation]"
-            raise ConfigError(Problem("dataset", str(dataset), "is of no known kind", fix))
-        kind = KINDS[path.suffix] if path.is_file() else "tokens"
+        kind = dataset_of(path.name) if path.is_file() else "tokens"
+        if kind is None:
+            fix = f"name a file that ends with {known_endings()}, or pass options of [validation] as a dict"
+            raise ConfigError(Problem("dataset", str(dataset), "has an ending that no dataset reads", fix))
         section = Validation(
             dataset=kind, dataset_path=str(path), split="train", local_batch_size=batch_size, seq_len=seq_len
         )

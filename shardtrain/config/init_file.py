@@ -20,6 +20,7 @@ from shardtrain.config.options import options
 from shardtrain.config.schema import Config, Model
 from shardtrain.config.settings import COMMAND_LINE, DEFAULT
 from shardtrain.config.show import set_toml
+from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
 
@@ -151,7 +152,7 @@ def _asked(ask: Callable[[str], str]) -> list[str]:
         elif answer:
             words += [option, answer]
         if option == "--training.dataset_path" and answer:
-            words += ["--training.dataset", "jsonl" if re.search(r"\.jsonl?(\.\w+)?$", answer) else "text"]
+            words += ["--training.dataset", dataset_of(answer) or "text"]
     return words
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from shardtrain.config import presets
 from shardtrain.config.arguments import CONFIG_FILE
 from shardtrain.config.options import nearest
+from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.utils.errors import Problem
 
 MAX_FILE_BYTES = 2**20
@@ -70,21 +71,15 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
     return table, text
 
 
-_DATASETS = {
-    ".jsonl": "jsonl", ".txt": "text", ".md": "text", ".csv": "tsv", ".tsv": "tsv", ".parquet": "parquet",
-    ".gz": "jsonl", ".zst": "jsonl",
-}  # fmt: skip
-"""Which dataset reads the files of data that people name in place of a configuration."""
-
-
 def _meant(file: Path) -> str:
     """What to do with a file that is another thing than TOML, by its name; empty where that tells nothing."""
     suffix = file.suffix.lower()
     name = shlex.quote(str(file))
     if suffix in (".json", ".yml", ".yaml"):
         return f"write it as TOML: shardtrain config migrate {name} -o new.toml"
-    if suffix in _DATASETS:
-        options = f"--training.dataset {_DATASETS[suffix]} --training.dataset_path {name}"
+    dataset = dataset_of(file.name)
+    if dataset is not None:
+        options = f"--training.dataset {dataset} --training.dataset_path {name}"
         return f"the configuration comes first, and data as {options}"
     if suffix in (".safetensors", ".bin", ".pt", ".pth"):
         return "name a configuration; weights to begin with are checkpoint.initial_load_path"

@@ -13,7 +13,7 @@ from shardtrain.optim import own
 from shardtrain.optim.adamw import CLASSES, adam, adam_zero_state
 from shardtrain.optim.low_bits import EIGHT_BITS, LowBitsAdam
 from shardtrain.optim.muon import Muon, muon_groups
-from shardtrain.optim.param_groups import parameter_groups
+from shardtrain.optim.param_groups import parameter_groups, report_unused_patterns
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -23,14 +23,14 @@ def build(
     all_names: Iterable[str] | None = None,
     seed: int = 0,
 ) -> torch.optim.Optimizer:
-    """The optimizer of the given parameters (plain or DTensor); frozen ones are left out.
+    """Build the optimizer of the given parameters (plain or DTensor). Frozen parameters are skipped.
 
-    The rate starts at ``config.lr``; set that of each step with ``set_learning_rate``. ``all_names`` are the parameters
-    of the whole model, see ``parameter_groups``. ``seed`` is that of stochastic rounding, see ``low_bits``.
+    The learning rate starts at ``config.lr``; change it with ``set_learning_rate``. ``all_names`` are the parameters of
+    the entire model where ``named_parameters`` is one pipeline stage. ``seed`` seeds stochastic rounding.
 
     Raises:
-        ConfigError: when the optimizer is unknown, a pattern of no_weight_decay or muon_adamw_patterns matches nothing,
-            or no parameter needs a gradient.
+        ConfigError: the optimizer is unknown, a pattern of muon_adamw_patterns matches nothing, or no parameter needs
+            a gradient.
     """
     is_own = config.name.endswith(".py")
     if not is_own and config.name not in (*CLASSES, EIGHT_BITS, "Muon"):
@@ -38,10 +38,12 @@ def build(
         raise ConfigError(Problem("optimizer.name", config.name, "is not an optimizer", fix))
     # frozen parameters have neither gradient nor state
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    names = [name for name, _ in trained] if all_names is None else list(all_names)
+    report_unused_patterns(config.no_weight_decay, names)
     if config.name == "Muon":
-        groups = muon_groups(trained, config, all_names)
+        groups = muon_groups(trained, config, names)
     else:
-        groups = parameter_groups(trained, config.no_weight_decay, config.weight_decay, all_names)
+        groups = parameter_groups(trained, config.no_weight_decay, config.weight_decay)
     if not groups:
         fix = "unfreeze some; adapters are needed on every pipeline stage (lora.target_modules)"
         raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", fix))

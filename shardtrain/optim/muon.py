@@ -82,7 +82,7 @@ def muon_groups(
     return [
         {**group, "algorithm": algorithm}
         for algorithm, members in chosen.items()
-        for group in parameter_groups(members, config.no_weight_decay, config.weight_decay, names)
+        for group in parameter_groups(members, config.no_weight_decay, config.weight_decay)
     ]
 
 

@@ -96,7 +96,8 @@ class Optimizer:
     """Update each parameter in backward as soon as its gradient is ready, so that not all gradients are held at once;
     needs training.max_norm = inf, because clipping would come later."""
     no_weight_decay: list[str] = field(default_factory=list)
-    """Parameter name patterns without weight decay, e.g. ["*norm*", "*.bias"]; here ``*`` crosses dots (shardtrain)."""
+    """Parameter name patterns without weight decay, e.g. ["*norm*", "*.bias"]; here ``*`` crosses dots. A pattern that
+    matches nothing is a notice (shardtrain)."""
     muon_adamw_patterns: list[str] = field(default_factory=lambda: ["embed*", "head*", "*norm*", "*.bias"])
     """Name patterns of parameters that Muon leaves to AdamW (lr, beta1, beta2, eps), besides all that are neither
     matrices nor stacks of matrices (shardtrain)."""

@@ -31,7 +31,7 @@ COMPRESSIONS: Mapping[str, tuple[bytes, ...]] = {
     ".xz": (b"\xfd7zXZ\x00",),
     ".zst": (b"\x28\xb5\x2f\xfd", *(bytes((low, 0x2A, 0x4D, 0x18)) for low in range(0x50, 0x60))),
 }
-"""Ending of a compressed file -> how its content may begin; the second of zstandard's are skippable frames."""
+"""Ending of a compressed file -> its possible first bytes; the later ones of zstandard are skippable frames."""
 
 MANY_FILES = 10_000
 """From so many files on none is opened before a row of it is read, and each is read in sequence: opening, scanning and

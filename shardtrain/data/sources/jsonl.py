@@ -13,8 +13,9 @@ from shardtrain.data.sources._index import Index, Reader
 from shardtrain.data.sources._json import parse_bytes
 from shardtrain.data.sources._json_array import ArrayPart, is_array, open_array
 from shardtrain.data.sources._rows import FileShards, FileTable, Part, RecordsPart
+from shardtrain.facts import file_kinds
 
-ENDINGS = (".jsonl", ".ndjson", ".json")
+ENDINGS = file_kinds.ENDINGS["jsonl"]
 
 
 def open_source(request: Request) -> Table | Shards:

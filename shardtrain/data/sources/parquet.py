@@ -14,10 +14,11 @@ from shardtrain.data import sandbox, shared_opening
 from shardtrain.data.sources import BadRow, Request, Row, Shards
 from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._files import File, FileSource, is_many, list_files, place_listed
+from shardtrain.facts import file_kinds
 from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
-ENDINGS = (".parquet", ".pq")
+ENDINGS = file_kinds.ENDINGS["parquet"]
 
 _ROWS_AT_ONCE = 256
 _BYTES_AT_ONCE = 256 * 2**20

@@ -11,8 +11,9 @@ from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_strea
 from shardtrain.data.sources._files import File, FileSource, check_text, is_many, list_files, place_listed
 from shardtrain.data.sources._index import BYTE_ORDER_MARK, too_long
 from shardtrain.data.sources._json import not_utf8
+from shardtrain.facts import file_kinds
 
-ENDINGS = (".txt",)
+ENDINGS = file_kinds.ENDINGS["text"]
 
 
 def open_source(request: Request) -> Table:

@@ -15,9 +15,10 @@ from shardtrain.data.sources._index import Index, Reader
 from shardtrain.data.sources._json import not_utf8
 from shardtrain.data.sources._records import records
 from shardtrain.data.sources._rows import FileShards, FileTable, Part, RecordsPart
+from shardtrain.facts import file_kinds
 from shardtrain.utils.errors import DataError
 
-ENDINGS = (".tsv", ".csv")
+ENDINGS = file_kinds.ENDINGS["tsv"]
 
 
 def open_source(request: Request) -> Table | Shards:

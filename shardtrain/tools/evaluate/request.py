@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain.facts.file_kinds import dataset_of, known_endings
 from shardtrain.utils.arguments import Arguments, truth
 from shardtrain.utils.errors import ConfigError, Problem
 
 ABOUT = """Measure a model: the loss of each set of text that --data names, or of the run's own [validation] set, and
 tasks of the lm-eval library. What was found is printed as one JSON object."""
-
-KINDS = {
-    ".jsonl": "jsonl", ".json": "jsonl", ".txt": "text", ".md": "text", ".parquet": "parquet", ".tsv": "tsv",
-    ".csv": "tsv",
-}  # fmt: skip
-"""The dataset that reads a file, by its ending; a folder holds prepared tokens."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +102,9 @@ def _sets(words: list[str]) -> tuple[dict[str, Path], list[Problem]]:
             problems.append(_problem("--data", word, "has a name that another set has", "choose another"))
         elif not Path(path).exists():
             problems.append(_problem("--data", word, "names no file that exists", "correct the path"))
-        elif Path(path).is_file() and Path(path).suffix not in KINDS:
-            problems.append(_problem("--data", word, f"ends with none of {', '.join(KINDS)}", "rename the file"))
+        elif Path(path).is_file() and dataset_of(path) is None:
+            fix = f"name a file that ends with {known_endings()}"
+            problems.append(_problem("--data", word, "has an ending that no dataset reads", fix))
         found.setdefault(name, Path(path))
     return found, problems
 

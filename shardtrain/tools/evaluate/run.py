@@ -8,8 +8,9 @@ from typing import Any
 
 from shardtrain.checkpoint import files
 from shardtrain.config.schema import Validation
+from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.tools.evaluate import sets
-from shardtrain.tools.evaluate.request import KINDS, Request
+from shardtrain.tools.evaluate.request import Request
 from shardtrain.tools.generate.answer import join
 from shardtrain.tools.generate.locate_checkpoint import load_config
 from shardtrain.tools.generate.opening import OpenedModel, open_model
@@ -61,7 +62,7 @@ def _sections(asked: Request, opened: OpenedModel) -> dict[str, Validation]:
         tokens = asked.seq_len or max(width, min(opened.config.training.seq_len, _TOKENS) // width * width)
         return {
             name: Validation(
-                dataset=KINDS[path.suffix] if path.is_file() else "tokens",
+                dataset=(dataset_of(path.name) or "") if path.is_file() else "tokens",
                 dataset_path=str(path),
                 split="train",
                 local_batch_size=asked.batch_size,

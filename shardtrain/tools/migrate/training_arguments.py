@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.tools.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
 
 SYSTEM = "Hugging Face TrainingArguments"
@@ -429,11 +430,11 @@ def _model_and_data(found: Found) -> None:
         found.set("dataset_name", "training.dataset_path", data)
         found.default("training.dataset", "huggingface")
     elif found.has("train_file"):
-        found.default("training.dataset", _source(str(found.values["train_file"])))
+        found.default("training.dataset", dataset_of(str(found.values["train_file"])) or "text")
     if any(setting.option == "validation.enable" for setting in found.settings):
         where = {s.option: s.value for s in found.settings}
         file = where.get("validation.dataset_path")
-        found.default("validation.dataset", _source(file) if file else "huggingface")
+        found.default("validation.dataset", (dataset_of(file) or "text") if file else "huggingface")
         if not file and data:
             found.default("validation.dataset_path", data)
         if "training.seq_len" in where:
@@ -453,11 +454,6 @@ def _model_and_data(found: Found) -> None:
         found.default("task.name", "preference", "a beta is DPO's")
     if found.get("packing", bool) is not None:
         found.set("packing", "data.packing", "concat" if found.get("packing", bool) else "padded")
-
-
-def _source(file: str) -> str:
-    endings = {".json": "jsonl", ".jsonl": "jsonl", ".parquet": "parquet", ".tsv": "tsv", ".csv": "tsv"}
-    return endings.get(Path(file).suffix.lower(), "text")
 
 
 def _reports(found: Found) -> None:

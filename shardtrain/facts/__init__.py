@@ -1,0 +1,1 @@
+"""Facts that several parts of the package need: file kinds and accelerators. Standard library only."""

@@ -1,0 +1,34 @@
+"""Data files by the ending of their names: which dataset reads them, and which compressions they may have."""
+
+from __future__ import annotations
+
+import re
+
+ENDINGS = {
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "text": (".txt",),
+    "tsv": (".tsv", ".csv"),
+    "parquet": (".parquet", ".pq"),
+}
+"""Dataset -> endings that it reads in a folder. A file that is named by itself may have any ending."""
+
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+
+_DATASETS = {ending: dataset for dataset, endings in ENDINGS.items() for ending in endings} | {".md": "text"}
+
+
+def dataset_of(file_name: str) -> str | None:
+    """Return the dataset that reads a file, or None if its ending is unknown.
+
+    >>> dataset_of("A.JSONL.gz"), dataset_of("notes.md"), dataset_of("x.pq"), dataset_of("weights.bin")
+    ('jsonl', 'text', 'parquet', None)
+    """
+    parts = re.findall(r"\.[^./]*", file_name.lower())
+    if len(parts) > 1 and parts[-1] in COMPRESSIONS:
+        del parts[-1]
+    return _DATASETS.get(parts[-1]) if parts else None
+
+
+def known_endings() -> str:
+    """Return the endings for an error message: ".jsonl, .txt, ... (and with .gz, ... after it)"."""
+    return f"{', '.join(_DATASETS)}, with or without {', '.join(COMPRESSIONS)} after it"
