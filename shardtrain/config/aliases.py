@@ -165,6 +165,7 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "training.checkpoint_interval": Alias("checkpoint.interval", int),
         "training.checkpoint_interval_type": Alias("checkpoint.interval_type", str),
         "training.checkpoint_folder": Alias("checkpoint.folder", str),
+        "experimental.torch_spmd": Alias(None, bool, why="DTensors are sharded by the model's LAYOUT"),
         **_same("training", "parallelism", _MOVED),
         **_same("experimental", "parallelism", _MOVED),
         "experimental.enable_loss_parallel": Alias("parallelism.disable_loss_parallel", bool, _inverted),
@@ -210,6 +211,8 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
 _VALUES: Mapping[tuple[str, str], str] = MappingProxyType(
     {
         ("model.name", "llama"): "llama2",
+        ("model.name", "transformers_backend"): "transformers",
+        ("model.name", "transformers_modeling_backend"): "transformers",
         ("model.norm_type", "compiled_rmsnorm"): "rmsnorm",
         ("quantize.linear.mx.recipe_name", "mxfp8"): "mxfp8_cublas",
         **{

@@ -165,8 +165,6 @@ def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iter
         rule = f"needs MXFP8 products, of CUDA capability 10.0 and above, and {name} computes in float32 and bfloat16"
         fix = 'set quantize.linear.mx.recipe_name = "mxfp8_emulated" for those of mxfp8_cublas, slowly, or remove it'
         yield problem(loaded, "model.converters", rule, fix)
-    if c.parallelism.enable_async_tensor_parallel:
-        yield problem(loaded, "parallelism.enable_async_tensor_parallel", "needs CUDA", "set it to false")
     if c.training.flash_attention != "FA2":
         yield problem(loaded, "training.flash_attention", "needs CUDA", "remove it")
     if c.profiling.enable_memory_snapshot:
@@ -174,13 +172,17 @@ def _device(loaded: Loaded, device: str | None, num_devices: int | None) -> Iter
 
 
 def without_effect_on_a_cpu(config: Config) -> list[str]:
-    """Notes on options that move tensors from a device to the host, where the device is the host."""
-    options = {
+    """Return a note for each option that is set and does nothing on a CPU."""
+    of_memory = {
         "training.enable_cpu_offload": config.training.enable_cpu_offload,
         "activation_checkpoint.cpu_offload": config.activation_checkpoint.cpu_offload,
     }
     rule = "has no effect on a CPU, whose memory is the host's"
-    return [f"{option}=true {rule}" for option, is_set in options.items() if is_set]
+    notes = [f"{option}=true {rule}" for option, is_set in of_memory.items() if is_set]
+    if config.parallelism.enable_async_tensor_parallel and config.parallelism.tensor_parallel_degree > 1:
+        rule = "has no effect on a CPU: collectives do not overlap with matmuls, and the numbers are the same"
+        notes.append(f"parallelism.enable_async_tensor_parallel=true {rule}")
+    return notes
 
 
 def _split_sequences(loaded: Loaded) -> Iterator[Problem]:

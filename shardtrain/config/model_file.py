@@ -27,7 +27,6 @@ _AS_IT_IS = (
 # Models of torchtitan's that have no file here, and the nearest way.
 _ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("qwen3_5", "kimi_k2"), _AS_IT_IS),
-    **dict.fromkeys(("transformers_backend", "transformers_modeling_backend"), _AS_IT_IS),
     **dict.fromkeys(("vlm", "flux"), "images are not trained on here; write a model file and a task of yours"),
 }
 

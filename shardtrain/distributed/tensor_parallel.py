@@ -73,8 +73,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     # PyTorch would fail on these with an error about its parallel styles
     if problems := misnamed(model, layout):
         raise ConfigError(problems)
-    if config.parallelism.enable_async_tensor_parallel:
-        # let the compiler split matmuls and overlap their pieces with the collectives around them (CUDA alone)
+    if config.parallelism.enable_async_tensor_parallel and mesh.device.type == "cuda":
+        # let the compiler split matmuls and overlap their pieces with the collectives around them
         import torch._inductor.config as inductor
         from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 

@@ -40,7 +40,7 @@ def from_fmengine(words: Sequence[str]) -> int:
     if found.output.exists():
         raise ConfigError(f"{found.output} exists; give a new folder")
     if found.adapter or found.lora_alpha is not None:
-        return _adapters(found.folder, found.output, found.step, found.lora_alpha, found.adapter)
+        return _adapters(found.folder, found.output, found.step, found.lora_alpha, found.adapter, found.base_model)
     from shardtrain.fmengine import folders
     from shardtrain.hf import importing
 
@@ -135,7 +135,7 @@ def to_hf_format(words: Sequence[str]) -> int:
             holds = FACT in manifest.read(ours[name]).facts  # FMEngine's looked for adapters by itself, too
             status = _export(ours[name], output, base, adapters_alone or holds)
         elif adapters_alone:
-            status = _adapters(found.in_model_path, output, name, found.lora_alpha, True)
+            status = _adapters(found.in_model_path, output, name, found.lora_alpha, True, base)
         else:
             if output.exists():
                 raise ConfigError(f"{output} exists; give a new folder")
@@ -163,7 +163,7 @@ def from_hf(words: Sequence[str]) -> int:
     return to_fmengine([folder, found.output_dir, f"--mp_world_size={found.mp_world_size}"])
 
 
-def _adapters(folder: Path, output: Path, step: str, alpha: float | None, asked: bool) -> int:
+def _adapters(folder: Path, output: Path, step: str, alpha: float | None, asked: bool, base: Path | None) -> int:
     from shardtrain.fmengine import folders
 
     if not asked:
@@ -171,16 +171,21 @@ def _adapters(folder: Path, output: Path, step: str, alpha: float | None, asked:
     if alpha is None:
         rule = "is needed: the files do not hold it"
         raise ConfigError(Problem("--lora_alpha", None, rule, "give lora.lora_alpha of the JSON", "command line"))
-    rank, count = folders.write_adapters(folder, output, step, alpha)
+    rank, count = folders.write_adapters(folder, output, step, alpha, str(base or ""))
     print(f"{output}: {count} adapters of rank {rank}, scaled by {alpha / rank:g}")
     return 0
 
 
-def _export(checkpoint: Path, output: Path, tokenizer: Path | None, adapters: bool) -> int:
+def _export(checkpoint: Path, output: Path, base: Path | None, adapters: bool) -> int:
+    """Export a checkpoint. ``base`` is the model that adapters name, or the folder of an entire model's tokenizer."""
     from shardtrain.tools.convert.command import export_main
 
-    named = [f"--tokenizer={tokenizer}"] if tokenizer and not adapters else []
-    return export_main([str(checkpoint), f"--to={output}", *(["--adapter"] if adapters else []), *named])
+    words = [str(checkpoint), f"--to={output}"]
+    if adapters:
+        words.append("--adapter")
+    if base is not None:
+        words.append(f"--base_model={base}" if adapters else f"--tokenizer={base}")
+    return export_main(words)
 
 
 def _steps_of_run(folder: Path) -> dict[str, Path]:

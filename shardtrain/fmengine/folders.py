@@ -152,10 +152,11 @@ def steps(folder: Path) -> list[str]:
     return found
 
 
-def write_adapters(folder: Path, output: Path, step: str, alpha: float) -> tuple[int, int]:
-    """Write the adapters of a step as PEFT opens them; gives their rank, and how many there are.
+def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: str = "") -> tuple[int, int]:
+    """Write the adapters of a step as a PEFT folder. Return their rank and their number.
 
-    ``alpha`` is lora_alpha of the JSON that they were trained with, which the files do not hold.
+    ``alpha`` is lora_alpha of the JSON that they were trained with, which the files do not hold. ``base`` is the model
+    that adapter_config.json names.
 
     Raises:
         ConfigError: when ``output`` exists.
@@ -191,7 +192,7 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float) -> tuple
         raise CheckpointError(f"{where} holds {what}; name a folder that was trained with a lora block")
     (rank,) = ranks
     fields = {
-        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "", "inference_mode": True},
+        **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True},
         **{"r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none"},
     }
     with _new(output) as temporary:

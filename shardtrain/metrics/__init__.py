@@ -85,7 +85,8 @@ class Metrics:
         self._waiting = ExitStack()
         self._waits: Waiting | None = None
         if facts.is_writer and asked_seconds():
-            self._waits = Waiting(facts.total_steps, facts.start_step, phase, self._progress)
+            compiles = bool(config.compile.enable)
+            self._waits = Waiting(facts.total_steps, facts.start_step, phase, self._progress, compiles=compiles)
             self._waiting.callback(self._waits.close)
             self._waiting.enter_context(repeat(self._waits.tell))
 

@@ -24,7 +24,7 @@ class Waiting:
     """Tells the step or the phase that the run is in, and for how long.
 
     ``phase`` gives the name of the phase, see ``resilience.progress``; ``seconds`` of silence come before a line, 0
-    means none.
+    means none. ``compiles``: the first step compiles the model.
     """
 
     def __init__(
@@ -35,6 +35,7 @@ class Waiting:
         progress: Progress | None = None,
         seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        compiles: bool = False,
     ) -> None:
         self.seconds = asked_seconds() if seconds is None else seconds
         self._total_steps = total_steps
@@ -42,6 +43,7 @@ class Waiting:
         self._phase = phase
         self._progress = progress
         self._clock = clock
+        self._compiles = compiles
         self._seen = phase()
         self._since = clock()
         self._said = _LastSaid(clock)
@@ -74,7 +76,7 @@ class Waiting:
         """Such as ``step 41/5000: 20s``; without the time where the step has just begun."""
         step = f"step {self._step + 1}/{self._total_steps}"
         place = {
-            "compile": f"first step ({self._step + 1}/{self._total_steps})",
+            "compile": f"first step ({self._step + 1}/{self._total_steps}){', compiling' if self._compiles else ''}",
             "data": f"{step}, waiting for data",
             "validation": f"validation after step {self._step}",
             "checkpoint": f"saving step {self._step}",

@@ -300,6 +300,27 @@ def test_one_option_given_alike_under_two_names_is_not_a_mistake(tmp_path: Path)
         read(tmp_path, "[checkpoint]\nenable = true\nenable_checkpoint = false")
 
 
+def test_transformers_modeling_backend_is_a_model_of_transformers(tmp_path: Path) -> None:
+    model = (
+        "[model]\nname = 'transformers_modeling_backend'\nflavor = 'full'\n[hf_transformers]\nmodel = 'Qwen/Qwen3-4B'"
+    )
+    loaded = read(tmp_path, model)
+    assert loaded.config.model.name == "transformers"
+    assert any("hf_assets_path" in notice for notice in loaded.notices)
+
+
+def test_torch_spmd_is_ignored_with_a_notice(tmp_path: Path) -> None:
+    loaded = read(tmp_path, "[experimental]\ntorch_spmd = true")
+    assert check(loaded) == []
+    assert any("experimental.torch_spmd is ignored" in notice for notice in loaded.notices)
+
+
+@pytest.mark.parametrize("switch", ["compile.enable", "metrics.enable_tensorboard", "checkpoint.enable"])
+def test_a_switch_that_is_off_is_not_called_without_effect(tmp_path: Path, switch: str) -> None:
+    section, _, key = switch.partition(".")
+    assert not [note for note in notes(read(tmp_path, f"[{section}]\n{key} = false")) if switch in note]
+
+
 def test_what_is_off_or_alone_has_no_effect_and_says_so(tmp_path: Path) -> None:
     alone = "[parallelism]\nenable_async_tensor_parallel = true"
     off = "[checkpoint]\nenable = false\ninitial_load_path = 'x'"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardtrain.config import ConfigError, Loaded, load, machine_notes, require, unavailable
+from shardtrain.config import ConfigError, Loaded, load, machine_notes, require, unavailable, without_effect_on_a_cpu
 from shardtrain.config.availability import UNAVAILABLE
 from shardtrain.config.machine import MAX_RANKS, NODES_PER_SECOND, mesh_notes, watching_problem
 from shardtrain.config.options import options
@@ -69,10 +69,15 @@ def test_a_device_that_is_not_there_is_named(tmp_path: Path) -> None:
     loaded = read(tmp_path, '[training]\ndevice = "cuda"\n')
     one(machine_notes(loaded, 1, "cpu", 0), 'training.device="cuda" finds no such device')
     assert machine_notes(loaded, 1, "cuda", 8) == [] == machine_notes(loaded, 1, None, None)
+
+
+def test_async_tensor_parallelism_falls_back_on_a_cpu_with_a_notice(tmp_path: Path) -> None:
     text = "[parallelism]\ntensor_parallel_degree = 2\nenable_async_tensor_parallel = true\n[compile]\nenable = true\n"
     loaded = read(tmp_path, text)
-    assert any("needs CUDA" in str(p) for p in machine_notes(loaded, 2, "cpu", 0))
-    assert machine_notes(loaded, 2, "cuda", 2) == []
+    for device, devices in (("cpu", 0), ("cuda", 2)):
+        assert machine_notes(loaded, 2, device, devices) == []
+    (note,) = without_effect_on_a_cpu(loaded.config)
+    assert note.startswith("parallelism.enable_async_tensor_parallel=true has no effect on a CPU")
 
 
 def test_compiling_on_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,6 +72,15 @@ def test_no_silence_is_longer_than_was_asked_for(heard: Callable[[], list[str]],
     assert "_LastSaid" not in [type(one).__name__ for one in log.logger.handlers]
 
 
+@pytest.mark.parametrize(
+    ("compiles", "line"), [(True, "first step (1/10), compiling: 5s"), (False, "first step (1/10): 5s")]
+)
+def test_the_first_step_says_that_it_compiles(clock: Clock, compiles: bool, line: str) -> None:
+    waiting = Waiting(10, 0, lambda: "compile", seconds=5, clock=clock, compiles=compiles)
+    waiting.close()
+    assert waiting.text("compile", 5.0) == line
+
+
 def test_a_run_that_logs_often_enough_says_nothing_more(heard: Callable[[], list[str]], clock: Clock) -> None:
     assert heard() == []
     waiting = Waiting(5000, 0, lambda: "step", seconds=5, clock=clock)

@@ -41,7 +41,7 @@ from shardtrain.config.rules.option_pairs import (
     spike_notes,
 )
 from shardtrain.config.rules.own_files import check_own_files
-from shardtrain.config.rules.pipeline import check_context, check_pipeline
+from shardtrain.config.rules.pipeline import check_context, check_pipeline, pipeline_notes
 from shardtrain.config.rules.safety import check_paths, check_secrets
 from shardtrain.config.rules.task import OF_TEXT, check_task, check_text_tasks
 from shardtrain.config.rules.transformers import check_transformers
@@ -154,7 +154,10 @@ def notes(loaded: Loaded) -> list[str]:
         waiting = [
             name
             for name, option in options().items()
-            if name.startswith(start) and loaded.is_set(name) and loaded.value(name) != option.default
+            if name.startswith(start)
+            and name != switch
+            and loaded.is_set(name)
+            and loaded.value(name) != option.default
         ]
         if waiting:
             found.append(f"{', '.join(waiting)}: without effect unless {switch}")
@@ -192,5 +195,5 @@ def notes(loaded: Loaded) -> list[str]:
         found.append(f"{overlap}: without effect, experts' exchanges are not overlapped with compute")
     if loaded.is_set("checkpoint.enable_ft_dataloader_checkpoints"):
         found.append("checkpoint.enable_ft_dataloader_checkpoints: without effect, there are no replica groups")
-    found += experts_notes(loaded) + rotary_notes(loaded) + float8_notes(loaded)
+    found += pipeline_notes(loaded) + experts_notes(loaded) + rotary_notes(loaded) + float8_notes(loaded)
     return found + checkpoint_notes(loaded) + spike_notes(loaded) + data_notes(loaded)

@@ -122,7 +122,10 @@ def known_rows(loaded: Loaded, world_size: int | None = None) -> int | None:
 
 
 def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Problem]:
-    """A step has at least as many micro-batches as stages, and whole rounds of them where it goes in rounds."""
+    """Check the number of micro-batches: enough of them, and full rounds where the schedule works in rounds.
+
+    Looped schedules also run with fewer micro-batches than stages, and ranks wait more; see ``pipeline_notes``.
+    """
     p = loaded.config.parallelism
     size = p.pipeline_parallel_microbatch_size
     degree = p.pipeline_parallel_degree
@@ -130,16 +133,34 @@ def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Proble
         return  # reported by itself
     option = "parallelism.pipeline_parallel_microbatch_size"
     batches = rows // size
-    if batches < count:
+    schedule = stages.schedule_name(p.pipeline_parallel_schedule)
+    if batches < count and (schedule in stages.SINGLE or schedule == "DualPipeV" or batches < 1):
         rule = f"makes {batches} micro-batches of the {rows} sequences of a step, fewer than the {count} stages"
         fix = f"raise training.local_batch_size or training.global_batch_size to {count * size} per data rank"
         yield problem(loaded, option, rule, f"{fix}, or use smaller micro-batches")
-    elif stages.schedule_name(p.pipeline_parallel_schedule) in ("Interleaved1F1B", "InterleavedZeroBubble"):
+    elif schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
         rounds = max(1, batches // degree)
         if batches % rounds:
             rule = f"makes {batches} micro-batches, which do not fill rounds of {degree}"
             nearby = [n * size for n in (batches // degree * degree, -(-batches // degree) * degree)]
             yield problem(loaded, option, rule, f"make the sequences of a step {any_of(nearby)} per data rank")
+
+
+def pipeline_notes(loaded: Loaded) -> list[str]:
+    """Return a note if a step has fewer micro-batches than stages."""
+    p = loaded.config.parallelism
+    rows = known_rows(loaded)
+    if p.pipeline_parallel_degree < 2 or rows is None or p.pipeline_parallel_microbatch_size < 1:
+        return []
+    batches = rows // p.pipeline_parallel_microbatch_size
+    layers = (model_shape(loaded) or {}).get("num_layers")
+    count = stages.num_stages(p, layers) if isinstance(layers, int) else 0
+    if batches >= count:
+        return []
+    return [
+        f"parallelism.pipeline_parallel_microbatch_size: {batches} micro-batches for {count} stages: ranks wait for "
+        "most of a step (raise training.local_batch_size)"
+    ]
 
 
 def check_context(loaded: Loaded) -> Iterator[Problem]:

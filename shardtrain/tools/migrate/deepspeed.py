@@ -248,14 +248,13 @@ def _precision(found: Found) -> None:
 
     key = _k("data_types.grad_accum_dtype")
     words = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16"}
+    words |= dict.fromkeys(("fp16", "float16"), "float32")
     kind = found.get(key, str)
     if kind in words:
-        found.set(
-            key,
-            "training.mixed_precision_reduce",
-            words[kind],
-            "gradients are summed in float32" if kind == "fp32" else "",
-        )
+        why = "gradients are summed in float32" if kind == "fp32" else ""
+        if kind in ("fp16", "float16"):
+            why = f"gradients are summed in float32, which is more precise than {kind}"
+        found.set(key, "training.mixed_precision_reduce", words[kind], why)
     elif kind is not None:
         found.answer(key, "unsupported", "gradients are summed in float32 or bfloat16: training.mixed_precision_reduce")
 

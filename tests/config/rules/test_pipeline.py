@@ -51,12 +51,6 @@ WRONG: list[tuple[str, list[str], list[str]]] = [
         ["pipeline_parallel_microbatch_size=8", "makes 1 micro-batches of the 8", "fewer than the 2 stages"],
     ),
     (
-        'pipeline_parallel_degree = 4\npipeline_parallel_schedule = "Interleaved1F1B"\n'
-        "pipeline_parallel_microbatch_size = 2",
-        [],
-        ["makes 4 micro-batches", "fewer than the 8 stages"],
-    ),
-    (
         'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "Interleaved1F1B"',
         ["--training.local_batch_size", "7"],
         ["makes 7 micro-batches, which do not fill rounds of 2", "6 or 8"],
@@ -117,6 +111,19 @@ def test_every_schedule_has_a_config_that_checks(tmp_path: Path, schedule: str) 
     file = tmp_path / "run.toml"
     file.write_text(TINY + f'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "{schedule.lower()}"\n')
     assert config.check(config.load(file)) == []
+
+
+@pytest.mark.parametrize("schedule", stages.SCHEDULES)
+def test_only_schedules_that_pytorch_cannot_run_reject_fewer_micro_batches_than_stages(
+    tmp_path: Path, schedule: str
+) -> None:
+    """PyTorch's single-stage schedules and DualPipeV raise; the others run, and ranks wait."""
+    file = tmp_path / "run.toml"
+    file.write_text(TINY + f'pipeline_parallel_degree = 2\npipeline_parallel_schedule = "{schedule}"\n')
+    loaded = config.load(file, ["--training.local_batch_size", "1"])
+    rejected = any("micro-batches" in problem.rule for problem in config.check(loaded))
+    assert rejected == (schedule in (*stages.SINGLE, "DualPipeV"))
+    assert any("ranks wait for most of a step" in note for note in config.notes(loaded))
 
 
 def test_too_few_micro_batches_are_found_once_the_ranks_are_known(tmp_path: Path) -> None:

@@ -250,6 +250,7 @@ def test_a_lora_block_trains_adapters_alone(tmp_path: Path) -> None:
     assert any(bool(tensor.any()) for name, tensor in adapters.items() if "lora_B" in name)
     fields = json.loads((folder / "adapter/adapter_config.json").read_text())
     assert (fields["r"], fields["lora_alpha"]) == (4, 8)
+    assert fields["base_model_name_or_path"] == "hf"
 
 
 def test_adapters_of_a_mistral_are_beside_queries_and_values(tmp_path: Path) -> None:

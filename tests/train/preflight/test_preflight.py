@@ -120,7 +120,6 @@ FAULTY: dict[str, list[str]] = {
     "DeepEP": ["--parallelism.expert_parallel_comm_backend=deepep"],
     "no CUDA": ["--training.device=cuda"],
     "memory snapshot": ["--profiling.enable_memory_snapshot"],
-    "async tensor parallel": ["--parallelism.enable_async_tensor_parallel"],
     # tasks and models
     "not a task": ["--task.name=text_task"],
     "the task's base": ["--task.name=task"],
@@ -131,7 +130,6 @@ FAULTY: dict[str, list[str]] = {
     "flavor": ["--model.flavor=8b"],
     "heads": ["--model.overrides.num_heads=3"],
     "no module for adapters": ["--lora.enable", "--lora.random_base", "--lora.target_modules=layers.*.nothing"],
-    "pattern of nothing": ["--optimizer.no_weight_decay=nothing.*"],
     "too large for this machine": ["--model.overrides.dim=65536", "--model.overrides.ffn_dim=65536"],
     "batches too large for this machine": ["--training.local_batch_size=99999999", "--training.on_data_end=repeat"],
     "steps too large for this machine": [
