@@ -134,11 +134,13 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
         owner = name.rpartition(".")[0]
         rules = [pattern for pattern in layout.tensor if matches(owner, pattern)]
         if len(rules) != 1:
-            fix = (
-                f"leave one of {rules}"
-                if rules
-                else f'add a rule such as "{owner}": "colwise" (words in docs/models.md)'
-            )
+            if rules:
+                fix = f"leave one of {rules}"
+            elif any(module.startswith(f"{owner}.") for module in modules):
+                # a word for the container would also apply to its other modules
+                fix = f'move it into a child module, and add the rule "{owner}.CHILD": "replicate"'
+            else:
+                fix = f'add a rule such as "{owner}": "colwise" (words in docs/models.md)'
             problems.append(f"parameter {name} is named by {len(rules)} rules of LAYOUT.tensor; {fix}")
         elif (word := layout.tensor[rules[0]]) in ("gather", "local", "copy"):
             problems.append(f"parameter {name} belongs to a {word!r} module, which may hold none; move it into a child")

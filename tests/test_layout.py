@@ -118,6 +118,19 @@ def test_a_parameter_of_the_model_itself_needs_a_rule_too() -> None:
     assert "parameter scale" in problem and "named by 0 rules" in problem
 
 
+@pytest.mark.parametrize(
+    ("parameter", "advice"),
+    [
+        ("layers.0.scale", '"layers.0.CHILD": "replicate"'),
+        ("layers.0.extra.weight", '"layers.0.extra": "colwise"'),
+    ],
+)
+def test_advice_for_a_parameter_without_a_rule_depends_on_its_module(parameter: str, advice: str) -> None:
+    """A word for a block would apply to all modules in it, so a bare parameter of a block moves into a child."""
+    (problem,) = check(GOOD, [*MODULES, "layers.0.extra"], [*PARAMETERS, parameter])
+    assert advice in problem
+
+
 def test_a_parameter_that_two_rules_name_is_reported() -> None:
     twice = changed(tensor={**GOOD.tensor, "layers.*.attn.w?": "colwise"})
     problems = check(twice, MODULES, PARAMETERS)

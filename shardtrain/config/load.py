@@ -54,6 +54,11 @@ class Loaded:
         """Whether the file or the command line gives this option."""
         return self.origins.get(option, DEFAULT) != DEFAULT
 
+    def is_from_preset(self, option: str) -> bool:
+        """True if a preset of the package sets this option, and no override does."""
+        is_preset = self.path is not None and self.path.parent == presets.FOLDER
+        return is_preset and self.is_set(option) and self.origins[option] != COMMAND_LINE
+
     def where(self, option: str) -> str:
         """Return the origin for an error message: empty for a default."""
         return self.origins[option] if self.is_set(option) else ""

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain.ops import attention_scores, document_mask
+from shardtrain.utils.errors import ConfigError, Problem
 
 
 def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
-    """The norm over the last ``dim`` features that ``model.norm_type`` names.
+    """Build the norm that ``model.norm_type`` names, over the last ``dim`` features.
 
     rmsnorm and fused_rmsnorm are the same module: PyTorch's RMSNorm is one fused kernel. np_layernorm has no
-    parameters. Raises ValueError for an unknown name.
+    parameters. Raises ConfigError for an unknown name.
     """
     if norm_type in ("rmsnorm", "fused_rmsnorm"):
         return nn.RMSNorm(dim, eps=eps)
@@ -27,7 +28,9 @@ def build_norm(norm_type: str, dim: int, eps: float) -> nn.Module:
         return nn.LayerNorm(dim, eps=eps, bias=False)
     if norm_type == "np_layernorm":
         return nn.LayerNorm(dim, eps=eps, elementwise_affine=False)
-    raise ValueError(f"norm_type={norm_type!r} is unknown; use rmsnorm, fused_rmsnorm, layernorm or np_layernorm")
+    # model.norm_type itself is checked when it is read
+    fix = "use rmsnorm, fused_rmsnorm, layernorm or np_layernorm"
+    raise ConfigError(Problem("model.overrides.norm_type", norm_type, "is not a norm", fix))
 
 
 class RotaryAngles(nn.Module):

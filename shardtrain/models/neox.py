@@ -133,7 +133,11 @@ class Model(Decoder):
             raise ConfigError(Problem("model.overrides.hidden_act", c.hidden_act, rule, fix))
         if not 0 < c.rotary_dim <= c.head_dim or c.rotary_dim % 2:
             rule = f"turns {c.rotary_dim} of the {c.head_dim} features of a head, which must be an even number above 0"
-            fix = "use a share that gives one, such as 0.25 or 1.0"
+            widths = range(2, c.head_dim + 1, 2)
+            shares = [width / c.head_dim for width in widths if int(c.head_dim * (width / c.head_dim)) == width]
+            fix = "set model.overrides.head_dim to 2 or more"
+            if shares:
+                fix = f"use {min(shares, key=lambda share: abs(share - c.rotary_pct))}"
             raise ConfigError(Problem("model.overrides.rotary_pct", c.rotary_pct, rule, fix))
         norm = nn.LayerNorm(c.dim, eps=c.norm_eps)
         rope = RotaryAngles(c.rotary_dim, c.rope_theta)

@@ -93,7 +93,19 @@ CHECKS: tuple[Callable[[Loaded], Iterator[Problem]], ...] = (
 
 def check(loaded: Loaded) -> list[Problem]:
     """Return every problem, up to a hundred, that can be known without torch and without the machine of the run."""
-    return list(islice((problem for rule in CHECKS for problem in rule(loaded)), MAX_PROBLEMS))
+    return list(islice(_problems(loaded), MAX_PROBLEMS))
+
+
+def _problems(loaded: Loaded) -> Iterator[Problem]:
+    for rule in CHECKS:
+        for problem in rule(loaded):
+            if rule not in _OF_IDLE_OPTIONS or not loaded.is_from_preset(problem.option):
+                yield problem
+
+
+_OF_IDLE_OPTIONS = (check_without_effect, check_schedule)
+"""Rules about options without effect. An option of a preset that an override makes idle is a note instead: the user
+did not write it and cannot remove it."""
 
 
 # A feature that is off, and the options that wait for it: (when it is off, the options' start, what would turn it on).
@@ -161,6 +173,10 @@ def notes(loaded: Loaded) -> list[str]:
         ]
         if waiting:
             found.append(f"{', '.join(waiting)}: without effect unless {switch}")
+    for rule in _OF_IDLE_OPTIONS:
+        for problem in rule(loaded):
+            if loaded.is_from_preset(problem.option):
+                found.append(f"{problem.option}={problem.value} of the preset {problem.rule}")
     schedule = loaded.config.lr_scheduler
     steps = loaded.config.training.steps
     if loaded.config.training.epochs is None and schedule.name != "linear_by_proportion":  # it reads no warmup_steps

@@ -110,7 +110,8 @@ def check_sizes(loaded: Loaded) -> Iterator[Problem]:
         value = number(name)
         if value is not None and 0 <= value < 1:
             small.append(name)
-            yield wrong(name, "leaves nothing to compute", "use 1 or more")
+            least = 2 if name in ("head_dim", "qk_rope_head_dim") else 1  # rotary positions turn pairs
+            yield wrong(name, "leaves nothing to compute", f"use {least} or more")
     for name in _ABOVE_ZERO:
         value = number(name)
         if value is not None and value <= 0:

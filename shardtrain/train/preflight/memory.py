@@ -43,10 +43,11 @@ class Parameter:
 
 
 def only_building_tells(loaded: Loaded) -> bool:
-    """Whether rules that read no Python can miss what building the model would find."""
+    """True if building the model can find problems that the torch-free rules miss."""
     c = loaded.config
     return (
         c.lora.enable
+        or bool(c.model.overrides)
         or bool(c.model.converters)
         or c.model.name.endswith(".py")
         or c.task.name not in _TASKS_OF_RULES

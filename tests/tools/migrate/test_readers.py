@@ -297,6 +297,14 @@ def test_a_precision_that_is_on_counts_beside_one_that_is_auto(tmp_path):
     assert of(taken(tmp_path, "ds.json", given), "training.mixed_precision_param") == ["float16"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "reduce"), [("fp32", "float32"), ("fp16", "float32"), ("float16", "float32"), ("bf16", "bfloat16")]
+)
+def test_each_dtype_of_gradient_accumulation_is_accepted(tmp_path, kind, reduce):
+    found = taken(tmp_path, "ds.json", {**LLAMA, "data_types": {"grad_accum_dtype": kind}})
+    assert of(found, "training.mixed_precision_reduce") == [reduce]
+
+
 def test_flags_of_fmengine_go_with_its_json(tmp_path):
     json_file = tmp_path / "llama.json"
     json_file.write_text(json.dumps(LLAMA))

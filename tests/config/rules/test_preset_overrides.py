@@ -1,0 +1,37 @@
+"""Overrides of a preset: an option of the preset that an override makes idle is a note, in a user's file an error."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardtrain import config
+from shardtrain.config import presets
+
+OVERRIDES = {
+    "lr_scheduler.decay_ratio": ["--lr_scheduler.name", "linear_linear"],
+    "lr_scheduler.min_lr_factor": ["--lr_scheduler.name", "linear_by_proportion"],
+    "metrics.sample_freq": ["--metrics.sample_prompt="],
+}
+
+
+@pytest.mark.parametrize("option", OVERRIDES)
+def test_an_idle_option_is_a_note_in_a_preset_and_an_error_in_a_file(tmp_path: Path, option: str) -> None:
+    words = OVERRIDES[option]
+    loaded = config.load("debug", words)
+    assert config.check(loaded) == []
+    assert any(note.startswith(f"{option}=") and "of the preset" in note for note in config.notes(loaded))
+
+    own = tmp_path / "own.toml"
+    shutil.copyfile(presets.FOLDER / "debug.toml", own)
+    assert option in [problem.option for problem in config.check(config.load(own, words))]
+
+    written = config.load("debug", [*words, f"--{option}", str(loaded.value(option))])
+    assert option in [problem.option for problem in config.check(written)]
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_a_preset_by_itself_has_no_idle_option(name: str) -> None:
+    assert not [note for note in config.notes(config.load(name)) if "of the preset" in note]
