@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.models.layers import Attention, AttentionCore, FeedForward, RotaryAngles, build_norm, rotate
+from shardtrain.utils.errors import ConfigError
 
 LLAMA31 = {
     "scaling": "llama3",
@@ -198,5 +199,5 @@ def test_rmsnorm_and_its_fused_name_are_the_same() -> None:
 
 
 def test_an_unknown_norm_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"batchnorm.*np_layernorm"):
+    with pytest.raises(ConfigError, match=r"batchnorm.*np_layernorm"):
         build_norm("batchnorm", 16, 1e-5)
