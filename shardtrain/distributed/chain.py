@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from shardtrain.layout import Layout, matches
+from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
 _TOKENS = 4
@@ -120,8 +121,14 @@ def _follow(whole: nn.Module, layout: Layout, degree: int) -> int:
             module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
     for name, module in modules.items():
         module.forward = partial(follow, name)  # type: ignore[method-assign]
-    with torch.enable_grad(), torch.device("meta"):
-        out = model(token, token)
+    try:
+        with trial(model), torch.enable_grad(), torch.device("meta"):
+            out = model(token, token)
+    except RuntimeError as error:
+        if "meta tensor" not in str(error):
+            raise
+        rule = f"it needs the numbers of a tensor, and is followed without any: {str(error).splitlines()[0]}"
+        raise _refusal(degree, rule, "read no number (.item(), int(x), if x > 0) outside of the layers") from None
     if reached < len(names):
         raise _refusal(degree, f"{names[reached]} is never called", "call each module of LAYOUT once")
     if out is not given:
@@ -197,7 +204,7 @@ def _arguments(model: nn.Module, layout: Layout, keep: Sequence[str], features: 
     documents = {}
     if "documents_BT" in inspect.signature(model.forward).parameters:
         documents["documents_BT"] = torch.zeros_like(positions_BT)
-    with torch.no_grad():
+    with trial(stage), torch.no_grad():
         stage(x, positions_BT, **documents)
     return found
 

@@ -32,6 +32,7 @@ from shardtrain.distributed.tied_stages import TiedStages
 from shardtrain.layout import Layout
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.ops.tied import tied_names
+from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
 AXIS = "pp"
@@ -254,7 +255,7 @@ def _hidden_size(whole: nn.Module, layout: Layout) -> int:
     handle = first_layer.register_forward_pre_hook(_stop_at_first_layer)
     token = torch.zeros(1, 1, dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad():
+        with trial(whole), torch.no_grad():
             whole(token, token)
     except _FirstLayerReached as reached:
         return reached.features

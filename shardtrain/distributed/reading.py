@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from shardtrain.config.schema import Config
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout
+from shardtrain.ops.user_state import trial
 from shardtrain.utils.errors import ConfigError, Problem
 
 _TOKENS = 4
@@ -80,7 +81,7 @@ def read_elsewhere(whole: nn.Module, layout: Layout) -> dict[str, str]:
     if len(inspect.signature(model.forward).parameters) < 2:
         return {}
     try:
-        with torch.no_grad(), torch.device("meta"), Watch():
+        with trial(model), torch.no_grad(), torch.device("meta"), Watch():
             model(token, token)
     except Exception:  # some forwards need numbers; the first step tells of theirs
         return found

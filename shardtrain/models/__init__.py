@@ -11,18 +11,17 @@ import fnmatch
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from shardtrain import layout as layouts
 from shardtrain.layout import Layout
+from shardtrain.ops.lost_in_build import Values, lost, unsupported_parameters
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -72,47 +71,33 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     return module.Config(**{**module.FLAVORS[flavor], **norm, **overrides, **whole})
 
 
-_DRAWS = {
-    *(name for name in vars(torch.nn.init) if name.endswith("_") and not name.startswith("_")),
-    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "random_",
-}  # fmt: skip
-"""Functions that draw into a tensor, of torch.nn.init (normal_, kaiming_uniform_ and others) and of tensors."""
-
-
-class _WithoutDraws(TorchFunctionMode):
-    """Leaves initial values undrawn where a tensor has no memory for them.
-
-    PyTorch would compute the shape of each draw in Python, for which it imports its compiler: half a second.
-    """
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = [*args[:1], *(value for name, value in (kwargs or {}).items() if name == "tensor")]
-        name = getattr(func, "__name__", "")
-        if given and name in _DRAWS and isinstance(given[0], torch.Tensor) and given[0].is_meta:
-            return given[0]
-        return func(*args, **(kwargs or {}))
-
-
 def build(module: ModuleType, model_config: Any) -> nn.Module:
-    """Build a model on the meta device (names and shapes, no memory) and prove that its layout covers it."""
+    """Build a model on the meta device (names and shapes, no memory) and prove that its layout covers it.
+
+    Raises:
+        ConfigError: with every gap of the layout, and everything set in ``__init__`` that training would lose.
+    """
     # The layout of any class of transformers is found in the model at hand, and not promised
     if getattr(module, "AS_IS", False):
         return module.Model(model_config)  # type: ignore[no-any-return]
-    with torch.device("meta"), _WithoutDraws():
+    values = Values()
+    with torch.device("meta"), values:
         model = module.Model(model_config)
 
-    # All that is wrong at once: names that the layout lacks, what a model may not be, parameters that nothing draws
-    names = [name for name, _ in model.named_parameters()]
-    broken = layouts.check(module.LAYOUT, (name for name, _ in model.named_modules()), names)
-    broken += _broken_promises(model, module.LAYOUT)
-    starts = module.initial(model_config)
-    broken += [
-        f"initial() has no rule for parameter {name}{_nearly(name, starts)}"
-        for name in names
-        if not any(layouts.matches(name, pattern) for pattern in starts)
-    ]
+    # Parameters without a shape, or with computed values, would be accused of more than that
+    broken = unsupported_parameters(model)
+    if not broken:
+        # All that is wrong at once: names that the layout lacks, what would be lost, parameters that nothing draws
+        names = [name for name, _ in model.named_parameters()]
+        broken = layouts.check(module.LAYOUT, (name for name, _ in model.named_modules()), names)
+        broken += _broken_promises(model, module.LAYOUT)
+        broken += lost(model, module.LAYOUT, values)
+        starts = module.initial(model_config)
+        broken += [
+            f"initial() has no rule for parameter {name}{_nearly(name, starts)}"
+            for name in names
+            if not any(layouts.matches(name, pattern) for pattern in starts)
+        ]
     if broken:
         broken = _of_all_layers(broken, module.LAYOUT.layers)
         # A user's file is named by its path
@@ -150,7 +135,7 @@ def check_documents(module: ModuleType, name: str) -> None:
 
 
 def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
-    """What a model may not be, beyond the names that ``layout.check`` reads."""
+    """Return a sentence for each rule on the structure of a model that ``layout.check`` cannot see in names."""
     layers = dict(model.named_modules()).get(layout.layers)
     broken = []
     if layers is not None and not isinstance(layers, nn.ModuleDict):
@@ -160,20 +145,6 @@ def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
         for name in (*layout.first, layout.layers, *layout.last)
         if "." in name
     ]
-    # The model is built without memory, and what a buffer was set to is lost; only parameters are drawn
-    broken += [
-        f"buffer {name} would lose its values; compute it in forward, or name it in LAYOUT.buffers if it starts at zero"
-        for name, _ in model.named_buffers()
-        if not any(layouts.matches(name, pattern) for pattern in layout.buffers)
-    ]
-    # So is what a tensor holds that is neither parameter nor buffer, in a list or a table of a module too
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            is_registered = name in ("_parameters", "_buffers", "_modules")
-            leaves = [] if is_registered else tree_leaves(value)
-            if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in leaves):
-                owner = path or "the model"
-                broken.append(f"{owner} keeps a tensor as {name}, which would lose its values; compute it in forward")
     return broken
 
 

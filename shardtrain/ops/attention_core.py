@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shardtrain.layout import Layout, matches
 from shardtrain.ops import attention_scores
 from shardtrain.ops import document_mask as documents
+from shardtrain.ops.user_state import trial
 
 CLOSE = 1e-4
 """Relative error of float32 arithmetic in another order, with room."""
@@ -90,7 +91,7 @@ def trace(model: nn.Module, layout: Layout) -> dict[str, Given]:
             experts.append(module)
     knows_documents = "documents_BT" in inspect.signature(model.forward).parameters
     try:
-        with torch.no_grad(), torch.device("meta"):
+        with trial(model), torch.no_grad(), torch.device("meta"):
             model(tokens_BT, tokens_BT, **({"documents_BT": documents_BT} if knows_documents else {}))
     except Exception:  # what cannot run without numbers shows when it runs with them
         pass
@@ -203,7 +204,7 @@ def run(
     """What a core gives for (B, T, heads, H), in that layout; or why it gives none."""
     inputs = [x.transpose(1, 2) if heads_first else x for x in (q, k, v)]
     try:
-        with torch.no_grad():
+        with trial(core), torch.no_grad():
             if getattr(core, "has_sinks", False):
                 out = core(*inputs, documents_BT, _sinks(core, q.size(2)) if sinks_N is None else sinks_N)
             else:

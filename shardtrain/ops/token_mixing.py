@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.ops.attention_core import Broken
+from shardtrain.ops.user_state import trial
 
 _LENGTHS = (13, 17, 19, 23, 29, 31, 37)
 _ALONG = ("cumsum", "cumprod", "logcumsumexp", "cummax", "cummin", "softmax", "log_softmax", "flip", "roll", "sort")
@@ -73,7 +74,7 @@ def _first_mix(whole: nn.Module, layout: Layout, allowed: set[str], where: str, 
     # Tokens and positions are zeros: no number is looked at
     row_1T = torch.zeros(1, length, dtype=torch.int64, device="meta")
     try:
-        with torch.no_grad(), torch.device("meta"), watch:
+        with trial(model), torch.no_grad(), torch.device("meta"), watch:
             model(row_1T, row_1T)
     except Exception:  # what cannot run without numbers shows when it runs with them
         pass

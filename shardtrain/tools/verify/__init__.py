@@ -33,7 +33,7 @@ __all__ = ["Task", "compare_plan", "main", "plan", "probe", "reference", "shaken
 
 
 def main(words: Sequence[str]) -> int:
-    """Run the verb; gives the exit status, 0 or 4.
+    """Run the verb and return its exit status, 0 or 4.
 
     Raises:
         ConfigError: a word, the configuration, a mesh asked for, or a promise of the model file is wrong.
@@ -65,11 +65,12 @@ def main(words: Sequence[str]) -> int:
                 print(f"  {note}", flush=True)
         rows = verify(task, trainer, Path(folder))
 
+    status = report.exit_code(rows, request)
     if request.json:
-        print(report.document(model_name(task.reference), [*task.notes, *probe_notes], rows))
+        print(report.document(model_name(task.reference), [*task.notes, *probe_notes], rows, status))
     else:
         print(report.table(rows))
-    return report.exit_code(rows)
+    return status
 
 
 def model_name(config: Config) -> str:
@@ -131,9 +132,13 @@ def _accepted(loaded: Loaded) -> Loaded:
 
 
 def plan(loaded: Loaded, request: Request) -> Task:
-    """What is to be run; raises ConfigError where a mesh asked for is not possible, before any process starts."""
+    """Return the meshes to run and the model's sizes for them.
+
+    Raises:
+        ConfigError: a requested mesh is impossible and ``allow_impossible`` is off, or the machine lacks devices.
+    """
     if request.meshes:
-        plans = meshes.requested(loaded, request.meshes, request.schedules)
+        plans = meshes.requested(loaded, request.meshes, request.schedules, request.allow_impossible)
     else:
         plans = meshes.default(loaded, request.schedules)
 
@@ -144,9 +149,9 @@ def plan(loaded: Loaded, request: Request) -> Task:
     task = shrink.prepare(plans, loaded, request.steps, request.full, small)
     task = dataclasses.replace(task, notes=[*loaded.notices, *task.notes])
 
-    # A mesh that was asked for must be possible. One of the default list may be not: its row of the table says why.
+    # Meshes of the default list may be impossible: their row of the table says why.
     problems: list[str] = []
-    if request.meshes:
+    if request.meshes and not request.allow_impossible:
         problems += [line for one in task.plans for line in one.problem.splitlines()]
     device = loaded.config.training.device
     if device not in ("auto", "cpu"):

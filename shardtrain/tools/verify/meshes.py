@@ -123,11 +123,13 @@ def read(text: str) -> dict[str, int]:
     return degrees
 
 
-def requested(loaded: Loaded, meshes: Iterable[str], schedules: tuple[str, ...]) -> list[Plan]:
-    """The plans of ``--mesh`` and ``--schedule``.
+def requested(
+    loaded: Loaded, meshes: Iterable[str], schedules: tuple[str, ...], allow_impossible: bool = False
+) -> list[Plan]:
+    """Return the plans of ``--mesh`` and ``--schedule``.
 
     Raises:
-        ConfigError: with every problem of every plan that is not possible.
+        ConfigError: with every problem of every impossible plan, unless these are allowed.
     """
     plans = [plan for mesh in meshes for plan in _plans(loaded, mesh, schedules)]
     if schedules and not any(plan.schedule for plan in plans):
@@ -136,7 +138,7 @@ def requested(loaded: Loaded, meshes: Iterable[str], schedules: tuple[str, ...])
             Problem("--schedule", schedules[0], "has no effect without pipeline stages", fix, "command line")
         )
     problems = [plan.problem for plan in plans if plan.problem]
-    if problems:
+    if problems and not allow_impossible:
         raise ConfigError(list(dict.fromkeys(line for problem in problems for line in problem.splitlines())))
     return plans
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+from shardtrain.tools.verify.request import Request
+
 
 @dataclass(frozen=True)
 class Row:
@@ -36,10 +38,16 @@ BLIND = "rounding may be all of it"
 HEADER = ("mesh", "schedule and options", "initial", "loss", "gradient", "norm", "weights", "verdict", "seconds")
 
 
-def exit_code(rows: Sequence[Row]) -> int:
-    """0 where every mesh that ran gave the same numbers and one did; else 4."""
-    ran = [row.verdict for row in rows if row.verdict != "not possible"]
-    return 0 if ran and all(verdict == "same" for verdict in ran) else 4
+def exit_code(rows: Sequence[Row], request: Request) -> int:
+    """Return 0 if all meshes give the same numbers, else 4.
+
+    A mesh of the default list may be impossible, and with ``--allow-impossible`` any. Without that flag, one mesh at
+    least must have been compared.
+    """
+    verdicts = {row.verdict for row in rows}
+    accepted = {"same"} if request.meshes and not request.allow_impossible else {"same", "not possible"}
+    compared = "same" in verdicts or request.allow_impossible
+    return 0 if compared and verdicts <= accepted else 4
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -71,14 +79,17 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (row.mesh, _with(row) or "-", initial, *errors, row.verdict, seconds)
 
 
-def document(model: str, notes: Sequence[str], rows: Sequence[Row]) -> str:
-    """One JSON document: model, what was changed for the test, and the rows; an infinite error is null."""
+def document(model: str, notes: Sequence[str], rows: Sequence[Row], status: int) -> str:
+    """Return one JSON document: model, changes made for the comparison, rows and exit status.
+
+    JSON has no infinity, so an infinite error is null.
+    """
     finite = []
     for row in rows:
         fields = asdict(row)
         for name, value in fields.items():
-            if isinstance(value, float) and value in (float("inf"), float("-inf")):  # JSON has no infinity
+            if isinstance(value, float) and value in (float("inf"), float("-inf")):
                 fields[name] = None
         finite.append(fields)
-    document = {"model": model, "notes": list(notes), "rows": finite, "exit_code": exit_code(rows)}
+    document = {"model": model, "notes": list(notes), "rows": finite, "exit_code": status}
     return json.dumps(document, indent=2, allow_nan=False)

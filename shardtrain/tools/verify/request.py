@@ -11,18 +11,20 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """\
 usage: shardtrain verify [CONFIG.toml | model.py] [--mesh "tp=2,pp=2" ...] [--schedule NAME ...] [--steps 3]
-                         [--full] [--json] [--section.key VALUE ...]
+                         [--full] [--json] [--allow-impossible] [--section.key VALUE ...]
        shardtrain verify --real [CONFIG.toml | model.py] [--memory GIB] [--json] [--section.key VALUE ...]
 
 Train the same batches on one process and on each mesh, in float32, and compare initial weights, loss, every gradient,
-the gradient norm and the updated weights. Status 0: all the same. Status 4: the first difference and its likely cause
-are printed.
+the gradient norm and the updated weights. Status 0: all the same. Status 4: a mesh differs, fails, or was requested
+and is not possible; the reason is printed.
 
   --mesh      axes: dp_replicate, dp_shard, tp, pp, cp, ep; without it, a list of meshes of up to 8 ranks
   --schedule  pipeline schedules to try on each mesh with pp
   --steps     optimizer steps to compare
   --full      the model, depth and sequence length of the configuration, not a small version of them
   --json      one JSON document
+  --allow-impossible
+              status 0 also if a mesh of --mesh is not possible for this model
   --real      the sizes that a small model hides, beside float64: norm and loss sums on 1, 2 and 4 ranks, tensors of
               more than 2^31 numbers, one layer and the vocabulary of the configured model at their real width
   --memory    GiB that --real may take; three quarters of what is free unless given. What does not fit is left out,
@@ -43,6 +45,7 @@ class Request:
     steps: int = 3
     full: bool = False
     json: bool = False
+    allow_impossible: bool = False
     help: bool = False
     real: bool = False
     memory_gib: float = 0.0
@@ -53,18 +56,21 @@ def read(words: Sequence[str]) -> Request:
     """Take verify's own options out of the words; all others are overrides of the configuration.
 
     Raises:
-        ConfigError: an option lacks its value, or ``--steps`` is not a whole number above 0.
+        ConfigError: an option lacks its value or has no effect, or ``--steps`` is not a whole number above 0.
     """
-    taken = take(words, OPTIONS, ("--full", "--json", "--real"))
+    taken = take(words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible"))
     if taken.help:
         return Request(help=True)
     own = taken.own
     if "--memory" in own and "--real" not in own:
         raise ConfigError(Problem("--memory", None, "has no effect without --real", "leave it out", "command line"))
     if "--real" in own:
-        for option in sorted({"--mesh", "--schedule", "--steps", "--full"} & own.keys()):
+        for option in sorted({"--mesh", "--schedule", "--steps", "--full", "--allow-impossible"} & own.keys()):
             rule = "has no effect with --real, whose meshes and sizes are fixed"
             raise ConfigError(Problem(option, None, rule, "leave it out", "command line"))
+    elif "--allow-impossible" in own and "--mesh" not in own:
+        rule = "has no effect without --mesh: meshes of the default list may be impossible"
+        raise ConfigError(Problem("--allow-impossible", None, rule, "leave it out", "command line"))
     path, overrides = taken.configuration()
     return Request(
         path,
@@ -73,6 +79,7 @@ def read(words: Sequence[str]) -> Request:
         own.get("--steps", 3),
         full="--full" in own,
         json="--json" in own,
+        allow_impossible="--allow-impossible" in own,
         real="--real" in own,
         memory_gib=own.get("--memory", 0.0),
         overrides=overrides,

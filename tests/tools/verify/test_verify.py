@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -188,16 +189,53 @@ def test_full_keeps_the_model_and_its_weights(capsys):
     assert any("24 synthetic tokens" in note for note in told["notes"]) and told["exit_code"] == 0
 
 
-def test_the_exit_code_and_the_table_tell_what_differs():
+EXITS = {
+    # verdicts of the rows: status of the default list, of requested meshes, of these with --allow-impossible
+    ("same",): (0, 0, 0),
+    ("same", "not possible"): (0, 4, 0),
+    ("not possible",): (4, 4, 0),
+    ("same", "failed"): (4, 4, 4),
+    ("differs", "not possible"): (4, 4, 4),
+}
+REQUESTS = (
+    request.Request(),
+    request.Request(meshes=("tp=2",)),
+    request.Request(meshes=("tp=2",), allow_impossible=True),
+)
+
+
+@pytest.mark.parametrize("verdicts", EXITS)
+def test_exit_status_of_verdicts(verdicts):
+    rows = [Row("tp=2", "", verdict) for verdict in verdicts]
+    assert tuple(report.exit_code(rows, one) for one in REQUESTS) == EXITS[verdicts]
+
+
+def test_a_mesh_that_the_model_rules_out_fails_unless_allowed(tmp_path, capsys):
+    """A requested mesh without a result is no success: scripts look at the status only."""
+    text = (Path(__file__).parent / "sound_model.py").read_text()
+    path = tmp_path / "model.py"
+    path.write_text(text.replace("self.norm(x))", "self.norm(x + self.embed(tokens)))"))
+    words = ["verify", str(path), "--mesh", "pp=2", "dp_shard=2", "--steps", "1", "--json"]
+    assert cli.main(words) == json.loads(capsys.readouterr().out)["exit_code"] == 4
+    assert cli.main([*words, "--allow-impossible"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["mesh"], row["verdict"]) for row in rows] == [("pp=2", "not possible"), ("dp_shard=2", "same")]
+
+
+def test_a_mesh_that_the_configuration_rules_out_is_a_row_if_allowed():
+    task = verify.plan(config.load(None, []), request.Request(meshes=("tp=3",), allow_impossible=True))
+    assert "does not divide" in task.plans[0].problem
+
+
+def test_allow_impossible_without_meshes_is_rejected(capsys):
+    assert cli.main(["verify", "--allow-impossible"]) == 2
+    assert "--allow-impossible has no effect without --mesh" in capsys.readouterr().err
+
+
+def test_the_table_tells_what_differs():
     same, wrong = Row("tp=2", "", "same", 1.0, 0, 0.0, 0.0, 0.0, 0.0), Row("cp=2", "", "failed", cause="rank 1 died")
     differs = Row("pp=2", "1F1B", "differs", 1.0, 0, 1.0, float("inf"), 0.0, 0.0, "step 1: here", "this")
     impossible = Row("ep=2", "", "not possible", cause="no experts")
-    assert [report.exit_code(rows) for rows in ([same, impossible], [same, wrong], [differs], [impossible])] == [
-        0,
-        4,
-        4,
-        4,
-    ]
     text = report.table([same, wrong, differs, impossible])
     assert "pp=2 1F1B: step 1: here\n  likely cause: this" in text and "ep=2: not possible: no experts" in text
-    assert json.loads(report.document("m", [], [differs]))["rows"][0]["gradient"] is None
+    assert json.loads(report.document("m", [], [differs], 4))["rows"][0]["gradient"] is None

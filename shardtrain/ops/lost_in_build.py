@@ -1,0 +1,199 @@
+"""Find what a model sets in ``__init__`` and training would lose, so that it is rejected instead.
+
+A model is built on the meta device, so tensors have no values. Later its parameters are replaced by sharded ones, which
+``initial()`` draws, and its buffers start at zero.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from shardtrain.layout import Layout, matches
+
+_DRAWS = {
+    *(name for name in vars(nn.init) if name.endswith("_") and not name.startswith("_")),
+    "bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "random_",
+}  # fmt: skip
+"""Functions that draw into a tensor, of torch.nn.init (normal_, kaiming_uniform_ and others) and of tensors."""
+_SETS_NO_VALUE = ("requires_grad_", "detach_", "share_memory_")
+_NOT_ZERO = (
+    *("ones", "ones_like", "new_ones", "full", "full_like", "new_full", "rand", "randn"),
+    *("tensor", "as_tensor", "arange", "linspace", "logspace", "eye"),
+)
+"""Functions that make a tensor of other numbers than zeros."""
+_TORCH = Path(torch.__file__).parent
+_INIT_FILE = str(_TORCH / "nn" / "init.py")
+_PLUMBING = (_INIT_FILE, str(_TORCH / "overrides.py"), str(_TORCH / "utils" / "_device.py"), __file__)
+"""Files of frames between the code that sets a value and the function mode that sees it."""
+_STATE_DICT_HOOKS = (
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+class Values(TorchFunctionMode):
+    """Skips drawing while a model is built on the meta device, and notes which function set the values of a tensor.
+
+    PyTorch would compute the shape of each draw in Python, for which it imports its compiler: half a second.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._set_by: dict[int, tuple[str, bool, Any]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = [*args[:1], *(value for name, value in (kwargs or {}).items() if name == "tensor")]
+        name = getattr(func, "__name__", "")
+        if given and isinstance(given[0], Tensor) and given[0].is_meta:
+            self._note_write(func, name, given[0])
+            if name in _DRAWS:
+                return given[0]
+        result = func(*args, **(kwargs or {}))
+        if name in _NOT_ZERO and isinstance(result, Tensor):
+            self._note(name, result, sys._getframe())
+        if name == "__set__" and _attribute_of(func) == "data":
+            self._note("data", args[0], sys._getframe())
+        return result
+
+    def set_by(self, tensor: Tensor) -> tuple[str, bool]:
+        """Return the function that set a tensor's values, if any, and whether the model's own code called it."""
+        name, is_own, _ = self._set_by.get(_storage(tensor), ("", False, None))
+        return name, is_own
+
+    def _note_write(self, func: Any, name: str, tensor: Tensor) -> None:
+        frame = sys._getframe(1)
+        # orthogonal_ and trunc_normal_ return at once on the meta device, after reading is_meta
+        caller = frame.f_back
+        if _attribute_of(func) == "is_meta" and caller is not None and caller.f_code.co_filename == _INIT_FILE:
+            self._note(caller.f_code.co_name.removeprefix("_no_grad_"), tensor, frame)
+        in_place = name.endswith("_") and not name.endswith("__") and name not in _SETS_NO_VALUE
+        if in_place or name == "__setitem__":
+            self._note(name if in_place else "an assignment to a slice", tensor, frame)
+
+    def _note(self, name: str, tensor: Tensor, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_code.co_filename in _PLUMBING:
+            frame = frame.f_back
+        # the default values of a layer of PyTorch's, or of an installed library, are meant to be replaced
+        file = Path(frame.f_code.co_filename if frame else "")
+        is_own = _TORCH not in file.parents and "site-packages" not in file.parts
+        # the storage is kept, because the address of a freed one is used again
+        self._set_by[_storage(tensor)] = (name, is_own, tensor.untyped_storage())
+
+
+def _attribute_of(function: Any) -> str:
+    """Return the attribute of tensors that a function gets or sets, "data" for ``Tensor.data.__set__``."""
+    return getattr(getattr(function, "__self__", None), "__name__", "")
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def unsupported_parameters(model: nn.Module) -> list[str]:
+    """Return a sentence for each parameter without a shape and each weight that PyTorch computes from others."""
+    sentences = [
+        f"parameter {name} has no shape yet; give the sizes in __init__, as nn.Linear does in place of nn.LazyLinear"
+        for name, parameter in model.named_parameters()
+        if isinstance(parameter, UninitializedParameter)
+    ]
+    for path, module in model.named_modules():
+        before = {type(hook).__module__ for hook in module._forward_pre_hooks.values()}
+        if hasattr(module, "parametrizations") or before & {
+            "torch.nn.utils.weight_norm",
+            "torch.nn.utils.spectral_norm",
+        }:
+            sentences.append(
+                f"{path} computes its weight from other parameters (parametrize, weight_norm, spectral_norm), which "
+                "have no words of a layout; compute it in forward, as F.linear(x, F.normalize(self.weight, dim=-1))"
+            )
+    return sentences
+
+
+def lost(model: nn.Module, layout: Layout, values: Values) -> list[str]:
+    """Return a sentence for everything set in ``__init__`` that the trained parameters and modules would not have."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    sharing = _sharing(model)
+    sentences = [
+        f"parameters {one} and {other} share memory, and would be two weights in training; tie them by registering one "
+        f"parameter twice ({other} = {one}), or give each its own"
+        for one, other in sharing
+    ]
+    for name, parameter in model.named_parameters():
+        function, is_own = values.set_by(parameter)
+        # what a parameter is constructed from (torch.ones) is a placeholder for initial() in any model
+        if function and is_own and function not in _NOT_ZERO and not any(name in pair for pair in sharing):
+            sentences.append(
+                f"__init__ sets values of parameter {name} (by {function}), and initial() draws it afterwards; "
+                "remove that, and let initial() say how it starts"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            sentences.append(
+                f"__init__ registers a hook on the gradient of parameter {name}, which its shards do not have; change "
+                "the gradient by a torch.autograd.Function in forward, or in an optimizer of your own"
+            )
+        sentences += [
+            f"__init__ sets the attribute {attribute} of parameter {name}, which its shards do not have; keep it "
+            "on the module"
+            for attribute in vars(parameter)
+        ]
+    for name, buffer in model.named_buffers():
+        function, _ = values.set_by(buffer)
+        if not any(matches(name, pattern) for pattern in layout.buffers):
+            sentences.append(
+                f"buffer {name} would lose its values; compute it in forward, or name it in LAYOUT.buffers if it "
+                "starts at zero"
+            )
+        elif function in _NOT_ZERO or function in _DRAWS - {"zeros_"}:
+            sentences.append(
+                f"buffer {name} of LAYOUT.buffers starts at zero, and __init__ makes it by {function}; compute it in "
+                "forward, or write torch.zeros"
+            )
+    for path, module in model.named_modules():
+        owner = path or "the model"
+        sentences += [
+            f"__init__ registers a hook of state_dict or load_state_dict on {owner}, and checkpoints call "
+            "neither; remove it"
+            for kind in _STATE_DICT_HOOKS
+            if getattr(module, kind)
+        ]
+        for name, value in vars(module).items():
+            # in a list or a table of a module, too
+            leaves = [] if name in ("_parameters", "_buffers", "_modules") else tree_leaves(value)
+            kept = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_meta]
+            if kept and id(kept[0]) in names:
+                sentences.append(
+                    f"{owner} keeps parameter {names[id(kept[0])]} as the plain attribute {name}, which its shards do "
+                    "not replace; register it there as a parameter, or read it from the module that owns it"
+                )
+            elif kept:
+                sentences.append(
+                    f"{owner} keeps a tensor as {name}, which would lose its values; compute it in forward"
+                )
+    return sentences
+
+
+def _sharing(model: nn.Module) -> list[tuple[str, str]]:
+    """Return pairs of different parameters that have an element in common, as ``nn.Parameter(other.data)`` has."""
+    seen: dict[int, list[tuple[str, int, int]]] = {}
+    pairs = []
+    for name, parameter in model.named_parameters():
+        first = int(parameter.storage_offset())
+        last = first + sum(int(size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+        others = seen.setdefault(_storage(parameter), [])
+        pairs += [(other, name) for other, start, end in others if first <= end and start <= last]
+        others.append((name, first, last))
+    return pairs
