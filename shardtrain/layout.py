@@ -104,10 +104,10 @@ def _may_be_absent(pattern: str, optional: tuple[str, ...]) -> bool:
 
 
 def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable[str]) -> list[str]:
-    """What is wrong with a layout, one sentence per problem; an empty list means that the layout fits the model.
+    """Return the problems of a layout, one sentence each; an empty list means that the layout fits the model.
 
-    Checks that each rule matches a module, each word is known, the ends and layers exist, and exactly one rule matches
-    the module of each parameter.
+    Each rule must match a module, each word be known, the ends and layers exist, and exactly one rule match the module
+    of each parameter.
     """
     modules = set(module_paths)
     problems = []
@@ -136,11 +136,17 @@ def check(layout: Layout, module_paths: Iterable[str], parameter_names: Iterable
         if len(rules) != 1:
             if rules:
                 fix = f"leave one of {rules}"
+            elif not owner:
+                fix = "move it into a module of LAYOUT.first, layers or last"
             elif any(module.startswith(f"{owner}.") for module in modules):
                 # a word for the container would also apply to its other modules
-                fix = f'move it into a child module, and add the rule "{owner}.CHILD": "replicate"'
+                word = "sequence" if matches(owner, f"{layout.layers}.*") else "replicate"
+                fix = f'move it into a child module, and add the rule "{owner}.CHILD": "{word}"'
             else:
-                fix = f'add a rule such as "{owner}": "colwise" (words in docs/models.md)'
+                fix = (
+                    f'add a rule for "{owner}" with a word of docs/models.md: "colwise" or "rowwise" for a linear, '
+                    '"sequence" for a norm or a scale on the residual stream, "replicate" for one in a gathered module'
+                )
             problems.append(f"parameter {name} is named by {len(rules)} rules of LAYOUT.tensor; {fix}")
         elif (word := layout.tensor[rules[0]]) in ("gather", "local", "copy"):
             problems.append(f"parameter {name} belongs to a {word!r} module, which may hold none; move it into a child")

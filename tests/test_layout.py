@@ -121,8 +121,9 @@ def test_a_parameter_of_the_model_itself_needs_a_rule_too() -> None:
 @pytest.mark.parametrize(
     ("parameter", "advice"),
     [
-        ("layers.0.scale", '"layers.0.CHILD": "replicate"'),
-        ("layers.0.extra.weight", '"layers.0.extra": "colwise"'),
+        ("layers.0.scale", '"layers.0.CHILD": "sequence"'),
+        ("layers.0.extra.weight", 'a rule for "layers.0.extra" with a word of docs/models.md'),
+        ("scale", "move it into a module of LAYOUT.first, layers or last"),
     ],
 )
 def test_advice_for_a_parameter_without_a_rule_depends_on_its_module(parameter: str, advice: str) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 _OF_EVERY_MODULE = set(vars(nn.Module())) - {"_buffers"}
@@ -24,8 +26,8 @@ _PACKAGE = Path(__file__).parents[1]
 class UserState:
     """Snapshot of the Python state that a model's own code can change.
 
-    It covers attributes of modules, of their classes and of other objects of the user's, globals of the user's files,
-    and the caches of functions, all as far as they can be reached from the model. Numbers in tensors are not covered.
+    It covers attributes and buffers of modules, attributes of their classes and of other objects of the user's, globals
+    of the user's files, and the caches of functions, as far as they can be reached from the model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,6 +35,7 @@ class UserState:
         self._attributes: list[tuple[str, Any, dict[str, Any]]] = []
         self._contents: list[tuple[str, Any, Any]] = []
         self._caches: list[tuple[str, Any, int]] = []
+        self._tensors: list[tuple[str, Tensor, Tensor]] = []
         self._seen: set[int] = set()
         for path, module in model.named_modules():
             self._visit(path, module)
@@ -46,16 +49,18 @@ class UserState:
             names += [f"{label}.{name}".lstrip(".") for name in differing]
         names += [label for label, container, before in self._contents if not _same_items(container, before)]
         names += [label for label, function, misses in self._caches if function.cache_info().misses != misses]
-        return names
+        names += [label for label, tensor, before in self._tensors if _other_numbers(tensor, before)]
+        return [name.replace("._buffers", "") for name in names]
 
+    @torch.no_grad()
     def restore(self) -> None:
         """Put every value back, and empty the caches of functions that were filled."""
         for _, owner, before in self._attributes:
             for name in _variables(owner).keys() - before.keys():
-                _remove(owner, name)
+                delattr(owner, name)
             for name, value in before.items():
                 if _variables(owner).get(name) is not value:
-                    _put(owner, name, value)
+                    setattr(owner, name, value)
         for _, container, before in self._contents:
             if not _same_items(container, before):
                 container.clear()
@@ -63,28 +68,30 @@ class UserState:
         for _, function, misses in self._caches:
             if function.cache_info().misses != misses:
                 function.cache_clear()
+        for _, tensor, copied in self._tensors:
+            if _other_numbers(tensor, copied):
+                tensor.copy_(copied)
 
     def _visit(self, label: str, value: Any) -> None:
         """Note a value and everything of the user's that can be reached from it."""
-        if id(value) in self._seen or isinstance(value, Tensor | str | int | float | bool | None):
+        if id(value) in self._seen or isinstance(value, nn.Parameter | str | int | float | bool | None):
             return
         self._seen.add(id(value))
-        if isinstance(value, dict | list | set):
+        if isinstance(value, Tensor):
+            self._tensors.append((label, value, value.detach().clone()))
+        elif isinstance(value, dict | list | set):
             self._contents.append((label, value, copy.copy(value)))
-            for item in value.values() if isinstance(value, dict) else value:
-                self._visit(label, item)
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+                self._visit(f"{label}.{key}", item)
         elif isinstance(value, functools._lru_cache_wrapper):
             self._caches.append((label, value, value.cache_info().misses))
-        elif isinstance(value, MethodType):
-            self._visit(label, value.__func__)
         elif isinstance(value, ModuleType) and self._is_users(value.__name__):
             self._note(label, value)
-        elif isinstance(value, FunctionType | type) and self._is_users(value.__module__):
+        elif isinstance(value, FunctionType | type) and self._is_users(str(value.__module__)):
             self._note(value.__name__, value)
-            for cell in getattr(value, "__closure__", None) or ():
-                self._visit(value.__name__, cell.cell_contents)
-            for default in getattr(value, "__defaults__", None) or ():
-                self._visit(value.__name__, default)
+            if isinstance(value, FunctionType):
+                for kept in (*inspect.getclosurevars(value).nonlocals.values(), *(value.__defaults__ or ())):
+                    self._visit(value.__name__, kept)
             self._visit("", sys.modules.get(value.__module__))
         elif self._is_users(type(value).__module__) and hasattr(value, "__dict__"):
             self._note(label, value)
@@ -126,18 +133,9 @@ def _variables(owner: Any) -> dict[str, Any]:
     }
 
 
-def _put(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, type):
-        setattr(owner, name, value)
-    else:
-        vars(owner)[name] = value
-
-
-def _remove(owner: Any, name: str) -> None:
-    if isinstance(owner, type):
-        delattr(owner, name)
-    else:
-        del vars(owner)[name]
+def _other_numbers(tensor: Tensor, before: Tensor) -> bool:
+    """True if a tensor was written into."""
+    return not tensor.is_meta and not torch.equal(tensor, before)
 
 
 def _same_items(one: Any, other: Any) -> bool:

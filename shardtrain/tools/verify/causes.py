@@ -291,16 +291,40 @@ def balance_loss(e: Evidence) -> str | None:
     without = e.shares_with(balance=0.0).gradient(e.suspect, rows)
     if whole is None or without is None or float((whole - without).norm()) < 1e-6 * float(whole.norm()):
         return None
+    factor = _times(e, without, whole - without)
+    if factor is None:
+        return None
+    return f"the balance loss of experts counts {factor:.4g} times; the gradient of the loss itself agrees"
+
+
+def _times(e: Evidence, base: Tensor, part: Tensor) -> float | None:
+    """Return the factor other than 1 for which all ranks have ``base + factor * part``, by least squares."""
     mine = e.mine(e.suspect)
     if mine is None:
         return None
+    factor = float(((mine - base) * part).sum() / part.square().sum())
+    fits = e.explains(e.suspect, lambda _: base + factor * part)
+    return factor if fits and not changes_nothing(e, factor) else None
 
-    # The gradient is that of the loss, plus so many times that of the balance losses (least squares).
-    balance = whole - without
-    factor = float(((mine - without) * balance).sum() / balance.square().sum())
-    if changes_nothing(e, factor) or not e.explains(e.suspect, lambda _: without + factor * balance):
+
+def unscaled_loss(e: Evidence) -> str | None:
+    """The model adds a gradient in backward that does not grow with the loss, as scalers of auxiliary losses do.
+
+    On one process, doubling the loss shows that gradient; the ranks must have a multiple of it.
+    """
+    rows = list(range(e.sequences))
+    once = e.shares.gradient(e.suspect, rows)
+    twice = e.shares_with(factor=2.0).gradient(e.suspect, rows)
+    if once is None or twice is None or float((2 * once - twice).norm()) < 1e-4 * float(once.norm()):
         return None
-    return f"the balance loss of experts counts {factor:.4g} times; the gradient of the loss itself agrees"
+    own = 2 * once - twice
+    factor = _times(e, once - own, own)
+    if factor is None:
+        return None
+    return (
+        f"forward adds a loss of its own in backward, which is not divided by the step's tokens as the loss is, and "
+        f"counts {factor:.4g} times; the gradient of the loss itself agrees"
+    )
 
 
 def clipped_otherwise(e: Evidence) -> str | None:

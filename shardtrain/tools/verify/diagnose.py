@@ -25,6 +25,7 @@ HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
     causes.positions,
     causes.stale_weights,
     causes.balance_loss,
+    causes.unscaled_loss,
     causes.short_type,
     causes.replicas_differ,
 )

@@ -77,10 +77,10 @@ class Evidence:
         factor = self.expected.clipping(self.first.step)
         return Shares(plain_model(self.config, self.expected.weights(self.first.step)), self.batch, factor)
 
-    def shares_with(self, step: int = -1, balance: float = 1.0) -> Shares:
-        """The same with the weights of another step, or with another weight of the balance losses of experts."""
+    def shares_with(self, step: int = -1, balance: float = 1.0, factor: float = 1.0) -> Shares:
+        """The same with weights of another step, another weight of the experts' balance losses, or a factor of all."""
         step = self.first.step if step < 0 else step
-        factor = self.expected.clipping(self.first.step)
+        factor *= self.expected.clipping(self.first.step)
         return Shares(plain_model(self.config, self.expected.weights(step)), self.batch, factor, balance)
 
     @cached_property

@@ -8,13 +8,17 @@ outside of attention a token depends on itself alone. Each answer names the modu
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+import random
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -27,10 +31,11 @@ from shardtrain import models
 from shardtrain.config import Config
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.ops.tied import tie, tied_names
+from shardtrain.ops.user_state import trial
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.meshes import OPTIONS
 from shardtrain.tools.verify.run import model_of
-from shardtrain.tools.verify.traces import Call, Trace, blame, off, outputs_of, trace
+from shardtrain.tools.verify.traces import Call, Pick, Trace, blame, off, outputs_of, trace
 from shardtrain.utils.errors import Problem
 
 CLOSE = 1e-4
@@ -135,12 +140,15 @@ class Prober:
         self._count = num_tokens(model, config.training.seq_len)
         self._tokens_BT, self._positions_BT = tokens_of(self._count, shape.vocab_size)
         self._foreign = hasattr(model, "tensor_plan")  # a network of transformers, whose layout names no core
+        self._drawing: set[str] = set()
         self.found = Found()
 
     def all(self) -> Found:
         """Ask until something is broken: what is asked later would accuse the wrong module."""
         for question in (
+            self._seeds,
             self._repeats,
+            self._lengths,
             self._rows,
             self._causal,
             self._ranks,
@@ -159,8 +167,10 @@ class Prober:
 
     # ---- helpers
 
-    def _run(self, tokens_BT: Tensor, positions_BT: Tensor, **options: Any) -> Trace:
-        return trace(self._model, tokens_BT, positions_BT, **options)
+    def _run(self, tokens_BT: Tensor, positions_BT: Tensor, keep_state: bool = False, **options: Any) -> Trace:
+        """Trace a forward pass; what it leaves in the model's code is undone unless ``keep_state``."""
+        with nullcontext() if keep_state else trial(self._model):
+            return trace(self._model, tokens_BT, positions_BT, **options)
 
     def _break(self, rule: str, fix: str, *kinds: str) -> None:
         """Note what is broken; of what matters to some kinds of parallelism alone, with any of these."""
@@ -191,35 +201,36 @@ class Prober:
         tokens = self._tokens_BT
         positions = self._positions_BT
         fill(self._model)  # earlier passes may have changed weights
-        before = _state(self._model)
         weights = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
         tokens_before = tokens.clone()
         positions_before = positions.clone()
-        one = self._run(tokens, positions)
-        after = _state(self._model)
+        with trial(self._model) as state:
+            one = self._run(tokens, positions, keep_state=True)
 
-        # What the pass has written over: its inputs, its weights.
-        if not torch.equal(tokens_before, tokens) or not torch.equal(positions_before, positions):
-            rule = "writes into the tokens or positions that it is given: micro-batches and recomputation read them"
-            return self._break(rule, "write positions = positions + 2 in place of positions += 2")
-        written = [name for name, weight in self._model.named_parameters() if not torch.equal(weight, weights[name])]
-        if written:
-            rule = (
-                f"changes the weight {written[0]} in forward, of which a rank has a part, and forward runs more often "
-                "on a mesh"
-            )
-            fix = "compute with a changed copy, as F.linear(x, F.normalize(self.weight, dim=-1)) does (no max_norm)"
-            return self._break(rule, fix)
+            # What the pass has written over: its inputs, its weights.
+            if not torch.equal(tokens_before, tokens) or not torch.equal(positions_before, positions):
+                rule = "writes into the tokens or positions that it is given: micro-batches and recomputation read them"
+                return self._break(rule, "write positions = positions + 2 in place of positions += 2")
+            written = [
+                name for name, weight in self._model.named_parameters() if not torch.equal(weight, weights[name])
+            ]
+            if written:
+                rule = (
+                    f"changes the weight {written[0]} in forward, of which a rank has a part, and forward runs more "
+                    "often on a mesh"
+                )
+                fix = "compute with a changed copy, as F.linear(x, F.normalize(self.weight, dim=-1)) does (no max_norm)"
+                return self._break(rule, fix)
+            buffers = [name for name in state.changed() if name in dict(self._model.named_buffers())]
 
-        # Twice more: a model that keeps state may answer the second pass as the first.
-        again = [self._run(tokens, positions), self._run(tokens, positions)]
+            # Twice more: a model that keeps state may answer the second pass as the first.
+            again = [self._run(tokens, positions, keep_state=True) for _ in range(2)]
+            changed = state.changed()
         for other in again:
             if off(other.out, one.out, REPEATED):
-                return self._not_repeated(blame(one, other, _whole, REPEATED), before, after)
+                return self._not_repeated(blame(one, other, _whole, REPEATED), changed)
 
         # Buffers that change and are not read, as running statistics in training.
-        named_buffers = dict(self._model.named_buffers())
-        buffers = [name for name in before if name in named_buffers and before[name] != after[name]]
         if buffers:
             rule = f"changes the buffer {buffers[0]} in forward: each rank sees other tokens, and its copies part"
             return self._break(rule, "keep no running statistics; compute from the inputs alone")
@@ -227,33 +238,85 @@ class Prober:
         # The same model built again, which shows what is counted on a class or a module of Python.
         another = models.build(self._module, self._shape)
         fill(another)
-        built = trace(another, tokens, positions)
+        with trial(another):
+            built = trace(another, tokens, positions)
         if off(built.out, one.out, REPEATED):
             where = self._say(blame(one, built, _whole, REPEATED))
             rule = f"gives other numbers when it is built a second time in one process, first in {where}"
             self._break(rule, "count nothing on a class or a module of Python; pass the layer's number as an argument")
         return None
 
-    def _not_repeated(self, path: str | None, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Why the module at ``path`` answers differently: with the same seed, only state is left as a reason."""
-        torch.manual_seed(0)
-        one = self._run(self._tokens_BT, self._positions_BT)
-        torch.manual_seed(0)
-        other = self._run(self._tokens_BT, self._positions_BT)
+    def _not_repeated(self, path: str | None, changed: Sequence[str]) -> None:
+        """Name why the module at ``path`` answers differently, if setting that back makes the answer the same again.
+
+        ``changed`` names the state of the model's code that the passes have changed.
+        """
         where = self._say(path)
-        if not off(other.out, one.out, REPEATED):
+        repeats = []
+        for seeds in ((0, 1), (0, 0)):
+            answers = []
+            for seed in seeds:
+                _seed(seed)
+                before = _generator_states()
+                answers.append(self._run(self._tokens_BT, self._positions_BT).out)
+                drawn = _generator_states() != before
+            repeats.append(not off(answers[0], answers[1], REPEATED))
+        repeats_from_one_state, repeats_from_one_seed = repeats
+        if drawn and repeats_from_one_seed and not repeats_from_one_state:
             rule = f"draws random numbers in {where}: a mesh draws others than one process"
             fix = "drop with nn.Dropout or F.dropout, which verify switches off, and draw nothing else in forward"
             return self._break(rule, fix)
-        kept = [name for name in before if before[name] != after.get(name)]
-        own = [name for name in kept if name.rpartition(".")[0] == (path or "")] or kept
-        changed = f" ({own[0].rpartition('.')[2]} changes)" if own else ""
-        rule = (
-            f"answers the same tokens differently when asked twice: {where} keeps state between forward passes{changed}"
-        )
+        rule = "answers the same tokens differently when asked twice"
+        if repeats_from_one_state and changed:
+            own = [name for name in changed if name.rpartition(".")[0] == (path or "")] or changed
+            rule += f": {where} keeps state between forward passes ({own[0]} changes)"
+        else:
+            rule += f", first in {where}"
         return self._break(
             rule, "compute from the inputs alone: pipelines and accumulation call it another number of times"
         )
+
+    def _seeds(self) -> None:
+        """The model sets no seed: under one, dropout drops the same numbers in every step and layer."""
+        runs = []
+        for seed in (1, 2):
+            _seed(seed)
+            watch = _Draws(self._model)
+            with watch:
+                self._run(self._tokens_BT, self._positions_BT)
+            watch.remove()
+            runs.append([*(("", state) for state in _generator_states()), *watch.found])
+        self._drawing = {path for path, _ in runs[0][len(_generator_states()) :]}
+        # from two seeds, a generator is in the same state only if something has set it in between
+        same = [path for (path, one), (_, other) in zip(*runs, strict=False) if one == other]
+        if same:
+            drawing = next((f" before a draw in {self._say(path)}" for path in same if path), "")
+            rule = f"sets the seed of a global random generator in forward{drawing}: each step draws and drops the same"
+            self._break(rule, "set no seed in forward (torch.manual_seed, random.seed); debug.seed is set once")
+
+    def _lengths(self) -> None:
+        """A row has the answer that it has in a new model, after a batch of another shape too."""
+        half = self._count // 2
+        shapes = {
+            f"{ROWS} rows of {self._count} tokens": (self._tokens_BT, self._positions_BT),
+            f"1 row of {half} tokens": (self._tokens_BT[:1, :half], self._positions_BT[:1, :half]),
+        }
+        for first, second in (list(shapes), list(shapes)[::-1]):
+            alone = self._run(*shapes[second])
+            error = ""
+            with trial(self._model) as state:
+                self._run(*shapes[first], keep_state=True)
+                kept = ", ".join(state.changed()[:1])
+                try:
+                    after = self._run(*shapes[second], keep_state=True)
+                except Exception as raised:
+                    error = f"{type(raised).__name__}: {(str(raised).splitlines() or [''])[0]}"
+            if not error and not off(after.out, alone.out, REPEATED):
+                continue
+            what = f"fails with {error}" if error else f"differs in {self._say(blame(alone, after, _whole, REPEATED))}"
+            rule = f"answers {second} otherwise after {first}: it keeps {kept or 'something'}, and {what}"
+            return self._break(rule, "keep masks and tables for each length by itself, or make them in forward")
+        return None
 
     def _rows(self) -> None:
         """A row alone has the answer that it has in its batch."""
@@ -261,15 +324,29 @@ class Prober:
         for row in range(ROWS):
             only = slice(row, row + 1)
             alone = self._run(self._tokens_BT[only], self._positions_BT[only])
-            if off(alone.out, whole.out[only], CLOSE):
-                path = blame(whole, alone, _row(row), CLOSE)
-                kind = "a statistic of the batch"
-                if self._layout.expert and any(matches(start, self._layout.expert) for start in _starts(path or "")):
-                    kind = "a capacity of experts that the rows share"
-                rule = f"answers a row otherwise alone than in its batch: {self._say(path)} mixes rows ({kind}?)"
+            if not off(alone.out, whole.out[only], CLOSE):
+                continue
+            path = blame(whole, alone, _row(row), CLOSE)
+            rule = f"answers a row otherwise alone than in its batch: {self._say(path)}"
+            if self._sees_other_rows(whole):
                 fix = "normalise each token by itself (nn.LayerNorm, nn.RMSNorm), and give experts no capacity"
-                return self._break(rule, fix)
+                return self._break(f"{rule} mixes rows", fix)
+            if path in self._drawing:
+                fix = "draw no random numbers in forward: their number is that of the tokens, of which a rank has some"
+                return self._break(f"{rule} draws random numbers, others for another number of rows", fix)
+            return self._break(f"{rule} depends on the number of rows", "let no number depend on the size of the batch")
         return None
+
+    def _sees_other_rows(self, whole: Trace) -> bool:
+        """True if other tokens in the other rows change the answer of a row."""
+        # one token over and over exceeds the capacity of its expert, of which nobody knows the number
+        vocabulary = self._shape.vocab_size
+        for row, token in itertools.product(range(ROWS), range(0, vocabulary, -(-vocabulary // 6))):
+            tokens_BT = torch.full_like(self._tokens_BT, token)
+            tokens_BT[row] = self._tokens_BT[row]
+            if off(self._run(tokens_BT, self._positions_BT).out[row], whole.out[row], CLOSE):
+                return True
+        return False
 
     def _causal(self) -> None:
         """No token sees a later one; in an encoder all do, through its attention."""
@@ -340,14 +417,14 @@ class Prober:
             peer.out = peer.calls[-1].outputs[0]
             if off(peer.out, single.out, CLOSE):
                 where = self._say(blame(single, peer, _whole, CLOSE))
-                return self._break(f"gives other numbers {on_two} than alone: {where} knows of ranks", fix)
+                return self._break(f"gives other numbers {on_two} than alone, first in {where}", fix)
         return None
 
     def _precision(self) -> None:
         """Nothing is computed in a type that is shorter than that of the weights."""
         watch = _ShortTypes(self._model)
         with watch:
-            self._model(self._tokens_BT[:1], self._positions_BT[:1])
+            self._run(self._tokens_BT[:1], self._positions_BT[:1])
         watch.remove()
         if watch.found:
             path, dtype = watch.found
@@ -412,41 +489,50 @@ class Prober:
         # Counting positions from 0 is right for the first half and wrong for the second.
         first = self._differs_in_half(fixed, 0)
         second = self._differs_in_half(fixed, self._count // 2)
-        if second is not None and first is None:
+        if second is not None and first is None and self._ignores_positions(fixed):
             rule = (
                 "breaks the promise to take positions from its argument: the second half of a sequence, given its "
-                f"positions, has other numbers than within the whole, {second}"
+                f"positions, has other numbers than within the whole, {second}, and no position changes any number"
             )
             return self._break(rule, "use positions_BT wherever a token's place counts, never arange", "cp")
         if first is None and second is None:
             return None
-        rule = f"answers half of a sequence, given its positions, differently from within the whole, {first or second}"
-        fix = "let no token's numbers depend on how many tokens or which positions a row has"
-        return self._break(f"{rule}: it depends on the length of the row, of which cp ranks have a part", fix, "cp")
+        half = "half" if first else "the second half"
+        rule = (
+            f"answers {half} of a sequence, given its positions, differently from within the whole, {first or second}"
+        )
+        fix = "let no token's numbers depend on how many tokens or which positions a row has, or on counting its tokens"
+        return self._break(f"{rule}: a cp rank has a part of the row", fix, "cp")
 
-    def _differs_in_half(self, fixed: Sequence[str], start: int) -> str | None:
-        """Where half of a sequence, from ``start``, is not as within the whole, with what ``fixed`` gave there."""
-        whole = self._run(self._tokens_BT, self._positions_BT)
-        half = slice(start, start + self._count // 2)
-        pick = _half(self._count, start)
-        part = self._run(
-            self._tokens_BT[:, half],
-            self._positions_BT[:, half],
+    def _run_half(self, whole: Trace, fixed: Sequence[str], start: int, positions_from: int) -> Trace:
+        """Run half of the sequence from ``start`` with the positions from another start and what ``fixed`` gave."""
+        length = self._count // 2
+        return self._run(
+            self._tokens_BT[:, start : start + length],
+            self._positions_BT[:, positions_from : positions_from + length],
             replay=outputs_of(whole, fixed),
             fit=partial(_of_half, start),
         )
+
+    def _ignores_positions(self, fixed: Sequence[str]) -> bool:
+        """True if half of a sequence has the same numbers with the positions of the other half."""
+        whole = self._run(self._tokens_BT, self._positions_BT)
+        start = self._count // 2
+        own, others = (self._run_half(whole, fixed, start, positions) for positions in (start, 0))
+        return not off(own.out, others.out, CLOSE) and _given_otherwise(own, others, fixed, _whole) is None
+
+    def _differs_in_half(self, fixed: Sequence[str], start: int) -> str | None:
+        """Return where half of a sequence differs from the same half of the whole, with what ``fixed`` gave there."""
+        whole = self._run(self._tokens_BT, self._positions_BT)
+        part = self._run_half(whole, fixed, start, start)
+        pick = _half(self._count, start)
         # Positions that are added to activations show in the output.
-        if off(part.out, whole.out[:, half], CLOSE):
+        if off(part.out, whole.out[:, start : start + self._count // 2], CLOSE):
             path = blame(whole, part, pick, CLOSE, skip=lambda path: _within(path, fixed))
             return f"first in {self._say(path)}"
         # Those that rotate queries and keys show in what attention is given alone: what it gave was replaced.
-        ones = [call for call in whole.calls if call.path in fixed]
-        others = [call for call in part.calls if call.path in fixed]
-        for one, other in zip(ones, others, strict=True):
-            pairs = [pick(a, b) for a, b in zip(one.inputs, other.inputs, strict=True)]
-            if any(pair is not None and off(pair[1], pair[0], CLOSE) for pair in pairs):
-                return f"where {one.path} is given other queries, keys or values"
-        return None
+        given = _given_otherwise(whole, part, fixed, pick)
+        return None if given is None else f"where {given} is given other queries, keys or values"
 
     def _shared(self) -> None:
         """Weights that two layers share cannot be sharded with each."""
@@ -473,9 +559,12 @@ class Prober:
             changed = self._tokens_BT.clone()
             changed[:, other] = (changed[:, other] + 1) % self._shape.vocab_size
             run = self._run(changed, self._positions_BT, replay=replay, fit=_as_it_was)
+            pick = _kept(self._count, kept)
             if off(run.out[:, kept], whole.out[:, kept], CLOSE):
-                path = blame(whole, run, _kept(self._count, kept), CLOSE, skip=lambda path: _within(path, fixed))
-                return path or ""
+                return blame(whole, run, pick, CLOSE, skip=lambda path: _within(path, fixed)) or ""
+            given = _given_otherwise(whole, run, fixed, pick)
+            if given is not None:
+                return blame(whole, run, pick, CLOSE) or given.rpartition(".")[0]
         return None
 
 
@@ -487,6 +576,17 @@ def _starts(path: str) -> list[str]:
 
 def _within(path: str, modules: Sequence[str]) -> bool:
     return any(start in modules for start in _starts(path))
+
+
+def _given_otherwise(whole: Trace, other: Trace, paths: Sequence[str], pick: Pick) -> str | None:
+    """Return the first module of ``paths`` that two passes give different inputs, as far as ``pick`` compares them."""
+    ones = [call for call in whole.calls if call.path in paths]
+    others = [call for call in other.calls if call.path in paths]
+    for one, other_call in zip(ones, others, strict=True):
+        pairs = [pick(a, b) for a, b in zip(one.inputs, other_call.inputs, strict=True)]
+        if any(pair is not None and off(pair[1], pair[0], CLOSE) for pair in pairs):
+            return one.path
+    return None
 
 
 def _whole(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
@@ -569,45 +669,81 @@ def _of_half(start: int, kept: list[Tensor], output: Any) -> Any:
     return type(output)(cut(x) for x in output) if isinstance(output, tuple | list) else cut(output)
 
 
-def _state(model: nn.Module) -> dict[str, Any]:
-    """Plain values and tensors that modules keep, by name: what may change between two passes."""
-    found: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        start = f"{path}." if path else ""
-        for name, value in module.__dict__.items():
-            if isinstance(value, bool | int | float | str) and name != "training":
-                found[start + name] = value
-            elif isinstance(value, Tensor):
-                found[start + name] = value.detach().clone().flatten().tolist()
-        for name, value in module._buffers.items():
-            found[start + name] = None if value is None else value.detach().clone().flatten().tolist()
-    return found
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
 
 
-class _ShortTypes(TorchDispatchMode):
-    """Finds the first operation that gives float16, bfloat16 or shorter, and the module in which it is."""
+def _torch_state() -> bytes:
+    return torch.get_rng_state().numpy().tobytes()
+
+
+def _generator_states() -> tuple[Any, ...]:
+    """Return the states of the global generators of PyTorch, Python and NumPy, in a form that can be compared."""
+    numpy_state: Any = np.random.get_state()
+    return _torch_state(), random.getstate(), (numpy_state[1].tobytes(), numpy_state[2])
+
+
+class _Located(TorchDispatchMode):
+    """Base of modes that ask in which module an operation is."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.found: tuple[str, str] | None = None
         self._stack: list[str] = []
         self._handles = []
         for path, module in model.named_modules():
             self._handles.append(module.register_forward_pre_hook(lambda *_, path=path: self._stack.append(path)))
             self._handles.append(module.register_forward_hook(lambda *_: self._stack.pop() and None))
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            short = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.element_size() < 4
-            if short and self.found is None and leaf.numel():
-                self.found = (self._stack[-1] if self._stack else "", str(leaf.dtype).removeprefix("torch."))
-        return result
+    @property
+    def path(self) -> str:
+        """Path of the innermost module that runs; empty for the model itself."""
+        return self._stack[-1] if self._stack else ""
 
     def remove(self) -> None:
         """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
+
+
+class _Draws(_Located):
+    """Notes the module of each draw, and of each dropout although it is switched off, with the generator's state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.found: list[tuple[str, bytes]] = []
+        dropout.listeners.append(self._note)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = _torch_state()
+        result = function(*args, **(kwargs or {}))
+        # kernels of attention may draw, too, and draw nothing without dropout
+        if before != _torch_state() or (kwargs or {}).get("generator") is not None:
+            self.found.append((self.path, before))
+        return result
+
+    def remove(self) -> None:
+        """Stop noting."""
+        super().remove()
+        dropout.listeners.remove(self._note)
+
+    def _note(self, _name: str, _dropped: Tensor) -> None:
+        self.found.append((self.path, _torch_state()))
+
+
+class _ShortTypes(_Located):
+    """Finds the first operation that gives float16, bfloat16 or shorter, and the module in which it is."""
+
+    found: tuple[str, str] | None = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            short = isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.element_size() < 4
+            if short and self.found is None and leaf.numel():
+                self.found = (self.path, str(leaf.dtype).removeprefix("torch."))
+        return result
 
 
 def ask(

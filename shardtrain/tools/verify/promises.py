@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from shardtrain.config import Config
 from shardtrain.distributed import pipeline_parallel, tensor_parallel
 from shardtrain.layout import Layout, matches, word_of
+from shardtrain.ops.user_state import trial
 from shardtrain.tools.verify import casts, dropout, probes
 from shardtrain.tools.verify.batches import whole_batch
 from shardtrain.tools.verify.run import model_of
@@ -107,7 +108,8 @@ class _Prober:
             handles.append(module.register_forward_pre_hook(lambda *_, path=path: stack.append(path or "the model")))
             handles.append(module.register_forward_hook(lambda *_: stack.pop() and None))
         try:
-            out = model(x, positions_BT)
+            with trial(model):
+                out = model(x, positions_BT)
         except Exception as error:
             text = str(error).splitlines() or [""]
             return x, f"{type(error).__name__}: {text[0]}", stack[-1] if stack else "the model"
@@ -138,8 +140,8 @@ class _Prober:
         if not error and out.shape[:2] != (1, half):
             error = f"it gives {tuple(out.shape)} for tokens (1, {half})"
             place = "the model"
-        rule = f"breaks the promise to read shapes from activations: half of a sequence fails in {place}: {error}"
-        return [self._problem(rule, "take batch and sequence from x.shape, not from the config")] if error else []
+        rule = f"runs on two rows of a whole sequence, and one row with half of a sequence fails in {place}: {error}"
+        return [self._problem(rule, "take batch and sequence from x.shape")] if error else []
 
     def no_chain(self) -> str:
         """Why first modules, each layer and last modules, one model each, one after the other are not the whole.
@@ -171,9 +173,11 @@ class _Prober:
         # two documents in each row: every token of the first is changed, and the logits of the second are compared
         half = self._tokens_BT.size(1) // 2
         documents_BT = (torch.arange(self._tokens_BT.size(1)) >= half).long().expand_as(self._tokens_BT)
-        before = self._model(self._tokens_BT, self._positions_BT, documents_BT=documents_BT)
+        with trial(self._model):
+            before = self._model(self._tokens_BT, self._positions_BT, documents_BT=documents_BT)
         changed_BT = torch.where(documents_BT == 0, (self._tokens_BT + 1) % before.size(-1), self._tokens_BT)
-        after = self._model(changed_BT, self._positions_BT, documents_BT=documents_BT)
+        with trial(self._model):
+            after = self._model(changed_BT, self._positions_BT, documents_BT=documents_BT)
         if _error(after[:, half:], before[:, half:]) > CLOSE:
             rule = "breaks the promise to keep documents apart: tokens of one document change the logits of the next"
             return [self._problem(rule, "pass documents_BT on to every attention core")]
@@ -238,7 +242,7 @@ class _Prober:
             word = word_of(self._layout, place)
             if not error or not isinstance(failing, nn.Linear) or word != "rowwise":
                 break
-            if failing._forward_pre_hooks or self._runs_as_colwise(halved, place):
+            if failing._forward_pre_hooks or self._runs_if_halved(halved, place, 0):
                 break
             failing.register_forward_pre_hook(_take_half)
 
@@ -251,9 +255,12 @@ class _Prober:
             else:
                 rule += "whole"
                 fix = 'call it "colwise"'
-                if not self._runs_as_colwise(halved, place):
+                if not self._runs_if_halved(halved, place, 0):
                     fix = 'compute them with a linear that is "colwise", which deals them'
             return [self._problem(f"{rule}: under tp=2 {error}", fix)]
+        if error and isinstance(failing, nn.Linear) and self._runs_if_halved(halved, place, 1):
+            rule = f'calls {place} "{word}" in LAYOUT.tensor, but the features that it is given are split'
+            return [self._problem(f"{rule}: under tp=2 {error}", 'call it "rowwise"')]
         if error:
             replicated = self._whole_beside_halves(halved)
             if replicated:
@@ -262,21 +269,21 @@ class _Prober:
                 )
                 return [self._problem(f"{rule}: under tp=2 {error}", 'call it "colwise"')]
 
-        # Anything else reads sizes of the whole, with an error or without one.
-        rule = (
-            "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under tp=2, "
-        )
         fix = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
         if error:
-            return [self._problem(f"{rule}{place} fails: {error}", fix)]
+            rule = f"fails with half of the columns of its linears, as under tp=2, in {place}: {error}"
+            return [self._problem(rule, f"correct the words of LAYOUT.tensor; if they are right, {fix}")]
         heads = self._core_heads(halved)
         if tuple(2 * count for count in heads) != whole:
-            core = self._layout.context
-            return [self._problem(f"{rule}{core} is given {heads} heads and not half of {whole}", fix)]
+            rule = (
+                "breaks the promise to take heads and sizes from weight shapes: with half of its columns, as under "
+                f"tp=2, {self._layout.context} is given {heads} heads and not half of {whole}"
+            )
+            return [self._problem(rule, fix)]
         return []
 
-    def _runs_as_colwise(self, halved: nn.Module, path: str) -> bool:
-        """Whether layers run where the linear of this name has half of its outputs in place of its inputs."""
+    def _runs_if_halved(self, halved: nn.Module, path: str, dim: int) -> bool:
+        """True if layers run where the linear of this name has half of its outputs (dim 0) or inputs (dim 1)."""
         # in every layer the linear of this name is taken from the whole model again, and halved the other way
         before = f"{self._layout.layers}."
         name = path.removeprefix(before).partition(".")[2]
@@ -285,7 +292,7 @@ class _Prober:
             whole = dict(self._model.named_modules()).get(f"{before}{layer}.{name}")
             if whole is not None:
                 tried.set_submodule(f"{before}{layer}.{name}", copy.deepcopy(whole))
-                _halve(tried.get_submodule(f"{before}{layer}.{name}"), 0)
+                _halve(tried.get_submodule(f"{before}{layer}.{name}"), dim)
         _, error, _ = self._run(tried, self._tokens_BT, self._positions_BT)
         return not error
 

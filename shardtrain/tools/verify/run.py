@@ -254,7 +254,7 @@ class _Watch:
     def where(self, config: Config, error: str = "") -> str:
         """Where the rank is, and what to do about it, as part of a sentence."""
         if not self._begun:
-            return "while the model was split over the mesh; check the words of LAYOUT.tensor against docs/models.md"
+            return "while the model was split over the mesh"
         if not self._stack or self._stack[0] != "":
             return "outside of the model's forward: in the backward pass, an exchange between ranks, or the update"
         path = self._stack[-1]

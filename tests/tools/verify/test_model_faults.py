@@ -48,6 +48,16 @@ HEAD_INIT = "        self.head = nn.Linear(c.dim, c.vocab_size, bias=False)\n"
 DRAW = '"*.weight": Draw("normal", std=0.02)'
 
 
+SEED = "sets the seed of a global random generator in forward"
+
+
+def cached(*lines: str) -> list[tuple[str, str]]:
+    """A core whose mask m for n tokens comes from the lines; "kept" is an attribute of its class."""
+    body = "\n        ".join(["n = q.size(2)", *lines, CORE.replace("is_causal=True", "attn_mask=m")])
+    mask = "def mask(n):\n    return torch.ones(n, n, dtype=torch.bool).tril()\n\n\n"
+    return [("class Core(nn.Module):\n", f"{mask}class Core(nn.Module):\n    kept = None\n\n"), (CORE, body)]
+
+
 def before_ffn(*lines: str) -> list[tuple[str, str]]:
     return [(IN_FFN, "\n        ".join([*lines, IN_FFN]))]
 
@@ -98,6 +108,61 @@ FAULTS: dict[str, Fault] = {
         ],
         "dp_shard=2", "refused", ["module blocks.0.ffn (FeedForward) keeps state", "kept changes"],
     ),
+    "a counter of all calls": Fault(
+        [
+            ("class FeedForward(", "CALLS = [0]\n\n\nclass FeedForward("),
+            *before_ffn("CALLS[0] += 1", "x = x * (1 + CALLS[0] % 3)"),
+        ],
+        "dp_shard=2", "refused", ["when asked twice", "(FeedForward) keeps state", "(CALLS changes)"],
+    ),
+    "numbers of a clock": Fault(
+        [("import os\n", "import os\nimport time\n"), *before_ffn("x = x * (1 + time.perf_counter() % 1)")],
+        "dp_shard=2", "refused", ["when asked twice, first in module blocks.0.ffn (FeedForward); compute from"],
+    ),
+    "a random number of Python": Fault(
+        [("import os\n", "import os\nimport random\n"), *before_ffn("x = x * (1 + random.random())")],
+        "dp_shard=2", "refused", ["draws random numbers in module blocks.0.ffn (FeedForward)"],
+    ),
+    "a random number of NumPy": Fault(
+        [("import os\n", "import os\nimport numpy\n"), *before_ffn("x = x * (1 + float(numpy.random.rand()))")],
+        "dp_shard=2", "refused", ["draws random numbers in module blocks.0.ffn (FeedForward)"],
+    ),
+    # seeds
+    "a seed before dropout": Fault(
+        [(IN_BLOCK, "        torch.manual_seed(0)\n" + IN_BLOCK)],
+        "dp_shard=2", "refused", [SEED, "before a draw in module blocks.0.drop (Dropout)", "debug.seed is set once"],
+    ),
+    "a seed before dropout that is set back": Fault(
+        [(IN_BLOCK, "        with torch.random.fork_rng():\n            torch.manual_seed(0)\n"
+          "            x = self.drop(x)\n" + IN_BLOCK)],
+        "dp_shard=2", "refused", [SEED, "before a draw in module blocks.0.drop (Dropout)"],
+    ),
+    "a seed before noise": Fault(
+        before_ffn("torch.manual_seed(0)", "x = x + 0.1 * torch.rand_like(x)"),
+        "dp_shard=2", "refused", [SEED, "before a draw in module blocks.0.ffn (FeedForward)"],
+    ),
+    "a seed of Python": Fault(
+        [("import os\n", "import os\nimport random\n"), *before_ffn("random.seed(0)")],
+        "dp_shard=2", "refused", [SEED],
+    ),
+    "noise of a generator of its own": Fault(
+        before_ffn("x = x + torch.rand(x.shape, generator=torch.Generator().manual_seed(0))"),
+        "dp_shard=2", "refused", ["module blocks.0.ffn (FeedForward) draws random numbers, others for another number"],
+    ),
+    # rows of several lengths
+    "a mask of the first length": Fault(
+        cached("if Core.kept is None:", "    Core.kept = mask(n)", "m = Core.kept[:n, :n]"),
+        "dp_shard=2", "refused",
+        ["answers 3 rows of 28 tokens otherwise after 1 row of 14", "keeps Core.kept", "fails"],
+    ),
+    "a window of the first length": Fault(
+        cached("if Core.kept is None:", "    Core.kept = n // 2", "m = mask(n).triu(1 - Core.kept)"),
+        "dp_shard=2", "refused", ["keeps Core.kept, and differs in module blocks.0.attn.core (Core)"],
+    ),
+    "a batch size in a scale": Fault(
+        before_ffn("x = x / x.size(0)"),
+        "dp_shard=2", "refused", ["module blocks.0.ffn (FeedForward) depends on the number of rows"],
+    ),
     "layers counted on the class": Fault(
         [
             ("class FeedForward(nn.Module):\n", "class FeedForward(nn.Module):\n    built = 0\n\n"),
@@ -114,7 +179,7 @@ FAULTS: dict[str, Fault] = {
              "        x = (x - x.mean((0, 1))) / x.std((0, 1))\n        return x * self.weight + self.bias\n"
              "\n\nclass Block("),
         ],
-        "dp_shard=2", "refused", ["module blocks.0.ffn_norm (BatchNorm) mixes rows", "a statistic of the batch"],
+        "dp_shard=2", "refused", ["module blocks.0.ffn_norm (BatchNorm) mixes rows", "normalise each token by itself"],
     ),
     "a mean over the batch": Fault(
         before_ffn("x = x - x.mean(0, keepdim=True)"),
@@ -149,6 +214,10 @@ FAULTS: dict[str, Fault] = {
         [(IN_BLOCK, "        x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]\n" + IN_BLOCK)],
         "tp=2", "not possible", ["in module blocks.0 (Block), where activations are split along the sequence"],
     ),
+    "a token shift inside attention": Fault(
+        [(IN_ATTN, "        x = x + F.pad(x, (0, 0, 1, 0))[:, :-1]\n" + IN_ATTN)],
+        "cp=2", "not possible", ["outside of the attention core, in module blocks.0.attn (Attention)"],
+    ),
     "attention without a mask": Fault(
         [(CORE, CORE.replace(", is_causal=True", ""))],
         "cp=2", "not possible", ["is not causal", "module blocks.0.attn.core (Core) sees later tokens"],
@@ -156,15 +225,15 @@ FAULTS: dict[str, Fault] = {
     # ranks
     "a scale by the rank": Fault(
         before_ffn("x = x * (1 + int(os.environ.get('RANK', 0)))"),
-        "dp_shard=2", "refused", ["on rank 1 of 2", "module blocks.0.ffn (FeedForward) knows of ranks"],
+        "dp_shard=2", "refused", ["on rank 1 of 2", "first in module blocks.0.ffn (FeedForward)"],
     ),
     "a scale by the number of ranks": Fault(
         before_ffn("x = x / (dist.get_world_size() if dist.is_initialized() else 1)"),
-        "dp_shard=2", "refused", ["on rank 0 of 2", "module blocks.0.ffn (FeedForward) knows of ranks"],
+        "dp_shard=2", "refused", ["on rank 0 of 2", "first in module blocks.0.ffn (FeedForward)"],
     ),
     "a mean over ranks of its own": Fault(
         before_ffn("y = x.detach().clone()", "if dist.is_initialized():", "    dist.all_reduce(y)", "x = x + y"),
-        "dp_shard=2", "refused", ["of 2 than alone", "module blocks.0.ffn (FeedForward) knows of ranks"],
+        "dp_shard=2", "refused", ["of 2 than alone", "first in module blocks.0.ffn (FeedForward)"],
     ),
     "more layers on more ranks": Fault(
         [("range(c.num_layers)", "range(c.num_layers + int(os.environ.get('RANK', 0)))")],
@@ -199,7 +268,8 @@ FAULTS: dict[str, Fault] = {
             (CORE, "if self.mask is None:\n            self.mask = torch.ones(q.size(2), q.size(2), dtype=torch.bool)"
              ".tril()\n        " + CORE.replace("is_causal=True", "attn_mask=self.mask")),
         ],
-        "dp_shard=2", "refused", ["half of a sequence fails in blocks.0.attn.core"],
+        "dp_shard=2", "refused",
+        ["answers 1 row of 14 tokens otherwise after 3 rows of 28 tokens", "keeps blocks.0.attn.core.mask", "fails"],
     ),
     "a buffer with values": Fault(
         [(FFN_INIT, FFN_INIT + "\n        self.register_buffer('factor', torch.full((1,), 0.5))"),
@@ -236,11 +306,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "a temperature by the length of a row": Fault(
         [(IN_ATTN, "        x = x * x.size(1) ** 0.5\n" + IN_ATTN)],
-        "cp=2", "refused", ["depends on the length of the row", "blocks.0.attn.core is given other"],
+        "cp=2", "refused",
+        ["half of a sequence, given its positions, differently", "blocks.0.attn.core is given other"],
     ),
     "angles by the largest position": Fault(
         [("angles = positions[..., None, None] *", "angles = positions[..., None, None] / (8 + positions.max()) *")],
-        "cp=2", "refused", ["depends on the length of the row", "blocks.0.attn.core is given other"],
+        "cp=2", "refused",
+        ["half of a sequence, given its positions, differently", "blocks.0.attn.core is given other"],
     ),
     # the layout
     "a convolution as a linear": Fault(
@@ -265,6 +337,10 @@ FAULTS: dict[str, Fault] = {
     "colwise where rowwise": Fault(
         [('"blocks.*.ffn.down": "rowwise"', '"blocks.*.ffn.down": "colwise"')],
         "tp=2", "refused", ['calls blocks.0.ffn.down "colwise"', 'call it "rowwise"'],
+    ),
+    "replicate where rowwise": Fault(
+        [('"blocks.*.attn.out": "rowwise"', '"blocks.*.attn.out": "replicate"')],
+        "tp=2", "refused", ['calls blocks.0.attn.out "replicate"', "that it is given are split", 'call it "rowwise"'],
     ),
     "rowwise where colwise": Fault(
         [('"blocks.*.ffn.up": "colwise"', '"blocks.*.ffn.up": "rowwise"')],
@@ -308,6 +384,21 @@ FAULTS: dict[str, Fault] = {
           "            x = x * (1 + i)")],
         "pp=2", "not possible", ["forward is a chain"],
     ),
+    "a number that the whole model reads": Fault(
+        [(EMBEDDED, EMBEDDED + "        assert positions.max().item() >= 0\n")],
+        "pp=2", "not possible", ["needs the numbers of a tensor", "read no number (.item(), int(x), if x > 0)"], True,
+    ),
+    "a loss of its own in backward": Fault(
+        [
+            ("class FeedForward(", "class Aux(torch.autograd.Function):\n"
+             "    @staticmethod\n    def forward(ctx, x, aux):\n        return x.clone()\n\n"
+             "    @staticmethod\n    def backward(ctx, gradient):\n        return gradient, torch.ones(())\n\n\n"
+             "class FeedForward("),
+            (IN_FFN, "y = self.down(F.gelu(self.up(x)))\n        return Aux.apply(y, 0.01 * y.square().mean())"),
+            ("dropout: float = 0.1", "dropout: float = 0.0"),
+        ],
+        "dp_shard=2", "differs", ["not divided by the step's tokens", "and counts 4 times"], True,
+    ),
     "a head that is the embedding": Fault(
         [("return self.head(self.norm(x))", "return F.linear(self.norm(x), self.embed.weight)")],
         "pp=2", "not possible", ["forward is a chain"],
@@ -324,19 +415,64 @@ FAULTS: dict[str, Fault] = {
 }  # fmt: skip
 
 
-def spoiled(fault: Fault) -> str:
-    """The text of the sound model with a fault in it."""
+RIGHT: dict[str, list[tuple[str, str]]] = {
+    "a mask for each length": cached("if Core.kept is None:", "    Core.kept = {}", "if n not in Core.kept:",
+                                     "    Core.kept[n] = mask(n)", "m = Core.kept[n]"),
+    "a mask that grows": cached("if Core.kept is None or len(Core.kept) < n:", "    Core.kept = mask(n)",
+                                "m = Core.kept[:n, :n]"),
+    "a mask that grows on the module": cached("if self.kept is None or len(self.kept) < n:", "    self.kept = mask(n)",
+                                              "m = self.kept[:n, :n]"),
+    "a mask of another length": cached("if Core.kept is None or len(Core.kept) != n:", "    Core.kept = mask(n)",
+                                       "m = Core.kept"),
+    "a mask of the longest row": cached("if Core.kept is None:", "    Core.kept = mask(64)", "m = Core.kept[:n, :n]"),
+    "a mask in lru_cache": [
+        *cached("m = mask(n)"), ("def mask(n)", "import functools\n\n\n@functools.lru_cache\ndef mask(n)"),
+    ],
+    "a window in a table": [
+        *cached("if Core.kept is None:", "    Core.kept = {}", "if n not in Core.kept:",
+                "    Core.kept[n] = mask(n).triu(-7)", "m = Core.kept[n]"),
+        ("    kept = None\n", "    kept = None\n    window = 8\n"),
+    ],
+    "a window of the longest row": [
+        *cached("if Core.kept is None:", "    Core.kept = mask(64).triu(-7)", "m = Core.kept[:n, :n]"),
+        ("    kept = None\n", "    kept = None\n    window = 8\n"),
+    ],
+    "a number that a layer reads": [(IN_ATTN, "        assert positions.max().item() >= 0\n" + IN_ATTN)],
+    "constant noise per feature": before_ffn(
+        "g = torch.Generator().manual_seed(0)", "x = x * torch.rand(x.shape[-1:], generator=g)"
+    ),
+    "a scale as a module with the word of the advice": [
+        ("class Block(", "class Scale(nn.Module):\n    def __init__(self, dim):\n        super().__init__()\n"
+         "        self.gamma = nn.Parameter(torch.ones(dim))\n\n    def forward(self, x):\n"
+         "        return x * self.gamma\n\n\nclass Block("),
+        ("self.drop = nn.Dropout(c.dropout)", "self.drop, self.scale = nn.Dropout(c.dropout), Scale(c.dim)"),
+        (IN_BLOCK, "        x = self.scale(x)\n" + IN_BLOCK),
+        ('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "sequence", "blocks.*.scale": "sequence"'),
+        ('"*.weight": Draw("normal", std=0.02),\n', '"*.weight": Draw("normal", std=0.02),\n'
+         '        "blocks.*.scale.gamma": Draw("normal"),\n'),
+    ],
+}  # fmt: skip
+"""Right models that keep something between passes, or look like a fault."""
+
+
+def spoiled(changes: list[tuple[str, str]]) -> str:
+    """Return the text of the sound model with a fault in it."""
     text = SOUND
-    for old, new in fault.changes:
+    for old, new in changes:
         assert old in text, old
         text = text.replace(old, new)
     return text
 
 
+ON_MESHES = [name for name in RIGHT if name not in ("a window of the longest row", "constant noise per feature")]
+"""The noise is made beside a gathered input, which is a DTensor under tp: docs/models.md says what to write."""
+CHANGES = {name: fault.changes for name, fault in FAULTS.items()} | RIGHT
+
+
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
     """What verify finds in the files that are asked for without running a mesh, and in the sound one."""
-    texts = {name: spoiled(FAULTS[name]) for name in sorted(chosen(request, "name"))} | {"sound": SOUND}
+    texts = {name: spoiled(CHANGES[name]) for name in sorted(chosen(request, "name"))} | {"sound": SOUND}
     return made_once(tmp_path_factory, "model-faults", lambda: ask(tmp_path_factory.mktemp("asked"), texts))
 
 
@@ -359,13 +495,31 @@ def test_a_fault_that_shows_in_the_model_alone_is_named(name, found):
     assert all(word in cause for word in fault.words), cause
 
 
+@pytest.mark.parametrize("name", RIGHT)
+def test_nothing_is_found_in_a_right_model_alone(name, found):
+    assert found[name] == {"broken": [], "notes": [DROPPED], "impossible": {}}
+
+
+@pytest.mark.parametrize(
+    "name",
+    cases(["a window of the longest row"], nightly=ON_MESHES),
+)
+def test_a_right_model_is_the_same_on_every_mesh(name, tmp_path, capsys):
+    """Dropout is off: it would drop what two ranks hold alike in the sound model."""
+    path = tmp_path / "model.py"
+    path.write_text(spoiled(RIGHT[name]).replace("dropout: float = 0.1", "dropout: float = 0.0"))
+    meshes = ("dp_shard=2", "tp=2", "cp=2", "pp=2")
+    status = verify.main([str(path), "--mesh", *meshes, "--steps", "1", "--json"])
+    assert status == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "name", [name if name in BY_DEFAULT else pytest.param(name, marks=pytest.mark.nightly) for name in FAULTS]
 )
 def test_a_fault_in_a_model_file_is_named_by_the_command(name, tmp_path):
     fault = FAULTS[name]
     path, out = tmp_path / "model.py", io.StringIO()
-    path.write_text(spoiled(fault))
+    path.write_text(spoiled(fault.changes))
     try:
         with contextlib.redirect_stdout(out):
             verify.main([str(path), "--mesh", fault.mesh, "--steps", "1", "--json"])

@@ -178,7 +178,7 @@ BROKEN = {
     ),
     "sequence length of its own": (
         [("x = self.embed(tokens)\n", "x = self.embed(tokens) + torch.zeros(32, 1)\n")],
-        ["read shapes from activations", "half of a sequence fails"],
+        ["one row with half of a sequence fails in the model", "take batch and sequence from x.shape"],
     ),
     "positions of its own": (
         [("self.places(positions)", "self.places(torch.arange(x.size(1)))")],
