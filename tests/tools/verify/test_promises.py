@@ -150,7 +150,7 @@ HEADS = "heads = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.q, self
 BROKEN = {
     "reads config heads": (
         [(HEADS, HEADS.replace("(-1, self.head_dim)", "(self.num_heads, self.head_dim)"))],
-        ["heads and sizes from weight shapes", "blocks.0.mix fails", "with half of its columns"],
+        ["fails with half of the columns", "in blocks.0.mix", "write unflatten(-1, (-1, head_dim))"],
     ),
     "head count from config, without an error": (
         [(HEADS, HEADS.replace("(-1, self.head_dim)", "(self.num_heads, -1)"))],
@@ -158,7 +158,7 @@ BROKEN = {
     ),
     "unnamed parameter": (
         [('        "blocks.*.mix.up": "colwise",\n', "")],
-        ["blocks.*.mix.up.weight is named by 0 rules", '"blocks.*.mix.up": "colwise"'],
+        ["blocks.*.mix.up.weight is named by 0 rules", 'a rule for "blocks.*.mix.up"', '"colwise" or "rowwise"'],
     ),
     "takes documents and takes no notice": (
         [("def forward(self, tokens, positions):", "def forward(self, tokens, positions, documents_BT=None):")],
