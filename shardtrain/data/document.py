@@ -17,12 +17,13 @@ from shardtrain.data.tokenizer import Tokenizer
 class Document:
     """Tokens of one row, with bos and eos; 1-D int32.
 
-    ``learned`` is a 1-D bool array of the same length: whether a token counts in the loss where it is a target. None
-    is all of them.
+    ``learned`` is a 1-D bool array of the same length: True for tokens that count in the loss as targets. None means
+    all of them. ``notes`` are remarks about the row that ``data check`` counts.
     """
 
     tokens: npt.NDArray[np.int32]
     learned: npt.NDArray[np.bool_] | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Encoder(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from shardtrain.data.chat import Conversations, Written
 from shardtrain.data.chat_messages import conversation, messages_of, tools_of
 from shardtrain.data.chat_template import FIXED_DATE, ChatTemplate
 from shardtrain.data.columns import Unusable, column, find, kind, text
+from shardtrain.data.continuation import encode_pairs, starts_with
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.ends import Ends, ends_of
 from shardtrain.data.row_template import TemplatedEncoder, template_of
@@ -25,6 +27,9 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 T = TypeVar("T")
 _VERSION = 1
+HAS_BEGINNING = "begins with the beginning-of-text token: no second one is added"
+HAS_END = "ends with the end-of-text token: no second one is added"
+SHARED_TOKEN = "a token would contain the end of the prompt and the start of the completion: they are kept apart"
 
 
 def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = None) -> Encoder:
@@ -55,10 +60,9 @@ class TextEncoder:
     def __init__(self, tokenizer: Tokenizer, text_field: str, data: Data) -> None:
         self.tokenizer = tokenizer
         self._field = text_field
-        ends = ends_of(tokenizer, data)
-        self._prefix = _ids(ends.prefix)
-        self._after = _ids(ends.after)
-        self.fingerprint = _fingerprint("text", tokenizer, text_field, *_asked_ends(ends, data))
+        self._ends = _DocumentEnds(ends_of(tokenizer, data))
+        facts = [text_field, *_asked_ends(self._ends.ends, data), *self._ends.fingerprint_facts(tokenizer)]
+        self.fingerprint = _fingerprint("text", tokenizer, *facts)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """One document, or the reason why there is none, per row."""
@@ -79,7 +83,7 @@ class TextEncoder:
                 continue
             ids = next(batch)
             if len(ids):
-                results.append(Document(np.concatenate((self._prefix, ids, self._after))))
+                results.append(self._ends.document(ids))
             else:
                 results.append(BadRow("the text has no tokens", harmless=True))
         return results
@@ -88,27 +92,25 @@ class TextEncoder:
 class PromptEncoder:
     """A row is a prompt and its completion, between the ends of a document; the completion and its end are learned.
 
-    The two are tokenized apart, so that no token has a part in both. Where both are lists of messages they are one
-    conversation, of which the assistant's turns in the completion are learned.
+    No token contains characters of both (see ``continuation``). If both are lists of messages, they are one
+    conversation, and the assistant's turns in the completion are learned.
     """
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
         self.tokenizer = tokenizer
         self._data = data
-        ends = ends_of(tokenizer, data)
-        self._prefix = _ids(ends.prefix)
-        self._after = _ids(ends.after)
+        self._ends = _DocumentEnds(ends_of(tokenizer, data))
         self._conversations: Conversations | None = None
         template = _template_facts(tokenizer, data) if data.chat_template or tokenizer.chat_template else ""
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
-        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields, *_asked_ends(ends, data))
+        asked_ends = _asked_ends(self._ends.ends, data)
+        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields, *asked_ends, "continued")
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """One document, or the reason why there is none, per row."""
         # Texts are tokenized together, and so are conversations; both are taken in the order of the rows.
         pairs = [_attempt(self._pair, row) for row in rows]
-        texts = [part for pair in pairs if isinstance(pair, tuple) for part in pair]
-        batch = iter(self.tokenizer.encode_batch(texts))
+        batch = iter(encode_pairs(self.tokenizer, [pair for pair in pairs if isinstance(pair, tuple)]))
         written = [pair for pair in pairs if isinstance(pair, Written)]
         chats = iter(self._chat().documents(written) if written else [])
         results: list[Document | BadRow] = []
@@ -118,7 +120,7 @@ class PromptEncoder:
             elif isinstance(pair, BadRow):
                 results.append(pair)
             else:
-                results.append(self._document(next(batch), next(batch)))
+                results.append(self._document(*next(batch)))
         return results
 
     def _pair(self, row: Mapping[str, Any]) -> tuple[str, str] | Written:
@@ -139,11 +141,13 @@ class PromptEncoder:
             raise Unusable("the completion is empty", harmless=True)
         return pair
 
-    def _document(self, prompt: Ids, completion: Ids) -> Document | BadRow:
+    def _document(self, prompt: Ids, completion: Ids, would_share_token: bool) -> Document | BadRow:
         if not len(completion):
             return BadRow("the completion has no tokens", harmless=True)
-        tokens = np.concatenate((self._prefix, prompt, completion, self._after))
-        return Document(tokens, np.arange(len(tokens)) >= len(self._prefix) + len(prompt))
+        document = self._ends.document(np.concatenate((prompt, completion)), len(prompt))
+        if would_share_token:
+            return dataclasses.replace(document, notes=(*document.notes, SHARED_TOKEN))
+        return document
 
     def _chat(self) -> Conversations:
         # Made when the first row is a conversation: rows of text need no template.
@@ -173,6 +177,36 @@ class ChatEncoder:
         return self._conversations.write(messages, tools)
 
 
+class _DocumentEnds:
+    """Puts the ends of a document around its tokens. A text that spells an end out gets no second one."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.ends = ends
+        self._prefix = np.array(ends.prefix, dtype=np.int32)
+        self._suffix = np.array(ends.suffix, dtype=np.int32)
+        self._separator = np.array(ends.separator, dtype=np.int32)
+
+    def document(self, tokens: Ids, num_prompt: int | None = None) -> Document:
+        """Make a document of ``tokens``, of which the first ``num_prompt`` are not learned (None: all are learned)."""
+        notes = []
+        prefix, suffix = self._prefix, self._suffix
+        if len(prefix) and starts_with(tokens, prefix):
+            prefix = prefix[:0]
+            notes.append(HAS_BEGINNING)
+        if len(suffix) and len(tokens) >= len(suffix) and (tokens[-len(suffix) :] == suffix).all():
+            suffix = suffix[:0]
+            notes.append(HAS_END)
+        whole = np.concatenate((prefix, tokens, suffix, self._separator))
+        learned = None if num_prompt is None else np.arange(len(whole)) >= len(prefix) + num_prompt
+        return Document(whole, learned, tuple(notes))
+
+    def fingerprint_facts(self, tokenizer: Tokenizer) -> list[str]:
+        """Facts for a fingerprint: empty if no text can spell the ends out, as before ends were recognized."""
+        ids = [*self.ends.prefix, *self.ends.suffix]
+        spelled = tokenizer.encode(tokenizer.decode(ids, keep_special=True)).tolist() if ids else []
+        return ["ends once"] if set(spelled) & set(ids) else []
+
+
 def _attempt(read: Callable[[Mapping[str, Any]], T], row: Mapping[str, Any]) -> T | BadRow:
     try:
         return read(row)
@@ -185,10 +219,6 @@ def _with_targets(document: Document) -> Document | BadRow:
     if document.learned is None or document.learned[1:].any():
         return document
     return BadRow("the conversation has no token that is learned")
-
-
-def _ids(numbers: tuple[int, ...]) -> Ids:
-    return np.array(numbers, dtype=np.int32)
 
 
 def _asked_ends(ends: Ends, data: Data) -> list[str]:

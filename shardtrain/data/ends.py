@@ -26,8 +26,13 @@ class Ends:
 
     @property
     def after(self) -> tuple[int, ...]:
-        """All that follows a text in a document."""
+        """All ids that follow a text in a document."""
         return self.suffix + self.separator
+
+    def begin(self, tokens: Sequence[int]) -> list[int]:
+        """Put the prefix before the tokens of a text, unless the text spells it out."""
+        has_prefix = tuple(tokens[: len(self.prefix)]) == self.prefix
+        return list(tokens) if has_prefix else [*self.prefix, *tokens]
 
 
 def ends_of(tokenizer: Tokenizer, data: Data) -> Ends:

@@ -28,6 +28,8 @@ class RowStats:
     learned: int = 0
     bad: Counter[str] = field(default_factory=Counter)
     harmless: Counter[str] = field(default_factory=Counter)
+    notes: Counter[str] = field(default_factory=Counter)
+    """Remarks about rows that have a document."""
     places: dict[str, list[str]] = field(default_factory=dict)
     """The first places of each reason."""
 
@@ -42,6 +44,7 @@ class RowStats:
         self.documents += 1
         self.tokens += len(document.tokens)
         self.learned += len(document.tokens) if document.learned is None else int(document.learned.sum())
+        self.notes.update(document.notes)
 
     def add_bad(self, row: BadRow, place: str) -> None:
         """Count a row without a document."""
@@ -60,6 +63,7 @@ class RowStats:
         self.learned += other.learned
         self.bad.update(other.bad)
         self.harmless.update(other.harmless)
+        self.notes.update(other.notes)
         for reason, places in other.places.items():
             self.places[reason] = (self.places.get(reason, []) + places)[:_PLACES_KEPT]
 

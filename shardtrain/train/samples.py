@@ -58,9 +58,9 @@ class Samples:
         if self._options.sample_freq and mesh.size("pp", "cp") == 1 and config.task.name in OF_TEXT:
             self.every_steps = self._options.sample_freq
             self._tokenizer = tokenizer_of(config)
-            # the prompt, begun as documents are in training; its end where it is longer than half a sequence
-            prefix = ends_of(self._tokenizer, replace(config.data, add_eos=None, separator=None)).prefix
-            ids = [*prefix, *self._tokenizer.encode(config.metrics.sample_prompt).tolist()]
+            # The prompt begins like a document in training. Of a long one the end is kept, half a sequence.
+            ends = ends_of(self._tokenizer, replace(config.data, add_eos=None, separator=None))
+            ids = ends.begin(self._tokenizer.encode(config.metrics.sample_prompt).tolist())
             self._prompt = ids[-max(1, config.training.seq_len // 2) :]
             self._file = None if folder is None else JsonlFile(folder / FILE, start_step)
 

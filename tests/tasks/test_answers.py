@@ -141,19 +141,19 @@ def test_answers_may_name_their_chat_template_and_their_columns(
     named = (f"--data.chat_template={template}", "--data.prompt_field=asked")
     assert show.main(words(path, "preference", *named)) == 0
     shown = capsys.readouterr().out
-    assert "«is it?»yes!" in shown and "«is it?»no!" in shown
+    assert "is it?«yes!»" in shown and "is it?«no!»" in shown
 
 
 def test_both_sides_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pairs.jsonl"
     path.write_text(json.dumps({"chosen": "2+2 is four", "rejected": "2+2 is five!"}) + "\n")
     assert show.main(words(path, "orpo")) == 0
-    assert capsys.readouterr().out.splitlines() == [
+    assert capsys.readouterr().out.splitlines()[1:] == [
         "== position 0: row 0 of jsonl",
         "-- chosen: 13 tokens, 6 of them learned",
-        "«<bos>2+2 is» four<eos>",
+        "<bos>2+2 is« four<eos>»",
         "-- rejected: 14 tokens, 7 of them learned",
-        "«<bos>2+2 is» five!<eos>",
+        "<bos>2+2 is« five!<eos>»",
     ]
     assert show.main(words(path, "reward_model", "--json")) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -163,7 +163,7 @@ def test_both_sides_are_shown_with_what_is_learned(tmp_path: Path, capsys: pytes
     ]
     path.write_text(json.dumps({"prompt": "a", "completion": "b", "label": False}) + "\n")
     assert show.main(words(path, "kto")) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["-- bad: 4 tokens, 2 of them learned", "«<bos>a»b<eos>"]
+    assert capsys.readouterr().out.splitlines()[2:] == ["-- bad: 4 tokens, 2 of them learned", "<bos>a«b<eos>»"]
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,13 @@ Given the folder of a run, shows what that run has read or will read.
 
   --step N        which step, from 1 (1)
   --rows N        how many of its sequences (3)
-  --world_size N  ranks of the run, which decide the sequences of a step where training.global_batch_size is not set (1)
-  --json          one JSON object a sequence, with token ids, in place of text
+  --world_size N  ranks of the run (--nproc is the same), which decide the sequences of a step if
+                  training.global_batch_size is not set (1)
+  --json          one JSON object per sequence, with token ids, instead of text
 
-Learned text is green and other text gray; without colors, text without loss is in «double angles».
+Learned text, which has a loss, is green and other text is gray. Without colors, learned text is between « and ».
 """
+_LEGEND = {True: "learned text is green, other text is gray", False: "learned text is between « and »"}
 _LEARNED = "\033[32m"
 _IGNORED = "\033[90m"
 _FRAME = "\033[36m"
@@ -90,15 +92,18 @@ class ShownRow:
 
 def main(words: list[str]) -> int:
     """Print the sequences of a step; gives the exit status."""
-    numbers = {name: Option(number_of(), "4", once=True) for name in ("--step", "--rows", "--world_size")}
+    names = ("--step", "--rows", "--world_size", "--nproc")
+    numbers = {name: Option(number_of(), "4", once=True) for name in names}
     taken = take(words, numbers, ["--json"])
     if taken.help:
         print(USAGE, end="")
         return 0
-    config, world_size = _open(*taken.configuration(), taken.own.get("--world_size"))
+    config, world_size = _open(*taken.configuration(), taken.own.get("--world_size") or taken.own.get("--nproc"))
     batch_size = derived.global_batch_size(config, world_size)
     first = (taken.own.get("--step", 1) - 1) * batch_size
     color = sys.stdout.isatty() and not config.metrics.disable_color_printing
+    if "--json" not in taken.own:
+        print(_LEGEND[color])
     found = False
     count = min(taken.own.get("--rows", 3), batch_size)
     if config.task.name not in OF_NEXT_TOKENS:
@@ -224,7 +229,7 @@ def render(shown: Shown, tokenizer: Tokenizer, color: bool) -> str:
     for number, part in enumerate(shown.parts):
         last = part.first_position + part.num_tokens - 1
         lines.append(f"{frame}-- document {number}: positions {part.first_position}..{last}{end}")
-        lines.append("".join(_text(piece, tokenizer, color) for piece in part.pieces))
+        lines.append(_marked(part.pieces, tokenizer, color))
     if shown.filler:
         lines.append(f"{frame}-- {shown.filler} filler tokens{end}")
     return "\n".join(lines)
@@ -238,15 +243,37 @@ def render_row(row: ShownRow, tokenizer: Tokenizer, color: bool) -> str:
         learned = sum(len(piece.tokens) for piece in pieces if piece.learned)
         count = sum(len(piece.tokens) for piece in pieces)
         lines.append(f"{frame}-- {name}: {count} tokens, {learned} of them learned{end}")
-        lines.append("".join(_text(piece, tokenizer, color) for piece in pieces))
+        lines.append(_marked(pieces, tokenizer, color))
     return "\n".join(lines)
 
 
-def _text(piece: Piece, tokenizer: Tokenizer, color: bool) -> str:
-    text = _safe(tokenizer.decode(piece.tokens, keep_special=True))
+def _marked(pieces: list[Piece], tokenizer: Tokenizer, color: bool) -> str:
+    """The text of a document with marks around what is learned.
+
+    All tokens are decoded together and the text is cut where pieces end, because a piece decoded by itself may lose or
+    gain a space. So the text without the marks is the text that is trained on.
+    """
+    tokens = [token for piece in pieces for token in piece.tokens]
+    text = tokenizer.decode(tokens, keep_special=True)
+    marked = []
+    num_tokens = start = 0
+    for number, piece in enumerate(pieces, start=1):
+        num_tokens += len(piece.tokens)
+        stop = len(text)
+        if number < len(pieces):
+            # Half a character at the end of a piece decodes to another character than in the entire text.
+            before = tokenizer.decode(tokens[:num_tokens], keep_special=True)
+            differs = (i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1])
+            stop = max(start, next(differs, min(len(before), len(text))))
+        marked.append(_mark(_safe(text[start:stop]), piece.learned, color))
+        start = stop
+    return "".join(marked)
+
+
+def _mark(text: str, is_learned: bool, color: bool) -> str:
     if color:
-        return f"{_LEARNED if piece.learned else _IGNORED}{text}{_END}"
-    return text if piece.learned else f"«{text}»"
+        return f"{_LEARNED if is_learned else _IGNORED}{text}{_END}"
+    return f"«{text}»" if is_learned else text
 
 
 def _safe(text: str) -> str:

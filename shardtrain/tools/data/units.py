@@ -262,7 +262,8 @@ def tally_to_json(tally: RowStats) -> dict[str, Any]:
 
 def tally_from_json(table: Mapping[str, Any]) -> RowStats:
     """A tally from its JSON; a missing or unknown key raises."""
-    return RowStats(**{**table, "bad": Counter(table["bad"]), "harmless": Counter(table["harmless"])})
+    counters = {name: Counter(table[name]) for name in ("bad", "harmless", "notes")}
+    return RowStats(**{**table, **counters})
 
 
 def _sha256(path: Path) -> str:

@@ -37,7 +37,7 @@ class Engine(TemplateLM):
         self._is_first = is_first
         self._device = next(opened.model.parameters()).device
         data = dataclasses.replace(opened.config.data, add_eos=None, separator=None)
-        self._prefix = list(ends_of(opened.tokenizer, data).prefix)
+        self._ends = ends_of(opened.tokenizer, data)
         self.max_length = opened.config.training.seq_len
 
     @property
@@ -59,8 +59,7 @@ class Engine(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Tokens of a text, special tokens that are spelled out among them."""
         ids: list[int] = self._opened.tokenizer.encode_spans([string])[0][0].tolist()
-        prefix = [] if add_special_tokens is False else self._prefix
-        return ids if ids[: len(prefix)] == prefix else [*prefix, *ids]
+        return ids if add_special_tokens is False else self._ends.begin(ids)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of whole texts: every token once, in windows of at most ``max_length`` tokens."""

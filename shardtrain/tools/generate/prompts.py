@@ -82,7 +82,7 @@ class Encoder:
     def __init__(self, tokenizer: Tokenizer, data: Data, conversations: Conversations | None) -> None:
         self._tokenizer = tokenizer
         self._conversations = conversations
-        self._prefix = ends_of(tokenizer, replace(data, add_eos=None, separator=None)).prefix
+        self._ends = ends_of(tokenizer, replace(data, add_eos=None, separator=None))
 
     def row(self, row: Row, field: str, tools_field: str) -> list[int]:
         """Tokens of a row's prompt; raises DataError naming its place."""
@@ -97,7 +97,7 @@ class Encoder:
             messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value, field)
             ids = self._conversations.prompt(messages, tools_of(tools, tools_field)).tolist()
         elif isinstance(value, str):
-            ids = [*self._prefix, *self._tokenizer.encode(value).tolist()]
+            ids = self._ends.begin(self._tokenizer.encode(value).tolist())
             if not ids and self._tokenizer.bos_id is not None:
                 ids = [self._tokenizer.bos_id]  # something has to be continued
         else:

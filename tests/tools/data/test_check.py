@@ -84,7 +84,7 @@ def test_every_kind_of_bad_row_is_reported_with_its_places(tmp_path: Path, capsy
     code, report = run(capsys, *words_for(path))
     table = report["datasets"]["jsonl"]
     assert code == 3
-    assert (table["rows"], table["documents"], table["bad rows"], table["harmless rows"]) == (22, 15, 6, 1)
+    assert (table["rows"], table["documents"], table["bad rows"], table["empty rows"]) == (22, 15, 6, 1)
     reasons = "\n".join(table["reasons"])
     assert all(f"a.jsonl:{line}" in reasons for line in (11, 12, 13, 14, 15, 16, 22))
     assert any("6 bad of 22 rows" in problem for problem in report["problems"])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import tokenizers_of_kinds
 
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.data.tokenizer import ByteTokenizer
@@ -29,11 +30,12 @@ def pairs(tmp_path):
 def test_documents_positions_and_what_is_learned_are_shown(pairs, capsys):
     assert show.main([*pairs, "--data.packing=first_fit", "--training.seq_len=24"]) == 0
     assert capsys.readouterr().out.splitlines() == [
+        "learned text is between « and »",
         "== position 0: sample 0 of jsonl, 8 targets, 2 documents",
         "-- document 0: positions 0..6",
-        "«<bos>2+2=»4<eos>",
+        "<bos>2+2=«4<eos>»",
         "-- document 1: positions 0..14",
-        "«<bos>Capital?»Paris<eos>",
+        "<bos>Capital?«Paris<eos>»",
         "-- 4 filler tokens",
     ]
 
@@ -55,6 +57,25 @@ def test_colors_tell_what_is_learned_and_text_cannot_steer_the_terminal():
     pieces = [show.Piece(False, [256, 65]), show.Piece(True, [66, 27, 257])]
     text = show.render(show.Shown(0, "x", 3, 2, [show.Part(0, 0, pieces)], 0), ByteTokenizer(), color=True)
     assert "\033[90m<bos>A\033[0m\033[32mB\\x1b<eos>\033[0m" in text
+
+
+def test_pieces_are_cut_from_the_text_of_the_entire_document():
+    """A Metaspace tokenizer drops the space of a piece that is decoded by itself."""
+    tokenizer = tokenizers_of_kinds.open_kind("metaspace_first")
+    ids = tokenizer.encode("Q: what?\nA: two words").tolist()
+    tail = tokenizer.encode("x two words").tolist()[1:]
+    pieces = [show.Piece(False, ids[: -len(tail)]), show.Piece(True, tail)]
+    text = show.render(show.Shown(0, "x", 3, 2, [show.Part(0, 0, pieces)], 0), tokenizer, color=False)
+    assert text.splitlines()[2:] == ["Q: what?", "A:« two words»"]
+    half_characters = [show.Piece(False, [0xC3]), show.Piece(True, [0xA9, 0x21])]  # é is two bytes
+    text = show.render(show.Shown(0, "x", 3, 2, [show.Part(0, 0, half_characters)], 0), ByteTokenizer(), color=False)
+    assert text.splitlines()[-1] == "«é!»"
+
+
+def test_nproc_is_world_size(pairs, capsys):
+    for option in ("--world_size", "--nproc"):
+        assert show.main([*pairs, option, "2", "--training.local_batch_size=1", "--training.seq_len=10"]) == 0
+        assert capsys.readouterr().out.count("== position") == 2
 
 
 def test_the_steps_of_a_finished_run_are_shown_from_its_folder(pairs, tmp_path, capsys):
@@ -88,7 +109,7 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
 
 def test_help_explains_the_marks(capsys):
     assert show.main(["--help"]) == 0
-    assert "«double angles»" in capsys.readouterr().out
+    assert "learned text is between « and »" in capsys.readouterr().out
 
 
 def test_a_step_beyond_the_end_of_the_data_is_an_error(pairs):
