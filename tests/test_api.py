@@ -103,7 +103,7 @@ def test_a_run_continues_in_the_same_process_with_the_bits_of_one_that_never_end
 def test_a_model_generates_and_is_evaluated_as_by_the_verbs(tmp_path: Path, capsys) -> None:
     shardtrain.Trainer("debug", options(tmp_path / "run")).train()
     model = shardtrain.load_model(tmp_path / "run")
-    assert re.fullmatch(r"OpenedModel\(llama3 .*step-4, float32 on cpu\)", repr(model))
+    assert re.fullmatch(r"OpenedModel\(llama3, .*step-4, float32 on cpu\)", repr(model))
     texts = shardtrain.generate(model, ["mesh ", "loss"], max_new_tokens=5)
     capsys.readouterr()
     for prompt, text in zip(["mesh ", "loss"], texts, strict=True):
