@@ -196,7 +196,7 @@ def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None
     # before the commit.
     part = path.with_suffix(".part")
     with files.naming(path):
-        part.write_text(text)
+        part.write_text(text, encoding="utf-8")
         os.rename(part, path)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from shardtrain.checkpoint import manifest, rank0_storage, retention, tensor_reader
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank, first_word
+from shardtrain.checkpoint.lease import LEASE, Lease
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.save import Saver
 from shardtrain.checkpoint.storage import Place
@@ -24,11 +25,39 @@ class Checkpoints(Saver):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self._dump_folder = config.job.dump_folder
         self._verified: tuple[Place, Manifest] | None = None
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, oldest first."""
         return retention.steps(self._folder)
+
+    def take_run_folder(self) -> None:
+        """Make this run the only one that writes ``job.dump_folder``, until ``close`` (a collective).
+
+        The lease of a checkpoint folder inside it is enough for runs that save there. All others take a lease of the
+        run's folder. Each of the two kinds looks at the lease of the other; one that only loads does not wait for it.
+
+        Raises:
+            FolderTaken: another run writes the folder.
+        """
+        first_rank(self._take_run_folder)
+
+    def _take_run_folder(self) -> None:
+        run_folder = Path(self._dump_folder)
+        saves = self._options.enable and not self._options.load_only
+        is_inside = isinstance(self._folder, Path) and self._folder.is_relative_to(run_folder)
+        if saves and is_inside and not (run_folder / LEASE).exists():
+            return
+        self._run_lease = Lease(run_folder)
+        try:
+            self._run_lease.acquire()
+            if is_inside and not saves:
+                self._lease.refuse_if_held_here()
+        except OSError as error:
+            # A filesystem without links, for example. Checkpoints need the lease, metrics can do without.
+            text = f"job.dump_folder={self._dump_folder!r} cannot be locked ({error.strerror})"
+            logger.warning(f"{text}; start no other run in it")
 
     def to_continue(self) -> Place | None:
         """The checkpoint to resume from, verified, or None for a fresh start.

@@ -34,6 +34,7 @@ from shardtrain.checkpoint.best import Best
 from shardtrain.checkpoint.collectives import all_ranks, all_ranks_to_first, any_rank, broadcast_json, first_rank
 from shardtrain.checkpoint.exports import Exporter
 from shardtrain.checkpoint.interval import Interval, IsDue
+from shardtrain.checkpoint.lease import Lease
 from shardtrain.checkpoint.manifest import Manifest, StoredFile
 from shardtrain.checkpoint.storage import Place, storage_of
 from shardtrain.config.schema import Checkpoint, Config
@@ -60,6 +61,8 @@ class Saver:
         self._storage = storage_of(config.job.dump_folder, config.checkpoint.folder)
         self._folder = self._storage.folder
         self._lease = self._storage.lease
+        self._run_lease: Lease | None = None
+        """Held by a run that writes no checkpoint below ``job.dump_folder``."""
         self._is_first = dist.get_rank() == 0
         self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
         self._number = 0
@@ -257,6 +260,8 @@ class Saver:
         if self._is_first:
             self._storage.abandon_all()
             self._lease.release()
+            if self._run_lease is not None:
+                self._run_lease.release()
 
     def _draft(self, step: int, nonce: str) -> Place:
         return self._storage.draft(step, nonce, self._number)

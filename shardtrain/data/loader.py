@@ -293,11 +293,14 @@ class DataLoader:
         return [feed.epoch_after(count) for feed, count in zip(self._opened.feeds, rows, strict=True)]
 
     def _note_epoch(self, source: int, epoch: int) -> None:
-        """Log that a source begins another epoch, unless a number of epochs was asked for."""
-        if epoch > self._epochs[source]:
-            self._epochs[source] = epoch
-            if self._opened.feeds[source].passes is None:
-                logger.warning("dataset %s is being re-looped (epoch %d)", self._opened.names[source], epoch + 1)
+        """Log that a source begins epoch 2, 4, 8, ..., unless the run has a number of epochs."""
+        if epoch <= self._epochs[source]:
+            return
+        # Several epochs may have begun since the last row of this rank.
+        is_next_power = (epoch + 1).bit_length() > (self._epochs[source] + 1).bit_length()
+        self._epochs[source] = epoch
+        if is_next_power and self._opened.feeds[source].passes is None:
+            logger.warning("dataset %s is being re-looped (epoch %d)", self._opened.names[source], epoch + 1)
 
 
 def open_dataloader(

@@ -95,7 +95,7 @@ def commands(words: list[str]) -> int:
             folder.mkdir(parents=True, exist_ok=True)
             if path.exists() and "-m shardtrain.fmengine" not in path.read_text(errors="replace")[:1000]:
                 raise ConfigError(Problem(str(path), None, "exists and is another program", "name another folder"))
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
             path.chmod(0o755)
         except OSError as error:
             raise StorageError(f"{path}: cannot be written ({error.strerror}); name another folder") from None
@@ -182,7 +182,7 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
     file = folder / "fmengine.toml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(config.set_toml(loaded))
+        file.write_text(config.set_toml(loaded), encoding="utf-8")
     except OSError as error:
         raise StorageError(f"{file}: cannot be written ({error.strerror}); name another --output_dir") from None
     for notice in loaded.notices:

@@ -102,6 +102,7 @@ def opened(loaded: Loaded, world: World, resilience: Resilience) -> Iterator[tup
     checkpoints = Checkpoints(config)
     contents = Contents()
     try:
+        checkpoints.take_run_folder()
         # before the model is built: parallelize() replaces layers by the kernels chosen here
         set_numerics(config, world.device)
         with _heartbeat("building the model and opening its data", world):

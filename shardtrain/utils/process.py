@@ -88,11 +88,12 @@ def lost_output() -> OSError | None:
 
 
 def keep_streams() -> None:
-    """Make standard streams that are closed or lost harmless.
+    """Keep standard streams usable if they are closed, lost, or cannot encode a character.
 
-    A stream that was closed when this process started is the null device, so that no file that is opened later gets its
-    number, and with it what libraries print. What cannot be written to stderr is lost, and ends nothing: the log, the
-    metrics and ``exit.json`` are files. Errors of stdout are errors: it is what most verbs are for.
+    A stream that was closed when this process started becomes the null device. Otherwise a file that is opened later
+    would get its number, and the output of libraries. Output that cannot be written to stderr is lost and ends nothing:
+    the log, the metrics and ``exit.json`` are files. Write errors of stdout are errors, because most verbs exist for
+    their output. Characters that a stream's encoding lacks are written as escapes.
     """
     for number in range(3):
         try:
@@ -105,7 +106,7 @@ def keep_streams() -> None:
     if _is_of(1, sys.stdout, sys.__stdout__):
         sys.stdout = _reopened(sys.stdout, _Told(1, "w", closefd=False))
     if _is_of(2, sys.stderr, sys.__stderr__):
-        sys.stderr = _reopened(sys.stderr, _Lossy(2, "w", closefd=False), "backslashreplace", is_for_people=True)
+        sys.stderr = _reopened(sys.stderr, _Lossy(2, "w", closefd=False), is_for_people=True)
 
 
 def _is_of(number: int, stream: Any, of_python: Any) -> bool:
@@ -113,12 +114,16 @@ def _is_of(number: int, stream: Any, of_python: Any) -> bool:
     return stream is None or (stream is of_python and stream.fileno() == number)
 
 
-def _reopened(old: Any, raw: io.FileIO, errors: str = "strict", is_for_people: bool = False) -> io.TextIOWrapper:
-    """A text stream in place of one of Python's, which may be none."""
+def _reopened(old: Any, raw: io.FileIO, is_for_people: bool = False) -> io.TextIOWrapper:
+    """A text stream that replaces one of Python's, which is None if it was closed."""
+    encoding = "utf-8"
+    errors = "backslashreplace"
     if old is not None:
         old.flush()
-        errors = old.errors
-    encoding = old.encoding if old is not None else "utf-8"
+        encoding = old.encoding
+        # Python's defaults, which raise; an error handler of PYTHONIOENCODING stays.
+        if old.errors not in ("strict", "surrogateescape"):
+            errors = old.errors
     lines = is_for_people or raw.isatty()
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=lines, write_through=is_for_people)
 

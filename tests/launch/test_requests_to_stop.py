@@ -288,16 +288,21 @@ def test_a_request_after_the_last_step_is_not_a_failure(tmp_path, saves):
     assert no_orphans(tmp_path)
 
 
-def test_a_second_run_leaves_the_folder_of_the_first_as_it_is(tmp_path):
-    process = run(config(tmp_path), "step", 0)
+@pytest.mark.parametrize(
+    ("first_saves", "second_saves"), cases([(True, True), (False, False)], nightly=[(True, False), (False, True)])
+)
+def test_a_second_run_leaves_the_folder_of_the_first_as_it_is(tmp_path, first_saves, second_saves):
+    """Without checkpoints two runs would write one metrics.jsonl."""
+    process = run(config(tmp_path, enable=first_saves), "step", 0)
     wait_for((tmp_path / "ready").exists)
     left = {path: path.read_bytes() for path in (tmp_path / "logs").iterdir()}
     holder = (tmp_path / "pid-0").read_text()
-    second = run(config(tmp_path))
+    second_config = config(tmp_path, enable=second_saves)
+    second = run(second_config)
     assert end(second) == 2
     assert not (tmp_path / "exit.json").exists()
     assert all(b"error" not in path.read_bytes()[len(before) :] for path, before in left.items())
-    told = judge(Loaded(config(tmp_path)), machine.this_machine(Loaded(config(tmp_path)), 2)).lines
+    told = judge(Loaded(second_config), machine.this_machine(Loaded(second_config), 2)).lines
     assert any(f"is being written by process {holder} on" in line for line in told), told
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 0

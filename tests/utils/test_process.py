@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,3 +45,18 @@ def test_more_hosts_than_files_may_be_open_are_refused_before_one_is_reached(
     plans: list[Any] = [None] * 1024
     with pytest.raises(ConfigError, match=r"launch ssh reaches 1024 hosts, which takes 5220 open files, and 1024 are"):
         ssh_connections.Run(plans, LaunchSSH(), tmp_path)()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "ascii:replace"])
+def test_characters_that_a_terminal_lacks_are_escaped(encoding: str) -> None:
+    """Output for people must not end a run. A user's own error handler stays."""
+    code = "from shardtrain.utils.process import keep_streams; keep_streams(); print('größer → 漢')"
+    names = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
+    done = subprocess.run([sys.executable, "-c", code], env=names, capture_output=True, check=True)
+    expected = {
+        "ascii": b"gr\\xf6\\xdfer \\u2192 \\u6f22",
+        "latin-1": "größer ".encode("latin-1") + b"\\u2192 \\u6f22",
+        "utf-8": "größer → 漢".encode(),
+        "ascii:replace": b"gr??er ? ?",
+    }
+    assert done.stdout.strip() == expected[encoding] and not done.stderr

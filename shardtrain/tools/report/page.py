@@ -42,8 +42,8 @@ def build(runs: Sequence[RunRecord]) -> str:
     charts = _charts(runs, names)
     title = "Run " + names[0] if len(runs) == 1 else f"{len(runs)} runs"
     package = resources.files(__package__)
-    script = package.joinpath("report.js").read_text()
-    style = package.joinpath("report.css").read_text()
+    script = package.joinpath("report.js").read_text(encoding="utf-8")
+    style = package.joinpath("report.css").read_text(encoding="utf-8")
 
     # Names of runs and metrics are texts of others. In JSON without "<" nothing can end the script element, and the
     # policy lets no script run but this one, known by its hash.

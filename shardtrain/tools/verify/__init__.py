@@ -208,7 +208,7 @@ def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tup
                     2, probes.run_with_peers, config, str(peers), folder=peers, backend="gloo", limit_seconds=limit
                 )
             except workers.RankFailed as error:
-                (peers / "error").write_text(str(error))
+                (peers / "error").write_text(str(error), encoding="utf-8")
         (answer,) = workers.run(1, promises.probe, config, str(peers), kinds, folder=folder)
     except workers.RankFailed as error:
         if error.refused:

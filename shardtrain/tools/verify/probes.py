@@ -383,7 +383,7 @@ class Prober:
         fix = "read no rank and no number of ranks (RANK, WORLD_SIZE, torch.distributed), and no clock or host"
         error = self._folder / "error"
         if error.exists():
-            return self._break(f"fails as one of two ranks, and not alone: {error.read_text()}", fix)
+            return self._break(f"fails as one of two ranks, and not alone: {error.read_text(encoding='utf-8')}", fix)
         draws = _draws(self._module, self._shape)
         sizes = _sizes(self._model)
         for rank in range(2):

@@ -9,22 +9,30 @@ from shardtrain.config.schema import Config
 from shardtrain.utils.errors import ShardtrainError
 
 
+def _held_here(folders: list[Path]) -> ShardtrainError | None:
+    """The error for a folder that another run of this host writes, if there is one."""
+    for folder in folders:
+        if (folder / "lease.json").exists():
+            from shardtrain.checkpoint.lease import Lease
+
+            try:
+                Lease(folder).refuse_if_held_here()
+            except ShardtrainError as error:
+                return error
+    return None
+
+
 def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
     """What a run would find missing or of another model, without reading the weights; an object store is not asked.
 
     A run that ``is_alone`` is not one of several nodes, of which another may have begun: the folder must be free.
     """
     options = config.checkpoint
+    folder = Path(config.job.dump_folder, options.folder)
+    if is_alone and (taken := _held_here([Path(config.job.dump_folder), folder])):
+        return [taken]
     if not options.enable or "://" in options.folder or "://" in config.job.dump_folder:
         return []
-    folder = Path(config.job.dump_folder, options.folder)
-    if is_alone and not options.load_only and (folder / "lease.json").exists():
-        from shardtrain.checkpoint.lease import Lease
-
-        try:
-            Lease(folder).refuse_if_held_here()
-        except ShardtrainError as error:
-            return [error]
     named = derived.initial_weights(config)
     adapters = config.lora.initial_load_path if config.lora.enable else None
     if options.load_step == -1 and all(one is None or "://" in one for one in (named, adapters)):
