@@ -48,7 +48,8 @@ def test_no_artefact_runs_code(opened: Any) -> None:
 
 
 def test_no_artefact_causes_an_event_that_opening_data_should_not(opened: Any) -> None:
-    assert not [one for one in opened[1]["results"] if one["events"]]
+    events = [(one["kind"], one["name"], event) for one in opened[1]["results"] for event in one["events"]]
+    assert not events, "\n".join(map(str, events))
 
 
 def test_every_artefact_is_refused_by_an_error_of_ours_or_read(opened: Any) -> None:
