@@ -45,10 +45,10 @@ def flash(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, Callab
 
 def blocks(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, Callable[[], object]]:
     """The same by blocks."""
-    out, lse = blocked_attention.attend(q, k, v)
+    _, lse = blocked_attention.attend(q, k, v)
     return {
         "forward": lambda: blocked_attention.attend(q, k, v),
-        "backward": lambda: blocked_attention.attend_backward(gradient, q, k, v, out, lse),
+        "backward": lambda: blocked_attention.attend_backward(gradient, q, k, v, lse),
     }
 
 

@@ -1,6 +1,6 @@
 """Attention of a rank's queries to gathered keys and values by blocks of products, on a CPU: one function both ways.
 
-Keys and values are written once to where blocks multiply them: scaled, heads before tokens, in the order of the
+Keys and values are written once to where blocks multiply them: heads before tokens, in the order of the
 sequence. All chunks of a rank read them there, in the backward pass too, and add to one sum of gradients. A rank has
 keys up to its last chunk alone, since no query of it sees later ones.
 Shape suffixes: B batch, t tokens of this rank, T all tokens, s keys that this rank has, l tokens of a chunk, N heads,
@@ -58,18 +58,18 @@ class _GatheredBlocks(torch.autograd.Function):
         for index, own_2BKlH in enumerate(own):
             places = slice(index * length, (index + 1) * length)
             assert own_2BKlH is not None
-            blocked_attention.place_heads_first(k_BtKH[:, places], v_BtKH[:, places], scale, own_2BKlH)
+            blocked_attention.place_heads_first(k_BtKH[:, places], v_BtKH[:, places], own_2BKlH)
         chunks.gather(keys_values_2BKsH)
         ctx.pieces = list(chunk_pieces(length, chunks.own, documents_BT, window))
         ctx.scale, ctx.chunks = scale, chunks
-        out_BtNH, lse_BNt = blocked_attention.attend_in_pieces(q_BtNH, keys_values_2BKsH, ctx.pieces)
-        ctx.save_for_backward(q_BtNH, keys_values_2BKsH, out_BtNH, lse_BNt)
+        out_BtNH, lse_BNt = blocked_attention.attend_in_pieces(q_BtNH, keys_values_2BKsH, ctx.pieces, scale)
+        ctx.save_for_backward(q_BtNH, keys_values_2BKsH, lse_BNt)
         return out_BtNH
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q_BtNH, keys_values_2BKsH, out_BtNH, lse_BNt = ctx.saved_tensors
-        inputs = (gradients[0], q_BtNH, keys_values_2BKsH, out_BtNH, lse_BNt)
+        q_BtNH, keys_values_2BKsH, lse_BNt = ctx.saved_tensors
+        inputs = (gradients[0], q_BtNH, keys_values_2BKsH, lse_BNt)
         dq_BtNH, sums_2BKsH = blocked_attention.attend_in_pieces_backward(*inputs, ctx.pieces, ctx.scale)
         dk_BtKH, dv_BtKH = ctx.chunks.reduce_scatter(sums_2BKsH, q_BtNH.dtype)
         return dq_BtNH, dk_BtKH, dv_BtKH, None, None, None, None

@@ -1,14 +1,15 @@
-"""Attention on a CPU by matrix products, a block of queries at a time, with its backward.
+"""Attention on a CPU by matrix products of a block of queries at a time, forward and backward.
 
-PyTorch's flash kernel for CPUs multiplies small tiles one by one; whole blocks by ``torch.bmm`` reach the kernels of
-MKL and oneDNN, which are faster, and several times so for bfloat16 where a processor multiplies that type. A block's
-probabilities are those of whole rows of scores; like flash attention (Dao et al. 2022), the backward pass computes them
-again, so that memory grows with the sequence, not with its square.
+PyTorch's flash kernel for CPUs multiplies small tiles one by one. ``torch.bmm`` of whole blocks reaches the kernels of
+MKL and oneDNN, which are faster. A block contains all keys of its queries. Like flash attention (Dao et al. 2022), the
+backward pass recomputes the weights from the log-sum-exp, so memory grows with the sequence and not with its square.
 
-In float32 they are ``exp2(scores - lse)`` with the log-sum-exp of the forward pass, all in units of log 2:
-``torch.exp2`` takes a third of the time of ``torch.exp`` (on AMD, where the latter is MKL's). In bfloat16 scores are
-rounded to that type, and the softmax is computed from them in float32 by PyTorch's kernel: see docs/performance.md for
-the error.
+Scores, the softmax and the derivatives of scores are float32 for inputs of 16 bits, too: a score rounded to bfloat16
+has an absolute error that grows with the score, and so does the relative error of its weight. Only the products whose
+result is an output or a gradient multiply 16 bits, as in the flash kernel.
+
+Scores are in units of log 2, because ``torch.exp2`` takes a third of the time of ``torch.exp`` (on AMD, where the
+latter is MKL's).
 
 Shape suffixes: B batch, l queries, s keys, K key-value heads, N query heads, G query heads of a key-value head, H head;
 of a block: r rows, k key-value heads, P = r k pairs of a row and a key-value head, n queries, X = G n, m keys.
@@ -26,10 +27,10 @@ from torch import Tensor
 from shardtrain.ops.sliding_window import Band, mask
 
 _QUERIES = {2: 128, 4: 64}
-"""Of a block, by the bytes of a number. The more there are, the larger are the products, and the more keys that a query
-must not see are computed."""
+"""Queries per block, by the bytes of a number. More queries make larger products, but more keys are computed that a
+query must not see."""
 _SCORES_BYTES = 1 << 20
-"""Of a block of scores, which is read and written several times while a core's own cache holds it."""
+"""Size of a block of scores. It is read and written several times while a core's own cache holds it."""
 _VECTOR = 32
 """Numbers: a multiple of what a processor adds at a time."""
 
@@ -37,7 +38,7 @@ CAUSAL = Band(-(1 << 62), 0)
 
 
 class Piece(NamedTuple):
-    """Queries that meet keys: which rows of the batch, which tokens of either, and which of the keys a query sees."""
+    """Queries and the keys that they attend to: rows of the batch, tokens of both, and which keys a query sees."""
 
     batch: slice
     queries: slice
@@ -48,17 +49,19 @@ class Piece(NamedTuple):
 def attend(
     q_BlNH: Tensor, k_BsKH: Tensor, v_BsKH: Tensor, band: Band = CAUSAL, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention (B, l, N, H) of queries to the keys that ``band`` lets them see; each query must see one.
+    """Return attention (B, l, N, H) and its log-sum-exp (B, N, l) in units of log 2, which the backward pass needs.
 
-    With it what ``attend_backward`` is given: the log-sum-exp (B, N, l) in units of log 2, and (B, N, 0) for bfloat16,
-    which needs none.
+    Each query must see a key of the ``band``. ``scale`` defaults to 1 / sqrt(H).
     """
-    return attend_in_pieces(q_BlNH, heads_first(k_BsKH, v_BsKH, scale), [_whole(q_BlNH, k_BsKH, band)])
+    return attend_in_pieces(q_BlNH, heads_first(k_BsKH, v_BsKH), [_whole(q_BlNH, k_BsKH, band)], scale)
 
 
-def attend_in_pieces(q_BlNH: Tensor, keys_values_2BKsH: Tensor, pieces: Iterable[Piece]) -> tuple[Tensor, Tensor]:
-    """The same in pieces, of which each query is in one, with keys and values as ``heads_first`` gives them."""
+def attend_in_pieces(
+    q_BlNH: Tensor, keys_values_2BKsH: Tensor, pieces: Iterable[Piece], scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """``attend`` for keys and values from ``heads_first``, in pieces. Each query must be in exactly one piece."""
     heads = keys_values_2BKsH.size(2)
+    scale = _resolved(scale, q_BlNH)
     out_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
     lse_BNl = empty_lse(q_BlNH)
     for batch, queries, keys, band in pieces:
@@ -66,20 +69,20 @@ def attend_in_pieces(q_BlNH: Tensor, keys_values_2BKsH: Tensor, pieces: Iterable
         k_BKmH, v_BKmH = keys_values_2BKsH[:, batch, :, keys]
         out_BKGlH = _grouped(out_BlNH[batch, queries], heads)
         lse_BKGl = lse_BNl[batch, :, queries].unflatten(1, (heads, -1))
-        for block in _blocks(q_BKGlH, k_BKmH, band):
-            scores_PXm = torch.bmm(_pairs(q_BKGlH[block.queries]), _keys(k_BKmH, block).transpose(1, 2))
-            _hide(scores_PXm, block)
+        for block in _blocks(q_BKGlH, k_BKmH, band, lse_BNl.dtype):
+            q_PXH = _pairs(q_BKGlH[block.queries]).to(lse_BNl.dtype) * (scale * math.log2(math.e))
+            k_PmH = _keys(k_BKmH, block).to(lse_BNl.dtype)
+            scores_PXm = torch.bmm(q_PXH, k_PmH.transpose(1, 2))
+            for stretch, hidden_nm in block.hidden:
+                scores_PXm.unflatten(1, (-1, len(hidden_nm)))[..., stretch] += hidden_nm
+            most_PX1 = scores_PXm.amax(dim=-1, keepdim=True)
+            weights_PXm = scores_PXm.sub_(most_PX1).exp2_()
+            sums_PX1 = weights_PXm.sum(dim=-1, keepdim=True)
+            # Divide the weights and not the output, which 16 bits would then round twice
+            p_PXm = weights_PXm.div_(sums_PX1).to(q_BlNH.dtype)
             out_rkGnH = out_BKGlH[block.queries]
-            if is_rounded(q_BlNH.dtype):
-                out_PXH = torch.bmm(torch.softmax(scores_PXm, dim=-1), _keys(v_BKmH, block))
-                out_rkGnH.copy_(out_PXH.view(out_rkGnH.shape))
-            else:
-                most_PX1 = scores_PXm.amax(dim=-1, keepdim=True)
-                weights_PXm = scores_PXm.sub_(most_PX1).exp2_()
-                sums_PX1 = weights_PXm.sum(dim=-1, keepdim=True)
-                out_PXH = torch.bmm(weights_PXm, _keys(v_BKmH, block))
-                torch.div(out_PXH.view(out_rkGnH.shape), sums_PX1.view(*out_rkGnH.shape[:-1], 1), out=out_rkGnH)
-                lse_BKGl[block.queries] = sums_PX1.log2_().add_(most_PX1).view(out_rkGnH.shape[:-1])
+            out_rkGnH.copy_(torch.bmm(p_PXm, _keys(v_BKmH, block)).view(out_rkGnH.shape))
+            lse_BKGl[block.queries] = sums_PX1.log2_().add_(most_PX1).view(out_rkGnH.shape[:-1])
     return out_BlNH, lse_BNl
 
 
@@ -88,20 +91,18 @@ def attend_backward(
     q_BlNH: Tensor,
     k_BsKH: Tensor,
     v_BsKH: Tensor,
-    out_BlNH: Tensor,
     lse_BNl: Tensor,
     band: Band = CAUSAL,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values, each of the type and shape of what it is the gradient of.
+    """Return the gradients of queries, keys and values, each with the dtype and shape of its tensor.
 
-    ``out_BlNH`` and ``lse_BNl`` are those of ``attend``. Gradients of keys and values are sums over blocks of queries,
-    in float32.
+    ``lse_BNl`` is the second result of ``attend``. Gradients of keys and values are summed over blocks of queries in
+    float32.
     """
-    keys_values_2BKsH = heads_first(k_BsKH, v_BsKH, scale)
-    whole = _whole(q_BlNH, k_BsKH, band)
-    inputs = (gradient_BlNH, q_BlNH, keys_values_2BKsH, out_BlNH, lse_BNl)
-    dq_BlNH, dkeys_values_2BKsH = attend_in_pieces_backward(*inputs, [whole], scale)
+    pieces = [_whole(q_BlNH, k_BsKH, band)]
+    inputs = (gradient_BlNH, q_BlNH, heads_first(k_BsKH, v_BsKH), lse_BNl)
+    dq_BlNH, dkeys_values_2BKsH = attend_in_pieces_backward(*inputs, pieces, scale)
     dk_BsKH, dv_BsKH = (tokens_first(x_BKsH, q_BlNH.dtype) for x_BKsH in dkeys_values_2BKsH)
     return dq_BlNH, dk_BsKH, dv_BsKH
 
@@ -110,109 +111,93 @@ def attend_in_pieces_backward(
     gradient_BlNH: Tensor,
     q_BlNH: Tensor,
     keys_values_2BKsH: Tensor,
-    out_BlNH: Tensor,
     lse_BNl: Tensor,
     pieces: Iterable[Piece],
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same in pieces; ``scale`` is that which ``heads_first`` was given.
+    """Return the gradients of ``attend_in_pieces`` for the queries, and for the keys and values from ``heads_first``.
 
-    Gradients are those of queries, and of the keys and values that ``heads_first`` was given: (2, B, K, s, H) in
-    float32 at least, zero where no query sees a key.
+    The latter are (2, B, K, s, H) in float32 (float64 for float64), zero for keys that no query sees.
     """
     heads = keys_values_2BKsH.size(2)
-    key_scale = _key_scale(keys_values_2BKsH, scale)
-    # A block holds all keys of its queries, so dq is written once. A key is met by several blocks: dk and dv are sums
-    exact = torch.promote_types(q_BlNH.dtype, torch.float32)
+    scale = _resolved(scale, q_BlNH)
+    exact = lse_BNl.dtype
+    # A block holds all keys of its queries, so dq is written once. Several blocks share a key: dk and dv are sums
     dq_BlNH = torch.empty_like(q_BlNH, memory_format=torch.contiguous_format)
     sums_2BKsH = torch.zeros_like(keys_values_2BKsH, dtype=exact)
-    # Derivatives of scores are by natural ones. dq meets their scale in that of the keys, dk does not
-    natural = 1.0 if is_rounded(q_BlNH.dtype) else math.log(2.0)
     for batch, queries, keys, band in pieces:
         q_BKGlH = _grouped(q_BlNH[batch, queries], heads)
         gradient_BKGlH = _grouped(gradient_BlNH[batch, queries], heads)
-        out_BKGlH = _grouped(out_BlNH[batch, queries], heads)
         dq_BKGlH = _grouped(dq_BlNH[batch, queries], heads)
         lse_BKGl = lse_BNl[batch, :, queries].unflatten(1, (heads, -1))
         of_keys = (*keys_values_2BKsH[:, batch, :, keys], *sums_2BKsH[:, batch, :, keys])
-        for block in _blocks(q_BKGlH, of_keys[0], band):
+        for block in _blocks(q_BKGlH, of_keys[0], band, exact):
             q_PXH = _pairs(q_BKGlH[block.queries])
             gradient_PXH = _pairs(gradient_BKGlH[block.queries])
             k_PmH, v_PmH, dk_PmH, dv_PmH = (_keys(x, block) for x in of_keys)
-            if is_rounded(q_BlNH.dtype):
-                scores_PXm = torch.bmm(q_PXH, k_PmH.transpose(1, 2))
-                _hide(scores_PXm, block)
-                p_PXm = torch.softmax(scores_PXm, dim=-1)
-                dv_PmH += torch.bmm(p_PXm.transpose(1, 2), gradient_PXH)
-                # Of p = softmax(s): ds = p (dp - sum of p dp), which this operation computes in one pass
-                dp_PXm = torch.bmm(gradient_PXH, v_PmH.transpose(1, 2))
-                ds_PXm = torch.ops.aten._softmax_backward_data(dp_PXm, p_PXm, -1, p_PXm.dtype)
-                dk_PmH.add_(torch.bmm(ds_PXm.transpose(1, 2), q_PXH), alpha=key_scale)
-            else:
-                # Keys by queries, so that of the five products one reads a matrix across its rows, and not two
-                lse_P1X = lse_BKGl[block.queries].reshape(len(q_PXH), 1, -1)
-                scores_PmX = torch.bmm(k_PmH, q_PXH.transpose(1, 2)).sub_(lse_P1X)
-                _hide_transposed(scores_PmX, block)
-                p_PmX = scores_PmX.exp2_()
-                dv_PmH.baddbmm_(p_PmX, gradient_PXH)
-                # The sum of p dp over keys is that of gradient times output over features
-                sums_P1X = (gradient_BKGlH[block.queries] * out_BKGlH[block.queries]).sum(-1).reshape(lse_P1X.shape)
-                ds_PmX = torch.bmm(v_PmH, gradient_PXH.transpose(1, 2)).sub_(sums_P1X).mul_(p_PmX)
-                dk_PmH.baddbmm_(ds_PmX, q_PXH, alpha=key_scale * natural)
-                ds_PXm = ds_PmX.transpose(1, 2)
+            # Keys by queries, so that only one of the five products reads a matrix across its rows
+            scaled_q_PXH = q_PXH.to(exact) * (scale * math.log2(math.e))
+            lse_P1X = lse_BKGl[block.queries].reshape(len(q_PXH), 1, -1)
+            scores_PmX = torch.bmm(k_PmH.to(exact), scaled_q_PXH.transpose(1, 2)).sub_(lse_P1X)
+            for stretch, hidden_nm in block.hidden:
+                scores_PmX[:, stretch].unflatten(2, (-1, len(hidden_nm))).add_(hidden_nm.t().contiguous()[:, None])
+            p_PmX = scores_PmX.exp2_()
+            _add_product(dv_PmH, p_PmX.to(q_PXH.dtype), gradient_PXH)
+            # ds = scale p (dp - sum of p dp over keys). Flash kernels compute the sum as gradient times output, which
+            # in 16 bits adds the rounding of the output
+            scaled_PXH = gradient_PXH.to(exact) * scale
+            dp_PmX = torch.bmm(v_PmH.to(exact), scaled_PXH.transpose(1, 2))
+            sums_P1X = torch.linalg.vecdot(dp_PmX, p_PmX, dim=1).unsqueeze(1)
+            ds_PmX = dp_PmX.sub_(sums_P1X).mul_(p_PmX).to(q_PXH.dtype)
+            _add_product(dk_PmH, ds_PmX, q_PXH)
             dq_rkGnH = dq_BKGlH[block.queries]
-            torch.mul(torch.bmm(ds_PXm, k_PmH).view(dq_rkGnH.shape), natural, out=dq_rkGnH)
+            dq_rkGnH.copy_(torch.bmm(ds_PmX.transpose(1, 2), k_PmH).view(dq_rkGnH.shape))
     return dq_BlNH, sums_2BKsH
 
 
-def heads_first(k_BsKH: Tensor, v_BsKH: Tensor, scale: float | None = None) -> Tensor:
-    """Keys and values as blocks are multiplied: (2, B, K, s, H), keys scaled once, in place of each block of scores."""
+def heads_first(k_BsKH: Tensor, v_BsKH: Tensor) -> Tensor:
+    """Return keys and values in the layout in which blocks multiply them: (2, B, K, s, H)."""
     B, keys, K, H = k_BsKH.shape
     out_2BKsH = k_BsKH.new_empty(2, B, K, keys, H)
-    place_heads_first(k_BsKH, v_BsKH, scale, out_2BKsH)
+    place_heads_first(k_BsKH, v_BsKH, out_2BKsH)
     return out_2BKsH
 
 
-def place_heads_first(k_BsKH: Tensor, v_BsKH: Tensor, scale: float | None, out_2BKsH: Tensor) -> None:
-    """The same, to where they are to lie."""
-    torch.mul(k_BsKH.transpose(1, 2), _key_scale(k_BsKH, scale), out=out_2BKsH[0])
-    out_2BKsH[1].copy_(v_BsKH.transpose(1, 2))
+def place_heads_first(k_BsKH: Tensor, v_BsKH: Tensor, out_2BKsH: Tensor) -> None:
+    """Write the result of ``heads_first`` to ``out_2BKsH``."""
+    for out_BKsH, x_BsKH in zip(out_2BKsH, (k_BsKH, v_BsKH), strict=True):
+        out_BKsH.copy_(x_BsKH.transpose(1, 2))
 
 
 def tokens_first(x_BKsH: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gradients of keys or of values as those lie before ``heads_first``: (B, s, K, H)."""
+    """Return gradients of keys or values in the layout before ``heads_first``: (B, s, K, H)."""
     B, K, keys, H = x_BKsH.shape
-    # A copy always, so that keys and values have memory of their own
+    # Always a copy, so that keys and values have separate memory
     return x_BKsH.new_empty(B, keys, K, H, dtype=dtype).copy_(x_BKsH.transpose(1, 2))
 
 
-def is_rounded(dtype: torch.dtype) -> bool:
-    """Whether scores are rounded to 16 bits."""
-    return dtype.itemsize < 4
-
-
 def empty_lse(q_BlNH: Tensor) -> Tensor:
-    """Room for the log-sum-exp that ``attend`` gives with the output of these queries."""
+    """Return an empty log-sum-exp (B, N, l) for these queries. Scores are computed in its dtype."""
     B, queries, N, _ = q_BlNH.shape
-    exact = torch.promote_types(q_BlNH.dtype, torch.float32)
-    return q_BlNH.new_empty((B, N, 0 if is_rounded(q_BlNH.dtype) else queries), dtype=exact)
+    return q_BlNH.new_empty((B, N, queries), dtype=torch.promote_types(q_BlNH.dtype, torch.float32))
 
 
 class Block(NamedTuple):
-    """Rows, key-value heads, queries and keys that meet at a time, and those of the keys that a query must not see."""
+    """Rows, key-value heads, queries and keys that are multiplied at once, and the mask of the keys."""
 
     queries: tuple[slice, slice, slice, slice]
-    """Of (B, K, G, l)."""
+    """Indexes (B, K, G, l)."""
     keys: tuple[slice, slice, slice]
-    """Of (B, K, s)."""
+    """Indexes (B, K, s)."""
     hidden: list[tuple[slice, Tensor]]
     """Stretches of the block's keys, and what is added to their scores (n, m): minus infinity where hidden."""
 
 
-def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band) -> Iterator[Block]:
+def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band, dtype: torch.dtype) -> Iterator[Block]:
+    """Yield the blocks of a piece, whose scores have the given dtype."""
     rows, heads, groups, num_queries, _ = q_BKGlH.shape
     num_keys = k_BKsH.size(2)
-    queries_at_once = _QUERIES[2 if is_rounded(q_BKGlH.dtype) else 4]
+    queries_at_once = _QUERIES[min(q_BKGlH.element_size(), 4)]
     for start in range(0, num_queries, queries_at_once):
         stop = min(start + queries_at_once, num_queries)
         low = max(0, band.first + start)
@@ -220,22 +205,20 @@ def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band) -> Iterator[Block]:
         queries = slice(start, stop)
         keys = slice(low, high)
         # Keys that all queries of the block see need no mask. They are a stretch in the middle, from the first key that
-        # the last query sees to the last that the first one does; a window hides keys before it, causality those after.
+        # the last query sees to the last that the first one does. A window hides keys before it, causality those after.
         # Whole vectors of a processor are masked faster, so the stretch begins and ends with one
         open_low = low + _round_up(max(0, band.first + stop - 1 - low))
         open_high = low + _round_down(max(0, band.last + start + 1 - low))
         masked = [(low, min(open_low, high)), (open_high, high)] if open_low <= open_high else [(low, high)]
-        hidden = [
-            (
-                slice(begin - low, end - low),
-                mask(stop - start, end - begin, Band(band.first + start - begin, band.last + start - begin), q_BKGlH),
-            )
-            for begin, end in masked
-            if begin < end
-        ]
-        # As many pairs of row and head at a time as have scores that the cache holds, but one at least: whole rows, or
-        # heads of one
-        scores_bytes = groups * (stop - start) * (high - low) * q_BKGlH.element_size()
+        hidden = []
+        for begin, end in masked:
+            if begin < end:
+                shifted = Band(band.first + start - begin, band.last + start - begin)
+                hidden_nm = mask(stop - start, end - begin, shifted, q_BKGlH).to(dtype)
+                hidden.append((slice(begin - low, end - low), hidden_nm))
+        # As many pairs of row and head at once as have scores that the cache holds, but at least one: entire rows, or
+        # heads of one row
+        scores_bytes = groups * (stop - start) * (high - low) * dtype.itemsize
         at_once = max(1, _SCORES_BYTES // scores_bytes)
         rows_at_once = max(1, at_once // heads)
         heads_at_once = min(heads, at_once)
@@ -245,20 +228,16 @@ def _blocks(q_BKGlH: Tensor, k_BKsH: Tensor, band: Band) -> Iterator[Block]:
                 yield Block((*pairs, slice(None), queries), (*pairs, keys), hidden)
 
 
-def _hide(scores_PXm: Tensor, block: Block) -> None:
-    for keys, hidden_nm in block.hidden:
-        scores_PXm.unflatten(1, (-1, len(hidden_nm)))[..., keys] += hidden_nm
+def _add_product(sum_Pab: Tensor, left_Pac: Tensor, right_Pcb: Tensor) -> None:
+    """Add a product to a sum, which may have a wider dtype than its factors."""
+    if sum_Pab.dtype == left_Pac.dtype:
+        sum_Pab.baddbmm_(left_Pac, right_Pcb)
+    else:
+        sum_Pab += torch.bmm(left_Pac, right_Pcb)
 
 
-def _hide_transposed(scores_PmX: Tensor, block: Block) -> None:
-    for keys, hidden_nm in block.hidden:
-        scores_PmX[:, keys].unflatten(2, (-1, len(hidden_nm))).add_(hidden_nm.t().contiguous()[:, None])
-
-
-def _key_scale(k: Tensor, scale: float | None) -> float:
-    """By what keys are multiplied, so that scores have their scale, and their unit."""
-    natural = float(k.size(-1) ** -0.5) if scale is None else scale
-    return natural if is_rounded(k.dtype) else natural * math.log2(math.e)
+def _resolved(scale: float | None, q_BlNH: Tensor) -> float:
+    return float(q_BlNH.size(-1) ** -0.5) if scale is None else scale
 
 
 def _whole(q_BlNH: Tensor, k_BsKH: Tensor, band: Band) -> Piece:
@@ -266,7 +245,7 @@ def _whole(q_BlNH: Tensor, k_BsKH: Tensor, band: Band) -> Piece:
 
 
 def _grouped(x_BlNH: Tensor, heads: int) -> Tensor:
-    """A view of query heads (B, l, N, H) by the key-value head that serves them: (B, K, G, l, H)."""
+    """Return a view of query heads (B, l, N, H) by the key-value head that serves them: (B, K, G, l, H)."""
     return x_BlNH.unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4)
 
 
@@ -275,7 +254,7 @@ def _pairs(x_rkGnH: Tensor) -> Tensor:
 
 
 def _keys(x_BKsH: Tensor, block: Block) -> Tensor:
-    """A view (P, m, H) of a block's keys: whole rows, or heads of one row, lie at equal distances."""
+    """Return a view (P, m, H) of a block's keys: entire rows, or heads of one row, are equally far apart."""
     x_rkmH = x_BKsH[block.keys]
     return x_rkmH.view(-1, *x_rkmH.shape[2:])
 

@@ -13,6 +13,8 @@ WORTH_IT = 1.05
 NARROW_HEAD = 32
 """Features. The narrower the heads, the more blocks gain in float32 over the flash kernel, so both are measured."""
 WIDE_HEAD = 128
+LONG_ROW = 1024
+"""Tokens. The flash kernel is as fast as blocks, or faster, on longer rows without documents and windows."""
 FAILED = -1.0
 """In place of a speed: the kernel, or PyTorch's own beside it, raised an error when it was measured."""
 

@@ -52,7 +52,8 @@ def attention(
     Raises:
         ValueError: when the numbers of a row do not ascend.
     """
-    if sinks_N is None and in_blocks(q_BTNH):
+    is_long = documents_BT is None and not window and q_BTNH.size(1) > cpu_kernels.LONG_ROW
+    if sinks_N is None and not is_long and in_blocks(q_BTNH):
         return _blocked(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)[0]  # type: ignore[no-any-return]
     if not is_accelerator(q_BTNH.device) or flash_attention.has_flash(q_BTNH):
         return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N, window, scale)[0]  # type: ignore[no-any-return]
@@ -382,10 +383,9 @@ _attention.register_autograd(_differentiate, setup_context=_save)
 def _blocked(
     q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    keys_values_2BKTH = blocked_attention.heads_first(k_BTKH, v_BTKH, scale)
-    return blocked_attention.attend_in_pieces(
-        q_BTNH, keys_values_2BKTH, _pieces_in_blocks(q_BTNH, documents_BT, window)
-    )
+    keys_values_2BKTH = blocked_attention.heads_first(k_BTKH, v_BTKH)
+    pieces = _pieces_in_blocks(q_BTNH, documents_BT, window)
+    return blocked_attention.attend_in_pieces(q_BTNH, keys_values_2BKTH, pieces, scale)
 
 
 @_blocked.register_fake
@@ -399,14 +399,13 @@ def _blocked_backward(
     q_BTNH: Tensor,
     k_BTKH: Tensor,
     v_BTKH: Tensor,
-    out_BTNH: Tensor,
     lse_BNT: Tensor,
     documents_BT: Tensor | None,
     window: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    keys_values_2BKTH = blocked_attention.heads_first(k_BTKH, v_BTKH, scale)
-    inputs = (gradient_BTNH, q_BTNH, keys_values_2BKTH, out_BTNH, lse_BNT)
+    keys_values_2BKTH = blocked_attention.heads_first(k_BTKH, v_BTKH)
+    inputs = (gradient_BTNH, q_BTNH, keys_values_2BKTH, lse_BNT)
     pieces = _pieces_in_blocks(q_BTNH, documents_BT, window)
     dq_BTNH, dkeys_values_2BKTH = blocked_attention.attend_in_pieces_backward(*inputs, pieces, scale)
     dk_BTKH, dv_BTKH = (blocked_attention.tokens_first(x_BKTH, q_BTNH.dtype) for x_BKTH in dkeys_values_2BKTH)
@@ -420,7 +419,7 @@ def _(gradient_BTNH: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[
 
 
 def _save_blocked(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, inputs[3])
+    ctx.save_for_backward(*inputs[:3], output[1], inputs[3])
     ctx.window, ctx.scale = inputs[4:]
     ctx.set_materialize_grads(False)
 
