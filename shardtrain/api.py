@@ -6,6 +6,7 @@ instead of ending the process. The trainer knows nothing of this file.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -18,10 +19,12 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Validation
+from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.facts.file_kinds import dataset_of, known_endings
 from shardtrain.launch import failure, local
@@ -38,7 +41,8 @@ from shardtrain.tools.report import page, reading
 from shardtrain.tools.verify.report import Row as MeshResult
 from shardtrain.train import preflight, shutdown, trainer
 from shardtrain.utils import atomic_io, log
-from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError, StorageError
+from shardtrain.utils.python_api import python_function
 
 if TYPE_CHECKING:
     from shardtrain.checkpoint.folder import Checkpoints
@@ -46,9 +50,11 @@ if TYPE_CHECKING:
     from shardtrain.train.run import Run
     from shardtrain.train.state import TrainState
 
+DTYPES = ("float32", "bfloat16", "float16")
 __all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"]
 
 
+@python_function
 def load_config(path: str | Path | None = None, options: Mapping[str, Any] | None = None) -> Loaded:
     """Read a TOML file or a preset (``"debug"``), and set options over it.
 
@@ -59,6 +65,11 @@ def load_config(path: str | Path | None = None, options: Mapping[str, Any] | Non
         ConfigError: with every unknown option and wrong value at once.
     """
     return configs.load(path, _arguments(options))
+
+
+def _as_list(texts: str | Sequence[str]) -> list[str]:
+    """A plain str is one item, not its letters."""
+    return [texts] if isinstance(texts, str) else list(texts)
 
 
 def _loaded(config: Loaded | str | Path | None, options: Mapping[str, Any] | None) -> Loaded:
@@ -98,6 +109,7 @@ class Trainer:
                 print(result.step, result.loss)
     """
 
+    @python_function
     def __init__(self, config: Loaded | str | Path | None = None, options: Mapping[str, Any] | None = None) -> None:
         """Check the configuration against this machine; nothing is built yet.
 
@@ -132,6 +144,11 @@ class Trainer:
     def state(self) -> TrainState:
         """Counters of the run: ``step``, ``tokens_seen``, ``samples_consumed``."""
         return self._opened()[1].state
+
+    @property
+    def model(self) -> nn.Module:
+        """The model on this rank, sharded as the mesh says; with pipeline parallelism the rank's first stage."""
+        return self._opened()[1].runner.parts[0]
 
     def step(self) -> StepResult | None:
         """Take one optimizer step on all ranks, and save a checkpoint where one is due; None at the end of the run.
@@ -213,20 +230,33 @@ class Trainer:
         return self._open
 
 
-def load_model(path: str | Path, dtype: str | None = None, tokenizer: str | None = None) -> OpenedModel:
-    """A trained model with its tokenizer (``.model``, ``.tokenizer``, ``.config``), on the CPU.
+@python_function
+def load_model(
+    path: str | Path,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+    config: str | Path | None = None,
+) -> OpenedModel:
+    """Load a trained model with its tokenizer (``.model``, ``.tokenizer``, ``.config``) on the CPU.
 
-    ``path`` is the folder of a run, whose newest good checkpoint is taken, of a checkpoint, or in Hugging Face format.
-    ``dtype`` is that in which the run computed unless given.
+    Args:
+        path: the folder of a run (its newest good checkpoint is used), of a checkpoint, or in Hugging Face format.
+        dtype: "float32", "bfloat16" or "float16"; the run's own compute dtype if None.
+        tokenizer: path of a tokenizer, or "bytes", for a Hugging Face folder that has none.
+        config: the run's TOML file. A run of your own model file needs it, because a file of code that a folder names
+            is executed only if you name the configuration yourself.
 
     Raises:
-        ConfigError, CheckpointError: when there is none, or it is damaged.
+        ConfigError, CheckpointError: there is no model, or it is damaged.
     """
     if not Path(path).exists():
         raise ConfigError(Problem("path", str(path), "does not exist", "name a run's folder or a checkpoint"))
-    return open_model(Path(path), None, dtype, tokenizer_path=tokenizer)
+    if dtype not in (None, *DTYPES):
+        raise ConfigError(Problem("dtype", dtype, f"must be one of {', '.join(DTYPES)}", "leave it out for the run's"))
+    return open_model(Path(path), None if config is None else Path(config), dtype, tokenizer_path=tokenizer)
 
 
+@python_function
 def generate(
     model: OpenedModel,
     prompts: str | Sequence[str],
@@ -236,18 +266,24 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     repetition_penalty: float = 1.0,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int = 0,
     chat: bool = False,
     batch_size: int = 8,
 ) -> list[str]:
-    """The text that follows each prompt; with ``temperature`` 0 the likeliest token is taken each time."""
-    texts = [prompts] if isinstance(prompts, str) else list(prompts)
-    # what is not asked for here has the value of the verb's own default
+    """Return the text that follows each prompt. With ``temperature`` 0 each token is the most likely one.
+
+    A plain str is one prompt, and one ``stop`` text.
+    """
+    texts = _as_list(prompts)
+    if not texts:
+        return []
+    stops = tuple(_as_list(stop))
+    # All other fields have the defaults of the command line
     asked = Request(
         source=Path("."), config=None, base=None, adapter=None, tokenizer=None, prompt=None, input=None, output=None,
         field="prompt", prediction_field="prediction", chat=chat, add_bos=None, max_new_tokens=max_new_tokens,
-        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, stop=tuple(stop),
+        temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, stop=stops,
         seed=seed, batch_size=batch_size, dtype=None, device=None, nproc=1, no_cache=False,
     )  # fmt: skip
     check(asked, has_source=False)
@@ -257,6 +293,7 @@ def generate(
     return Answers(asked, model, is_first=False).of(rows)
 
 
+@python_function
 def evaluate(
     model: OpenedModel,
     dataset: str | Path | Mapping[str, Any],
@@ -272,9 +309,15 @@ def evaluate(
         ConfigError, DataError: when the set cannot be opened, or has nothing to predict.
     """
     if isinstance(dataset, Mapping):
+        known = [field.name for field in dataclasses.fields(Validation)]
+        if unknown := sorted(set(map(str, dataset)) - set(known)):
+            fix = f"known are {', '.join(known)}"
+            raise ConfigError(Problem("dataset", unknown[0], "is not an option of [validation]", fix))
         section = Validation(**dataset)
     else:
         path = Path(dataset)
+        if not path.exists():
+            raise ConfigError(Problem("dataset", str(dataset), "does not exist", "name a file or a folder of tokens"))
         kind = dataset_of(path.name) if path.is_file() else "tokens"
         if kind is None:
             fix = f"name a file that ends with {known_endings()}, or pass options of [validation] as a dict"
@@ -285,6 +328,7 @@ def evaluate(
     return sets.measure(model, section, text_field)
 
 
+@python_function
 def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report.html") -> Path:
     """Write one HTML page of one or several run folders, as ``shardtrain report``; gives its path.
 
@@ -293,10 +337,21 @@ def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report
     """
     folders = [runs] if isinstance(runs, str | Path) else list(runs)
     path = Path(output)
-    atomic_io.write(path, page.build([reading.read(Path(folder)) for folder in folders]))
+    if not path.parent.is_dir():
+        raise ConfigError(Problem("output", str(output), "is in a folder that does not exist", "create the folder"))
+    for folder in folders:
+        # Trainer.step() writes no metrics
+        if (Path(folder) / RESOLVED_CONFIG).is_file() and not (Path(folder) / "metrics.jsonl").is_file():
+            rule = "is a run without metrics.jsonl, so there is nothing to report: only train() writes metrics"
+            raise ConfigError(Problem("runs", str(folder), rule, "run it with train()"))
+    try:
+        atomic_io.write(path, page.build([reading.read(Path(folder)) for folder in folders]))
+    except OSError as error:
+        raise StorageError(f"output={str(output)!r} cannot be written: {error.strerror}; name another file") from error
     return path
 
 
+@python_function
 def plan(
     config: Loaded | str | Path | None = None,
     options: Mapping[str, Any] | None = None,
@@ -322,23 +377,31 @@ def plan(
     return planning.make(loaded.config, world_size, row)
 
 
+@python_function
 def verify(
     path: str | Path | None = None,
     options: Mapping[str, Any] | None = None,
     *,
-    meshes: Sequence[str] = (),
+    meshes: str | Sequence[str] = (),
     steps: int = 3,
 ) -> list[MeshResult]:
     """Compare meshes with one process, as ``shardtrain verify``; one result per mesh, whose ``verdict`` is "same".
 
-    ``path`` is a TOML file, a preset or a model file; ``meshes`` are like ``"tp=2,pp=2"``. In a process of its own:
-    ranks cannot be forked from one that has computed already.
+    ``path`` is a TOML file, a preset or a model file; ``meshes`` are like ``"tp=2,pp=2"``. It runs in a separate
+    process, because ranks cannot be forked from one that has computed already.
 
     Raises:
         ConfigError: when a mesh is not possible, or a promise of the model file is broken.
     """
     given = [str(path)] if path is not None else []
-    words = [*given, "--json", "--steps", str(steps), *(("--mesh", *meshes) if meshes else ()), *_arguments(options)]
+    words = [
+        *given,
+        "--json",
+        "--steps",
+        str(steps),
+        *(("--mesh", *_as_list(meshes)) if meshes else ()),
+        *_arguments(options),
+    ]
     command = [sys.executable, "-m", "shardtrain", "verify", *words]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": _path()})
     # 4 says that a mesh differs: that is an answer, and the table is there

@@ -29,7 +29,7 @@ from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import heartbeat
 
 if TYPE_CHECKING:
-    from shardtrain.config import Loaded
+    from shardtrain.config import Config, Loaded
     from shardtrain.train.preflight.machine import Machine
 
 USAGE = """\
@@ -381,7 +381,7 @@ def _show_sample(loaded: Loaded) -> None:
     from shardtrain.tools.generate import command
 
     print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)
-    words = ["--from", config.job.dump_folder, "--prompt", prompt, "--max_new_tokens", "160"]
+    words = ["--from", config.job.dump_folder, *_own_code(config), "--prompt", prompt, "--max_new_tokens", "160"]
     try:
         command.main([*words, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
         sys.stdout.flush()
@@ -389,6 +389,14 @@ def _show_sample(loaded: Loaded) -> None:
         if error is process.lost_output():
             _discard_output()
         print(f"note: no sample: {error}", file=sys.stderr)
+
+
+def _own_code(config: Config) -> list[str]:
+    """Options of ``generate`` for a run of the user's own model file or tokenizer, which it executes only if named."""
+    from shardtrain.config.show import RESOLVED_CONFIG
+
+    has_code = any(name and name.endswith(".py") for name in (config.model.name, config.model.tokenizer_path))
+    return ["--config", str(Path(config.job.dump_folder) / RESOLVED_CONFIG)] if has_code else []
 
 
 def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
@@ -405,7 +413,8 @@ def _next_commands(loaded: Loaded, words: Sequence[str]) -> list[str]:
         commands.append(activate)
     if config.checkpoint.enable and not config.checkpoint.load_only:
         if prompt := config.metrics.sample_prompt.split("\n")[-1].strip():
-            commands.append(f"shardtrain generate {folder} --prompt {shlex.quote(prompt)} --temperature 0.7")
+            code = "".join(f" {shlex.quote(word)}" for word in _own_code(config))
+            commands.append(f"shardtrain generate {folder}{code} --prompt {shlex.quote(prompt)} --temperature 0.7")
         # the same command line with twice the steps in place of those that it had
         steps = f"--training.steps={2 * config.training.steps}"
         kept = [word for word in words if not word.startswith("--training.steps=")]

@@ -164,7 +164,7 @@ def test_verify_gives_a_result_per_mesh(tmp_path: Path) -> None:
     path.write_text('[model]\nname = "llama3"\nflavor = "debugmodel"\n')
     (result,) = shardtrain.verify(path, meshes=["tp=2"], steps=1)
     assert (result.mesh, result.verdict, result.initial) == ("tp=2", "same", 0)
-    with pytest.raises(ConfigError, match=r"--mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide"):
+    with pytest.raises(ConfigError, match=r"mesh tp=3: parallelism.tensor_parallel_degree=3 does not divide"):
         shardtrain.verify(path, meshes=["tp=3"])
 
 

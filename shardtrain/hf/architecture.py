@@ -26,7 +26,7 @@ from shardtrain.hf.config_json import read_json
 from shardtrain.hf.format import CODE
 from shardtrain.layout import Draw
 from shardtrain.utils.errors import ConfigError, Problem
-from shardtrain.utils.log import logger
+from shardtrain.utils.log import logger, without_torchao_warnings
 
 CONFIG = "config.json"
 _OPTION = "model.overrides.path"
@@ -140,8 +140,6 @@ def build(folder: str, architecture: str, attention: str, num_labels: int = 0, v
 _warnings: dict[str, list[str]] = {}
 """What ``transformers`` said of the config.json of a folder when it was read."""
 _warned_of: set[str] = set()
-_QUIET = ("torchao", "torch.utils._pytree")
-"""What ``transformers`` imports to build a model, and what warns then of things that nobody asked for."""
 
 
 @contextmanager
@@ -161,17 +159,12 @@ def _listening() -> Iterator[list[str]]:
     theirs.handlers = [Listener(logging.WARNING)]
     propagates = theirs.propagate
     theirs.propagate = False
-    quiet = [logging.getLogger(name) for name in _QUIET]
-    levels = [noisy.level for noisy in quiet]
-    for noisy in quiet:
-        noisy.setLevel(logging.ERROR)
     try:
-        yield warnings
+        with without_torchao_warnings():
+            yield warnings
     finally:
         theirs.handlers = handlers
         theirs.propagate = propagates
-        for noisy, level in zip(quiet, levels, strict=True):
-            noisy.setLevel(level)
 
 
 def _reason(warnings: Sequence[str], error: Exception) -> str:
@@ -192,9 +185,10 @@ def _warn(folder: str, warnings: Sequence[str]) -> None:
 
 def _transformers() -> Any:
     try:
-        import transformers
-        import transformers.models.auto.configuration_auto
-        import transformers.models.auto.modeling_auto
+        with without_torchao_warnings():
+            import transformers
+            import transformers.models.auto.configuration_auto
+            import transformers.models.auto.modeling_auto
     except ImportError as error:
         rule = f"needs transformers, which cannot be imported ({_line(error)})"
         raise ConfigError(Problem("model.name", "transformers", rule, "install shardtrain[hf]")) from None

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from shardtrain.layout import Layout, word_of
 from shardtrain.lora.linear import FrozenLinear, is_linear
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.log import without_torchao_warnings
 
 if TYPE_CHECKING:
     from shardtrain.config.schema import Config
@@ -155,7 +156,8 @@ def count(module: nn.Module, config: Config) -> int:
 
 def _torchao() -> Any:
     try:
-        import torchao.quantization as torchao
+        with without_torchao_warnings():
+            import torchao.quantization as torchao
     except ImportError:
         fix = "install the qlora extra (pip install shardtrain[qlora])"
         raise ConfigError(Problem(OPTION, None, "needs torchao, which is not installed", fix)) from None
@@ -177,7 +179,8 @@ def _to_nf4() -> Any:
     torchao = _torchao()
     if hasattr(torchao, "to_nf4"):
         return torchao.to_nf4
-    from torchao.dtypes.nf4tensor import to_nf4  # where it was before torchao 0.18
+    with without_torchao_warnings():
+        from torchao.dtypes.nf4tensor import to_nf4  # where it was before torchao 0.18
 
     return to_nf4
 

@@ -114,6 +114,20 @@ def _torchrun_adds_prefix(rank: int) -> bool:
     return target.name == "stderr.log" and target.parent.name == str(rank)
 
 
+@contextlib.contextmanager
+def without_torchao_warnings() -> Iterator[None]:
+    """Silence the warnings of importing torchao, also by ``transformers``, about extensions that nobody requested."""
+    noisy = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [one.level for one in noisy]
+    for one in noisy:
+        one.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for one, level in zip(noisy, levels, strict=True):
+            one.setLevel(level)
+
+
 def reset() -> None:
     """Close the handlers and undo ``setup``; a process that logs afterwards is back to Python's defaults."""
     for handler in list(logger.handlers):

@@ -1,0 +1,134 @@
+"""Errors of the Python API: arguments checked against their annotations, and parameters named instead of flags.
+
+The functions of ``shardtrain.api`` run the code of the command line, whose messages name flags such as ``--config``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+
+F = TypeVar("F", bound=Callable[..., Any])
+COMMAND_LINE = "command line"
+PARAMETERS = {"from": "path"}
+"""Flags whose parameter has another name."""
+_FLAG = re.compile(r'(?<![\w-])--([a-z_][\w.]*\w)(?:[ =](\d[\w.]*|"[^"]*"|[^\s,;:)]*/[^\s,;:)]*|[\w.-]+\.toml))?')
+"""A flag, and a value that can be told from the next word: a number, a quoted text, a path."""
+
+
+def python_function(function: F) -> F:
+    """Decorate a function of the API: check its arguments, and let its errors name parameters.
+
+    Raises:
+        ConfigError: with every argument of a wrong type at once.
+    """
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        bound = inspect.signature(function).bind(*arguments, **named)
+        hints = typing.get_type_hints(function)
+        problems = [
+            Problem(name, value, f"must be {describe(hints[name])}", f"pass one, not {article(type(value).__name__)}")
+            for name, value in bound.arguments.items()
+            if name in hints and not fits(value, hints[name])
+        ]
+        if problems:
+            raise ConfigError(problems)
+        try:
+            return function(*arguments, **named)
+        except ShardtrainError as error:
+            raise translated(error) from error
+
+    return typing.cast(F, call)
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """True if a value is of an annotated type. An int is a float, a bool is not an int, a str is not a sequence."""
+    origin = typing.get_origin(hint)
+    if hint is Any or isinstance(hint, str):
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(fits(value, part) for part in typing.get_args(hint))
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, Mapping)
+    if origin is not None and issubclass(origin, Sequence):
+        (item,) = typing.get_args(hint)
+        return isinstance(value, Sequence) and not isinstance(value, str) and all(fits(one, item) for one in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint or type(None))
+
+
+def describe(hint: Any) -> str:
+    """Write an annotation in words.
+
+    >>> describe(str | Path | None), describe(Sequence[str]), describe(Mapping[str, int])
+    ('a str, a Path or None', 'a list of str', 'a dict')
+    """
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        parts = [describe(part) for part in typing.get_args(hint)]
+        return f"{', '.join(parts[:-1])} or {parts[-1]}"
+    if hint is type(None):
+        return "None"
+    if origin is not None and issubclass(origin, Mapping):
+        return "a dict"
+    if origin is not None:
+        return f"a list of {describe(typing.get_args(hint)[0]).split(' ', 1)[1]}"
+    return article(hint.__name__)
+
+
+def article(name: str) -> str:
+    """Put an article before a type's name.
+
+    >>> article("int"), article("str"), article("NoneType")
+    ('an int', 'a str', 'None')
+    """
+    if name == "NoneType":
+        return "None"
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def translated(error: ShardtrainError) -> ShardtrainError:
+    """The same error with parameters instead of flags."""
+    if not isinstance(error, ConfigError):
+        return type(error)(_parameters(str(error)))
+    problems: list[Problem | str] = []
+    for problem in error.problems:
+        if isinstance(problem, str):
+            problems.append(_parameters(problem))
+            continue
+        option = problem.option.removeprefix("--")
+        where = "" if problem.where == COMMAND_LINE else problem.where
+        name = PARAMETERS.get(option, option) if problem.option.startswith("--") else option
+        rule, fix = _parameters(problem.rule), _parameters(problem.fix)
+        problems.append(dataclasses.replace(problem, option=name, rule=rule, fix=fix, where=where))
+    return type(error)(problems)
+
+
+def _parameters(text: str) -> str:
+    """Replace flags in a text: ``add --config a.toml`` becomes ``add config="a.toml"``.
+
+    >>> _parameters('name one with --tokenizer, a path or "bytes"'), _parameters("use --temperature 0.7")
+    ('name one with tokenizer, a path or "bytes"', 'use temperature=0.7')
+    """
+
+    def parameter(match: re.Match[str]) -> str:
+        name = PARAMETERS.get(match[1], match[1])
+        value = match[2]
+        if value is None:
+            return name
+        is_literal = value.startswith('"') or value[0].isdigit()
+        return f"{name}={value}" if is_literal else f'{name}="{value}"'
+
+    return _FLAG.sub(parameter, text.replace(f"{COMMAND_LINE}: ", ""))

@@ -1,0 +1,201 @@
+"""A mistake in Python is answered by one line that names the parameter, the rule and the fix."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from once import made_once
+
+import shardtrain
+from shardtrain import api
+from shardtrain.utils.errors import ShardtrainError
+
+TINY = {
+    "model.flavor": "debugmodel", "model.overrides.num_layers": 1, "model.hf_assets_path": "bytes",
+    "training.steps": 2, "training.seq_len": 32, "training.local_batch_size": 1, "training.device": "cpu",
+    "lr_scheduler.warmup_steps": 1, "metrics.sample_prompt": "", "metrics.sample_freq": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a finished run of two steps."""
+    return str(made_once(tmp_path_factory, "python-mistakes", lambda: _train(tmp_path_factory.mktemp("run"))))
+
+
+def _train(folder: Path) -> str:
+    shardtrain.Trainer("debug", {**TINY, "job.dump_folder": str(folder / "run")}).train()
+    return str(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def model(run: str) -> Any:
+    return shardtrain.load_model(run)
+
+
+# name of the mistake -> the call, with f(run folder, model, temporary folder), and words of the answer
+Call = Callable[[str, Any, Path], Any]
+MISTAKES: dict[str, tuple[Call, str]] = {
+    "a dict as the path": (lambda r, m, t: api.load_config({"a": 1}), "path={'a': 1} must be a str, a Path or None"),
+    "a number as the path": (lambda r, m, t: api.load_config(3), "path=3 must be a str"),
+    "a list of options": (lambda r, m, t: api.load_config("debug", ["training.steps"]), "options="),
+    "an unknown option": (
+        lambda r, m, t: api.load_config("debug", {"training.stepz": 1}),
+        "did you mean training.steps?",
+    ),
+    "a word for a number": (lambda r, m, t: api.load_config("debug", {"training.steps": "ten"}), "training.steps="),
+    "an unknown section": (lambda r, m, t: api.load_config("debug", {"trainning.steps": 1}), "trainning"),
+    "a missing file": (lambda r, m, t: api.load_config("missing.toml"), "missing.toml"),
+    "a misspelt preset": (lambda r, m, t: api.load_config("debgu"), "did you mean debug?"),
+    "zero steps": (lambda r, m, t: api.Trainer("debug", {"training.steps": 0}), "training.steps=0 must be at least 1"),
+    "a trainer of a number": (lambda r, m, t: api.Trainer(3), "config=3 must be"),
+    "options twice": (lambda r, m, t: api.Trainer(shardtrain.load_config(), {"training.steps": 1}), "options="),
+    "a trainer of a list": (lambda r, m, t: api.Trainer(["debug"]), "config=['debug'] must be"),
+    "a mesh for one process": (
+        lambda r, m, t: api.Trainer(
+            "debug", {**TINY, "parallelism.tensor_parallel_degree": 2, "job.dump_folder": str(t)}
+        ),
+        "parallelism",
+    ),
+    "no such model folder": (lambda r, m, t: api.load_model(t / "none"), "does not exist"),
+    "an empty model folder": (lambda r, m, t: api.load_model(t), "path="),
+    "a model of a number": (lambda r, m, t: api.load_model(3), "path=3 must be a str or a Path"),
+    "an unknown dtype": (
+        lambda r, m, t: api.load_model(r, dtype="fp16"),
+        'dtype="fp16" must be one of float32, bfloat16, float16',
+    ),
+    "a torch dtype": (lambda r, m, t: api.load_model(r, dtype=float), "dtype="),
+    "a tokenizer for a run": (
+        lambda r, m, t: api.load_model(r, tokenizer="bytes"),
+        'tokenizer="bytes" is for a Hugging Face folder',
+    ),
+    "a missing configuration": (lambda r, m, t: api.load_model(r, config="no.toml"), "no.toml"),
+    "a configuration of a number": (lambda r, m, t: api.load_model(r, config=3), "config=3 must be"),
+    "a prompt of a number": (lambda r, m, t: api.generate(m, 3), "prompts=3 must be a str or a list of str"),
+    "prompts of numbers": (lambda r, m, t: api.generate(m, [1, 2]), "prompts=[1, 2] must be"),
+    "no prompt": (lambda r, m, t: api.generate(m, None), "prompts"),
+    "the model's path": (lambda r, m, t: api.generate(r, "def"), "model="),
+    "a negative temperature": (
+        lambda r, m, t: api.generate(m, "def", temperature=-1),
+        "temperature=-1 must be 0 or above",
+    ),
+    "a temperature in words": (
+        lambda r, m, t: api.generate(m, "def", temperature="hot"),
+        'temperature="hot" must be a float',
+    ),
+    "no new tokens": (lambda r, m, t: api.generate(m, "def", max_new_tokens=0), "max_new_tokens=0 must be at least 1"),
+    "half a token": (lambda r, m, t: api.generate(m, "def", max_new_tokens=1.5), "max_new_tokens=1.5 must be an int"),
+    "a boolean count": (
+        lambda r, m, t: api.generate(m, "def", max_new_tokens=True),
+        "max_new_tokens=true must be an int",
+    ),
+    "top_p of zero": (lambda r, m, t: api.generate(m, "def", top_p=0.0), "top_p=0.0 must be above 0"),
+    "top_p above one": (lambda r, m, t: api.generate(m, "def", top_p=2.0), "top_p=2.0 must be"),
+    "a negative top_k": (lambda r, m, t: api.generate(m, "def", top_k=-1), "top_k=-1 must be 0 or above"),
+    "top_k without temperature": (lambda r, m, t: api.generate(m, "def", top_k=5), "temperature"),
+    "no repetition penalty": (
+        lambda r, m, t: api.generate(m, "def", repetition_penalty=0.0),
+        "repetition_penalty=0.0 must be above 0",
+    ),
+    "a negative seed": (lambda r, m, t: api.generate(m, "def", seed=-1), "seed=-1 must be 0 or above"),
+    "an empty stop": (lambda r, m, t: api.generate(m, "def", stop=[""]), "stop"),
+    "a stop of a number": (lambda r, m, t: api.generate(m, "def", stop=3), "stop=3 must be"),
+    "no batch": (lambda r, m, t: api.generate(m, "def", batch_size=0), "batch_size=0 must be at least 1"),
+    "chat in words": (lambda r, m, t: api.generate(m, "def", chat="yes"), 'chat="yes" must be a bool'),
+    "chat without a template": (lambda r, m, t: api.generate(m, "def", chat=True), "template"),
+    "texts as a dataset": (
+        lambda r, m, t: api.evaluate(m, ["text"]),
+        "dataset=['text'] must be a str, a Path or a dict",
+    ),
+    "a missing dataset": (lambda r, m, t: api.evaluate(m, t / "none.txt"), "does not exist"),
+    "an ending that nothing reads": (lambda r, m, t: api.evaluate(m, _file(t / "x.xyz", "a")), "ending"),
+    "an empty dataset": (lambda r, m, t: api.evaluate(m, _file(t / "x.txt", ""), seq_len=16), "x.txt"),
+    "an unknown option of a dataset": (
+        lambda r, m, t: api.evaluate(m, {"datasett": "text"}),
+        'dataset="datasett" is not an option of [validation]',
+    ),
+    "a dataset for a path": (lambda r, m, t: api.evaluate(r, t / "none.txt"), "model="),
+    "a sequence of nothing": (
+        lambda r, m, t: api.evaluate(m, _file(t / "x.txt", "abc"), seq_len="16"),
+        'seq_len="16" must be an int',
+    ),
+    "a missing column": (lambda r, m, t: api.evaluate(m, _file(t / "x.jsonl", '{"a": "b"}\n'), seq_len=16), "text"),
+    "a report of nothing": (lambda r, m, t: api.report(t / "none"), "none"),
+    "a report of a number": (lambda r, m, t: api.report(3), "runs=3 must be"),
+    "a report of an empty folder": (lambda r, m, t: api.report(t, t / "a.html"), "metrics.jsonl"),
+    "a report in no folder": (
+        lambda r, m, t: api.report(r, t / "missing/x.html"),
+        "is in a folder that does not exist",
+    ),
+    "a report of a stepped run": (lambda r, m, t: api.report(_stepped(t), t / "x.html"), "only train() writes metrics"),
+    "a report on a folder": (lambda r, m, t: api.report(r, t), "output="),
+    "GPUs in words": (lambda r, m, t: api.plan("debug", gpus="64"), 'gpus="64" must be an int or None'),
+    "no GPU": (lambda r, m, t: api.plan("debug", gpus=0), "gpus=0 must be"),
+    "an unknown device": (lambda r, m, t: api.plan("debug", device="h101"), "h101"),
+    "a device of a number": (lambda r, m, t: api.plan("debug", device=100), "device=100 must be a str"),
+    "a plan of a mesh that does not fit": (
+        lambda r, m, t: api.plan("debug", {"parallelism.tensor_parallel_degree": 3}, gpus=4),
+        "parallelism",
+    ),
+    "meshes of numbers": (lambda r, m, t: api.verify("debug", meshes=[2]), "meshes=[2] must be"),
+    "steps in words": (lambda r, m, t: api.verify("debug", steps="3"), 'steps="3" must be an int'),
+    "a verified number": (lambda r, m, t: api.verify(3), "path=3 must be"),
+}
+
+
+def _file(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def _stepped(folder: Path) -> Path:
+    """A run whose steps were taken one at a time."""
+    with shardtrain.Trainer("debug", {**TINY, "job.dump_folder": str(folder / "stepped")}) as trainer:
+        trainer.step()
+    return folder / "stepped"
+
+
+@pytest.mark.parametrize(("call", "answer"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_a_mistake_is_one_line_that_names_the_parameter(
+    call: Call, answer: str, run: str, model: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(ShardtrainError) as caught:
+        call(run, model, tmp_path)
+    message = str(caught.value)
+    assert answer in message
+    lines = len(getattr(caught.value, "problems", [message]))
+    assert message.count("\n") < lines and "command line" not in message
+    assert not re.search(r"(?<![\w-])--[a-z]", message), f"{message!r} names a flag"
+
+
+def test_there_are_sixty_mistakes() -> None:
+    assert len(MISTAKES) >= 60
+
+
+def test_a_plain_str_is_one_item(model: Any) -> None:
+    """Not its letters: ``stop="self"`` would end at the first s, e, l or f."""
+    expected = shardtrain.generate(model, ["def main"], max_new_tokens=6, stop=["self"])
+    assert shardtrain.generate(model, "def main", max_new_tokens=6, stop="self") == expected
+    assert shardtrain.generate(model, []) == []
+    with pytest.raises(ShardtrainError, match="mesh tp=3: parallelism"):
+        shardtrain.verify("debug", {"model.flavor": "debugmodel"}, meshes="tp=3", steps=1)
+
+
+def test_a_run_of_your_own_model_file_opens_if_you_name_its_configuration(tmp_path: Path) -> None:
+    """A folder from elsewhere may name a file of code, so it is not executed only because the folder says so."""
+    source = Path(shardtrain.__file__).parent / "models/llama3.py"
+    (tmp_path / "my_model.py").write_text(source.read_text())
+    folder = tmp_path / "run"
+    with shardtrain.Trainer(
+        "debug", {**TINY, "model.name": str(tmp_path / "my_model.py"), "job.dump_folder": str(folder)}
+    ) as trainer:
+        assert next(trainer.model.parameters()).requires_grad
+        trainer.train()
+    with pytest.raises(ShardtrainError, match=r'if you trust it, add config="[^"]*config.resolved.toml"'):
+        shardtrain.load_model(folder)
+    model = shardtrain.load_model(folder, config=folder / "config.resolved.toml")
+    assert len(shardtrain.generate(model, "def", max_new_tokens=2)) == 1
