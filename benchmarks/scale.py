@@ -66,7 +66,7 @@ from shardtrain.config.schema import Checkpoint, Config, Job
 from shardtrain.data import open_dataloader, shard_index
 from shardtrain.data.file_hashes import Contents
 from shardtrain.data.fit_table import FitTableWriter, open_table, table_name
-from shardtrain.data.fitted import BLOCK_DOCUMENTS, documents_of_block, fit_block, num_blocks, pack
+from shardtrain.data.fitted import BLOCK_DOCUMENTS, fit_block, num_blocks, pack
 from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.shards import ShardTokenBuffer
@@ -235,7 +235,7 @@ class PeriodicLengths:
 
 def prepared_documents(count: int) -> dict[str, Any]:
     line, packing = PeriodicLengths(count), Packing(2048, "first_fit")
-    fit = fit_block(*documents_of_block(line, 0), packing)  # type: ignore[arg-type]
+    fit = fit_block(line, 0, packing)  # type: ignore[arg-type]
     counts = {name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped")}
     blocks = num_blocks(line)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as folder:

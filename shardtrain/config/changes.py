@@ -114,6 +114,7 @@ OPTIONS: dict[str, Class] = {
     "data.streaming": "data",
     "data.bad_rows": "ignore",
     "data.bad_rows_max_fraction": "ignore",
+    "data.long_rows_max_fraction": "ignore",
     "data.max_row_bytes": "data",
     "data.artefact_memory_bytes": "ignore",
     "data.artefact_seconds": "ignore",

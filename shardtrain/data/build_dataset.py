@@ -21,7 +21,7 @@ from shardtrain.data.feed import Feed, IndexedFeed
 from shardtrain.data.growth import Growth
 from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.packing import Packing
-from shardtrain.data.read_documents import BadRows, RowStats, read_documents
+from shardtrain.data.read_documents import BadRows, RowStats, log_left_out, read_documents
 from shardtrain.data.row_template import TemplatedEncoder
 from shardtrain.data.shard_index import read_index
 from shardtrain.data.shards import ShardTokenBuffer
@@ -233,7 +233,7 @@ def _open_feed(
     # Prepared shards are tokens already.
     if hasattr(module, "open_line"):
         shards: ShardTokenBuffer = module.open_line(request, tokenizer)
-        return _indexed(shards, packing, seed, passes, named, shards.files, started)
+        return _indexed(config, shards, packing, seed, passes, named, shards.files, started)
 
     # Collectives while ranks open data together (see ``shared_opening``): all ranks must open sources in one order.
     source: Table | Shards = module.open_source(request)
@@ -267,12 +267,9 @@ def _open_feed(
         return token_cache.kept_or_made(named.name, source.members, facts, read)
 
     tokenized = shared_opening.once(place, tokens)
-    for reason in tokenized["left_out"]:
-        # Empty texts alone are nothing to worry about.
-        level = logging.WARNING if tokenized["num_bad"] else logging.INFO
-        logger.log(level, "dataset %s: left out %s", named.name, reason)
+    log_left_out(f"dataset {named.name}", tokenized["left_out"], tokenized["num_bad"])
     line = MemoryTokenBuffer.from_arrays(tokenized["line"])
-    return _indexed(line, packing, seed, passes, named, source.files(), started)
+    return _indexed(config, line, packing, seed, passes, named, source.files(), started)
 
 
 def _read(
@@ -319,6 +316,7 @@ def check_template(source: Table | Shards, encoder: Encoder, named: NamedDataset
 
 
 def _indexed(
+    config: Config,
     line: TokenBuffer,
     packing: Packing,
     seed: int | None,
@@ -331,9 +329,17 @@ def _indexed(
     text = "dataset %s: %d documents, %d tokens, %d rows; opened in %.1f s"
     seconds = time.perf_counter() - started
     logger.info(text, named.name, line.num_documents, line.num_tokens, feed.num_rows, seconds)
-    for count, what in zip(feed.changed_documents, ("cut to", "left out for being longer than"), strict=True):
-        if count:
-            logger.warning("dataset %s: %d documents are %s %d tokens", named.name, count, what, packing.seq_len + 1)
+    num_cut, num_dropped = feed.changed_documents
+    most = packing.seq_len + 1
+    if num_cut:
+        logger.warning("dataset %s: %d documents are cut to %d tokens", named.name, num_cut, most)
+    if num_dropped and packing.long_documents == "cut":
+        text = "dataset %s: %d documents are left out: none of them has a target in its first %d tokens"
+        logger.warning(text, named.name, num_dropped, most)
+        BadRows.of(config.data).judge_long(num_dropped, line.num_documents, f"dataset {named.name}")
+    elif num_dropped:
+        text = "dataset %s: %d documents are left out for being longer than %d tokens"
+        logger.warning(text, named.name, num_dropped, most)
     return feed
 
 

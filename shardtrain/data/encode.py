@@ -92,8 +92,8 @@ class TextEncoder:
 class PromptEncoder:
     """A row is a prompt and its completion, between the ends of a document; the completion and its end are learned.
 
-    No token contains characters of both (see ``continuation``). If both are lists of messages, they are one
-    conversation, and the assistant's turns in the completion are learned.
+    Of an empty completion the end is learned, as in TRL. No token contains characters of both (see ``continuation``).
+    If both are lists of messages, they are one conversation, and the assistant's turns in the completion are learned.
     """
 
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
@@ -104,7 +104,7 @@ class PromptEncoder:
         template = _template_facts(tokenizer, data) if data.chat_template or tokenizer.chat_template else ""
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
         asked_ends = _asked_ends(self._ends.ends, data)
-        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields, *asked_ends, "continued")
+        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields, *asked_ends, "continued", "empty")
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """One document, or the reason why there is none, per row."""
@@ -136,18 +136,15 @@ class PromptEncoder:
             after = messages_of(completion, data.completion_field)
             tools = tools_of(find(row, data.tools_field), data.tools_field)
             return self._chat().write([*before, *after], tools, first_learned=len(before))
-        pair = text(row, data.prompt_field), text(row, data.completion_field)
-        if not pair[1]:
-            raise Unusable("the completion is empty", harmless=True)
-        return pair
+        return text(row, data.prompt_field), text(row, data.completion_field)
 
     def _document(self, prompt: Ids, completion: Ids, would_share_token: bool) -> Document | BadRow:
-        if not len(completion):
-            return BadRow("the completion has no tokens", harmless=True)
         document = self._ends.document(np.concatenate((prompt, completion)), len(prompt))
         if would_share_token:
-            return dataclasses.replace(document, notes=(*document.notes, SHARED_TOKEN))
-        return document
+            document = dataclasses.replace(document, notes=(*document.notes, SHARED_TOKEN))
+        if document.learned is not None and document.learned[1:].any():
+            return document
+        return BadRow("the completion has no token to learn, and no end token", harmless=True)
 
     def _chat(self) -> Conversations:
         # Made when the first row is a conversation: rows of text need no template.

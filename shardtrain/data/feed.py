@@ -129,19 +129,21 @@ class IndexedFeed:
         self.num_rows: int = self._rows.num_rows
         self.num_tokens = tokens.num_tokens
         if self.num_rows < 1:
-            rule = "has no row with a target"
-            fix = 'use more data, or data.long_documents="split"'
+            rule = f"has no row with a target in the first {packing.seq_len + 1} tokens of its documents"
+            fix = 'raise seq_len, use other data, or set data.long_documents="split"'
             raise DataError(str(Problem(option, None, rule, fix)))
         self.mean_targets = self._rows.num_targets / self.num_rows
         self.files = files
-        self.fingerprint = digest(tokens.fingerprint, asdict(packing), seed)
+        # Documents without a target used to have rows: the fingerprint of data that have some differs from then.
+        dropped = [self._rows.dropped] if packing.long_documents == "cut" and self._rows.dropped else []
+        self.fingerprint = digest(tokens.fingerprint, asdict(packing), seed, *dropped)
 
     def whole_files(self) -> list[WholeFile]:
         return self._tokens.whole_files() if isinstance(self._tokens, ShardTokenBuffer) else []
 
     @property
     def changed_documents(self) -> tuple[int, int]:
-        """Documents that were cut, and that were left out, because they are longer than a row."""
+        """Numbers of documents that were cut and left out because they are longer than a row."""
         return self._rows.cut, self._rows.dropped
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:

@@ -1,7 +1,7 @@
 """Rows of whole documents: "first_fit" puts them where they fit, "padded" gives each a row.
 
-Documents are fitted in order of falling length (Johnson 1973), block by block, so that a row depends on its block
-alone. What is left of a row has no target.
+Documents are fitted in order of falling length (Johnson 1973), block by block, so that a row depends only on its block.
+The unused tail of a row has no target. A document that is cut before its first learned token is left out.
 """
 
 from __future__ import annotations
@@ -30,56 +30,70 @@ def pack(line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> 
 
 @dataclass(frozen=True)
 class Pieces:
-    """Parts of documents that go into a row whole: token numbers where they start and stop, with their last target.
+    """Parts of documents that are never split over rows.
 
-    cut, dropped: documents that lost their end, or that were left out because they are too long.
+    starts, stops: token numbers where each piece starts and stops, with its last target.
+    dropped: documents of the block that are too long and were left out, by their numbers in the block.
+    num_cut: documents that lost their end.
     """
 
     starts: Tokens
     stops: Tokens
-    cut: int
-    dropped: int
+    dropped: Tokens
+    num_cut: int
 
 
-def pieces_of(document_starts: Tokens, document_stops: Tokens, packing: Packing) -> Pieces:
-    """Cut documents to at most ``seq_len`` targets each; a document of one token has no target and gives none."""
+def pieces_of(line: TokenBuffer, block: int, packing: Packing, dropped: Tokens | None = None) -> Pieces:
+    """Cut the documents of a block to at most ``seq_len`` targets each.
+
+    A document of one token has no target and no piece. ``dropped`` are those of an earlier call for the same block,
+    which need not be found again.
+    """
+    document_starts, document_stops = documents_of_block(line, block)
     T = packing.seq_len
     targets = document_stops - document_starts - 1
-    is_long = targets > T
+    long_documents = np.flatnonzero(targets > T)
     counts = np.where(targets > 0, 1, 0)
     if packing.long_documents == "split":
         counts = -(-np.maximum(targets, 0) // T)
-    elif packing.long_documents == "drop":
-        counts = np.where(is_long, 0, counts)
+    if dropped is None:
+        dropped = _documents_to_drop(line, document_starts, long_documents, packing)
+    counts[dropped] = 0
     # The document of each piece, and the piece's number within it. The last token of a piece, which is a target alone,
     # is the first input of the next: no target is lost between two pieces.
     owners = np.repeat(np.arange(len(targets)), counts)
     numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
     starts = document_starts[owners] + numbers * T
     stops = np.minimum(starts + T + 1, document_stops[owners])
-    num_long = int(is_long.sum())
-    return Pieces(
-        starts,
-        stops,
-        cut=num_long if packing.long_documents == "cut" else 0,
-        dropped=num_long if packing.long_documents == "drop" else 0,
-    )
+    num_cut = len(long_documents) - len(dropped) if packing.long_documents == "cut" else 0
+    return Pieces(starts, stops, dropped, num_cut)
 
 
-def fit_block(document_starts: Tokens, document_stops: Tokens, packing: Packing) -> BlockFit:
+def _documents_to_drop(line: TokenBuffer, starts: Tokens, long_documents: Tokens, packing: Packing) -> Tokens:
+    """Select the documents longer than a row that are left out: with "cut", those whose learned tokens would be cut."""
+    if packing.long_documents == "drop":
+        return long_documents
+    if packing.long_documents == "split" or not line.has_mask:
+        return long_documents[:0]
+    keeps_target = [line.learned(start + 1, start + 1 + packing.seq_len).any() for start in starts[long_documents]]
+    return long_documents[~np.array(keeps_target, dtype=np.bool_)]
+
+
+def fit_block(line: TokenBuffer, block: int, packing: Packing) -> BlockFit:
     """Fit the documents of one block into rows."""
-    pieces = pieces_of(document_starts, document_stops, packing)
+    pieces = pieces_of(line, block, packing)
     lengths = pieces.stops - pieces.starts - 1
     num_targets = int(lengths.sum())
+    num_dropped = len(pieces.dropped)
     if packing.kind == "padded":
-        return BlockFit(len(lengths), num_targets, pieces.cut, pieces.dropped, NO_ORDER, NO_ORDER)
+        return BlockFit(len(lengths), num_targets, pieces.num_cut, num_dropped, NO_ORDER, NO_ORDER)
     rows = first_fit(lengths, packing.seq_len)
     num_rows = int(rows.max()) + 1 if len(rows) else 0
     # A block has 8,192 documents, of which a long one may be many pieces.
     small = np.uint16 if len(rows) < 2**16 else np.uint32
     order: Order = np.argsort(rows, kind="stable").astype(small)
     ends: Order = np.cumsum(np.bincount(rows, minlength=num_rows)).astype(small)
-    return BlockFit(num_rows, num_targets, pieces.cut, pieces.dropped, order, ends)
+    return BlockFit(num_rows, num_targets, pieces.num_cut, num_dropped, order, ends)
 
 
 def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
@@ -173,7 +187,8 @@ class FittedRows:
     Held are two bytes per piece of a document, and nothing where each has a row, or where a ``FitTable`` of prepared
     shards knows: where pieces begin and end is worked out again, block by block, from where documents begin.
 
-    cut, dropped: documents that lost their end, or that were left out because they are too long.
+    cut, dropped: documents that lost their end, or that were left out because they are too long. With "cut", a
+        document is left out if it would lose all its targets.
     """
 
     def __init__(self, line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> None:
@@ -183,6 +198,7 @@ class FittedRows:
         self._fits: list[BlockFit] = []
         # Of the block that was read last: without shuffling, or where blocks are few, the next row is of the same one.
         self._last: tuple[int, Pieces, Order, Order] | None = None
+        self._dropped: dict[int, Tokens] = {}  # of each block that was read: to find them, masks must be read
         if table is not None:
             self.num_rows = table.num_rows
             self.num_targets = table.num_targets
@@ -193,7 +209,7 @@ class FittedRows:
         self.num_targets = self.cut = self.dropped = 0
         rows_up_to = [0]
         for block in range(num_blocks(line)):
-            fit = fit_block(*documents_of_block(line, block), packing)
+            fit = fit_block(line, block, packing)
             self.num_targets += fit.num_targets
             self.cut += fit.cut
             self.dropped += fit.dropped
@@ -207,7 +223,8 @@ class FittedRows:
         # The pieces of the row's block, worked out again unless it was the last one.
         block = int(np.searchsorted(self._rows_up_to, row, side="right")) - 1
         if self._last is None or self._last[0] != block:
-            pieces = pieces_of(*documents_of_block(self._line, block), self.packing)
+            pieces = pieces_of(self._line, block, self.packing, self._dropped.get(block))
+            self._dropped[block] = pieces.dropped
             self._last = block, pieces, *self._order_of(block, len(pieces.starts))
         _, pieces, order, ends = self._last
 

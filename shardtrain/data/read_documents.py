@@ -1,7 +1,9 @@
-"""Rows to documents: what happens to a row that gives none, and what was counted."""
+"""Turn rows into documents, apply the policy for rows that give none, and count."""
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -11,9 +13,13 @@ from shardtrain.data.document import Document, Encoder
 from shardtrain.data.sources import BadRow, Key, Row, Shards, Table, every_row, place_of
 from shardtrain.utils.errors import DataError
 
+logger = logging.getLogger(__name__)
+
 ROWS_AT_ONCE = 256
 CHARACTERS_AT_ONCE = 4 * 2**20
 """Rows tokenized together: a tokenizer that works on several cores needs some, and huge ones must not add up."""
+TOO_LONG = "the prompt fills seq_len, so no token of the answer is left to learn"
+"""Reason of a row that a task leaves out because it is too long."""
 _PLACES_KEPT = 3
 _REASONS_IN_A_LINE = 3
 
@@ -86,15 +92,25 @@ class RowStats:
 
 @dataclass(frozen=True)
 class BadRows:
-    """What to do with rows that cannot be read: data.bad_rows and data.bad_rows_max_fraction."""
+    """Policy for rows that give no document.
+
+    skip: leave bad rows out, up to a share ``max_fraction`` (data.bad_rows_max_fraction).
+    max_long_fraction: largest share of rows that are too long to keep a target (data.long_rows_max_fraction).
+    fix: advice about a bad row that stops the run.
+    """
 
     skip: bool = False
     max_fraction: float = 0.0
+    max_long_fraction: float = 1.0
+    fix: str = (
+        'correct or remove the row, name its columns in [data], or set data.bad_rows="skip" and '
+        'data.bad_rows_max_fraction to the share that may be left out ("shardtrain data check" counts it)'
+    )
 
     @classmethod
     def of(cls, options: Data) -> BadRows:
         """The policy of a config."""
-        return cls(options.bad_rows == "skip", options.bad_rows_max_fraction)
+        return cls(options.bad_rows == "skip", options.bad_rows_max_fraction, options.long_rows_max_fraction)
 
     def meet(self, row: BadRow, place: str) -> None:
         """Stop at a bad row unless rows may be skipped.
@@ -103,23 +119,49 @@ class BadRows:
             DataError: naming the row's place and what is wrong with it.
         """
         if not self.skip and not row.harmless:
-            fix = 'correct or remove the row, name its columns in [data], or set data.bad_rows="skip"'
-            raise DataError(f"{place}: {row}; {fix}")
+            raise DataError(f"{place}: {row}; {self.fix}")
 
     def judge(self, tally: RowStats, dataset: str) -> None:
-        """Look at the whole: too many bad rows, or no usable one, is an error.
+        """Check the counts of a whole dataset.
 
         Raises:
-            DataError: with counts, reasons and places.
+            DataError: with counts, reasons and places, if no row is usable or too many are bad or too long.
         """
         if tally.documents == 0:
             why = tally.main_reasons() or "there are none"
-            raise DataError(f"{dataset} has 0 usable of {tally.rows} rows: {why}; name data that have some")
+            fix = "raise seq_len" if tally.harmless[TOO_LONG] else "name data that have some"
+            raise DataError(f"{dataset} has 0 usable of {tally.rows} rows: {why}; {fix}")
         if tally.num_bad > self.max_fraction * tally.rows:
             raise DataError(
                 f"{dataset} has {tally.num_bad} bad of {tally.rows} rows, more than data.bad_rows_max_fraction="
-                f"{self.max_fraction:g} allows: {tally.main_reasons()}; correct them, or raise the fraction"
+                f"{self.max_fraction:g} allows: {tally.main_reasons()}; correct them, or set "
+                f"data.bad_rows_max_fraction={as_limit(tally.num_bad, tally.rows)}"
             )
+        self.judge_long(tally.harmless[TOO_LONG], tally.rows, dataset)
+
+    def judge_long(self, num_long: int, num_rows: int, dataset: str) -> None:
+        """Check how many rows were left out because no target is left within seq_len; raises DataError."""
+        if num_long > self.max_long_fraction * num_rows:
+            raise DataError(
+                f"{dataset} has {num_long} of {num_rows} rows without a target within seq_len, more than "
+                f"data.long_rows_max_fraction={self.max_long_fraction:g} allows; raise seq_len, or set "
+                f"data.long_rows_max_fraction={as_limit(num_long, num_rows)}"
+            )
+
+
+def as_limit(part: int, whole: int) -> str:
+    """Write a fraction with three digits, rounded up, as a limit that just allows ``part``.
+
+    >>> as_limit(1, 3), as_limit(1, 4)
+    ('0.334', '0.25')
+    """
+    return f"{math.ceil(1000 * part / whole) / 1000:g}"
+
+
+def log_left_out(name: str, reasons: Iterable[str], warns: int) -> None:
+    """Log each reason for which rows of a dataset were left out. Not a warning if they are only empty texts."""
+    for reason in reasons:
+        logger.log(logging.WARNING if warns else logging.INFO, "%s: left out %s", name, reason)
 
 
 def read_documents(

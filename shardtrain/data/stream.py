@@ -170,7 +170,7 @@ class _Reader:
 
     def _documents(self, start: Place) -> Iterator[tuple[Place, Document]]:
         """The reader's documents from a place on, each with the place after it."""
-        policy = BadRows()
+        policy = BadRows(fix='correct or remove the row, or run "shardtrain data prepare" with data.bad_rows="skip"')
         last_found = start[0]
         rows = self._walk.rows(start)
         # CPU time of this thread since the last document: waiting for storage does not count.

@@ -28,6 +28,7 @@ from shardtrain.data.encode import PromptEncoder
 from shardtrain.data.ends import described
 from shardtrain.data.filler import filler_documents
 from shardtrain.data.loader import DataLoader
+from shardtrain.data.read_documents import TOO_LONG
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
 from shardtrain.hf import initial_weights
@@ -180,7 +181,7 @@ class PairTask(AnswerTask):
 
 
 def side_of(document: Document | BadRow, seq_len: int) -> Side | BadRow:
-    """A prompt with its answer, cut to seq_len targets."""
+    """A prompt with its answer, cut to seq_len targets. If they are all of the prompt, the row is too long."""
     if isinstance(document, BadRow):
         return document
     learned = document.learned if document.learned is not None else np.ones(len(document.tokens), bool)
@@ -188,7 +189,7 @@ def side_of(document: Document | BadRow, seq_len: int) -> Side | BadRow:
     learned = learned[: seq_len + 1]
     targets = np.where(learned[1:], tokens[1:], IGNORE).astype(np.int64)
     if not (targets != IGNORE).any():
-        return BadRow("no token of an answer lies within seq_len")
+        return BadRow(TOO_LONG, harmless=True)
     return Side(tokens[:-1], targets, int(tokens[-1]))
 
 

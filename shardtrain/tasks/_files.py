@@ -1,4 +1,4 @@
-"""Rows of a task from the files that the configuration names, read in chunks; bad ones are reported or refused."""
+"""Read the rows of a task in chunks from the files that the configuration names. Apply the policy for bad rows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
 from shardtrain.data.build_dataset import NamedDataset, request_for
 from shardtrain.data.growth import Growth
-from shardtrain.data.read_documents import BadRows, RowStats, chunks
+from shardtrain.data.read_documents import TOO_LONG, BadRows, RowStats, chunks, log_left_out
 from shardtrain.data.row_template import completed, template_of
 from shardtrain.data.sources import BadRow, Key, Row, Shards, Table, every_row, place_of
 from shardtrain.utils.errors import DataError
-from shardtrain.utils.log import logger
 
 T = TypeVar("T")
 Make = Callable[[Sequence[Row | BadRow]], Iterable[T | BadRow]]
@@ -53,11 +52,13 @@ def open_files(config: Config, split: str) -> Table | Shards:
 
 
 def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
-    """All rows of a split; its ``fingerprint`` is left to the task, which knows what the rows hang on.
+    """Read all rows of a split. The task sets ``fingerprint``, because only it knows what its rows depend on.
+
+    Rows that are empty or too long are left out of the training and validation sets, counted and logged.
 
     Raises:
-        ConfigError: when the dataset cannot be opened.
-        DataError: at a row that cannot be used, with file and line; data.bad_rows may leave those of training out.
+        ConfigError: if the dataset cannot be opened.
+        DataError: at a bad row, with file and line, unless data.bad_rows leaves it out of the training set.
     """
     source = open_files(config, split)
     _, named = section_of(config, split)
@@ -70,10 +71,9 @@ def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
 
     rows = Growth(named.name, source.total_bytes).rows(every_row(source))
     good_rows = FileRows(_good_rows(source, rows, split, make_of_columns, policy, tally))
-    if tally.num_bad:
+    if tally.rows > tally.documents:
         policy.judge(tally, f"dataset {named.name}")
-        for reason in tally.reasons():
-            logger.warning(f"dataset {named.name}: left out {reason}")
+    log_left_out(f"dataset {named.name}", tally.reasons(), tally.num_bad + tally.harmless[TOO_LONG])
     good_rows.files = source.files()
     return good_rows
 
@@ -96,6 +96,6 @@ def _good_rows(
                 continue
             place = place_of(source, key)
             tally.add_bad(one, place)
-            if split != "train":
+            if split == "test" or (split == "validation" and not one.harmless):
                 raise DataError(f"{place}: {one}; correct it: each row of a held-out set counts")
             policy.meet(one, place)

@@ -110,12 +110,24 @@ def test_any_prompt_and_completion_come_back(prompt, completion):
     assert len(document.learned) == len(document.tokens)
 
 
+@pytest.mark.parametrize(
+    ("prompt", "completion", "add_eos", "learned"),
+    [("x", "", None, [EOS]), ("", "", None, [EOS]), ("x", "", False, None), ("x", " ", False, ids(" "))],
+)
+def test_the_end_of_an_empty_completion_is_learned(prompt, completion, add_eos, learned):
+    found = encode({"prompt": prompt, "completion": completion}, format="prompt_completion", add_eos=add_eos)
+    if learned is None:
+        assert found == BadRow("the completion has no token to learn, and no end token", harmless=True)
+    else:
+        assert found.tokens.tolist() == [BOS, *ids(prompt), *learned]
+        assert found.tokens[found.learned].tolist() == learned
+
+
 BAD_PAIRS = {
     "prompt": ({"completion": "x"}, "has no column 'prompt'; its columns are completion", False),
     "completion": ({"prompt": "x"}, "has no column 'completion'; its columns are prompt", False),
     "null": ({"prompt": None, "completion": "x"}, "column 'prompt' holds null, not a text", False),
     "number": ({"prompt": "x", "completion": 4}, "column 'completion' holds a number, not a text", False),
-    "empty": ({"prompt": "x", "completion": ""}, "the completion is empty", True),
     "mixed": ({"prompt": [], "completion": "x"}, "the prompt is a list and the completion a text; both must be", False),
 }
 

@@ -37,7 +37,7 @@ def line(tmp_path, monkeypatch):
 def written(line, packing):
     writer = FitTableWriter(line.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, fitted.num_blocks(line))
     for block in range(fitted.num_blocks(line)):
-        fit = fitted.fit_block(*fitted.documents_of_block(line, block), packing)
+        fit = fitted.fit_block(line, block, packing)
         counts = {name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped")}
         writer.add([(counts, fit.to_bytes())])
     writer.finish()

@@ -177,7 +177,10 @@ def test_conversations_are_pairs_too(tmp_path: Path) -> None:
     ("row", "told"),
     [
         ({"prompt": "a", "chosen": "b"}, "has no column 'rejected'"),
-        ({"prompt": "a" * 60, "chosen": "b", "rejected": "c"}, "no token of an answer lies within seq_len"),
+        (
+            {"prompt": "a" * 60, "chosen": "b", "rejected": "c"},
+            "has 0 usable of 1 rows: 1 row: the prompt fills seq_len.*; raise seq_len",
+        ),
     ],
 )
 def test_a_row_that_is_not_a_pair_is_named(row: dict[str, str], told: str, tmp_path: Path) -> None:

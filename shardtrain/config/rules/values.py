@@ -121,6 +121,7 @@ FROM_0_TO_1 = (
     "activation_checkpoint.memory_budget",
     "fault_tolerance.fragment_update_alpha",
     "data.bad_rows_max_fraction",
+    "data.long_rows_max_fraction",
 )
 MOST = 10**12
 """Of steps, rows, ranks and seconds: a run of a step in a millisecond gets there in 30 years."""

@@ -113,6 +113,9 @@ class Data:
     """A row that cannot be read: stop and name file and line, or leave it out and count it (shardtrain)."""
     bad_rows_max_fraction: float = 0.001
     """With skip, share of bad rows above which the run stops, 0..1 (shardtrain)."""
+    long_rows_max_fraction: float = 0.5
+    """Rows whose prompt fills seq_len have no token to learn and are left out. Share of them above which the run
+    stops, 0..1 (shardtrain)."""
     max_row_bytes: int = 16777216
     """A larger row is a bad row; limits memory (shardtrain)."""
     artefact_memory_bytes: int = 1073741824

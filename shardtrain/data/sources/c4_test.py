@@ -23,6 +23,8 @@ def open_source(request: Request) -> Table | Shards:
         PLACES[0], lambda: next((place for place in PLACES if Path(place).is_dir()), None)
     )
     if not path:
-        rule = f'is not set, and the dataset "c4_test" is a local one that is not in ./{PLACES[0]}'
-        raise ConfigError(Problem(request.option, None, rule, "name the folder, or use c4_mini"))
+        option = request.option.removesuffix("_path")
+        rule = f"is a local dataset, which is not in ./{PLACES[0]}"
+        fix = f'name its folder with {request.option}, or use "python_stdlib", which is on every machine'
+        raise ConfigError(Problem(option, "c4_test", rule, fix))
     return huggingface.open_local(replace(request, path=path))

@@ -80,7 +80,8 @@ def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
     if request.subset is not None and dataset.data_files is not None:
         rule = "has no effect with this dataset, which is a part of one subset"
         raise ConfigError(Problem("data.subset", request.subset, rule, "remove it"))
-    return _hub.open_hub(replace(request, path=dataset.name), dataset)
+    # The user named the dataset, not a path: messages about it name that option.
+    return _hub.open_hub(replace(request, path=dataset.name, option=request.option.removesuffix("_path")), dataset)
 
 
 def open_local(request: Request, sole_split: str = "train") -> Table | Shards:

@@ -18,7 +18,7 @@ from shardtrain.data import build_dataset, sources
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.mix import Mixture
 from shardtrain.data.packing import Packing
-from shardtrain.data.read_documents import BadRows
+from shardtrain.data.read_documents import BadRows, as_limit
 from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.sources import Table
 from shardtrain.data.tokenizer import Tokenizer
@@ -128,7 +128,7 @@ def examine(config: Config, world_size: int) -> Report:
         for survey in surveys(config, config.validation, tokenizer):
             packing = packings[survey.name]
             name = f"validation: {survey.name}"
-            report.tables[name] = _facts(survey, packing) | {"sequences per pass": survey.num_rows(packing)}
+            report.tables[name] = _facts(survey, packing) | {"sequences per pass": survey.rows(packing).num_rows}
             _judge(survey, config, vocab_size, packing, report)
             count, examples = survey.shared_with(training)
             if count:
@@ -218,10 +218,11 @@ def _epochs(
     with the weights and stages of the configuration; none where it never comes.
     """
     batch = derived.global_batch_size(config, world_size)
-    rows = [survey.num_rows(packings[survey.name]) for survey in surveys]
+    packed = [survey.rows(packings[survey.name]) for survey in surveys]
+    rows = [one.num_rows for one in packed]
     ends: list[int | None] = list(rows)
     if len(surveys) > 1 and all(rows):
-        feeds = [_Counted(survey.mean_targets(packings[survey.name])) for survey in surveys]
+        feeds = [_Counted(one.num_targets / one.num_rows) for one in packed]
         mixture = Mixture(build_dataset.stages_of(config, feeds))
         ends = [mixture.first_position_beyond(index, count) for index, count in enumerate(rows)]
     elif config.task.name not in OF_DOCUMENTS:
@@ -249,7 +250,8 @@ def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, re
 
     # Bad rows, as data.bad_rows says: none are let through, or a share of them.
     if not policy.skip and tally.num_bad:
-        fix = 'correct or remove them, or set data.bad_rows="skip"'
+        allowed = as_limit(tally.num_bad, tally.rows)
+        fix = f'correct or remove them, or set data.bad_rows="skip" and data.bad_rows_max_fraction={allowed}'
         if tally.num_bad == tally.rows:
             fix = "see whether the dataset, data.format and the names of its columns are right"
         report.bad.append(f"dataset {survey.name} has {tally.num_bad} bad of {tally.rows} rows; {fix}")
@@ -260,16 +262,26 @@ def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, re
             report.bad.append(str(error))
 
     # Nothing to learn, or nothing left of it once it is packed.
+    packed = survey.rows(packing)
     if tally.documents and not tally.learned and not survey.damage:
         report.bad.append(f"dataset {survey.name} has no token that is learned; see data.format")
-    elif tally.documents and not survey.damage and not survey.num_rows(packing):
+    elif tally.documents and not survey.damage and not packed.num_rows:
         rule = f"gives no sequence with packing {packing.kind}, and seq_len {packing.seq_len}"
         report.bad.append(f"dataset {survey.name} {rule}; see data.long_documents, and documents of one token")
-    num_long = int((survey.lengths - 1 > packing.seq_len).sum())
-    if num_long and packing.kind != "concat" and packing.long_documents != "split":
-        fate = {"cut": f"lose what lies beyond {packing.seq_len + 1} tokens", "drop": "are left out"}
-        which = f"{num_long} of {tally.documents} documents"
-        report.warnings.append(f"dataset {survey.name}: {which} {fate[packing.long_documents]}")
+    most = packing.seq_len + 1
+    why_dropped = f"are longer than {most} tokens"
+    if packing.long_documents == "cut":
+        why_dropped = f"have no target in their first {most} tokens"
+        try:
+            policy.judge_long(packed.dropped, tally.documents, f"dataset {survey.name}")
+        except DataError as error:
+            report.bad.append(str(error))
+    for count, fate in (
+        (packed.cut, f"lose what lies beyond {most} tokens"),
+        (packed.dropped, f"{why_dropped} and are left out"),
+    ):
+        if count:
+            report.warnings.append(f"dataset {survey.name}: {count} of {tally.documents} documents {fate}")
     if survey.max_id >= vocab_size:
         report.problems.append(
             f"dataset {survey.name} has the id {survey.max_id}, and the model's vocabulary is {vocab_size}; set "

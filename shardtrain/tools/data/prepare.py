@@ -184,7 +184,7 @@ def _fit(job: Job, processes: int) -> list[str]:
 
     def work(number: int, say: pool.Say) -> dict[str, Any]:
         blocks = range(groups[number], min(groups[number] + _BLOCKS_AT_ONCE, fitted.num_blocks(line)))
-        fits = [fitted.fit_block(*fitted.documents_of_block(line, block), packing) for block in blocks]
+        fits = [fitted.fit_block(line, block, packing) for block in blocks]
         say({})  # ends this process where the command has ended
         return {
             "blocks": [

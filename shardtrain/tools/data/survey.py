@@ -1,6 +1,6 @@
 """What a dataset holds, from one pass over it: counts, lengths, bad rows and a hash of each document.
 
-Memory is 12 bytes a document. Two documents are the same when their tokens are; the hash has 64 bits, by which chance
+Memory is 16 bytes a document. Two documents are the same when their tokens are; the hash has 64 bits, by which chance
 makes one false pair among 10^9 documents in about 40 passes.
 """
 
@@ -19,11 +19,11 @@ import numpy.typing as npt
 
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.fitted import pack
-from shardtrain.data.packing import Packing
+from shardtrain.data.packing import Packing, Rows
 from shardtrain.data.read_documents import BadRows, RowStats, chunks, read_documents
 from shardtrain.data.shards import ShardTokenBuffer, verify
 from shardtrain.data.sources import BadRow, Key, Shards, Table, every_row, place_of, rows_of
-from shardtrain.data.token_buffer import MemoryTokenBuffer
+from shardtrain.data.token_buffer import Mask, MemoryTokenBuffer
 
 _EXAMPLES = 3
 _BLOCK_TOKENS = 2**20
@@ -36,6 +36,7 @@ class Survey:
 
     hashes:      one per document, in the order of the dataset.
     lengths:     tokens of each document, with bos and eos.
+    first_targets: index of the first learned target in each document; its length if it has none.
     max_id:      the largest token id, -1 without tokens.
     damage:      what is wrong with the files of prepared shards.
     place:       document number -> where a person finds it.
@@ -45,6 +46,7 @@ class Survey:
     tally: RowStats = field(default_factory=RowStats)
     hashes: Hashes = field(default_factory=lambda: np.array([], np.uint64))
     lengths: npt.NDArray[np.int64] = field(default_factory=lambda: np.array([], np.int64))
+    first_targets: npt.NDArray[np.int64] = field(default_factory=lambda: np.array([], np.int64))
     max_id: int = -1
     damage: list[str] = field(default_factory=list)
     place: Callable[[int], str] = str
@@ -63,26 +65,26 @@ class Survey:
         shared = np.flatnonzero(np.isin(self.hashes, theirs))
         return len(shared), [self.place(int(document)) for document in shared[:_EXAMPLES]]
 
-    def num_rows(self, packing: Packing) -> int:
-        """Rows that training makes of these documents in one pass."""
-        return pack(_Lengths(self.lengths), packing).num_rows if len(self.lengths) else 0
-
-    def mean_targets(self, packing: Packing) -> float:
-        """Targets of such a row, on average."""
-        if not len(self.lengths):
-            return 0.0
-        rows = pack(_Lengths(self.lengths), packing)
-        return rows.num_targets / max(1, rows.num_rows)
+    def rows(self, packing: Packing) -> Rows:
+        """Return the rows that training makes of these documents in one pass. They can be counted, not read."""
+        return pack(_Lengths(self.lengths, self.first_targets), packing)
 
 
 class _Lengths(MemoryTokenBuffer):
-    """A line of which only the boundaries of documents are known: enough to count rows, not to fill them."""
+    """Documents of which only the lengths and the first targets are known: enough to count rows, not to fill them."""
 
-    def __init__(self, lengths: npt.NDArray[np.int64]) -> None:
+    def __init__(self, lengths: npt.NDArray[np.int64], first_targets: npt.NDArray[np.int64]) -> None:
         super().__init__([], 1)
         self._starts = np.cumsum(lengths) - lengths
+        self._first_targets = np.append(self._starts + first_targets, -1)
         self.num_tokens = int(lengths.sum())
         self.num_documents = len(lengths)
+        self.has_mask = True
+
+    def learned(self, start: int, stop: int) -> Mask:
+        """Mark only the first targets."""
+        next_target = self._first_targets[np.searchsorted(self._first_targets[:-1], start)]
+        return np.arange(start, stop) == next_target
 
 
 class _Collector:
@@ -91,19 +93,22 @@ class _Collector:
     def __init__(self) -> None:
         self._hashes = array("Q")
         self._lengths = array("I")
+        self._first_targets = array("I")
         self._max_id = -1
 
-    def add(self, tokens: npt.NDArray[Any]) -> None:
+    def add(self, tokens: npt.NDArray[Any], learned: Mask | None) -> None:
         content = np.ascontiguousarray(tokens, dtype="<i4")
         digest = hashlib.blake2b(content.tobytes(), digest_size=8).digest()
         self._hashes.append(int.from_bytes(digest, "little"))
         self._lengths.append(len(content))
+        self._first_targets.append(1 if learned is None else 1 + int(np.append(learned[1:], True).argmax()))
         if len(content):
             self._max_id = max(self._max_id, int(content.max()))
 
     def into(self, survey: Survey) -> Survey:
         survey.hashes = np.frombuffer(self._hashes, dtype=np.uint64) if len(self._hashes) else survey.hashes
         survey.lengths = np.array(self._lengths, dtype=np.int64)
+        survey.first_targets = np.array(self._first_targets, dtype=np.int64)
         survey.max_id = self._max_id
         return survey
 
@@ -119,7 +124,7 @@ def survey_rows(name: str, source: Table | Shards, encoder: Encoder, tick: Calla
         documents_before.append(survey.tally.documents)
         first_keys.append(chunk[0][0])
         for document in read_documents(source, encoder, everything, survey.tally, chunk):
-            collector.add(document.tokens)
+            collector.add(document.tokens, document.learned)
         tick(len(chunk))
 
     def place(number: int) -> str:
@@ -161,7 +166,7 @@ def survey_line(name: str, line: ShardTokenBuffer, tick: Callable[[int], None]) 
         tokens = line.tokens(base, end)
         learned = line.learned(base, end)
         for first, last in zip(starts[at:stop] - base, [*(starts[at + 1 : stop] - base), end - base], strict=True):
-            collector.add(tokens[first:last])
+            collector.add(tokens[first:last], learned[first:last])
         survey.tally.learned += int(learned.sum())
         tick(stop - at)
         at = stop

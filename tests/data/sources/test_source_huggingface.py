@@ -237,9 +237,19 @@ def test_a_local_path_that_does_not_exist_is_never_looked_for_on_the_hub(path, m
 
 
 def test_a_path_is_asked_for_where_one_is_needed():
-    for name in ("huggingface", "c4_test"):
-        with pytest.raises(ConfigError, match=rf'is not set, and the dataset "{name}"'):
+    rules = {
+        "huggingface": 'training.dataset_path is not set, and the dataset "huggingface"',
+        "c4_test": r'training.dataset="c4_test" is a local dataset.*; name its folder .*, or use "python_stdlib"',
+    }
+    for name, rule in rules.items():
+        with pytest.raises(ConfigError, match=rule):
             sources.find(name).open_source(Request(None))
+
+
+def test_a_dataset_named_without_a_path_is_reported_by_its_name(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r'^training.dataset="allenai/c4" needs the library datasets'):
+        sources.find("c4_mini").open_source(Request(None))
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):

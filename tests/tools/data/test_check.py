@@ -242,7 +242,7 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_survey_of_nothing_has_no_rows() -> None:
     survey = Survey("empty")
-    assert survey.num_rows(Packing(8)) == 0
+    assert survey.rows(Packing(8)).num_rows == 0
     assert survey.duplicates() == (0, []) and survey.shared_with([]) == (0, [])
 
 
@@ -251,7 +251,7 @@ def test_documents_that_are_all_left_out_are_a_problem(tmp_path: Path, capsys: p
     words = words_for(jsonl(tmp_path / "a.jsonl", [{"text": "x" * 100}] * 2 + [{"text": "y" * 70}]), *fitted)
     code, report = run(capsys, *words)
     assert code == 3 and "gives no sequence with packing first_fit" in report["problems"][0]
-    assert "3 of 3 documents are left out" in " ".join(report["warnings"])
+    assert "3 of 3 documents are longer than 65 tokens and are left out" in " ".join(report["warnings"])
 
 
 def test_where_no_row_can_be_read_skipping_is_not_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
