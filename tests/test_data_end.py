@@ -170,7 +170,7 @@ def prompts_alone(rank: int, root: Path) -> list[Ended]:
             shallow_config(
                 job={"dump_folder": str(root / f"alone-{steps}")},
                 training={**options, "global_batch_size": 4, "steps": steps, "on_data_end": "repeat"},
-                data={"format": "prompt_completion"},
+                data={"format": "prompt_completion", "packing": "concat"},
             ),
         )
         for steps in (3, 12)
@@ -178,8 +178,8 @@ def prompts_alone(rank: int, root: Path) -> list[Ended]:
 
 
 def test_a_run_that_learns_nothing_is_not_success(tmp_path: Path) -> None:
-    row = {"prompt": "x" * 200, "completion": "never reached"}
-    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(20)))
+    row = {"prompt": "x" * 60_000, "completion": "in one of a thousand rows"}
+    (tmp_path / "long.jsonl").write_text(json.dumps(row) + "\n")
     for name in ("alone-3", "alone-12"):
         (tmp_path / name).mkdir()
     for rank in run_ranks(2, prompts_alone, tmp_path):

@@ -65,6 +65,7 @@ class Metrics:
         self._first: Record | None = None
         self._last: Record | None = None
         self._losses: list[tuple[int, float]] = []
+        self._steps_without_targets = 0
         self._step = facts.start_step
         self._start_tokens = tokens_seen
         self._sinks = list(open_sinks(config, self._run_folder, facts))
@@ -125,6 +126,7 @@ class Metrics:
         if self._waits:
             self._waits.step(step)
         self.tokens_seen += global_tokens
+        self._steps_without_targets += global_tokens == 0
         self._window.add(loss_sum, local_tokens, global_tokens, data_seconds)
         record = None
         if self.is_log_step(step):
@@ -133,8 +135,9 @@ class Metrics:
             norm = float(grad_norm)
             record = self._own.call(lambda: self._record(step, means, norm, lr, extra or {}, order_hash), None)
             if record is not None:
-                self._first = self._first or record
-                self._last = record
+                if record.has_targets:
+                    self._first = self._first or record
+                    self._last = record
                 # Every second one goes when there are many, but the first: a curve of the whole run stays small.
                 if math.isfinite(record.loss):
                     self._losses.append((record.step, record.loss))
@@ -176,6 +179,8 @@ class Metrics:
         self, step: int, means: WindowMeans, grad_norm: float, lr: float, extra: Mapping[str, float], order_hash: int
     ) -> Record:
         """Turn the sums of a window into what is logged."""
+        if self._steps_without_targets:
+            extra = {**extra, "steps_without_targets": self._steps_without_targets}
         tps = means.tokens_per_second / self._facts.world_size
         flops_per_second = tps * self._facts.flops_per_token
         return Record(
@@ -193,6 +198,7 @@ class Metrics:
             data_seconds=means.data_seconds,
             memory=read_peak(self._facts.device_type),
             eta_seconds=(self._facts.total_steps - step) * means.step_seconds,
+            has_targets=means.tokens > 0,
             extra=extra,
             order_hash=order_hash,
         )

@@ -100,7 +100,7 @@ def texts(step: int, total_steps: int, record: Record | None) -> list[str]:
     if record is not None:
         left = (total_steps - step) * record.step_seconds
         words += [
-            f"loss {record.loss:.4f}",
+            f"loss {record.loss:.4f}" if record.has_targets else "no targets",
             f"{record.tokens_per_second:,.0f} tokens/s",
             f"{format_seconds(left)} left",
         ]

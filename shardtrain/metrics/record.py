@@ -78,6 +78,8 @@ class Record:
     memory: MemoryPeak
     eta_seconds: float
     """Time left at the speed of this window."""
+    has_targets: bool = True
+    """False if no step of the window had a target: then there is no loss."""
     extra: Mapping[str, float] = field(default_factory=dict)
     order_hash: int = 0
     """What the run has seen since its first step, as one number: see ``data/checksum.py``."""

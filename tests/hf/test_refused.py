@@ -70,6 +70,16 @@ def index(content: Any) -> Callable[[Path], None]:
     return write
 
 
+def index_of_two_files(folder: Path) -> None:
+    save_file({"other": torch.ones(1)}, folder / "b.safetensors")
+    index({"weight_map": {"model.norm.weight": "model.safetensors", WQ: "b.safetensors"}})(folder)
+
+
+def index_of_an_absent_tensor(folder: Path) -> None:
+    tensors(lambda found: found.pop(WQ))(folder)
+    index({"weight_map": {"model.norm.weight": "model.safetensors", WQ: "model.safetensors"}})(folder)
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n")
@@ -93,7 +103,8 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
         CheckpointError,
         "not a safetensors file of",
     ),
-    "index wrong": (index({"weight_map": {"a": "model.safetensors"}}), CheckpointError, "does not hold it"),
+    "index wrong": (index_of_two_files, CheckpointError, f"says that {WQ} is in b.safetensors, which does not hold it"),
+    "index without tensor": (index_of_an_absent_tensor, CheckpointError, f"1 missing: {WQ}"),
     "index gone": (
         index({"weight_map": {WQ: "model-2.safetensors"}}),
         CheckpointError,

@@ -80,3 +80,20 @@ def test_config_json_is_read_in_its_older_form_too(tmp_path: Path) -> None:
     fields |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": {**rope, "type": rope.pop("rope_type")}}
     (folder / "config.json").write_text(json.dumps(fields))
     assert recognise(folder) == before
+
+
+def test_a_tied_head_that_the_index_lists_may_be_absent(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = save(build("llama3-tied"), tmp_path / "hf", shard_bytes=20_000)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    file = index["weight_map"]["model.embed_tokens.weight"]
+    index["weight_map"]["lm_head.weight"] = file
+    path.write_text(json.dumps(index))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    _, wanted = imported(folder, tmp_path / "checkpoint")
+    tokens_BT = torch.randint(0, 260, (2, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        own = logits.own_model(wanted)(tokens_BT, torch.arange(40).expand(2, -1))
+        # float32 leaves about 1e-5 of logits up to 10
+        torch.testing.assert_close(own, theirs(tokens_BT).logits, atol=1e-4, rtol=0)

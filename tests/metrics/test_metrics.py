@@ -132,6 +132,16 @@ def test_a_window_without_tokens_has_no_loss_and_does_not_fail(kit):
     assert means.tokens_per_second == 0
 
 
+def test_steps_without_targets_are_named_and_counted(tmp_path, kit, caplog):
+    with caplog.at_level("INFO"), Metrics(kit.config(log_freq=1), tmp_path, kit.facts(), kit.OneRank()) as metrics:
+        for step, tokens in enumerate((0, 100, 0, 100), start=1):
+            metrics.update(step, torch.tensor(float(tokens)), tokens, tokens, 0.25, 1e-3, 0.125)
+    assert [line["loss"] for line in records(tmp_path)] == [None, 1.0, None, 1.0]
+    assert [line["steps_without_targets"] for line in records(tmp_path)] == [1, 1, 2, 2]
+    assert caplog.text.count("loss: no targets") == 2 and caplog.text.count("loss:  1.00000") == 2
+    assert "loss 1.0000 -> 1.0000" in caplog.text and "nan" not in caplog.text
+
+
 def test_paused_time_is_not_step_time(tmp_path, kit):
     clock = kit.Clock()
     metrics = Metrics(kit.config(), tmp_path, kit.facts(), kit.OneRank(), clock=clock)

@@ -83,7 +83,7 @@ class Table:
         """Width, text and colour of each column by its name, from left to right."""
         cells = {
             "step": (self._step_width, f"{record.step}/{self._total_steps}", _RED),
-            "loss": (8, _number(record.loss, 5), _GREEN),
+            "loss": (8, _number(record.loss, 5) if record.has_targets else "-", _GREEN),
             "grad_norm": (9, _number(record.grad_norm, 4), _YELLOW),
             "lr": (9, f"{record.lr:.3e}", ""),
             "memory": (6, f"{record.memory.peak_gib:.2f}", _CYAN),
@@ -144,7 +144,7 @@ def _parts(record: Record) -> list[tuple[str, str]]:
     mfu = "-" if record.mfu is None else f"{100 * record.mfu:.2f}%"
     parts = [
         (_RED, f"step: {record.step:>2}"),
-        (_GREEN, f"loss: {record.loss:8.5f}"),
+        (_GREEN, f"loss: {record.loss:8.5f}" if record.has_targets else "loss: no targets"),
         (_YELLOW, f"grad_norm: {record.grad_norm:7.4f}"),
         ("", f"lr: {record.lr:.3e}"),
         (_CYAN, f"memory: {record.memory.peak_gib:5.2f} GiB{share}"),
