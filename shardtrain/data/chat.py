@@ -47,12 +47,12 @@ def write(
     """Text of a conversation, with the assistant's turns from message ``first_learned`` on.
 
     Raises:
-        Unusable: when the template fails or leaves a tool call out, nothing is learned, or a turn cannot be found.
+        Unusable: when the template fails or drops a text, nothing is learned, or a turn cannot be found.
     """
     if not any(message["role"] == "assistant" for message in messages[first_learned:]):
         raise Unusable("the conversation has no turn of the assistant")
     chat, text = _render(template, messages, tools, prompt=False)
-    _check_calls(template, chat, tools)
+    check_nothing_is_dropped(template, chat, tools)
     # A template that marks what the assistant says is believed; in all others its turns are searched for.
     if template.marks:
         return _marked(template, chat, tools, first_learned)
@@ -74,32 +74,77 @@ def _render(
     return chat, text
 
 
-def _check_calls(template: ChatTemplate, chat: list[Message], tools: list[Any] | None) -> None:
-    """Refuse a template that skips tool calls: the model would learn to say nothing where it has to call.
+def find_content_form(template: ChatTemplate) -> None:
+    """Let a template that skips contents of type str get them as lists of parts, if it writes those.
 
-    Names are replaced by words of their own, for a short name may be in the text for other reasons.
+    Templates of vision-language models (SmolVLM, Idefics3) loop over the parts of a content. Over a str they loop as
+    well, letter by letter, and write nothing.
     """
-    if not any("tool_calls" in message for message in chat):
-        return
-    turns: list[int] = []
+    question, answer = f"{_STAND_IN}-question", f"{_STAND_IN}-answer"
+    chat: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    for as_parts in (False, True):
+        template.content_as_parts = as_parts
+        try:
+            text = template.render(chat)
+        except Unusable:
+            continue
+        if question in text and answer in text:
+            return
+    template.content_as_parts = False
 
-    def renamed(call: dict[str, Any], turn: int) -> dict[str, Any]:
-        turns.append(turn)
-        name = {"name": f"{_STAND_IN}-{len(turns)}-"}
-        return {**call, "function": {**call["function"], **name}} if "function" in call else {**call, **name}
 
-    other = []
+def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], tools: list[Any] | None) -> None:
+    """Reject a conversation of which the template drops a content, a tool call or the last turn's reasoning.
+
+    The model would be trained on an empty question, or learn only the ends of its turns. Stand-ins replace the texts,
+    because a short text may occur in the conversation for other reasons. The answer depends on the shape of the
+    conversation, so each shape is rendered once. Reasoning of earlier turns may be dropped: many templates do so.
+
+    Raises:
+        Unusable: names the turn.
+    """
+    shape = (bool(tools), *(_shape(message) for message in chat))
+    if shape not in template.dropped:
+        template.dropped[shape] = _find_dropped(template, chat, tools)
+    if reason := template.dropped[shape]:
+        raise Unusable(f"the chat template drops {reason}; use one that writes it")
+
+
+def _shape(message: Message) -> tuple[Any, ...]:
+    has_content = bool(message.get("content", "").strip())
+    return message["role"], has_content, len(message.get("tool_calls", ())), "reasoning_content" in message
+
+
+def _find_dropped(template: ChatTemplate, chat: Sequence[Message], tools: list[Any] | None) -> str:
+    """Describe the first text that the template does not write, or return ""."""
+    replaced: list[Message] = []
+    wanted: dict[str, str] = {}
     for turn, message in enumerate(chat, start=1):
-        if "tool_calls" in message:
-            message = {**message, "tool_calls": [renamed(call, turn) for call in message["tool_calls"]]}
-        other.append(message)
+        message = dict(message)
+        if message.get("content", "").strip():
+            message["content"] = f"{_STAND_IN}-content-{turn}-"
+            wanted[message["content"]] = f"the content of turn {turn}"
+        if "reasoning_content" in message:
+            reasoning = f"{_STAND_IN}-reasoning-{turn}-"
+            message |= {key: reasoning for key in ("thinking", "reasoning_content") if key in message}
+            if turn == len(chat):
+                wanted[reasoning] = f"the reasoning of turn {turn}"
+        calls = []
+        for number, call in enumerate(message.get("tool_calls", ()), start=1):
+            name = f"{_STAND_IN}-call-{turn}-{number}-"
+            wanted[name] = f"the tool call of turn {turn}"
+            is_wrapped = "function" in call
+            calls.append(
+                {**call, "function": {**call["function"], "name": name}} if is_wrapped else {**call, "name": name}
+            )
+        if calls:
+            message["tool_calls"] = calls
+        replaced.append(message)
     try:
-        text = template.render(other, tools)
+        text = template.render(replaced, tools)
     except Unusable:
-        return  # a template that looks at the names writes them
-    for number, turn in enumerate(turns, start=1):
-        if f"{_STAND_IN}-{number}-" not in text:
-            raise Unusable(f"the chat template leaves out the tool call of turn {turn}; use one that writes it")
+        return ""  # a template that reads the names of calls or the contents writes them
+    return next((description for stand_in, description in wanted.items() if stand_in not in text), "")
 
 
 def _marked(template: ChatTemplate, chat: list[Message], tools: list[Any] | None, first_learned: int) -> Written:
@@ -183,6 +228,9 @@ class Conversations:
         self._tokenizer = tokenizer
         self._template = template
         self._tool_template = tool_template
+        for one in (template, tool_template):
+            if one is not None:
+                find_content_form(one)
         self._special = np.array(sorted(tokenizer.special_ids), dtype=np.int32)
         self._logged_ending = False
 
@@ -198,7 +246,9 @@ class Conversations:
         """
         if messages[-1]["role"] == "assistant":
             raise Unusable("the conversation ends with the assistant's turn, which leaves nothing to answer")
-        text = _render(self._template_of(tools), messages, tools, prompt=True)[1]
+        template = self._template_of(tools)
+        chat, text = _render(template, messages, tools, prompt=True)
+        check_nothing_is_dropped(template, chat, tools)
         return self._tokenizer.encode_spans([text])[0][0]
 
     def turn_end(self) -> int | None:

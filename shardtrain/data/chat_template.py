@@ -38,6 +38,10 @@ class ChatTemplate:
         """``file`` is the value of data.chat_template; None for a tokenizer's own template."""
         self.marks = False
         """Whether the template marks what the assistant says with {% generation %}."""
+        self.content_as_parts = False
+        """True to pass each content as ``[{"type": "text", "text": ...}]``, for templates that read only this form."""
+        self.dropped: dict[tuple[Any, ...], str] = {}
+        """By shape of conversation: what the template drops of it, or "". See ``chat.check_nothing_is_dropped``."""
         self._special_tokens = dict(special_tokens)
         self._marking = False
         self._work = Work()
@@ -79,7 +83,8 @@ class ChatTemplate:
         self._work.begin()
         pieces: list[str] = []
         size = 0
-        arguments = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        chat = [_with_parts(message) for message in messages] if self.content_as_parts else list(messages)
+        arguments = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         try:
             for piece in self._template.generate(**{**self._special_tokens, **arguments}):
                 pieces.append(piece)
@@ -141,6 +146,11 @@ class ChatTemplate:
             day = FIXED_DATE.date().isoformat()
             logger.warning(f"the chat template asks for the date; it gets {day}, so that tokens stay the same")
         return FIXED_DATE.strftime(form)
+
+
+def _with_parts(message: Message) -> Message:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _generation_tag(template: ChatTemplate) -> Any:

@@ -13,7 +13,7 @@ from shardtrain.data.chat import write
 from shardtrain.data.chat_template import ChatTemplate
 from shardtrain.data.columns import Unusable
 from shardtrain.data.document import Document
-from shardtrain.data.encode import open_encoder
+from shardtrain.data.encode import open_conversations, open_encoder
 from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.utils.errors import ConfigError
@@ -238,7 +238,9 @@ def test_marks_within_a_macro_have_the_right_place(tmp_path):
 
 def test_marks_whose_text_is_changed_are_refused():
     template = ChatTemplate(
-        "{% set x %}{% generation %} {{ messages[1].content }} {% endgeneration %}{% endset %}{{ x | trim }}", {}
+        "{{ messages[0].content }}{% set x %}{% generation %} {{ messages[1].content }} {% endgeneration %}{% endset %}"
+        "{{ x | trim }}",
+        {},
     )
     with pytest.raises(Unusable, match="changes what its"):
         write(template, TURNS[:2], None)
@@ -284,11 +286,13 @@ def test_text_parts_and_nulls_and_json_tools_mean_the_same(tmp_path):
 
 def test_a_template_that_takes_arguments_as_text_gets_them_as_text():
     template = ChatTemplate(
-        "{% for m in messages %}{% set f = m.tool_calls[0].function %}{{ f.arguments + '!' + f.name }}{% endfor %}", {}
+        "{% for m in messages %}{% set f = m.tool_calls[0].function %}{{ m.content + f.arguments + '!' + f.name }}"
+        "{% endfor %}",
+        {},
     )
     call = {"function": {"name": "f", "arguments": '{"a":1}'}}
-    message = {"role": "assistant", "content": '{"a":1}', "tool_calls": [call]}
-    assert write(template, [message], None).text == '{"a":1}!f'
+    message = {"role": "assistant", "content": "x", "tool_calls": [call]}
+    assert write(template, [message], None).text == 'x{"a":1}!f'
 
 
 USER = {"role": "user", "content": "a"}
@@ -355,7 +359,7 @@ def test_no_chat_template_is_an_error_that_names_the_option(tmp_path):
 def test_a_template_that_leaves_a_tool_call_out_makes_no_document(tmp_path):
     told = [{**message, "content": message["content"] or "let me get_weather"} for message in WITH_TOOLS]
     result = encode(folder_of(tmp_path, ZEPHYR), {"messages": told, "tools": TOOLS})
-    assert isinstance(result, BadRow) and "leaves out the tool call of turn 2" in result.reason
+    assert isinstance(result, BadRow) and "drops the tool call of turn 2" in result.reason
 
 
 def test_a_template_of_one_s_own_counts_before_the_tokenizer_s(tmp_path):
@@ -413,3 +417,66 @@ def test_many_rows_at_once_are_each_as_alone(tmp_path):
         else:
             assert np.array_equal(found.tokens, alone.tokens) and np.array_equal(found.learned, alone.learned)
     assert encoder.encode([]) == []
+
+
+# What a template writes of a message -> the templates of this kind
+SMOLVLM = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+TYPO = CHATML.replace("content", "contents")
+NO_USER = """\
+{% for m in messages %}<|{{ m.role }}|>{% if m.role != 'user' %}{{ m.content }}{% endif %}<|eot|>{% endfor %}"""
+NO_SYSTEM = NO_USER.replace("m.role != 'user'", "m.role != 'system'")
+NO_TOOL = NO_USER.replace("m.role != 'user'", "m.role != 'tool'")
+EMPTY_MARKS = """\
+{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}<|eot|>{% endgeneration %}\
+{% else %}{{ m.content }}{% endif %}{% endfor %}"""
+NO_REASONING = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot|>{% endfor %}"
+LAST_REASONING = """\
+{% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.reasoning_content is defined %}\
+<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|eot|>{% endfor %}"""
+ANSWER = {"role": "assistant", "content": "Blue."}
+THOUGHT = {**ANSWER, "reasoning_content": "Water is blue."}
+TOOL_RESULT = {"role": "tool", "content": "18 degrees"}
+DROPPED = {
+    "contents as parts": (SMOLVLM, [USER, ANSWER], None),
+    "a typo in the name of the content": (TYPO, [USER, ANSWER], "the content of turn 1"),
+    "no user": (NO_USER, [USER, ANSWER], "the content of turn 1"),
+    "no system prompt": (
+        NO_SYSTEM,
+        [{"role": "system", "content": "Be brief."}, USER, ANSWER],
+        "the content of turn 1",
+    ),
+    "a system prompt that is not there": (NO_SYSTEM, [USER, ANSWER], None),
+    "no tool result": (NO_TOOL, [USER, ANSWER, TOOL_RESULT, ANSWER], "the content of turn 3"),
+    "marks around nothing": (EMPTY_MARKS, [USER, ANSWER], "the content of turn 2"),
+    "no reasoning": (NO_REASONING, [USER, THOUGHT], "the reasoning of turn 2"),
+    "reasoning of the last turn only": (LAST_REASONING, [USER, THOUGHT, USER, THOUGHT], None),
+    "an empty answer": (CHATML, [USER, {"role": "assistant", "content": ""}, USER, ANSWER], None),
+}
+
+
+@pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+@pytest.mark.parametrize(("template", "messages", "dropped"), DROPPED.values(), ids=DROPPED.keys())
+def test_a_conversation_of_which_the_template_drops_a_text_is_a_bad_row(tmp_path, template, messages, dropped, form):
+    """The model would learn only the ends of turns, or answers to empty questions."""
+    row = {"messages": messages}
+    if form == "prompt_completion":
+        row = {"prompt": messages[:-1], "completion": messages[-1:]}
+    tokenizer = open_tokenizer(str(folder_of(tmp_path, template)))
+    (result,) = open_encoder(tokenizer, Data(format=form)).encode([row])
+    if dropped is not None:
+        assert isinstance(result, BadRow)
+        assert result.reason == f"the chat template drops {dropped}; use one that writes it"
+        return
+    assert isinstance(result, Document), result
+    assert "Blue." in tokenizer.decode(result.tokens[result.learned])
+    assert all(message["content"] in tokenizer.decode(result.tokens) for message in messages)
+
+
+def test_a_prompt_of_which_the_template_drops_a_text_is_not_answered(tmp_path):
+    tokenizer = open_tokenizer(str(folder_of(tmp_path, NO_USER)))
+    with pytest.raises(Unusable, match="drops the content of turn 1"):
+        open_conversations(tokenizer, Data(format="chat")).prompt([USER])
