@@ -148,6 +148,22 @@ def test_what_a_search_has_found_stays_fixed(found: dict[str, str], searcher: Se
     assert dict(zip(found, verdicts, strict=True)) == dict.fromkeys(found, Verdict("equal"))
 
 
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    "family",
+    cases(["llama3", "deepseek_v2"], nightly=sorted({*SHAPES} - {"llama3", "deepseek_v2", "encoder"})),
+)
+def test_gradient_does_not_depend_on_the_size_of_micro_batches(family: str, lora: bool, tmp_path: Path) -> None:
+    adapters = {"lora.enable": "true", "lora.random_base": "true", "lora.rank": "4"} if lora else {}
+    jobs = []
+    for size in (4, 2, 1):
+        case = search.Case({"model.name": family, **adapters, LOCAL: str(size)}, accumulation=4 // size)
+        jobs.append(search.Job(search.load(case, {"job.dump_folder": str(tmp_path / str(size))})))
+    whole, *parts = [answer[0] for answer in search.run_jobs(1, jobs)]
+    for numbers in parts:
+        assert not differences(numbers, whole, TOLERANCES["float32"])
+
+
 def test_a_case_is_the_same_in_every_search_and_its_command_gives_it_back() -> None:
     for number in range(300):
         case = draw(3, number)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
@@ -47,11 +48,15 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
                 module.forward = partial(_embedding_summed_in_float32, module)  # type: ignore[method-assign]
     if derived.computes_with_copies(config, mesh.device_mesh.size(), expert_parallel.has_experts([model])):
         compute_copies.use(model, getattr(torch, derived.compute_dtype(config)))
+    # An in-place operation on an output that is a view drops FSDP's hook, and backward then lacks the gathered weights;
+    # on a view from tensor parallelism, autograd rejects it. Models of this package have no such operation. A user's
+    # model may, so its units return no views
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    if config.model.name.endswith(".py"):
+        for unit in (*model.children(), *getattr(model, layout.layers).values()):
+            unit.register_forward_hook(_without_views)
     if not is_needed([model], mesh, config):
         return
-    if not config.model.name.endswith(".py"):
-        # FSDP warns of outputs that are views, which break if changed in place; models of this package do not
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     _check_parameters(model, layout)
     options: dict[str, Any] = {
         "mesh": mesh.data_mesh(),
@@ -92,6 +97,15 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
                 module.set_gradient_divide_factor(1.0)
     if mesh.device.type == "cpu" and dist.get_backend() == "gloo":
         shared_memory.use(model)
+
+
+def _without_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Copy each view in a module's output. A forward hook, which must be registered before FSDP's."""
+    return tree_map_only(Tensor, _copy_of_view, output)
+
+
+def _copy_of_view(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor._is_view() else tensor
 
 
 def gather_ahead(model: nn.Module, layout: Layout) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -43,8 +42,6 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
         return
     if hasattr(model, "tensor_plan"):  # a network of transformers, whose plan has other words
         return hf_tensor_parallel.apply(model, mesh, config)
-    # FSDP warns of in-place operations on the views that sequence parallelism returns; models here have none
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     loss_parallel = not config.parallelism.disable_loss_parallel
     length, sequences = _Length(mesh.size(AXIS)), _Sequences.of(mesh, config)
     model.register_forward_pre_hook(length.set_from_positions, with_kwargs=True)

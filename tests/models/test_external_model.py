@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import cases
 from tiny import assert_same_numbers, run_tiny, tiny_config
 
 from shardtrain.models import build, find, shape_of
@@ -132,6 +133,25 @@ def test_a_model_file_of_a_user_gives_the_same_numbers_on_every_mesh(tmp_path: P
     for parallelism in ({}, {"tensor_parallel_degree": 2}):
         for result in run_tiny(2, config_of(path, parallelism=parallelism), steps=5):
             assert_same_numbers(result, expected)
+
+
+VIEWS = (
+    ("return x + self.mlp(self.norm2(x))", "return (x + self.mlp(self.norm2(x))).view(x.shape)"),
+    ("for block in self.blocks", "x *= 1.5\n        for block in self.blocks"),
+    ("x = block(x, angles)", "x = block(x, angles)\n            x *= 1.5"),
+)
+"""Layers return views, and the model changes their outputs in place."""
+
+
+@pytest.mark.parametrize(
+    "parallelism",
+    cases([{}], nightly=[{"fsdp_reshard_after_forward": "always"}, {"tensor_parallel_degree": 2}]),
+)
+def test_views_that_a_model_changes_in_place_train_as_on_one_process(parallelism, tmp_path: Path) -> None:
+    path = write(tmp_path, *VIEWS)
+    expected = run_tiny(1, config_of(path, training={"local_batch_size": 8}), steps=3)[0]
+    for result in run_tiny(2, config_of(path, parallelism=parallelism), steps=3):
+        assert_same_numbers(result, expected)
 
 
 def test_a_model_file_works_from_inside_and_outside_alike(tmp_path: Path) -> None:
