@@ -31,6 +31,7 @@ from shardtrain.launch import failure, local
 from shardtrain.ops import cpu_kernels
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.tools.evaluate import sets
+from shardtrain.tools.evaluate.request import data_options
 from shardtrain.tools.generate.answer import Answers
 from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.tools.generate.prompts import Row
@@ -300,10 +301,13 @@ def evaluate(
     seq_len: int = 2048,
     text_field: str | None = None,
     batch_size: int = 8,
+    options: Mapping[str, Any] | None = None,
 ) -> dict[str, float | int | None]:
-    """Mean ``loss`` per target token in nats, ``perplexity`` and ``bits_per_byte`` on a set of text.
+    """Return the mean ``loss`` per target token in nats, ``perplexity`` and ``bits_per_byte`` on a set of rows.
 
     ``dataset`` is a file (.jsonl, .txt, .parquet, ...), a folder of prepared tokens, or options of ``[validation]``.
+    Each row is measured by itself, and the format of the rows is detected by their columns. ``options`` of ``[data]``
+    change this: ``{"data.format": "chat", "data.packing": "concat"}``.
 
     Raises:
         ConfigError, DataError: when the set cannot be opened, or has nothing to predict.
@@ -325,7 +329,10 @@ def evaluate(
         section = Validation(
             dataset=kind, dataset_path=str(path), split="train", local_batch_size=batch_size, seq_len=seq_len
         )
-    return sets.measure(model, section, text_field)
+    given = data_options(load_config(None, options))
+    if text_field is not None:
+        given["text_field"] = text_field
+    return sets.measure(sets.row_by_row(model.with_data(**given), section, given), section)
 
 
 @python_function

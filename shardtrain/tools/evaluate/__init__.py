@@ -1,1 +1,1 @@
-"""``shardtrain evaluate``: the loss of a model on named sets of text, and tasks of the lm-eval library."""
+"""``shardtrain evaluate``: the loss of a model on named sets of rows, and tasks of the lm-eval library."""

@@ -1,16 +1,24 @@
-"""What ``shardtrain evaluate`` is asked to do, read from its words. No torch: a wrong word is answered at once."""
+"""Read the command line of ``shardtrain evaluate``. No torch, so that a wrong word is reported at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from shardtrain import config as configs
+from shardtrain.config.options import options
 from shardtrain.facts.file_kinds import dataset_of, known_endings
-from shardtrain.utils.arguments import Arguments, truth
+from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, Problem
 
-ABOUT = """Measure a model: the loss of each set of text that --data names, or of the run's own [validation] set, and
-tasks of the lm-eval library. What was found is printed as one JSON object."""
+ABOUT = """Measure a model: the loss of each set of rows that --data names, or of the run's own [validation] set, and
+tasks of the lm-eval library. The results are printed as one JSON object."""
+_DATA_OPTIONS = (
+    "format", "prompt_field", "completion_field", "messages_field", "tools_field", "chat_template", "add_eos",
+    "packing", "long_documents",
+)  # fmt: skip
+"""Options of [data] that --data accepts, next to --text_field and --add_bos."""
 
 
 @dataclass(frozen=True)
@@ -21,8 +29,8 @@ class Request:
     config: Path | None
     tokenizer: str | None
     data: dict[str, Path]
-    text_field: str | None
-    add_bos: bool | None
+    data_options: dict[str, Any]
+    """Options of [data] that replace those of the run, by their names without "data."."""
     seq_len: int | None
     tasks: tuple[str, ...]
     include_path: Path | None
@@ -46,38 +54,52 @@ def read(words: list[str]) -> Request | None:
         return None
     sets, problems = _sets(found.data)
     tasks = tuple(name.strip() for name in (found.tasks or "").split(",") if name.strip())
-    request = Request(**{**vars(found), "data": sets, "tasks": tasks})
+    values = vars(found)
+    of_data = {name: values.pop(name) for name in list(values) if name.startswith("data.")}
+    overrides = [f"--{name}={value}" for name, value in of_data.items() if value is not None]
+    given = data_options(configs.load(None, overrides))
+    request = Request(**{**values, "data": sets, "tasks": tasks, "data_options": given})
     problems += _wrong_values(request)
     for option in ("include_path", "num_fewshot", "limit"):
         if getattr(request, option) is not None and not tasks:
             problems.append(_problem(f"--{option}", getattr(request, option), "has no effect without --tasks"))
-    if request.add_bos is not None and sets and not tasks and all(path.is_dir() for path in sets.values()):
-        problems.append(_problem("--add_bos", request.add_bos, "has no effect on folders of prepared tokens"))
-    for option in ("text_field", "seq_len"):
-        if getattr(request, option) is not None and not sets:
-            problems.append(_problem(f"--{option}", getattr(request, option), "has no effect without --data"))
+    if "add_bos" in given and sets and not tasks and all(path.is_dir() for path in sets.values()):
+        problems.append(_problem("--add_bos", given["add_bos"], "has no effect on folders of prepared tokens"))
+    if request.seq_len is not None and not sets:
+        problems.append(_problem("--seq_len", request.seq_len, "has no effect without --data"))
+    for name in sorted(given.keys() - {"add_bos"}):
+        if not sets:
+            problems.append(_problem(f"--data.{name}", given[name], "has no effect without --data"))
     if problems:
         raise ConfigError(problems)
     return request
+
+
+def data_options(loaded: configs.Loaded) -> dict[str, Any]:
+    """Return the options of [data] that were given, by their names without "data.". Raises ConfigError for others."""
+    names = [name for name in options() if loaded.is_set(name)]
+    others = [name for name in names if not name.startswith("data.")]
+    if others:
+        raise ConfigError(Problem("options", others[0], "is not an option of [data]", "leave it out"))
+    return {name.removeprefix("data."): loaded.value(name) for name in names}
 
 
 def _arguments() -> Arguments:
     a = Arguments(
         "shardtrain evaluate", ABOUT, "shardtrain evaluate outputs --data held_out=FILE.jsonl", first="--from"
     )
-    a.usage = "shardtrain evaluate RUN [--data NAME=FILE ...] [--tasks A,B] [OPTION ...]"
+    a.usage = "shardtrain evaluate RUN [--data NAME=FILE ...] [--data.KEY VALUE ...] [--tasks A,B] [OPTION ...]"
     rarer = a.rarer()
     a.add_argument("--from", dest="source", type=Path, required=True, metavar="RUN", help="run, checkpoint or HF_DIR")
     rarer.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
     rarer.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')
-    a.add_argument("--data", action="append", default=[], metavar="NAME=FILE", help="a set of text; may be repeated")
-    rarer.add_argument("--text_field", help="field of the text in --data (data.text_field of the run)")
-    rarer.add_argument(
-        "--add_bos",
-        type=truth,
-        metavar="{true,false}",
-        help="begin texts with bos (as in training)",
-    )
+    a.add_argument("--data", action="append", default=[], metavar="NAME=FILE", help="a set of rows; may be repeated")
+    bos = "begin texts with bos (as in training)"
+    rarer.add_argument("--add_bos", dest="data.add_bos", metavar="{true,false}", help=bos)
+    field = "field of the text in --data (data.text_field of the run)"
+    rarer.add_argument("--text_field", dest="data.text_field", metavar="NAME", help=field)
+    for name in _DATA_OPTIONS:
+        rarer.add_argument(f"--data.{name}", metavar="VALUE", help=f"data.{name}, as for train")
     a.add_argument("--seq_len", type=int, help="tokens per sequence in --data (the run's, at most 2048)")
     a.add_argument("--tasks", metavar="A,B", help="tasks of lm-eval (the eval extra)")
     rarer.add_argument("--include_path", type=Path, help="folder of your own task files, whose code is run")

@@ -34,7 +34,7 @@ def run(asked: Request) -> None:
         often = None if world.rank == 0 else 0
         with heartbeat(f"opening {asked.source}", often):
             opened = open_model(asked.source, asked.config, asked.dtype, world, tokenizer_path=asked.tokenizer)
-            opened = opened.with_bos(asked.add_bos)
+            opened = opened.with_data(**asked.data_options)
         if world.rank == 0:
             print(f"shardtrain evaluate: {opened.name}", file=sys.stderr, flush=True)
         wanted = _sections(asked, opened)
@@ -44,7 +44,8 @@ def run(asked: Request) -> None:
         for name, section in wanted.items():
             read = sets.Read()
             with heartbeat(f"measuring {name}", often, far=read.far):
-                found["sets"][name] = sets.measure(opened, section, asked.text_field, read)
+                of_set = sets.row_by_row(opened, section, asked.data_options) if asked.data else opened
+                found["sets"][name] = sets.measure(of_set, section, read)
         if asked.tasks:
             from shardtrain.tools.evaluate import tasks
 

@@ -1,23 +1,26 @@
-"""The loss of a model on a set of text: read once from its beginning, every target token counted once."""
+"""Measure the loss of a model on a set of rows: read once from its beginning, every target token counted once."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from shardtrain import data, models
 from shardtrain.config.schema import Validation
 from shardtrain.data import IGNORE
+from shardtrain.data.build_dataset import format_of_rows
 from shardtrain.distributed.context_parallel import document_argument
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.tools.generate.opening import OpenedModel
 from shardtrain.train import document_isolation
 from shardtrain.train.open_together import together
 from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Problem
+from shardtrain.utils.log import logger
 
 _TOKENS_AT_ONCE = 2**22
 
@@ -40,10 +43,25 @@ class Read:
         return f"{self.rows:,}{of} sequences" if self.rows else ""
 
 
-def measure(
-    opened: OpenedModel, section: Validation, text_field: str | None = None, read: Read | None = None
-) -> dict[str, float | int | None]:
-    """Mean loss per target token in nats, perplexity, and bits per byte of the text that the targets spell.
+def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, Any]) -> OpenedModel:
+    """Return the model with the [data] options for a set that is not the run's own (a collective).
+
+    Each row has a sequence of its own, so the order of the rows does not matter. A row longer than a sequence
+    continues in the next one. ``data.format`` is detected by the columns of the rows. ``options`` override all this.
+    """
+    opened = opened.with_data(**{"packing": "padded", "long_documents": "split", "document_mask": "auto", **options})
+    if "format" in options:
+        return opened
+    config = dataclasses.replace(opened.config, validation=section)
+    with together(config):
+        form = format_of_rows(config, section)
+    if form != config.data.format:
+        logger.info(f"{section.dataset_path}: data.format={form} is detected by the columns of the rows")
+    return opened.with_data(format=form)
+
+
+def measure(opened: OpenedModel, section: Validation, read: Read | None = None) -> dict[str, float | int | None]:
+    """Return the mean loss per target token in nats, perplexity, and bits per byte of the text that the targets spell.
 
     Every rank reads all rows, since each layer is split over all of them (a collective); ``read`` counts them. A
     perplexity that no float holds is None.
@@ -57,8 +75,6 @@ def measure(
         rule = f"is not a multiple of the {opened.width} ranks, over which sequences are split"
         raise ConfigError(Problem("validation.seq_len", section.seq_len, rule, "give --data and --seq_len"))
     config = dataclasses.replace(opened.config, validation=section)
-    if text_field is not None:
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, text_field=text_field))
     with together(config):
         stream = data.open_dataloader(
             config, section=section, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
@@ -75,7 +91,7 @@ def measure(
     # the sum is kept on the device, in float64: reading it in each step would wait for the device
     with torch.inference_mode():
         for batch in stream:
-            there = batch.to(device)
+            there = _without_filler(batch, opened.width).to(device)
             logits_BTV = opened.model(there.tokens_BT, there.positions_BT, **document_argument([there]))
             loss += cross_entropy_sum(logits_BTV, there.targets_BT)
             tokens += batch.num_targets
@@ -96,6 +112,19 @@ def measure(
         "bytes": size,
         "rows": rows,
     }
+
+
+def _without_filler(batch: data.Batch, width: int) -> data.Batch:
+    """Cut a batch to its longest row, rounded up to a multiple of ``width``. Causal models cannot see what is cut."""
+    if batch.lengths_B is None or batch.documents_BT is not None:
+        return batch
+    length = -(-int(batch.lengths_B.max()) // width) * width
+    return dataclasses.replace(
+        batch,
+        tokens_BT=batch.tokens_BT[:, :length].contiguous(),
+        targets_BT=batch.targets_BT[:, :length].contiguous(),
+        positions_BT=batch.positions_BT[:, :length].contiguous(),
+    )
 
 
 class _Bytes:

@@ -55,12 +55,10 @@ class OpenedModel:
     def __repr__(self) -> str:
         return f"OpenedModel({self.name})"
 
-    def with_bos(self, add_bos: bool | None) -> OpenedModel:
-        """The same with data.add_bos set, or as it is where that is None."""
-        if add_bos is None:
-            return self
-        config = replace(self.config, data=replace(self.config.data, add_bos=add_bos))
-        return replace(self, config=config)
+    def with_data(self, **options: Any) -> OpenedModel:
+        """Return the same model with other options of [data]. An option that is None stays as it is."""
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(self, config=replace(self.config, data=replace(self.config.data, **given)))
 
 
 def open_model(

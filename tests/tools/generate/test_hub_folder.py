@@ -136,7 +136,7 @@ def test_add_bos_overrides_the_tokenizer_of_a_folder(folder: Path, capfd: pytest
     opened = open_model(folder)
     plain, with_bos = (
         Encoder(found.tokenizer, found.config.data, None).value("the cat", "--prompt")
-        for found in (opened, opened.with_bos(True))
+        for found in (opened, opened.with_data(add_bos=True))
     )
     assert with_bos == [opened.tokenizer.bos_id, *plain]
     words = ["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "4"]

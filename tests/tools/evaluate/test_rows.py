@@ -1,0 +1,135 @@
+"""Each row of a set is measured by itself, in the format that its columns show: its loss depends on no other row."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import build, save
+
+from shardtrain import api, cli
+from shardtrain.tools.evaluate import request
+from shardtrain.tools.generate.opening import OpenedModel, open_model
+from shardtrain.utils.errors import ConfigError
+
+pytest.importorskip("transformers")
+
+SEQ_LEN, BOS, EOS = 24, 256, 257
+TEXTS = ["mesh", "a rank", "é 東京", "the loss of seven", "x" * 20, "norm, " * 9, "shard and step"]
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+ROWS: dict[str, dict[str, Any]] = {
+    "text": {"text": "hi there"},
+    "prompt_completion": {"prompt": "hi", "completion": " there"},
+    "chat": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " there"}]},
+}
+FIRST_TARGET = {"text": 1, "prompt_completion": len("_hi"), "chat": len("uhi;a")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(build("llama3"), tmp_path_factory.mktemp("hub") / "hf")
+
+
+@pytest.fixture(scope="module")
+def opened(folder: Path) -> OpenedModel:
+    return open_model(folder, tokenizer_path="bytes")
+
+
+def jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def loss_of(model: torch.nn.Module, tokens: list[int], first: int = 1) -> tuple[float, int]:
+    """Sum of the losses of tokens[first:] in float64, by windows of SEQ_LEN targets, and their number."""
+    total, count = 0.0, 0
+    for start in range(0, len(tokens) - 1, SEQ_LEN):
+        window = tokens[start : start + SEQ_LEN + 1]
+        with torch.no_grad():
+            logs = model(torch.tensor([window[:-1]])).logits[0].log_softmax(-1)
+        targets = [i for i in range(1, len(window)) if start + i >= first]
+        total -= sum(float(logs[i - 1, window[i]]) for i in targets)
+        count += len(targets)
+    return total, count
+
+
+def test_the_loss_is_that_of_each_row_by_itself_in_any_order(opened: OpenedModel, tmp_path: Path) -> None:
+    theirs = build("llama3").double()
+    sums = [loss_of(theirs, [BOS, *text.encode(), EOS]) for text in TEXTS]
+    expected = sum(total for total, _ in sums) / sum(count for _, count in sums)
+    rows = [{"text": text} for text in TEXTS]
+    for number, order in enumerate((rows, rows[::-1], rows[3:] + rows[:3])):
+        found = api.evaluate(opened, jsonl(tmp_path / f"{number}.jsonl", order), seq_len=SEQ_LEN, batch_size=3)
+        # float32 against float64
+        assert found["loss"] == pytest.approx(expected, rel=1e-6)
+        assert found["tokens"] == sum(count for _, count in sums)
+        assert found["bytes"] == sum(len(text.encode()) for text in TEXTS)
+
+
+def test_the_packed_form_is_an_option_and_depends_on_the_order(opened: OpenedModel, tmp_path: Path) -> None:
+    theirs = build("llama3").double()
+    losses = []
+    for number, texts in enumerate((TEXTS, TEXTS[::-1])):
+        path = jsonl(tmp_path / f"{number}.jsonl", [{"text": text} for text in texts])
+        found = api.evaluate(opened, path, seq_len=SEQ_LEN, options={"data.packing": "concat"})
+        total, count = loss_of(theirs, [token for text in texts for token in (BOS, *text.encode(), EOS)])
+        assert found["loss"] == pytest.approx(total / count, rel=1e-6) and found["tokens"] == count
+        losses.append(found["loss"])
+    assert abs(losses[0] - losses[1]) > 1e-3, "documents that follow each other in a sequence see each other"
+
+
+@pytest.mark.parametrize("form", ROWS)
+def test_the_format_of_rows_is_detected_by_their_columns(
+    form: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(TEMPLATE)
+    path = jsonl(tmp_path / "rows.jsonl", [ROWS[form]] * 2)
+    words = ["evaluate", "--from", str(folder), "--tokenizer", "bytes", "--data", f"set={path}"]
+    words += ["--data.chat_template", str(template)] if form == "chat" else []
+    assert cli.main(words) == 0
+    found = json.loads(capfd.readouterr().out)["sets"]["set"]
+    whole = [*b"uhi;a there;"] if form == "chat" else [BOS, *b"hi there", EOS]
+    total, count = loss_of(build("llama3").double(), whole, FIRST_TARGET[form])
+    assert found["loss"] == pytest.approx(total / count, rel=1e-6) and found["tokens"] == 2 * count
+    assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
+
+
+def test_the_format_may_be_given_as_for_training(folder: Path, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"question": "hi", "reply": " there", "text": "other"}])
+    words = ["--from", str(folder), "--data", f"set={path}", "--data.format", "prompt_completion"]
+    read = request.read([*words, "--data.prompt_field=question", "--data.completion_field=reply", "--add_bos", "false"])
+    assert read is not None
+    assert read.data_options == {
+        "format": "prompt_completion", "prompt_field": "question", "completion_field": "reply", "add_bos": False,
+    }  # fmt: skip
+    opened = open_model(folder, tokenizer_path="bytes")
+    options = {f"data.{name}": value for name, value in read.data_options.items()}
+    assert api.evaluate(opened, path, seq_len=SEQ_LEN, options=options)["tokens"] == len(" there") + 1
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["--data.format", "chatt"], "data.format"),
+        (["--data.formatt", "chat"], "did you mean --data.format?"),
+        (["--data.format", "chat"], "has no effect without --data"),
+        (["--text_field", "body"], "has no effect without --data"),
+    ],
+)
+def test_a_wrong_option_of_data_is_refused(words: list[str], rule: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        request.read(["--from", "x", *words])
+    assert rule in str(error.value)
+
+
+def test_options_of_other_sections_are_refused(opened: OpenedModel, tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"text": "x"}])
+    with pytest.raises(ConfigError, match="training.steps.* is not an option of"):
+        api.evaluate(opened, path, options={"training.steps": 3})
