@@ -317,7 +317,7 @@ def evaluate(
         if unknown := sorted(set(map(str, dataset)) - set(known)):
             fix = f"known are {', '.join(known)}"
             raise ConfigError(Problem("dataset", unknown[0], "is not an option of [validation]", fix))
-        section = Validation(**dataset)
+        section = Validation(**{"seq_len": seq_len, **dataset})
     else:
         path = Path(dataset)
         if not path.exists():

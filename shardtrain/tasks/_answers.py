@@ -113,11 +113,14 @@ class PairTask(AnswerTask):
     """A task of pairs of answers; outputs are rewards (B, 2), of the chosen one first, and what else a loss needs."""
 
     sequences_per_row = 2
+    reads_last_token = False
+    """True if the model reads the last token of an answer too. Otherwise that token is only a target."""
 
     def read_rows(self, split: str) -> _files.FileRows[Pair]:
         """Read the files of a split; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)
-        pairs = _files.read(self.config, split, lambda rows: self._pairs(rows, section.seq_len))
+        num_targets = section.seq_len - 1 if self.reads_last_token else section.seq_len
+        pairs = _files.read(self.config, split, lambda rows: self._pairs(rows, num_targets))
         sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
 
         # Where the loss compares with the weights that a run begins with, they are part of what its data are: a run
@@ -127,7 +130,7 @@ class PairTask(AnswerTask):
         content = digest(*(part.tobytes() for side in sides for part in (side.tokens, side.targets)))
         pairs.fingerprint = digest(self.encoder.fingerprint, section.seq_len, *start.values(), content)
 
-        cut = sum(len(side.tokens) == section.seq_len for side in sides)
+        cut = sum(len(side.tokens) == num_targets for side in sides)
         logger.info(described(self.tokenizer, self.config.data))
         logger.info(f"{split}: {len(pairs)} pairs of answers, of which {cut} are as long as seq_len or were cut to it")
         if split == "train" and pairs:

@@ -43,10 +43,19 @@ _NOTHING = -1
 
 
 class Answer(NamedTuple):
-    """One row: a prompt with its completion, and whether that is good."""
+    """One row: a prompt with its whole completion, True if that is good, and the length to cut sequences to.
+
+    The completion is cut after it was exchanged: with a shorter prompt more of it fits, as in TRL.
+    """
 
     side: Side
     is_good: bool
+    seq_len: int
+
+    @property
+    def cut_side(self) -> Side:
+        """The prompt with as much of its completion as fits."""
+        return _cut(self.side, self.seq_len)
 
 
 Group = tuple[Answer, ...]
@@ -92,7 +101,7 @@ class KTO(AnswerTask):
         logger.info(described(self.tokenizer, self.config.data))
         logger.info(f"{split}: {good} good and {bad} bad answers, in {len(groups)} groups of up to {self._size}")
         if split == "train" and rows:
-            self.tokens_per_target = sum(len(answer.side.tokens) for answer in rows) / len(rows)
+            self.tokens_per_target = sum(len(answer.cut_side.tokens) for answer in rows) / len(rows)
         return groups
 
     def collate(self, rows: list[Group]) -> dict[str, Tensor]:
@@ -101,17 +110,17 @@ class KTO(AnswerTask):
         sides = []
         labels = torch.full((len(rows), size), _NOTHING)
         for number, group in enumerate(rows):
-            own = [answer.side for answer in group]
-            mixed = [_exchanged(side, before) for side, before in zip(own, [own[-1], *own[:-1]], strict=True)]
+            own = [answer.cut_side for answer in group]
+            mixed = []
+            for answer, before in zip(group, [group[-1], *group[:-1]], strict=True):
+                mixed.append(_cut(_exchanged(answer.side, before.side), answer.seq_len))
             # Groups are filled up to the largest of the batch, by a row without a target, so that experts know it for
             # filler: how much there is depends on who shares a batch.
             filler = [own[0]._replace(targets=np.full_like(own[0].targets, IGNORE))] * (size - len(group))
             sides += [*own, *filler, *mixed, *filler]
             labels[number, : len(group)] = torch.tensor([int(answer.is_good) for answer in group])
 
-        # A prompt with the completion of another row may be longer than seq_len.
-        longest = max(self.config.training.seq_len, self.config.validation.seq_len)
-        tokens_RT, targets_RT = self.padded([_cut(side, longest) for side in sides])
+        tokens_RT, targets_RT = self.padded(sides)
         return {
             "tokens_BMT": tokens_RT.unflatten(0, (-1, 2 * size)),
             "targets_BMT": targets_RT.unflatten(0, (-1, 2 * size)),
@@ -177,7 +186,7 @@ class KTO(AnswerTask):
 
     def shown(self, row: Group) -> list[Shown]:
         """Each row of a group, by its label."""
-        return [one.side.shown("good" if one.is_good else "bad") for one in row]
+        return [one.cut_side.shown("good" if one.is_good else "bad") for one in row]
 
     def _answers(self, rows: Sequence[Mapping[str, Any] | BadRow], seq_len: int) -> Iterator[Answer | BadRow]:
         read = [row if isinstance(row, BadRow) else self._read(row) for row in rows]
@@ -186,8 +195,14 @@ class KTO(AnswerTask):
             if isinstance(one, BadRow):
                 yield one
                 continue
-            side = side_of(next(encoded), seq_len)
-            yield side if isinstance(side, BadRow) else Answer(side, one[1])
+            document = next(encoded)
+            cut = side_of(document, seq_len)
+            if isinstance(document, BadRow) or isinstance(cut, BadRow):
+                yield cut if isinstance(cut, BadRow) else document
+                continue
+            whole = side_of(document, len(document.tokens))
+            assert isinstance(whole, Side), "its first tokens have a target"
+            yield Answer(whole, one[1], seq_len)
 
     def _read(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], bool] | BadRow:
         data = self.config.data

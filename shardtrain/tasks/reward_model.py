@@ -27,11 +27,11 @@ class RewardModel(PairTask):
 
     kind = "classification"
     num_labels = 1
+    reads_last_token = True
 
     def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
         """Tokens (B, 2, T) and how many of them are text (B, 2)."""
-        limit = max(self.config.training.seq_len, self.config.validation.seq_len)
-        texts = [side.whole[:limit] for row in rows for side in (row.chosen, row.rejected)]
+        texts = [side.whole for row in rows for side in (row.chosen, row.rejected)]
         width = -(-max(map(len, texts)) // self._width) * self._width
         tokens_RT = torch.zeros(len(texts), width, dtype=torch.int64)
         for number, text in enumerate(texts):

@@ -136,6 +136,8 @@ def check_ranges(loaded: Loaded) -> Iterator[Problem]:
     for names, fits, rule, fix in _RANGES:
         for option in names:
             value = loaded.value(option)
+            if option == "validation.seq_len" and not loaded.is_set(option):
+                continue  # it is training.seq_len, which is reported itself
             if value is None or (fits(value) and (math.isfinite(value) or option in MAY_BE_INFINITE)):
                 continue
             yield problem(loaded, option, rule if math.isfinite(value) else "must be a finite number", fix)

@@ -6,7 +6,7 @@ says so with "(shardtrain)". Nothing here is derived and nothing mutates a confi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from shardtrain.config.schema.data import Data, DataLoaderOptions
@@ -390,8 +390,8 @@ class Validation:
     """Split of a Hugging Face dataset (shardtrain)."""
     local_batch_size: int = 8
     """Sequences per data-parallel rank in one forward pass; a pipeline takes as many as in a training step instead."""
-    seq_len: int = 2048
-    """Tokens per sequence."""
+    seq_len: int = -1
+    """Tokens per sequence; -1 is training.seq_len."""
     freq: int = 10
     """Steps between two validations."""
     per_epoch: int = 0
@@ -454,3 +454,8 @@ class Config:
     debug: Debug = field(default_factory=Debug)
     experimental: Experimental = field(default_factory=Experimental)
     launch: Launch = field(default_factory=Launch)
+
+    def __post_init__(self) -> None:
+        """Resolve validation.seq_len = -1, so that every user of the section reads a length."""
+        if self.validation.seq_len == -1:
+            object.__setattr__(self, "validation", replace(self.validation, seq_len=self.training.seq_len))
