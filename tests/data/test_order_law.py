@@ -147,10 +147,13 @@ def rows_of(batch):
 
 
 def sequence(config, plan, workers):
-    """Rows in the order of training and the sum of their hashes; ``plan`` is (ranks, steps) after each resume."""
+    """Rows in the order of training and the sum of their hashes.
+
+    ``plan`` is (ranks, steps) after each resume, or (ranks, steps, workers) instead of ``workers``.
+    """
     result, order_hash, samples, cursors = [], 0, 0, None
-    for ranks, steps in plan:
-        streams, accumulation = open_ranks(config, ranks, workers, samples, cursors)
+    for ranks, steps, *own_workers in plan:
+        streams, accumulation = open_ranks(config, ranks, *(own_workers or [workers]), samples, cursors)
         for _ in range(steps):
             for stream in streams:
                 for _ in range(accumulation):
@@ -178,6 +181,8 @@ def test_ranks_workers_and_resumes_change_no_sample_and_no_token(kind, tmp_path)
     for workers in (0, 2):
         resumed = [(2, 2), (4, 1), (1, 3), (2, 3)]
         assert sequence(config, resumed, workers) == expected, workers
+    other_workers = [(1, 3, 2), (1, 2, 8), (1, 4, 2)]
+    assert sequence(config, other_workers, workers=0) == expected
 
 
 def test_another_seed_is_another_order_and_another_hash(tmp_path):

@@ -113,6 +113,36 @@ def test_logits_are_equal_and_the_folder_comes_back(name: str, tmp_path: Path, c
     assert (back / "generation_config.json").read_bytes() == (source / "generation_config.json").read_bytes()
 
 
+ROPE_SCALING: dict[str, dict[str, Any]] = {
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn-odd-betas": {
+        "rope_type": "yarn", "factor": 3.5, "beta_fast": 9.5, "beta_slow": 0.3, "original_max_position_embeddings": 16,
+    },
+    "longrope": {
+        "rope_type": "longrope", "short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 3.0, 4.0],
+        "factor": 4.0, "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", cases(["llama3", "yarn-odd-betas"], nightly=sorted({*ROPE_SCALING} - {"llama3", "yarn-odd-betas"}))
+)
+def test_logits_with_scaled_rotary_positions_are_those_of_transformers(name: str, tmp_path: Path, capsys: Any) -> None:
+    torch.manual_seed(0)
+    sizes = {**_GROUPED, "max_position_embeddings": 64, "rope_scaling": ROPE_SCALING[name]}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+    model.save_pretrained(tmp_path / "hf")
+    words = ["import", str(tmp_path / "hf"), "--to", str(tmp_path / "imported"), "--check", "logits"]
+    assert main(words) == 0
+    assert "transformers gives the same logits" in capsys.readouterr().out
+
+
 def test_a_network_that_the_library_itself_cannot_compute_is_one_line(tmp_path: Path, capsys: Any) -> None:
     """A quarter of 12 is rotated in StableLM: an odd number, and an exception in transformers' own forward."""
     sizes = {"vocab_size": 97, "hidden_size": 48, "intermediate_size": 48, "num_hidden_layers": 2}

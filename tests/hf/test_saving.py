@@ -86,12 +86,14 @@ def test_the_folder_is_what_an_export_writes(mesh: str, async_mode: str, tmp_pat
         assert sum(name.endswith(".safetensors") for name in found) >= 4
 
 
-def test_the_weights_are_rounded_to_the_type_asked_for(tmp_path: Path) -> None:
-    ended = train(config_for(tmp_path, last_save_in_hf=True, export_dtype="bfloat16"))
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_weights_are_rounded_to_the_type_asked_for(dtype: str, tmp_path: Path) -> None:
+    ended = train(config_for(tmp_path, last_save_in_hf=True, export_dtype=dtype))
     folder = tmp_path / "checkpoint/step-2-hf"
     found = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert torch.equal(found["lm_head.weight"], ended.weights["head.weight"].bfloat16())
-    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert {tensor.dtype for tensor in found.values()} == {getattr(torch, dtype)}
+    assert torch.equal(found["lm_head.weight"], ended.weights["head.weight"].to(getattr(torch, dtype)))
+    assert json.loads((folder / "config.json").read_text())["torch_dtype"] == dtype
 
 
 def test_a_folder_goes_when_its_checkpoint_goes(tmp_path: Path) -> None:

@@ -105,6 +105,30 @@ def test_small_updates_are_not_lost():
     assert found["chance"] == pytest.approx(0.98, abs=5 * 20**0.5 * 2**-9 / 8192**0.5)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "AdamW8bit"])
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_weight_decay_of_bfloat16_weights_without_gradients_is_not_lost(name: str, state_dtype: str) -> None:
+    """A decay of 1e-6 per step is a 4,000th of the distance between two numbers of bfloat16.
+
+    AdamW shrinks weights by rate times decay. Adam adds the decay to the gradient, so its first steps are as large as
+    the rate.
+    """
+    if name == "AdamW8bit" and state_dtype == "bfloat16":
+        pytest.skip("its state has 8 bits")
+    steps, rate, decay = 100, 1e-5, 0.1
+    state = {} if name == "AdamW8bit" else {"state_dtype": state_dtype}
+    config = Optimizer(name=name, lr=rate, weight_decay=decay, bf16_stochastic_round=True, **state)
+    weight = Parameter(torch.ones(512, 512, dtype=torch.bfloat16))
+    optimizer = build([("w", weight)], config)
+    for _ in range(steps):
+        weight.grad = torch.zeros_like(weight)
+        optimizer.step()
+    expected = 1 - steps * rate if name == "Adam" else (1 - rate * decay) ** steps
+    # of 262,144 numbers a step of 2^-8 below 1 is taken by chance: 4 standard deviations of the mean
+    deviation = ((1 - expected) * 2**-8) ** 0.5 / 512
+    assert weight.detach().double().mean().item() == pytest.approx(expected, abs=4 * deviation)
+
+
 def test_eight_bits_come_as_far_as_float32():
     plain = _train(Optimizer(lr=0.05, weight_decay=0.0), torch.float32)
     assert _train(Optimizer(name="AdamW8bit", lr=0.05, weight_decay=0.0), torch.float32) <= 1.1 * plain

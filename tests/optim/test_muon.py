@@ -272,11 +272,12 @@ MESHES = {
     ),
 }
 TINY = {"name": "Muon", "lr": 1e-2, "eps": 1e-3}
+CLIPPED = {"max_norm": 0.1}
 
 
 @functools.cache
 def one_process() -> Result:
-    return run_tiny(1, tiny_config(optimizer=TINY, training={"local_batch_size": 8}), steps=3)[0]
+    return run_tiny(1, tiny_config(optimizer=TINY, training={**CLIPPED, "local_batch_size": 8}), steps=3)[0]
 
 
 FIRST = ("fsdp 2", "ddp 2", "tp 2", "cp 2", "zero-1 2")
@@ -285,7 +286,8 @@ FIRST = ("fsdp 2", "ddp 2", "tp 2", "cp 2", "zero-1 2")
 @pytest.mark.parametrize("name", cases(FIRST, nightly=[name for name in MESHES if name not in FIRST]))
 def test_the_mesh_changes_no_number(name):
     num_ranks, parallelism = MESHES[name]
-    results = run_tiny(num_ranks, tiny_config(optimizer=TINY, parallelism=parallelism), steps=3)
+    results = run_tiny(num_ranks, tiny_config(optimizer=TINY, training=CLIPPED, parallelism=parallelism), steps=3)
+    assert min(one_process().grad_norms) > 2 * CLIPPED["max_norm"]
     for result in results:
         assert_same_numbers(result, one_process())
         assert_bitwise(result.final, results[0].final)
@@ -294,7 +296,9 @@ def test_the_mesh_changes_no_number(name):
 
 
 def test_pipeline_stages_update_their_own_matrices_alike():
-    results = run_tiny(2, tiny_config(optimizer=TINY, parallelism={"pipeline_parallel_degree": 2}), steps=3)
+    results = run_tiny(
+        2, tiny_config(optimizer=TINY, training=CLIPPED, parallelism={"pipeline_parallel_degree": 2}), steps=3
+    )
     stages = [set(result.final) for result in results]
     assert stages[0] | stages[1] == set(one_process().final) and not stages[0] & stages[1]
     for result in results:
@@ -305,7 +309,7 @@ def test_pipeline_stages_update_their_own_matrices_alike():
 
 
 def test_offloaded_parameters_train_alike():
-    config = tiny_config(optimizer=TINY, training={"enable_cpu_offload": True})
+    config = tiny_config(optimizer=TINY, training={**CLIPPED, "enable_cpu_offload": True})
     for result in run_tiny(2, config, steps=3):
         assert_same_numbers(result, one_process())
 

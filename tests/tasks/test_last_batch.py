@@ -9,6 +9,7 @@ from itertools import chain
 import pytest
 import torch
 from reviews import config
+from tiers import cases
 from tiny import assert_same_numbers, run_tiny
 
 from shardtrain.config import Loaded, check
@@ -89,15 +90,33 @@ def test_too_few_rows_to_discard_stop_the_run() -> None:
         stream(7, 8, 1, "discard")
 
 
-MESHES = {"1 rank": (1, {}), "2 ranks, accumulation": (2, {"local_batch_size": 2})}
+@pytest.mark.parametrize(
+    ("last", "sizes"),
+    [("keep", [3, 1, 3, 1]), ("discard", [3, 3]), ("rollover", [3, 3, 2])],
+    ids=["keep", "discard", "rollover"],
+)
+def test_four_rows_in_two_epochs_make_these_steps_on_one_rank_and_on_three(last: str, sizes: list[int]) -> None:
+    expected = steps([stream(4, 3, 2, last)])
+    assert [len(step) for step in expected] == sizes
+    assert steps([stream(4, 1, 2, last, rank, 3) for rank in range(3)]) == expected
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_smaller_last_step_is_the_same_on_every_mesh(mesh: str) -> None:
+MESHES = {
+    "1 rank": (1, {}),
+    "2 ranks, accumulation": (2, {"local_batch_size": 2}),
+    "4 ranks": (4, {"local_batch_size": 2}),
+}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rows"), cases([("1 rank", 20), ("2 ranks, accumulation", 20), ("4 ranks", 7)], nightly=[("4 ranks", 20)])
+)
+def test_a_smaller_last_step_is_the_same_on_every_mesh(mesh: str, rows: int) -> None:
     ranks, training = MESHES[mesh]
     options = {"global_batch_size": 8, "epochs": 2, "last_batch": "keep"}
-    reference = run_tiny(1, config(20, training={"local_batch_size": 8, **options}), 6)[0]
-    for result in run_tiny(ranks, config(20, training={**options, **training}), 6):
+    number = 2 * math.ceil(rows / 8)
+    reference = run_tiny(1, config(rows, training={"local_batch_size": 8, **options}), number)[0]
+    for result in run_tiny(ranks, config(rows, training={**options, **training}), number):
         assert_same_numbers(result, reference, loss=3e-5)
 
 

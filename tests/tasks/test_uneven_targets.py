@@ -1,0 +1,122 @@
+"""Rows with few, many or no targets: what ranks have differs, and the numbers are those of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from tiers import cases
+from tiny import make_run, tiny_config
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardtrain.config.schema import Config
+from shardtrain.data.batch import IGNORE, Batch
+from shardtrain.train import trainer
+from shardtrain.train import validation as evaluate
+
+SEQ_LEN = 32
+PROMPT = "ask"
+COMPLETIONS = ["a" if row % 2 else "abcdefgh" for row in range(7)]
+"""With the end of the document these are rows of 2 and 9 targets."""
+
+
+def rows_of(folder: Path) -> str:
+    path = folder / "rows.jsonl"
+    rows = ({"prompt": PROMPT, "completion": completion} for completion in COMPLETIONS)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def config(folder: Path, rows: int = 1, parallelism: dict[str, Any] | None = None, **training: Any) -> Config:
+    source = {"dataset": "jsonl", "dataset_path": rows_of(folder), "seq_len": SEQ_LEN}
+    return tiny_config(
+        training={**source, "on_data_end": "repeat", **training},
+        data={"format": "prompt_completion", "packing": "padded"},
+        validation={"enable": True, **source, "local_batch_size": rows},
+        parallelism=parallelism or {},
+    )
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def evaluated(rank: int, one: Config) -> tuple[float, int]:
+    run = make_run(rank, one)
+    found = evaluate.evaluate(run.runner, evaluate.open_dataloader(one, run.mesh), run.mesh, one.validation.steps)
+    return found.loss, found.tokens
+
+
+def by_hand(rank: int, one: Config) -> tuple[float, int]:
+    """The same numbers from the logits of one row at a time, without this program's data and loss."""
+    model = make_run(rank, one).runner.parts[0]
+    total, count = 0.0, 0
+    for completion in COMPLETIONS:
+        tokens = torch.tensor([256, *f"{PROMPT}{completion}".encode(), 257])
+        with torch.no_grad():
+            logits = model(tokens[None, :-1], torch.arange(len(tokens) - 1)[None])[0].double()
+        targets = len(completion) + 1
+        total += F.cross_entropy(logits[-targets:], tokens[-targets:], reduction="sum").item()
+        count += targets
+    return total / count, count
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows"),
+    cases([(1, 3), (2, 1), (4, 3)], nightly=[pair for pair in itertools.product((1, 2, 4), (1, 3, 8))]),
+)
+def test_evaluation_is_the_mean_over_all_targets(ranks: int, rows: int, tmp_path: Path) -> None:
+    loss, count = run_ranks(1, by_hand, config(tmp_path))[0]
+    for found in run_ranks(ranks, evaluated, config(tmp_path, rows)):
+        assert found == (pytest.approx(loss, abs=1e-6), count)
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+def trained(rank: int, one: Config, masked_rows: set[int]) -> list[tuple[int, float]]:
+    """Targets and gradient norm of two steps, in which these rows of the data have no target."""
+    run = make_run(rank, one)
+    stream = run.dataloader
+
+    class Masked:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(stream, name)
+
+        def __next__(self) -> Batch:
+            batch = next(stream)
+            return dataclasses.replace(batch, targets_BT=_without(batch, masked_rows))
+
+    run.dataloader = Masked()  # type: ignore[assignment]
+    outcomes = [trainer.step(run) for _ in range(2)]
+    return [(outcome.global_tokens, outcome.grad_norm) for outcome in outcomes]
+
+
+def _without(batch: Batch, masked_rows: set[int]) -> Tensor:
+    is_masked_B = torch.tensor([row in masked_rows for row in batch.sample_ids_B.tolist()])
+    return batch.targets_BT.masked_fill(is_masked_B[:, None], IGNORE)
+
+
+def order_of(rank: int, one: Config) -> list[int]:
+    return next(make_run(rank, one).dataloader).sample_ids_B.tolist()
+
+
+@pytest.mark.parametrize(
+    "parallelism", cases([{}], nightly=[{"pipeline_parallel_degree": 2}, {"tensor_parallel_degree": 2}])
+)
+def test_a_rank_without_targets_changes_no_number(parallelism: dict[str, Any], tmp_path: Path) -> None:
+    batch = {"global_batch_size": 4}
+    whole = config(tmp_path, local_batch_size=4, **batch)
+    first_rank = set(run_ranks(1, order_of, whole)[0][:2])
+    expected = run_ranks(1, trained, whole, first_rank)[0]
+    divided = config(tmp_path, parallelism=parallelism, local_batch_size=2, **batch)
+    ranks = 4 if parallelism else 2
+    for found in run_ranks(ranks, trained, divided, first_rank):
+        for (count, norm), (same_count, same_norm) in zip(found, expected, strict=True):
+            assert (count, norm) == (same_count, pytest.approx(same_norm, rel=1e-6))
