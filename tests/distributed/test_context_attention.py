@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardtrain.distributed import attention_blocks, context_attention, shared_memory
@@ -114,6 +115,45 @@ def test_split_attention_in_bfloat16_loses_no_more_than_the_type_does() -> None:
     for errors in run_ranks(2, largest_errors, torch.bfloat16):
         for name, values in errors.items():
             assert max(values) < 6e-2, (name, values)  # 2^-8 of values up to about 4
+
+
+def errors_of_large_scores(rank: int, kernels: Kernels) -> dict[str, list[float]]:
+    """Relative errors of output and gradients in bfloat16, as multiples of those of PyTorch's kernel on one process."""
+    cpu_kernels.use(kernels)  # in a forked process of its own
+    size = dist.get_world_size()
+    q, k, v, gradient = inputs(torch.float32)
+    whole = [(10 * q).bfloat16(), (10 * k).bfloat16(), v.bfloat16()]  # scores have a standard deviation of 100
+    gradient = gradient.bfloat16()
+    exact_leaves = [x.double().requires_grad_() for x in whole]
+    exact = by_hand(*exact_leaves)
+    exact.backward(gradient.double())
+    leaves = [x.clone().requires_grad_() for x in whole]
+    theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=True)
+    theirs.transpose(1, 2).backward(gradient)
+
+    def error(found: Tensor, expected: Tensor) -> float:
+        return float((found.detach().double() - expected).norm())
+
+    errors = {}
+    for name, (function, balanced) in KINDS.items():
+        local = [part(x, rank, size, balanced).requires_grad_() for x in whole]
+        out = function(*local, dist.group.WORLD, balanced, None, 0, PLAIN)
+        out.backward(part(gradient, rank, size, balanced))
+        targets = [exact.detach(), *(leaf.grad for leaf in exact_leaves)]
+        pytorch = [theirs.transpose(1, 2), *(leaf.grad for leaf in leaves)]
+        errors[name] = [
+            error(ours, part(target, rank, size, balanced))
+            / error(part(other, rank, size, balanced), part(target, rank, size, balanced))
+            for ours, other, target in zip([out, *(x.grad for x in local)], pytorch, targets, strict=True)
+        ]
+    return errors
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), Kernels(blocked_attention=2.0)], ids=["flash", "blocks"])
+def test_split_attention_of_large_scores_in_bfloat16_has_the_error_of_pytorch(kernels: Kernels) -> None:
+    for errors in run_ranks(2, errors_of_large_scores, kernels):
+        for name, values in errors.items():
+            assert max(values) <= 1.5, (name, values)
 
 
 def random_documents(seed: int) -> Tensor:
