@@ -36,6 +36,8 @@ _PRESSURE = "/proc/pressure/memory"
 _MOST_PERCENT = 1.0
 """Of ten seconds, in which some process of the machine waited for memory."""
 _SHORT_OF_MEMORY = "short_of_memory"
+_KERNELS_OF = "November 2026"
+"""When a kernel last became faster or slower. Change it, so that machines measure again."""
 _KEPT_SECONDS = 3600
 """How long that is kept which was measured on such a machine."""
 
@@ -220,7 +222,7 @@ def _is_short_of_memory() -> bool:
 
 def _cache_file(threads: int) -> Path:
     kernels = " ".join(field.name for field in fields(Kernels))
-    return user_cache.folder() / f"cpu_kernels-{machine_key(str(threads), kernels)}.json"
+    return user_cache.folder() / f"cpu_kernels-{machine_key(str(threads), kernels, _KERNELS_OF)}.json"
 
 
 def machine_key(*facts: str) -> str:
