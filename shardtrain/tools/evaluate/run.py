@@ -45,6 +45,9 @@ def run(asked: Request) -> None:
             read = sets.Read()
             with heartbeat(f"measuring {name}", often, far=read.far):
                 of_set = sets.row_by_row(opened, section, asked.data_options) if asked.data else opened
+                form = of_set.config.data.format
+                if world.rank == 0 and form != opened.config.data.format:
+                    print(f'shardtrain evaluate: {name}: data.format="{form}", by its columns', file=sys.stderr)
                 found["sets"][name] = sets.measure(of_set, section, read)
         if asked.tasks:
             from shardtrain.tools.evaluate import tasks

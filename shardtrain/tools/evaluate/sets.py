@@ -20,7 +20,6 @@ from shardtrain.tools.generate.opening import OpenedModel
 from shardtrain.train import document_isolation
 from shardtrain.train.open_together import together
 from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Problem
-from shardtrain.utils.log import logger
 
 _TOKENS_AT_ONCE = 2**22
 
@@ -54,10 +53,7 @@ def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, A
         return opened
     config = dataclasses.replace(opened.config, validation=section)
     with together(config):
-        form = format_of_rows(config, section)
-    if form != config.data.format:
-        logger.info(f"{section.dataset_path}: data.format={form} is detected by the columns of the rows")
-    return opened.with_data(format=form)
+        return opened.with_data(format=format_of_rows(config, section))
 
 
 def measure(opened: OpenedModel, section: Validation, read: Read | None = None) -> dict[str, float | int | None]:
