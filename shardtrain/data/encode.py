@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from shardtrain.config.schema import Data, DataSource
+from shardtrain.data.bad_rows import around_bad_rows, attempt
 from shardtrain.data.chat import Conversations, Written
 from shardtrain.data.chat_messages import conversation, messages_of, tools_of
 from shardtrain.data.chat_template import FIXED_DATE, ChatTemplate
@@ -25,8 +26,8 @@ from shardtrain.data.tokenizer import Ids, Tokenizer
 from shardtrain.data.tokenizers.tokenizer_config import read_text
 from shardtrain.utils.errors import ConfigError, Problem
 
-T = TypeVar("T")
 _VERSION = 1
+_Pair = tuple[str, str] | Written
 HAS_BEGINNING = "begins with the beginning-of-text token: no second one is added"
 HAS_END = "ends with the end-of-text token: no second one is added"
 SHARED_TOKEN = "a token would contain the end of the prompt and the start of the completion: they are kept apart"
@@ -65,28 +66,15 @@ class TextEncoder:
         self.fingerprint = _fingerprint("text", tokenizer, *facts)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
-        """One document, or the reason why there is none, per row."""
+        """Tokenize rows. Return one document per row, or the reason why it has none."""
+        return list(around_bad_rows([attempt(self._text, row) for row in rows], self._documents))
 
-        def text_of(row: Mapping[str, Any]) -> str:
-            value = text(row, self._field)
-            if not value:
-                raise Unusable("the text is empty", harmless=True)
-            return value
+    def _text(self, row: Mapping[str, Any]) -> str | BadRow:
+        return text(row, self._field) or BadRow("the text is empty", harmless=True)
 
-        # The texts are tokenized together, and their ids taken in order between the rows that have none.
-        texts = [_attempt(text_of, row) for row in rows]
-        batch = iter(self.tokenizer.encode_batch([value for value in texts if isinstance(value, str)]))
-        results: list[Document | BadRow] = []
-        for value in texts:
-            if isinstance(value, BadRow):
-                results.append(value)
-                continue
-            ids = next(batch)
-            if len(ids):
-                results.append(self._ends.document(ids))
-            else:
-                results.append(BadRow("the text has no tokens", harmless=True))
-        return results
+    def _documents(self, texts: Sequence[str]) -> Iterator[Document | BadRow]:
+        for ids in self.tokenizer.encode_batch(texts):
+            yield self._ends.document(ids) if len(ids) else BadRow("the text has no tokens", harmless=True)
 
 
 class PromptEncoder:
@@ -107,23 +95,11 @@ class PromptEncoder:
         self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields, *asked_ends, "continued", "empty")
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
-        """One document, or the reason why there is none, per row."""
-        # Texts are tokenized together, and so are conversations; both are taken in the order of the rows.
-        pairs = [_attempt(self._pair, row) for row in rows]
-        batch = iter(encode_pairs(self.tokenizer, [pair for pair in pairs if isinstance(pair, tuple)]))
-        written = [pair for pair in pairs if isinstance(pair, Written)]
-        chats = iter(self._chat().documents(written) if written else [])
-        results: list[Document | BadRow] = []
-        for pair in pairs:
-            if isinstance(pair, Written):
-                results.append(_with_targets(next(chats)))
-            elif isinstance(pair, BadRow):
-                results.append(pair)
-            else:
-                results.append(self._document(*next(batch)))
-        return results
+        """Tokenize rows. Return one document per row, or the reason why it has none."""
+        pairs = [attempt(self._pair, row) for row in rows]
+        return list(around_bad_rows(pairs, self._documents))  # type: ignore[arg-type]  # mypy joins the two kinds
 
-    def _pair(self, row: Mapping[str, Any]) -> tuple[str, str] | Written:
+    def _pair(self, row: Mapping[str, Any]) -> _Pair:
         data = self._data
         prompt = column(row, data.prompt_field)
         completion = column(row, data.completion_field)
@@ -137,6 +113,14 @@ class PromptEncoder:
             tools = tools_of(find(row, data.tools_field), data.tools_field)
             return self._chat().write([*before, *after], tools, first_learned=len(before))
         return text(row, data.prompt_field), text(row, data.completion_field)
+
+    def _documents(self, pairs: Sequence[_Pair]) -> Iterator[Document | BadRow]:
+        # Texts are tokenized together, and so are conversations; both are taken in the order of the rows.
+        encoded = iter(encode_pairs(self.tokenizer, [pair for pair in pairs if isinstance(pair, tuple)]))
+        written = [pair for pair in pairs if isinstance(pair, Written)]
+        chats = iter(self._chat().documents(written) if written else [])
+        for pair in pairs:
+            yield _with_targets(next(chats)) if isinstance(pair, Written) else self._document(*next(encoded))
 
     def _document(self, prompt: Ids, completion: Ids, would_share_token: bool) -> Document | BadRow:
         document = self._ends.document(np.concatenate((prompt, completion)), len(prompt))
@@ -164,10 +148,10 @@ class ChatEncoder:
         self.fingerprint = _fingerprint("chat", tokenizer, *fields)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
-        """One document, or the reason why there is none, per row."""
-        written = [_attempt(self._write, row) for row in rows]
-        documents = iter(self._conversations.documents([one for one in written if isinstance(one, Written)]))
-        return [one if isinstance(one, BadRow) else _with_targets(next(documents)) for one in written]
+        """Tokenize rows. Return one document per row, or the reason why it has none."""
+        written = [attempt(self._write, row) for row in rows]
+        documents = around_bad_rows(written, self._conversations.documents)
+        return [one if isinstance(one, BadRow) else _with_targets(one) for one in documents]
 
     def _write(self, row: Mapping[str, Any]) -> Written:
         messages, tools = conversation(row, self._data.messages_field, self._data.tools_field)
@@ -202,13 +186,6 @@ class _DocumentEnds:
         ids = [*self.ends.prefix, *self.ends.suffix]
         spelled = tokenizer.encode(tokenizer.decode(ids, keep_special=True)).tolist() if ids else []
         return ["ends once"] if set(spelled) & set(ids) else []
-
-
-def _attempt(read: Callable[[Mapping[str, Any]], T], row: Mapping[str, Any]) -> T | BadRow:
-    try:
-        return read(row)
-    except Unusable as error:
-        return BadRow(error.reason, error.harmless)
 
 
 def _with_targets(document: Document) -> Document | BadRow:

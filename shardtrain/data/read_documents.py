@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from shardtrain.config.schema import Data
+from shardtrain.data.bad_rows import around_bad_rows
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.sources import BadRow, Key, Row, Shards, Table, every_row, place_of
 from shardtrain.utils.errors import DataError
@@ -177,10 +178,8 @@ def read_documents(
         DataError: at a bad row, unless the policy skips them; judging the count is the caller's.
     """
     for chunk in chunks(every_row(source) if keyed_rows is None else keyed_rows):
-        # The rows that could be read are encoded together, and taken in order between those that could not.
-        encoded = iter(encoder.encode([row for _, row in chunk if not isinstance(row, BadRow)]))
-        for key, row in chunk:
-            result = row if isinstance(row, BadRow) else next(encoded)
+        results = around_bad_rows([row for _, row in chunk], encoder.encode)
+        for (key, _), result in zip(chunk, results, strict=True):
             if isinstance(result, BadRow):
                 place = place_of(source, key)
                 tally.add_bad(result, place)

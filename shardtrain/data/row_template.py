@@ -15,6 +15,7 @@ from typing import Any
 
 from shardtrain.config.schema import Data, DataSource
 from shardtrain.data import sources
+from shardtrain.data.bad_rows import around_bad_rows, attempt
 from shardtrain.data.chat_sandbox import MAX_CHARACTERS, Work, sandbox
 from shardtrain.data.columns import Unusable, check_text, kind
 from shardtrain.data.document import Document, Encoder
@@ -116,10 +117,9 @@ class TemplatedEncoder:
         self._template = template
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
-        """One document, or the reason why there is none, per row."""
-        made = [completed(self._template, row) for row in rows]
-        encoded = iter(self._encoder.encode([row for row in made if not isinstance(row, BadRow)]))
-        return [row if isinstance(row, BadRow) else next(encoded) for row in made]
+        """Complete and tokenize rows. Return one document per row, or the reason why it has none."""
+        completed = [attempt(self._template.row, row) for row in rows]
+        return list(around_bad_rows(completed, self._encoder.encode))
 
 
 def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate | None:
@@ -148,16 +148,6 @@ def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate
         }
         entries = {fields[name]: text for name, text in entries.items()}
     return RowTemplate(entries, form, data.messages_field, f"the template of {source.dataset}", keeps=True)
-
-
-def completed(template: RowTemplate | None, row: Mapping[str, Any]) -> Mapping[str, Any] | BadRow:
-    """The row with the columns of a template, or the reason why it has none."""
-    if template is None:
-        return row
-    try:
-        return template.row(row)
-    except Unusable as error:
-        return BadRow(error.reason, error.harmless)
 
 
 def _finalize(value: Any) -> Any:

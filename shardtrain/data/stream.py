@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data import sandbox, shared_opening
+from shardtrain.data.bad_rows import around_bad_rows
 from shardtrain.data.digest import digest_of_files
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.feed import Cursor, CursorUpdate, Watch
@@ -28,7 +29,7 @@ from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.read_documents import BadRows
-from shardtrain.data.sources import BadRow, Row, Shards, Table
+from shardtrain.data.sources import Row, Shards, Table
 from shardtrain.data.sources._files import FileSource
 from shardtrain.data.stream_pack import FRUITLESS_PASSES, Place, packer
 from shardtrain.utils.errors import DataError
@@ -178,9 +179,8 @@ class _Reader:
         since = time.thread_time()
         fruitless = 0
         while chunk := list(islice(rows, _ROWS_AT_ONCE)):
-            encoded = iter(self._feed.encoder.encode([row for _, row in chunk if not isinstance(row, BadRow)]))
-            for place, row in chunk:
-                result = row if isinstance(row, BadRow) else next(encoded)
+            results = around_bad_rows([row for _, row in chunk], self._feed.encoder.encode)
+            for (place, _), result in zip(chunk, results, strict=True):
                 if isinstance(result, Document):
                     last_found = place[0]
                     yield (place[0], place[1] + 1), result

@@ -21,7 +21,8 @@ from torch.nn import functional as F
 
 from shardtrain.config.schema import Config
 from shardtrain.data import preferences
-from shardtrain.data.columns import Unusable, find
+from shardtrain.data.bad_rows import around_bad_rows, attempt
+from shardtrain.data.columns import find
 from shardtrain.data.digest import digest
 from shardtrain.data.document import Document
 from shardtrain.data.encode import PromptEncoder
@@ -160,25 +161,20 @@ class PairTask(AnswerTask):
         return [row.chosen.shown("chosen"), row.rejected.shown("rejected")]
 
     def _pairs(self, rows: Sequence[Mapping[str, Any] | BadRow], seq_len: int) -> Iterator[Pair | BadRow]:
-        # All prompts with an answer are tokenized together, and taken in the order of the rows, two for each good one.
-        read = [row if isinstance(row, BadRow) else self._split(row) for row in rows]
-        to_encode = [side for one in read if not isinstance(one, BadRow) for side in one]
-        encoded = iter(self.encoder.encode(to_encode))
-        for one in read:
-            if isinstance(one, BadRow):
-                yield one
-                continue
-            sides = [side_of(next(encoded), seq_len), side_of(next(encoded), seq_len)]
-            bad = next((side for side in sides if isinstance(side, BadRow)), None)
-            yield Pair(*sides) if bad is None else bad  # type: ignore[arg-type]
+        def encode(splits: list[list[dict[str, Any]]]) -> Iterator[Pair | BadRow]:
+            # All prompts with an answer are tokenized together, two for each row.
+            documents = iter(self.encoder.encode([answer for answers in splits for answer in answers]))
+            for chosen, rejected in zip(documents, documents, strict=True):
+                pair = side_of(chosen, seq_len), side_of(rejected, seq_len)
+                bad = next((side for side in pair if isinstance(side, BadRow)), None)
+                yield Pair(*pair) if bad is None else bad  # type: ignore[arg-type]
 
-    def _split(self, row: Mapping[str, Any]) -> list[dict[str, Any]] | BadRow:
+        return around_bad_rows([attempt(self._split, row) for row in rows], encode)
+
+    def _split(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         data = self.config.data
         task = self.config.task
-        try:
-            prompt, *answers = preferences.split(row, data.prompt_field, task.chosen_field, task.rejected_field)
-        except Unusable as error:
-            return BadRow(error.reason, error.harmless)
+        prompt, *answers = preferences.split(row, data.prompt_field, task.chosen_field, task.rejected_field)
         tools = {data.tools_field: find(row, data.tools_field)}
         return [{**tools, "prompt": prompt, "completion": answer} for answer in answers]
 

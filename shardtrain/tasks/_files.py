@@ -7,10 +7,11 @@ from typing import Generic, TypeVar
 
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
+from shardtrain.data.bad_rows import attempt
 from shardtrain.data.build_dataset import NamedDataset, request_for
 from shardtrain.data.growth import Growth
 from shardtrain.data.read_documents import TOO_LONG, BadRows, RowStats, chunks, log_left_out
-from shardtrain.data.row_template import completed, template_of
+from shardtrain.data.row_template import template_of
 from shardtrain.data.sources import BadRow, Key, Row, Shards, Table, every_row, place_of
 from shardtrain.utils.errors import DataError
 
@@ -67,7 +68,7 @@ def read(config: Config, split: str, make: Make[T]) -> FileRows[T]:
     template = template_of(config.data, None, "row")
 
     def make_of_columns(rows: Sequence[Row | BadRow]) -> Iterable[T | BadRow]:
-        return make([row if isinstance(row, BadRow) else completed(template, row) for row in rows])
+        return make(rows if template is None else [attempt(template.row, row) for row in rows])
 
     rows = Growth(named.name, source.total_bytes).rows(every_row(source))
     good_rows = FileRows(_good_rows(source, rows, split, make_of_columns, policy, tally))

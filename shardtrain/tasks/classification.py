@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from shardtrain import models
 from shardtrain.config.schema import Config
 from shardtrain.data import columns
-from shardtrain.data.columns import Unusable
 from shardtrain.data.filler import filler_documents
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow, every_row
@@ -131,21 +130,16 @@ class Classification(ExampleTask):
         """The label of the prediction as the rows spell it."""
         return self.labels[int(row["prediction"])]
 
-    def _read(self, row: Mapping[str, Any] | BadRow, labelled: bool) -> tuple[list[str], int] | BadRow:
-        """The texts of a row and the number of its label."""
-        if isinstance(row, BadRow):
-            return row
+    def _read(self, labelled: bool, row: Mapping[str, Any]) -> tuple[list[str], int] | BadRow:
+        """Return the texts of a row and the number of its label."""
         task = self.config.task
         fields = [self.config.data.text_field]
         if task.pair_field:
             fields.append(task.pair_field)
-        try:
-            texts = [columns.text(row, field) for field in fields]
-            if not labelled:
-                return texts, IGNORE
-            value = columns.column(row, task.label_field)
-        except Unusable as error:
-            return BadRow(error.reason)
+        texts = [columns.text(row, field) for field in fields]
+        if not labelled:
+            return texts, IGNORE
+        value = columns.column(row, task.label_field)
         # Not isinstance: True is an int too, and not the name of a label.
         name = str(value) if type(value) in (int, str) else None
         if name not in self._numbers:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
 from shardtrain.data import columns
+from shardtrain.data.bad_rows import around_bad_rows, attempt
 from shardtrain.data.columns import Unusable
 from shardtrain.data.digest import digest
 from shardtrain.data.ends import described
@@ -189,35 +190,30 @@ class KTO(AnswerTask):
         return [one.cut_side.shown("good" if one.is_good else "bad") for one in row]
 
     def _answers(self, rows: Sequence[Mapping[str, Any] | BadRow], seq_len: int) -> Iterator[Answer | BadRow]:
-        read = [row if isinstance(row, BadRow) else self._read(row) for row in rows]
-        encoded = iter(self.encoder.encode([one[0] for one in read if not isinstance(one, BadRow)]))
-        for one in read:
-            if isinstance(one, BadRow):
-                yield one
-                continue
-            document = next(encoded)
-            cut = side_of(document, seq_len)
-            if isinstance(document, BadRow) or isinstance(cut, BadRow):
-                yield cut if isinstance(cut, BadRow) else document
-                continue
-            whole = side_of(document, len(document.tokens))
-            assert isinstance(whole, Side), "its first tokens have a target"
-            yield Answer(whole, one[1], seq_len)
+        def encode(answers: list[tuple[dict[str, Any], bool]]) -> Iterator[Answer | BadRow]:
+            documents = self.encoder.encode([texts for texts, _ in answers])
+            for document, (_, is_good) in zip(documents, answers, strict=True):
+                cut = side_of(document, seq_len)
+                if isinstance(document, BadRow) or isinstance(cut, BadRow):
+                    yield cut if isinstance(cut, BadRow) else document
+                    continue
+                whole = side_of(document, len(document.tokens))
+                assert isinstance(whole, Side), "its first tokens have a target"
+                yield Answer(whole, is_good, seq_len)
 
-    def _read(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], bool] | BadRow:
+        return around_bad_rows([attempt(self._read, row) for row in rows], encode)
+
+    def _read(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         data = self.config.data
         field = self.config.task.label_field
-        try:
-            prompt = columns.column(row, data.prompt_field)
-            completion = columns.column(row, data.completion_field)
-            label = columns.column(row, field)
-            if isinstance(prompt, list | tuple) and isinstance(completion, str):
-                completion = [{"role": "assistant", "content": completion}]
-            word = str(label).lower() if isinstance(label, bool | int | str) else ""
-            if word not in _WORDS:
-                raise Unusable(f"label {str(label)[:40]!r} in column {field!r} is neither true nor false")
-        except Unusable as error:
-            return BadRow(error.reason, error.harmless)
+        prompt = columns.column(row, data.prompt_field)
+        completion = columns.column(row, data.completion_field)
+        label = columns.column(row, field)
+        if isinstance(prompt, list | tuple) and isinstance(completion, str):
+            completion = [{"role": "assistant", "content": completion}]
+        word = str(label).lower() if isinstance(label, bool | int | str) else ""
+        if word not in _WORDS:
+            raise Unusable(f"label {str(label)[:40]!r} in column {field!r} is neither true nor false")
         tools = {data.tools_field: columns.find(row, data.tools_field)}
         return {**tools, "prompt": prompt, "completion": completion}, _WORDS[word]
 

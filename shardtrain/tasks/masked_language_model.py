@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
 from shardtrain.data import columns
-from shardtrain.data.columns import Unusable
 from shardtrain.data.digest import digest
 from shardtrain.data.filler import filler_documents
 from shardtrain.data.loader import DataLoader
@@ -136,13 +135,8 @@ class MaskedLanguageModel(ExampleTask):
                 shown[place] = int(rng.random() * self.vocab)
         return shown, targets
 
-    def _read(self, row: Mapping[str, Any] | BadRow, labelled: bool) -> tuple[list[str], int] | BadRow:
-        if isinstance(row, BadRow):
-            return row
-        try:
-            text = columns.text(row, self.config.data.text_field)
-        except Unusable as error:
-            return BadRow(error.reason)
+    def _read(self, labelled: bool, row: Mapping[str, Any]) -> tuple[list[str], int] | BadRow:
+        text = columns.text(row, self.config.data.text_field)
         return ([text], IGNORE) if text else BadRow("the text is empty", harmless=True)
 
 

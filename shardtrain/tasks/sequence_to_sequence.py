@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
 from shardtrain.data import columns
-from shardtrain.data.columns import Unusable
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
 from shardtrain.layout import Layout
@@ -82,14 +81,9 @@ class SequenceToSequence(ExampleTask):
         """Right tokens and all tokens of a target."""
         return f"{int(row['right'])}\t{int(row['tokens'])}"
 
-    def _read(self, row: Mapping[str, Any] | BadRow, labelled: bool) -> tuple[list[str], int] | BadRow:
-        if isinstance(row, BadRow):
-            return row
+    def _read(self, labelled: bool, row: Mapping[str, Any]) -> tuple[list[str], int] | BadRow:
         data = self.config.data
-        try:
-            return [columns.text(row, data.prompt_field), columns.text(row, data.completion_field)], IGNORE
-        except Unusable as error:
-            return BadRow(error.reason)
+        return [columns.text(row, data.prompt_field), columns.text(row, data.completion_field)], IGNORE
 
     def _example(self, texts: list[Any], label: int, seq_len: int) -> Example | BadRow:
         source, target = (super(SequenceToSequence, self)._example([ids], label, seq_len) for ids in texts)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shardtrain.data.bad_rows import around_bad_rows, attempt
 from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.data.digest import digest
 from shardtrain.data.ends import Ends, described, ends_of
@@ -84,14 +85,15 @@ class ExampleTask(TextTask):
     def _examples(
         self, rows: Sequence[Mapping[str, Any] | BadRow], labelled: bool, seq_len: int
     ) -> Iterator[Example | BadRow]:
-        read = [self._read(row, labelled) for row in rows]
-        good = [one for one in read if not isinstance(one, BadRow)]
-        batch = iter(self.tokenizer.encode_batch([text for texts, _ in good for text in texts]))
-        for one in read:
-            yield one if isinstance(one, BadRow) else self._example([next(batch) for _ in one[0]], one[1], seq_len)
+        def encode(found: list[tuple[list[str], int]]) -> Iterator[Example | BadRow]:
+            batch = iter(self.tokenizer.encode_batch([text for texts, _ in found for text in texts]))
+            for texts, number in found:
+                yield self._example([next(batch) for _ in texts], number, seq_len)
 
-    def _read(self, row: Mapping[str, Any] | BadRow, labelled: bool) -> tuple[list[str], int] | BadRow:
-        """The texts of a row and its number."""
+        return around_bad_rows([attempt(partial(self._read, labelled), row) for row in rows], encode)
+
+    def _read(self, labelled: bool, row: Mapping[str, Any]) -> tuple[list[str], int] | BadRow:
+        """Return the texts of a row and its number. ``labelled`` is false if its label is to be predicted."""
         raise self._lacks("_read")
 
     def _example(self, texts: list[Any], label: int, seq_len: int) -> Example | BadRow:

@@ -11,11 +11,13 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardtrain.data.columns import Unusable, text
-from shardtrain.data.sources import BadRow, Request, every_row, find, place_of
+from shardtrain.data.bad_rows import attempt
+from shardtrain.data.columns import text
+from shardtrain.data.sources import Request, every_row, find, place_of
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
@@ -81,10 +83,7 @@ class Texts:
     def _documents(self) -> Iterator[str]:
         for source in self._sources:
             for key, row in every_row(source):
-                try:
-                    found = row if isinstance(row, BadRow) else text(row, self._field)
-                except Unusable as error:
-                    found = BadRow(error.reason, error.harmless)
+                found = attempt(partial(text, path=self._field), row)
                 if isinstance(found, str):
                     self.documents += 1
                     yield found
