@@ -194,8 +194,8 @@ class KTO(AnswerTask):
             documents = self.encoder.encode([texts for texts, _ in answers])
             for document, (_, is_good) in zip(documents, answers, strict=True):
                 cut = side_of(document, seq_len)
-                if isinstance(document, BadRow) or isinstance(cut, BadRow):
-                    yield cut if isinstance(cut, BadRow) else document
+                if isinstance(cut, BadRow) or isinstance(document, BadRow):
+                    yield cut  # type: ignore[misc]  # side_of returns a bad row as it is
                     continue
                 whole = side_of(document, len(document.tokens))
                 assert isinstance(whole, Side), "its first tokens have a target"
