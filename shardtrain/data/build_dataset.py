@@ -21,7 +21,7 @@ from shardtrain.data.ends import described
 from shardtrain.data.feed import Feed, IndexedFeed
 from shardtrain.data.growth import Growth
 from shardtrain.data.mix import Mixture, Stage
-from shardtrain.data.packing import Packing
+from shardtrain.data.packing import Packing, lost_documents
 from shardtrain.data.read_documents import BadRows, RowStats, log_left_out, read_documents
 from shardtrain.data.row_template import TemplatedEncoder
 from shardtrain.data.shard_index import read_index
@@ -348,17 +348,10 @@ def _indexed(
     text = "dataset %s: %d documents, %d tokens, %d rows; opened in %.1f s"
     seconds = time.perf_counter() - started
     logger.info(text, named.name, line.num_documents, line.num_tokens, feed.num_rows, seconds)
-    num_cut, num_dropped = feed.changed_documents
-    most = packing.seq_len + 1
-    if num_cut:
-        logger.warning("dataset %s: %d documents are cut to %d tokens", named.name, num_cut, most)
-    if num_dropped and packing.long_documents == "cut":
-        text = "dataset %s: %d documents are left out: none of them has a target in its first %d tokens"
-        logger.warning(text, named.name, num_dropped, most)
-        BadRows.of(config.data).judge_long(num_dropped, line.num_documents, f"dataset {named.name}")
-    elif num_dropped:
-        text = "dataset %s: %d documents are left out for being longer than %d tokens"
-        logger.warning(text, named.name, num_dropped, most)
+    for lost in lost_documents(feed.rows, line.num_documents):
+        logger.warning("dataset %s: %s", named.name, lost)
+    if packing.long_documents == "cut":
+        BadRows.of(config.data).judge_long(feed.rows.dropped, line.num_documents, f"dataset {named.name}")
     return feed
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,13 @@ SHARED_TOKEN = "a token would contain the end of the prompt and the start of the
 
 
 def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = None) -> Encoder:
-    """The encoder of a dataset: what ``source`` sets counts before ``data``.
+    """Open the encoder of a dataset. Options of ``source`` take precedence over ``data``.
 
     Raises:
-        ConfigError: when a chat template is needed and there is none, or it cannot be used.
+        ConfigError: if a chat template is needed and does not exist, or cannot be used.
     """
-    form = data.format
-    text_field = data.text_field
-    if source is not None:
-        form = source.format or form
-        text_field = source.text_field or text_field
+    form = (source and source.format) or data.format
+    text_field = (source and source.text_field) or data.text_field
     encoder: Encoder
     if form == "text":
         encoder = TextEncoder(tokenizer, text_field, data)
@@ -88,7 +86,6 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self._data = data
         self._ends = _DocumentEnds(ends_of(tokenizer, data))
-        self._conversations: Conversations | None = None
         template = _template_facts(tokenizer, data) if data.chat_template or tokenizer.chat_template else ""
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
         asked_ends = _asked_ends(self._ends.ends, data)
@@ -111,14 +108,14 @@ class PromptEncoder:
             before = messages_of(prompt, data.prompt_field)
             after = messages_of(completion, data.completion_field)
             tools = tools_of(find(row, data.tools_field), data.tools_field)
-            return self._chat().write([*before, *after], tools, first_learned=len(before))
+            return self._conversations.write([*before, *after], tools, first_learned=len(before))
         return text(row, data.prompt_field), text(row, data.completion_field)
 
     def _documents(self, pairs: Sequence[_Pair]) -> Iterator[Document | BadRow]:
         # Texts are tokenized together, and so are conversations; both are taken in the order of the rows.
         encoded = iter(encode_pairs(self.tokenizer, [pair for pair in pairs if isinstance(pair, tuple)]))
         written = [pair for pair in pairs if isinstance(pair, Written)]
-        chats = iter(self._chat().documents(written) if written else [])
+        chats = iter(self._conversations.documents(written) if written else [])
         for pair in pairs:
             yield _with_targets(next(chats)) if isinstance(pair, Written) else self._document(*next(encoded))
 
@@ -130,11 +127,10 @@ class PromptEncoder:
             return document
         return BadRow("the completion has no token to learn, and no end token", harmless=True)
 
-    def _chat(self) -> Conversations:
-        # Made when the first row is a conversation: rows of text need no template.
-        if self._conversations is None:
-            self._conversations = open_conversations(self.tokenizer, self._data)
-        return self._conversations
+    @cached_property
+    def _conversations(self) -> Conversations:
+        # Opened when the first row is a conversation: rows of text need no template.
+        return open_conversations(self.tokenizer, self._data)
 
 
 class ChatEncoder:

@@ -123,28 +123,23 @@ class IndexedFeed:
         self._looks = shared_opening.LooksAtSeek(tokens.check_unchanged, folder)
         self._watch = Watch(tokens.check_unchanged, len(files))
         self._tokens = tokens
-        self._rows = pack(tokens, packing, table)
+        self.rows = pack(tokens, packing, table)
         self._seed = seed
         self.passes = passes
-        self.num_rows: int = self._rows.num_rows
+        self.num_rows: int = self.rows.num_rows
         self.num_tokens = tokens.num_tokens
         if self.num_rows < 1:
             rule = f"has no row with a target in the first {packing.seq_len + 1} tokens of its documents"
             fix = 'raise seq_len, use other data, or set data.long_documents="split"'
             raise DataError(str(Problem(option, None, rule, fix)))
-        self.mean_targets = self._rows.num_targets / self.num_rows
+        self.mean_targets = self.rows.num_targets / self.num_rows
         self.files = files
         # Documents without a target used to have rows: the fingerprint of data that have some differs from then.
-        dropped = [self._rows.dropped] if packing.long_documents == "cut" and self._rows.dropped else []
+        dropped = [self.rows.dropped] if packing.long_documents == "cut" and self.rows.dropped else []
         self.fingerprint = digest(tokens.fingerprint, asdict(packing), seed, *dropped)
 
     def whole_files(self) -> list[WholeFile]:
         return self._tokens.whole_files() if isinstance(self._tokens, ShardTokenBuffer) else []
-
-    @property
-    def changed_documents(self) -> tuple[int, int]:
-        """Numbers of documents that were cut and left out because they are longer than a row."""
-        return self._rows.cut, self._rows.dropped
 
     def write(self, k: int, out: Sequences, slot: int) -> tuple[int, CursorUpdate | None]:
         """Write sample k of the order into a slot.
@@ -157,7 +152,7 @@ class IndexedFeed:
         if self.passes is not None and k >= self.passes * self.num_rows:
             return -1, None
         sample = k % self.num_rows if self._seed is None else int(sample_at(k, self.num_rows, self._seed))
-        self._rows.write(sample, out, slot)
+        self.rows.write(sample, out, slot)
         return sample, None
 
     def seek(self, rows: int, cursors: npt.NDArray[np.int64] | None) -> None:

@@ -84,6 +84,15 @@ class Rows(Protocol):
         ...
 
 
+def lost_documents(rows: Rows, num_documents: int) -> list[str]:
+    """Describe the documents that were cut or left out because they are longer than a row."""
+    most = rows.packing.seq_len + 1
+    is_cut = rows.packing.long_documents == "cut"
+    reason = "have no target in their first" if is_cut else "are longer than"
+    fates = [(rows.cut, f"are cut to {most} tokens"), (rows.dropped, f"{reason} {most} tokens and are left out")]
+    return [f"{count} of {num_documents} documents {fate}" for count, fate in fates if count]
+
+
 class ConcatRows:
     """Row i holds the tokens ``i * seq_len`` to ``(i + 1) * seq_len`` inclusive: its last is the target of its last
     input, and the first input of row i + 1. The last row is padded.

@@ -63,14 +63,9 @@ class RowStats:
             places.append(place)
 
     def merge(self, other: RowStats) -> None:
-        """Add what another reader of later rows found."""
-        self.rows += other.rows
-        self.documents += other.documents
-        self.tokens += other.tokens
-        self.learned += other.learned
-        self.bad.update(other.bad)
-        self.harmless.update(other.harmless)
-        self.notes.update(other.notes)
+        """Add the counts of another reader, which read later rows."""
+        for count in ("rows", "documents", "tokens", "learned", "bad", "harmless", "notes"):
+            setattr(self, count, getattr(self, count) + getattr(other, count))
         for reason, places in other.places.items():
             self.places[reason] = (self.places.get(reason, []) + places)[:_PLACES_KEPT]
 

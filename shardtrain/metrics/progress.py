@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from shardtrain.metrics.record import Record
@@ -62,16 +61,6 @@ class Progress:
     def close(self) -> None:
         """Take the line away."""
         self._live.stop()
-
-    def __enter__(self) -> Progress:
-        """Nothing to open: the line is there."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Take the line away."""
-        self.close()
 
     def _render(self) -> Table:
         """The line as rich draws it."""

@@ -17,7 +17,7 @@ from shardtrain.config.schema import Training, Validation
 from shardtrain.data import build_dataset, sources
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.mix import Mixture
-from shardtrain.data.packing import Packing
+from shardtrain.data.packing import Packing, lost_documents
 from shardtrain.data.read_documents import BadRows, as_limit
 from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.sources import Table
@@ -255,33 +255,22 @@ def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, re
         if tally.num_bad == tally.rows:
             fix = "see whether the dataset, data.format and the names of its columns are right"
         report.bad.append(f"dataset {survey.name} has {tally.num_bad} bad of {tally.rows} rows; {fix}")
-    else:
-        try:
+    packed = survey.rows(packing)
+    try:
+        if policy.skip or not tally.num_bad:
             policy.judge(tally, f"dataset {survey.name}")
-        except DataError as error:
-            report.bad.append(str(error))
+        if packing.long_documents == "cut":
+            policy.judge_long(packed.dropped, tally.documents, f"dataset {survey.name}")
+    except DataError as error:
+        report.bad.append(str(error))
 
     # Nothing to learn, or nothing left of it once it is packed.
-    packed = survey.rows(packing)
     if tally.documents and not tally.learned and not survey.damage:
         report.bad.append(f"dataset {survey.name} has no token that is learned; see data.format")
     elif tally.documents and not survey.damage and not packed.num_rows:
         rule = f"gives no sequence with packing {packing.kind}, and seq_len {packing.seq_len}"
         report.bad.append(f"dataset {survey.name} {rule}; see data.long_documents, and documents of one token")
-    most = packing.seq_len + 1
-    why_dropped = f"are longer than {most} tokens"
-    if packing.long_documents == "cut":
-        why_dropped = f"have no target in their first {most} tokens"
-        try:
-            policy.judge_long(packed.dropped, tally.documents, f"dataset {survey.name}")
-        except DataError as error:
-            report.bad.append(str(error))
-    for count, fate in (
-        (packed.cut, f"lose what lies beyond {most} tokens"),
-        (packed.dropped, f"{why_dropped} and are left out"),
-    ):
-        if count:
-            report.warnings.append(f"dataset {survey.name}: {count} of {tally.documents} documents {fate}")
+    report.warnings.extend(f"dataset {survey.name}: {lost}" for lost in lost_documents(packed, tally.documents))
     if survey.max_id >= vocab_size:
         report.problems.append(
             f"dataset {survey.name} has the id {survey.max_id}, and the model's vocabulary is {vocab_size}; set "
