@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from shardtrain import config as configs
+from shardtrain.checkpoint.choice import step_name
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Validation
 from shardtrain.config.show import RESOLVED_CONFIG
@@ -237,15 +238,18 @@ def load_model(
     dtype: str | None = None,
     tokenizer: str | None = None,
     config: str | Path | None = None,
+    step: str | int | None = None,
 ) -> OpenedModel:
     """Load a trained model with its tokenizer (``.model``, ``.tokenizer``, ``.config``) on the CPU.
 
     Args:
-        path: the folder of a run (its newest good checkpoint is used), of a checkpoint, or in Hugging Face format.
+        path: the folder of a run, of a checkpoint, or in Hugging Face format.
         dtype: "float32", "bfloat16" or "float16"; the run's own compute dtype if None.
         tokenizer: path of a tokenizer, or "bytes", for a Hugging Face folder that has none.
         config: the run's TOML file. A run of your own model file needs it, because a file of code that a folder names
             is executed only if you name the configuration yourself.
+        step: checkpoint of a run: "latest", "best" or a number. None is the best if the run keeps one
+            (``checkpoint.keep_best``), else the latest. The name of the model has the step: ``print(model)``.
 
     Raises:
         ConfigError, CheckpointError: there is no model, or it is damaged.
@@ -254,7 +258,9 @@ def load_model(
         raise ConfigError(Problem("path", str(path), "does not exist", "name a run's folder or a checkpoint"))
     if dtype not in (None, *DTYPES):
         raise ConfigError(Problem("dtype", dtype, f"must be one of {', '.join(DTYPES)}", "leave it out for the run's"))
-    return open_model(Path(path), None if config is None else Path(config), dtype, tokenizer_path=tokenizer)
+    config_file = None if config is None else Path(config)
+    wanted = None if step is None else step_name(step)
+    return open_model(Path(path), config_file, dtype, tokenizer_path=tokenizer, step=wanted)
 
 
 @python_function
@@ -282,7 +288,8 @@ def generate(
     stops = tuple(_as_list(stop))
     # All other fields have the defaults of the command line
     asked = Request(
-        source=Path("."), config=None, base=None, adapter=None, tokenizer=None, prompt=None, input=None, output=None,
+        source=Path("."), step=None, config=None, base=None, adapter=None, tokenizer=None, prompt=None, input=None,
+        output=None,
         field="prompt", prediction_field="prediction", chat=chat, add_bos=None, max_new_tokens=max_new_tokens,
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, stop=stops,
         seed=seed, batch_size=batch_size, dtype=None, device=None, nproc=1, no_cache=False,

@@ -53,7 +53,7 @@ usage: shardtrain VERB ...
   import HF_DIR --to CHECKPOINT; export CHECKPOINT --to HF_DIR
                                                               weights in and out of the Hugging Face format
   merge ADAPTERS --to CHECKPOINT                              add trained adapters to the weights beside them
-  test CONFIG.toml [--checkpoint best|latest|STEP|PATH]       metrics and predictions of the held-out sets, in files
+  test CONFIG.toml [--step latest|best|N]                     metrics and predictions of the held-out sets, in files
   goodput RUN_FOLDER                                          where the wall time of a run went, over all its restarts
   report RUN_FOLDER ... [-o report.html]                      curves, validation, time and options of runs, as one page
   profile RUN_FOLDER                                          costliest operations, exposed communication and memory

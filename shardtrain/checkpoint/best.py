@@ -111,6 +111,12 @@ def read_pointer(folder: Place) -> dict[str, Any]:
     return pointer if fits and isinstance(pointer.get("value"), int | float) else {}
 
 
+def describe(pointer: Mapping[str, Any]) -> str:
+    """Return metric and value of ``best.json``, safe to print."""
+    metric = "".join(char for char in str(pointer["metric"])[:80] if char.isprintable())
+    return f"{metric} {float(pointer['value']):.6g}"
+
+
 def _is_state(state: Any) -> bool:
     counts = ("step", "kept", "without_improvement")
     return (

@@ -174,8 +174,13 @@ def _is_alone() -> bool:
     return not dist.is_initialized() or dist.get_world_size() == 1
 
 
+def rank_and_size() -> tuple[int, int]:
+    """Rank and world size; (0, 1) without a process group."""
+    return (0, 1) if _is_alone() else (dist.get_rank(), dist.get_world_size())
+
+
 def _own_rank() -> int:
-    return 0 if _is_alone() else dist.get_rank()
+    return rank_and_size()[0]
 
 
 def _said(value: Any, urgency: int) -> Any:

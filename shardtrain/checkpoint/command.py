@@ -96,11 +96,9 @@ def _list(folder: Place) -> int:
     for step in steps:
         path = folder / f"step-{step}"
         try:
-            is_best = pointer.get("step") == step
             line = _line(path, manifest.read(path))
-            if is_best:
-                metric = "".join(c for c in str(pointer["metric"])[:80] if c.isprintable())
-                line += f"  best: {metric} {float(pointer['value']):.6g}"
+            if pointer.get("step") == step:
+                line += f"  best: {best.describe(pointer)}"
             print(line)
         except CheckpointError as error:
             print(f"step-{step}  cannot be used: {error}")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from shardtrain.checkpoint import manifest, rank0_storage, retention, tensor_reader
+from shardtrain.checkpoint import choice, manifest, rank0_storage, retention, tensor_reader
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank, first_word
+from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank
 from shardtrain.checkpoint.lease import LEASE, Lease
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.save import Saver
 from shardtrain.checkpoint.storage import Place
+from shardtrain.checkpoint.verification import verify
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import CheckpointError, ConfigError
 from shardtrain.utils.log import logger
@@ -114,6 +116,13 @@ class Checkpoints(Saver):
             )
         return None
 
+    def choose(self, step: str | None) -> choice.Choice:
+        """Return the checkpoint that ``--step`` names; see ``choice.choose``."""
+        self._check_writers(self._folder)
+        chosen = choice.choose(self._folder, step, partial(verify, only_rank_0=self._relays))
+        self._verified = chosen.path, chosen.stored
+        return chosen
+
     def load(self, path: Place, weights: Mapping[str, Tensor], rest: Mapping[str, Tensor]) -> dict[str, Any]:
         """Load weights and the other tensors in place, and return the facts.
 
@@ -211,31 +220,11 @@ class Checkpoints(Saver):
         return self._folder / f"step-{wanted}"
 
     def _verify(self, path: Place) -> str:
-        """What is damaged in a checkpoint, or "". Reads all bytes, divided among the ranks (a collective)."""
-        # Rank 0 reads the manifest and all ranks parse it; latin-1 turns any bytes into text for JSON.
-        problem = ""
-        text = None
-        try:
-            text = manifest.read_bytes(path).decode("latin-1") if self._is_first else None
-        except CheckpointError as error:
-            problem = str(error)
-        problem, text = broadcast_json([problem, text])
-        if problem:
-            return str(problem)
-        try:
-            stored = manifest.parse(text.encode("latin-1"), path)
-        except CheckpointError as error:
-            return str(error)  # the same bytes on every rank: the same refusal
-        if retention.step_of(path) not in (None, stored.step):
-            return f"checkpoint {path}: {MANIFEST} is of step {stored.step}"
-
-        # Each rank hashes its share of the files.
-        storage = rank0_storage if self._relays else tensor_files
-        damage = first_word(storage.find_damaged_file(stored, path))
-        if damage:
-            return f"checkpoint {path}: {damage}"
-        self._verified = path, stored
-        return ""
+        """Return what is damaged in a checkpoint, or "" (a collective); remember the manifest of a good one."""
+        stored, damage = verify(path, only_rank_0=self._relays)
+        if stored is not None:
+            self._verified = path, stored
+        return damage
 
 
 def read_facts(path: Place) -> dict[str, Any]:

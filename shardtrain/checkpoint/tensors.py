@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint import files, tensor_reader
+from shardtrain.checkpoint.collectives import rank_and_size
 from shardtrain.checkpoint.grids import Chunk
 from shardtrain.checkpoint.holders import tables_of_ranks
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile
@@ -46,7 +47,8 @@ def find_damaged_file(manifest: Manifest, folder: Place) -> str:
 
     Rank r takes every n-th file from the r-th: on the mesh that wrote them its own, which it reads next.
     """
-    share = manifest.files[dist.get_rank() :: dist.get_world_size()]
+    rank, size = rank_and_size()
+    share = manifest.files[rank::size]
     return next((damage for file in share if (damage := files.find_damage(folder, file))), "")
 
 

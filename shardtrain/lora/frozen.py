@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import models
-from shardtrain.checkpoint import collectives, files, manifest, tensor_reader
+from shardtrain.checkpoint import collectives, manifest, tensor_reader
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place
@@ -91,9 +91,7 @@ class Frozen:
             self._stored = manifest.read(path)
             if FACT in self._stored.facts:
                 raise CheckpointError(f"checkpoint {path} holds adapters, and not the weights beside which they are")
-            rank, size = _place()
-            damages = (files.find_damage(path, file) for file in self._stored.files[rank::size])
-            damage = collectives.first_word(next((damage for damage in damages if damage), ""))
+            damage = collectives.first_word(tensor_files.find_damaged_file(self._stored, path))
             if damage:
                 raise CheckpointError(f"checkpoint {path}: {damage}; use another one")
             whole = {WEIGHTS_PREFIX + name: torch.empty(size, device="meta") for name, size in self.shapes.items()}
@@ -229,17 +227,11 @@ def joined(hashes: Mapping[str, str]) -> str:
 def fingerprint_of(path: Path) -> str:
     """As a run notes it; ranks share the reading (a collective)."""
     in_hub = not (path / manifest.MANIFEST).exists()
-    rank, size = _place() if in_hub else (0, 1)
+    rank, size = collectives.rank_and_size() if in_hub else (0, 1)
     hashes: dict[str, str] = {}
     for share in collectives.all_gather_json(fingerprint(path, in_hub, rank, size)):
         hashes |= share
     return joined(hashes)
-
-
-def _place() -> tuple[int, int]:
-    if not torch.distributed.is_initialized():
-        return 0, 1
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def _sha256(path: Path) -> str:

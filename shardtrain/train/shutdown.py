@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain import data
+from shardtrain.checkpoint import best, choice
 from shardtrain.checkpoint.collectives import any_rank, broadcast_json, first_word
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import folder_of
@@ -115,13 +116,24 @@ def note_validation(run: Run, checkpoints: Checkpoints, values: Mapping[str, flo
 
 
 def _no_patience(run: Run, checkpoints: Checkpoints) -> None:
-    best = checkpoints.best
-    result = f"best {best.value:.6g} at step {best.step}" if best.step >= 0 else "none was finite"
+    found = checkpoints.best
+    result = f"best {found.value:.6g} at step {found.step}" if found.step >= 0 else "none was finite"
     logger.warning(
-        f"{best.metric} has not improved for {best.without_improvement} validations ({result}): the run ends at step "
-        f"{run.state.step} of {run.total_steps} (validation.patience={best.patience})"
+        f"{found.metric} has not improved for {found.without_improvement} validations ({result}): the run ends at step "
+        f"{run.state.step} of {run.total_steps} (validation.patience={found.patience})"
     )
     run.total_steps = run.state.step
+
+
+def log_best_step(run: Run, checkpoints: Checkpoints) -> None:
+    """Log the best step that the run has kept, and the commands that use it."""
+    if not run.config.checkpoint.keep_best or checkpoints.best.kept < 0:
+        return
+    result = best.describe(best.read_pointer(folder_of(run.config.job.dump_folder, run.config.checkpoint.folder)))
+    logger.info(
+        f"best step: {checkpoints.best.kept} ({result}), last step: {run.state.step}; {choice.COMMANDS} use the best "
+        "step of this folder, or the last one with --step=latest"
+    )
 
 
 def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:

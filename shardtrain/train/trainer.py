@@ -160,6 +160,8 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
                 with Metrics(config, folder, facts, reduce, run.state.tokens_seen, phase=phase) as metrics:
                     _steps(run, world, checkpoints, validator, samples, metrics)
                     run.resilience.finish()
+                if world.rank == 0:
+                    shutdown.log_best_step(run, checkpoints)
                 return run.state
             except RollbackRequested as rollback:
                 roll_back(run, checkpoints, rollback, started_at)

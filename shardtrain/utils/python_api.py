@@ -20,8 +20,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 COMMAND_LINE = "command line"
 PARAMETERS = {"from": "path"}
 """Flags whose parameter has another name."""
-_FLAG = re.compile(r'(?<![\w-])--([a-z_][\w.]*\w)(?:[ =](\d[\w.]*|"[^"]*"|[^\s,;:)]*/[^\s,;:)]*|[\w.-]+\.toml))?')
-"""A flag, and a value that can be told from the next word: a number, a quoted text, a path."""
+_VALUE = r'[ =](?:\d[\w.]*|"[^"]*"|[^\s,;:)]*/[^\s,;:)]*|[\w.-]+\.toml)|=(?!true|false)[a-z]\w*'
+"""A value that can be told from the next word: a number, a quoted text, a path, a word after "="."""
+_FLAG = re.compile(rf"(?<![\w-])--([a-z_][\w.]*\w)({_VALUE})?")
 
 
 def python_function(function: F) -> F:
@@ -125,9 +126,9 @@ def _parameters(text: str) -> str:
 
     def parameter(match: re.Match[str]) -> str:
         name = PARAMETERS.get(match[1], match[1])
-        value = match[2]
-        if value is None:
+        if match[2] is None:
             return name
+        value = match[2][1:]
         is_literal = value.startswith('"') or value[0].isdigit()
         return f"{name}={value}" if is_literal else f'{name}="{value}"'
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError
 
@@ -23,6 +24,7 @@ def main(words: Sequence[str]) -> int:
         "shardtrain merge outputs --to outputs/merged",
     )
     parser.add_argument("adapters", type=Path, metavar="ADAPTERS", help="a run, a step-N folder, or a PEFT folder")
+    parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument("--base", type=Path, help="checkpoint or Hugging Face folder of the weights (the run's own)")
     parser.add_argument("--config", type=Path, help="the run's TOML; found beside the checkpoint unless given")
@@ -33,6 +35,7 @@ def main(words: Sequence[str]) -> int:
     from shardtrain.lora import peft
 
     if peft.is_folder(found.adapters):
+        reject_step(found.step, found.adapters)
         _merge_peft(found)
     else:
         from shardtrain.hf.opening import is_hub_folder
@@ -40,7 +43,7 @@ def main(words: Sequence[str]) -> int:
 
         if is_hub_folder(found.adapters):
             raise ConfigError(f"{found.adapters} is a whole model and no adapters; use it as it is")
-        found.adapters = step_of(found.adapters, found.config)
+        found.adapters = step_of(found.adapters, found.config, found.step)
         _merge(found)
     print(f"{found.to} holds the whole model; shardtrain export {found.to} --to HF_DIR writes it for other programs")
     return 0

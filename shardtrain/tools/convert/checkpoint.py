@@ -7,17 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.choice import reject_step
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.utils.errors import ConfigError
 
 
-def step_of(path: Path, config: Path | None) -> Path:
-    """The checkpoint that a path means: itself, or the newest good one of a run."""
+def step_of(path: Path, config: Path | None, step: str | None) -> Path:
+    """Return ``path`` if it is a checkpoint; else print and return the one of a run that ``step`` names."""
     if (path / manifest.MANIFEST).is_file() or not path.is_dir():
+        reject_step(step, path)
         return path
     from shardtrain.tools.generate.locate_checkpoint import find_checkpoint, load_config
 
-    return find_checkpoint(path, load_config(path, config).config)[0]
+    chosen = find_checkpoint(path, load_config(path, config).config, step)
+    print(f"using {chosen}")
+    return Path(str(chosen.path))
 
 
 def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.tools.convert.checkpoint import model_options, step_of
@@ -87,8 +88,9 @@ def export_main(words: Sequence[str]) -> int:
     )
     parser.usage = "shardtrain export FROM (--to HF_DIR | --push ORG/NAME) [OPTION ...]"
     rarer = parser.rarer()
-    where = "a step-N folder, a run's folder (its newest good step), or a Hugging Face folder"
+    where = "a run's folder, a step-N folder, or a Hugging Face folder"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
+    parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("--to", type=Path, metavar="HF_DIR", help="a new folder")
     types = "type of all weights (default: what each has where the model came from)"
     parser.add_argument("--dtype", choices=DTYPES, default="", help=types)
@@ -146,7 +148,7 @@ def _to_folder(found: Any, push: Any) -> int:
         raise ConfigError(f"--shard_gigabytes={found.shard_gigabytes} must lie between 0.001 and 1000; use 5")
     # An upload that was cut off is continued: the folder that it wrote knows by its card of which checkpoint it is.
     if found.to.exists():
-        of = "" if is_folder else _identity(found, step_of(found.checkpoint, found.config))
+        of = "" if is_folder else _identity(found, step_of(found.checkpoint, found.config, found.step))
         if push is not None and of and card.exported(found.to) == of:
             print(f"{found.to} holds this checkpoint already")
             return 0
@@ -157,6 +159,7 @@ def _to_folder(found: Any, push: Any) -> int:
     # From one Hugging Face folder to another, by a checkpoint that is removed at the end.
     from shardtrain.hf import importing
 
+    reject_step(found.step, found.checkpoint)
     for option in ("config", "adapter", "base_model"):
         if getattr(found, option):
             rule = f"has no effect: {found.checkpoint} is a Hugging Face folder, which says what it is"
@@ -193,7 +196,7 @@ def _export(found: Any, path: Path) -> int:
     from shardtrain.hf.exporting import Export, export
     from shardtrain.lora import FACT
 
-    checkpoint = step_of(path, found.config)
+    checkpoint = step_of(path, found.config, found.step)
     options = model_options(checkpoint, found.config)
     module = models.find(options["name"])
     config = models.shape_of(module, options["flavor"], options["overrides"], options.get("norm_type", "rmsnorm"))

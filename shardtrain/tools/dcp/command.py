@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardtrain import config as configs
 from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.choice import HELP, step_name
 from shardtrain.config.schema import Config
 from shardtrain.optim import lr_scheduler
 from shardtrain.tools.dcp.naming import NAMINGS, TORCHTITAN
@@ -103,7 +104,8 @@ def to_dcp(words: Sequence[str]) -> int:
         "loads it: the weights with checkpoint.initial_load_path, and all of it, but the place in the data, as a step "
         'of its own folder with checkpoint.exclude_from_loading = ["dataloader"].',
     )
-    parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a step-N folder, or a run's folder (its newest)")
+    parser.add_argument("checkpoint", type=Path, metavar="DIR", help="a run's folder, or a step-N folder")
+    parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("output", type=Path, metavar="DCP", help="a new folder")
     parser.add_argument("--names", choices=NAMINGS, default=TORCHTITAN, help="of tensors (default: %(default)s)")
     parser.add_argument("--model-only", action="store_true", help="leave the optimizer's state out")
@@ -116,7 +118,7 @@ def to_dcp(words: Sequence[str]) -> int:
     from shardtrain.tools.convert.checkpoint import model_options, step_of
     from shardtrain.tools.dcp import writing
 
-    checkpoint = step_of(found.checkpoint, found.config)
+    checkpoint = step_of(found.checkpoint, found.config, found.step)
     model = model_options(checkpoint, found.config)
     loaded: Config | None = model.get("loaded")
     stored = manifest.read(checkpoint)

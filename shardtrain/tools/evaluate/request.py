@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain import config as configs
+from shardtrain.checkpoint.choice import HELP, step_name
 from shardtrain.config.options import options
 from shardtrain.facts.file_kinds import dataset_of, known_endings
 from shardtrain.utils.arguments import Arguments
@@ -26,6 +27,7 @@ class Request:
     """The options of ``shardtrain evaluate``; see ``read`` for their meaning."""
 
     source: Path
+    step: str | None
     config: Path | None
     tokenizer: str | None
     data: dict[str, Path]
@@ -91,6 +93,7 @@ def _arguments() -> Arguments:
     a.usage = "shardtrain evaluate RUN [--data NAME=FILE ...] [--data.KEY VALUE ...] [--tasks A,B] [OPTION ...]"
     rarer = a.rarer()
     a.add_argument("--from", dest="source", type=Path, required=True, metavar="RUN", help="run, checkpoint or HF_DIR")
+    a.add_argument("--step", type=step_name, help=HELP)
     rarer.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
     rarer.add_argument("--tokenizer", help='of a Hugging Face folder without one: a path, or "bytes"')
     a.add_argument("--data", action="append", default=[], metavar="NAME=FILE", help="a set of rows; may be repeated")

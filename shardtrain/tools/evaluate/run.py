@@ -33,7 +33,9 @@ def run(asked: Request) -> None:
         use_fastest_kernels(loaded.config, world.device)
         often = None if world.rank == 0 else 0
         with heartbeat(f"opening {asked.source}", often):
-            opened = open_model(asked.source, asked.config, asked.dtype, world, tokenizer_path=asked.tokenizer)
+            opened = open_model(
+                asked.source, asked.config, asked.dtype, world, tokenizer_path=asked.tokenizer, step=asked.step
+            )
             opened = opened.with_data(**asked.data_options)
         if world.rank == 0:
             print(f"shardtrain evaluate: {opened.name}", file=sys.stderr, flush=True)

@@ -48,6 +48,7 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
                 tokenizer_path=asked.tokenizer,
                 base=asked.base,
                 adapter=asked.adapter,
+                step=asked.step,
             ).with_data(add_bos=asked.add_bos)
             batches = 1 if rows is None else math.ceil(len(rows) / asked.batch_size)
             rows_at_once = 1 if rows is None else min(len(rows), asked.batch_size)

@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
-
 from shardtrain import config as configs
-from shardtrain.checkpoint import collectives, files, manifest, retention
-from shardtrain.checkpoint.manifest import MANIFEST, Manifest
+from shardtrain.checkpoint import choice, manifest, retention
+from shardtrain.checkpoint.choice import Choice
+from shardtrain.checkpoint.manifest import MANIFEST
+from shardtrain.checkpoint.verification import verify
 from shardtrain.config import Config, Loaded
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf import source
 from shardtrain.hf.opening import config_of, is_hub_folder, loaded_of
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
-from shardtrain.utils.log import logger
 
 _LEVELS = 4
 """A checkpoint lies at most so deep below its run's folder: job.dump_folder, checkpoint.folder, step-N."""
@@ -64,48 +63,23 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
     return loaded
 
 
-def find_checkpoint(path: Path, config: Config) -> tuple[Path, Manifest]:
-    """The folder of a good checkpoint, all its bytes read (a collective)."""
+def find_checkpoint(path: Path, config: Config, step: str | None = None) -> Choice:
+    """Return the checkpoint that ``path`` is, or that ``step`` names in a run, verified (a collective).
+
+    Raises:
+        ConfigError: ``step`` is given and ``path`` is a checkpoint.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
     if (path / MANIFEST).exists() or retention.step_of(path) is not None:
-        stored, damage = _verify(path)
+        choice.reject_step(step, path)
+        stored, damage = verify(path)
         if stored is None:
             raise CheckpointError(f"{damage}; use another one")
-        return path, stored
+        return Choice(path, stored)
     folder = next((f for f in (path, path / config.checkpoint.folder) if retention.step_folders(f)), None)
     if folder is None:
         raise CheckpointError(
             f"--from {path} holds no checkpoint: no folder named step-N in it or in its checkpoint/; name a run that "
             "has saved, as one does with --checkpoint.enable"
         )
-    # The newest that is good. The first rank decides which there are: where a shared folder lags, ranks would open
-    # different steps.
-    damages: list[str] = []
-    for step in reversed(collectives.broadcast_json(retention.step_folders(folder))):
-        stored, damage = _verify(folder / f"step-{step}")
-        if stored is not None:
-            for passed in damages:
-                logger.warning(f"{passed}: skipped, using step-{step}")
-            return folder / f"step-{step}", stored
-        damages.append(damage)
-    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(damages[:3])}")
-
-
-def _verify(path: Path) -> tuple[Manifest | None, str]:
-    """The manifest of a checkpoint that is good, or what is wrong with it; ranks share the reading."""
-    # Every rank enters both exchanges, whatever it found: the first damage that any rank has seen is that of all.
-    stored = None
-    damage = ""
-    try:
-        stored = manifest.read(path)
-    except CheckpointError as error:
-        damage = str(error)
-    damage = collectives.first_word(damage)
-    if stored is not None and not damage:
-        rank = 0
-        size = 1
-        if torch.distributed.is_initialized():
-            rank = torch.distributed.get_rank()
-            size = torch.distributed.get_world_size()
-        found = (files.find_damage(path, file) for file in stored.files[rank::size])
-        damage = collectives.first_word(next((f"checkpoint {path}: {text}" for text in found if text), ""))
-    return (None, damage) if damage else (stored, "")
+    return choice.choose(folder, step, verify)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardtrain import config as configs
 from shardtrain import data, distributed, models
 from shardtrain.checkpoint import tensor_reader, tensors
+from shardtrain.checkpoint.choice import reject_step
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
 from shardtrain.config import Config, Loaded, derived
 from shardtrain.config.rules.task import OF_TEXT
@@ -70,8 +71,9 @@ def open_model(
     tokenizer_path: str | None = None,
     base: Path | None = None,
     adapter: Path | None = None,
+    step: str | None = None,
 ) -> OpenedModel:
-    """Open ``step-N``, a folder of such, a run's folder, whose newest good checkpoint is taken, or a Hugging Face one.
+    """Open a Hugging Face folder, a checkpoint, or the checkpoint of a run that ``step`` names (``checkpoint.choice``).
 
     ``dtype`` is the type to hold and compute in; that in which the run computed unless given. The model is on the
     device of ``world``, and with more than one rank each layer is split over all (a collective); else on the CPU.
@@ -88,7 +90,7 @@ def open_model(
         raise ConfigError(Problem("task.name", config.task.name, rule, 'ask "shardtrain test" for its predictions'))
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    weights = _StoredWeights(path, config, module, shape, base, adapter)
+    weights = _StoredWeights(path, step, config, module, shape, base, adapter)
     model = models.build(module, shape)
     if getattr(model, "kind", "causal") != "causal":
         rule = f"holds a {shape.class_name}, which does not continue a text"
@@ -120,7 +122,7 @@ def open_model(
     weights.fill(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    name = f"{derived.model_label(config.model)}, {weights.where}, {dtype} on {device.type}"
+    name = f"{derived.model_label(config.model)}, {weights.name}, {dtype} on {device.type}"
     width = world.size if world is not None else 1
     return OpenedModel(model.eval(), module.LAYOUT, tokenizer, config, name, width, weights.from_hub)
 
@@ -151,14 +153,27 @@ class _StoredWeights:
     _stored: Manifest | None
 
     def __init__(
-        self, path: Path, config: Config, module: ModuleType, shape: Any, base: Path | None, adapter: Path | None
+        self,
+        path: Path,
+        step: str | None,
+        config: Config,
+        module: ModuleType,
+        shape: Any,
+        base: Path | None,
+        adapter: Path | None,
     ) -> None:
         """Find and check it (a collective); for what is raised see ``open_model``."""
         self.from_hub = is_hub_folder(path)
         self.where = path
+        self.name = str(path)
         self._stored = None
-        if not self.from_hub:
-            self.where, self._stored = find_checkpoint(path, config)
+        if self.from_hub:
+            reject_step(step, path)
+        else:
+            chosen = find_checkpoint(path, config, step)
+            self.where = Path(str(chosen.path))
+            self.name = str(chosen)
+            self._stored = chosen.stored
         self._config = config
         self._module = module
         self._shape = shape

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain.checkpoint.choice import HELP, step_name
 from shardtrain.utils.arguments import Arguments, truth
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -18,6 +19,7 @@ class Request:
     """The options of ``shardtrain generate``; see ``read`` for their meaning."""
 
     source: Path
+    step: str | None
     config: Path | None
     base: Path | None
     adapter: Path | None
@@ -72,6 +74,7 @@ def _arguments() -> Arguments:
     a.add_argument(
         "--from", dest="source", type=Path, required=True, metavar="RUN", help="run folder, checkpoint, or HF_DIR"
     )
+    a.add_argument("--step", type=step_name, help=HELP)
     rarer.add_argument("--config", type=Path, help="the run's configuration; found beside the checkpoint unless given")
     rarer.add_argument("--base", type=Path, help="frozen weights of a run with adapters, if they have moved")
     rarer.add_argument("--adapter", type=Path, help="PEFT folder whose adapters are added to the model")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardtrain import config as configs
+from shardtrain.checkpoint.choice import step_name
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import CommandLine, Option, split, take
 from shardtrain.tools.test.request import Request, sets_of
@@ -17,7 +18,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
 HELP = """\
-usage: shardtrain test CONFIG.toml [--checkpoint best|latest|STEP|PATH] [--nproc N] [--output FOLDER]
+usage: shardtrain test CONFIG.toml [--step latest|best|N] [--nproc N] [--output FOLDER]
                        [--section.key VALUE ...]
 
 Evaluates a trained model on validation.dataset ("dev") and on task.test_dataset_path ("test"), each row once, and
@@ -26,10 +27,13 @@ writes into job.dump_folder, or FOLDER:
   dev_results.json, test_results.json          the metrics of the task
   dev_prediction.txt, test_prediction.txt      one line per row, in the order of the data
 
-A test set without labels gets predictions alone. Without --checkpoint the best one is taken (checkpoint.keep_best),
-or the newest where none was kept as best.
+A test set without labels gets predictions only.
 
-  shardtrain test my_classifier.toml --checkpoint best
+  --step        checkpoint of the run: latest, best or a number (the best if checkpoint.keep_best keeps one, else the
+                latest)
+  --checkpoint  the same, or the path of a checkpoint
+
+  shardtrain test my_classifier.toml --step latest
 """
 
 
@@ -104,7 +108,8 @@ def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
 
 def _read(words: list[str], open_config: Opener) -> Request | None:
     """The request, or None where help was asked for. Raises ConfigError."""
-    taken = take(words, {"--checkpoint": Option(), "--output": Option(example="FOLDER")})
+    options = {"--step": Option(step_name, "best"), "--checkpoint": Option(), "--output": Option(example="FOLDER")}
+    taken = take(words, options)
     if taken.help:
         return None
     own = taken.own
@@ -119,4 +124,6 @@ def _read(words: list[str], open_config: Opener) -> Request | None:
         fix = "name a held-out set"
         raise ConfigError(Problem("validation.dataset", None, rule, fix))
     output = own.get("--output", config.job.dump_folder)
-    return Request(loaded, own.get("--checkpoint"), arguments, Path(output))
+    if "--step" in own and "--checkpoint" in own:
+        raise ConfigError(Problem("--checkpoint", own["--checkpoint"], "is --step by another name", "give one of them"))
+    return Request(loaded, own.get("--step", own.get("--checkpoint")), arguments, Path(output))

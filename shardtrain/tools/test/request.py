@@ -22,7 +22,7 @@ class Request:
 
     loaded: Loaded
     checkpoint: str | None
-    """"best", "latest", a step, a path; None is the best where there is one, and else the newest."""
+    """A step name (``checkpoint.choice``), a path, or None."""
     arguments: CommandLine
     output: Path
 

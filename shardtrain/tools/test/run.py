@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 from shardtrain import distributed, tasks
-from shardtrain.checkpoint import best, retention
-from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank
+from shardtrain.checkpoint.choice import Choice, is_step_name
+from shardtrain.checkpoint.collectives import all_ranks, first_rank
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.checkpoint.storage import Place, folder_of, place
+from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config.schema import Config
 from shardtrain.distributed import BATCH_AXES, Mesh, process_group
 from shardtrain.lora import base_weights
@@ -22,7 +22,6 @@ from shardtrain.train.resume import held_by
 from shardtrain.train.run import model_state_dict
 from shardtrain.train.validation import Evaluation
 from shardtrain.utils import atomic_io, log
-from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
 
@@ -42,8 +41,7 @@ def main(asked: Request) -> None:
             built = build_model(config, mesh)
             if isinstance(built.task, tasks.RowTask):  # a teacher takes no part in what is measured
                 reference_models.hold(built.task, built.runner, config, mesh)
-            path = load(built, config, asked.checkpoint)
-        logger.info(f"testing the weights of {path}")
+            load(built, config, asked.checkpoint)
         files: dict[str, str | None] = {}
         for name in sets_of(config):
             with heartbeat(f"measuring {name}", often):
@@ -56,15 +54,20 @@ def main(asked: Request) -> None:
 
 
 def load(built: Built, config: Config, wanted: str | None) -> Place:
-    """Fill the model with the weights of a checkpoint (a collective); gives where it lies.
+    """Fill the model with the weights of a checkpoint, and return and log its path (a collective).
+
+    Args:
+        wanted: a step of the run (``checkpoint.choice``), or the path of a checkpoint.
 
     Raises:
-        CheckpointError: when there is none, or it is damaged or of another model.
+        CheckpointError: there is no such checkpoint, or it is damaged or of another model.
     """
     options = dataclasses.replace(config.checkpoint, enable=True, load_only=True, load_step=-1)
     checkpoints = Checkpoints(dataclasses.replace(config, checkpoint=options))
     try:
-        path = _choose(checkpoints, folder_of(config.job.dump_folder, config.checkpoint.folder), wanted)
+        chosen = checkpoints.choose(wanted) if wanted is None or is_step_name(wanted) else place(wanted)
+        path = chosen.path if isinstance(chosen, Choice) else chosen
+        logger.info(f"testing the weights of {chosen}")
         if built.adapters is not None:
             device = next(iter(built.runner.parameters().values())).device
             base_weights.load(config, built.runner, built.adapters, device, checkpoints)
@@ -76,24 +79,6 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
     finally:
         checkpoints.close()
     return path
-
-
-def _choose(checkpoints: Checkpoints, folder: Place, wanted: str | None) -> Place:
-    """The checkpoint that is meant. The first rank decides: where a shared folder lags, ranks would open different
-    steps."""
-    step = broadcast_json(best.read_pointer(folder).get("step", -1))
-    if wanted in (None, "best") and step >= 0 and first_rank(lambda: retention.is_whole(folder / f"step-{step}")):
-        return folder / f"step-{step}"
-    if wanted == "best":
-        raise CheckpointError(
-            f"--checkpoint best: {folder} knows none; set checkpoint.keep_best in training, or use --checkpoint latest"
-        )
-    if wanted in (None, "latest"):
-        found = checkpoints.to_continue()
-        if found is None:
-            raise CheckpointError(f"{folder} holds no checkpoint; train first, or name one with --checkpoint PATH")
-        return found
-    return folder / f"step-{wanted}" if wanted.isdecimal() else place(wanted)
 
 
 def measure(built: Built, config: Config, mesh: Mesh, split: str) -> tuple[Evaluation, bool]:

@@ -120,7 +120,7 @@ def test_any_checkpoint_can_be_named(wanted: str, found: str | None) -> None:
     wanted = str(trained() / "checkpoint" / "step-10") if wanted == "PATH" else wanted
     result = run_ranks(1, choose, one, wanted, ())[0]
     if found is None:
-        assert "step-40" in result
+        assert "--step=40 does not exist" in result
     else:
         assert result[0] == found
 
@@ -130,7 +130,7 @@ def test_without_a_best_checkpoint_the_newest_is_taken_unless_the_best_was_asked
     (tmp_path / "checkpoint" / "best.json").unlink()
     one = trained_config(tmp_path)
     assert run_ranks(1, choose, one, None, ())[0][0] == "step-30"
-    assert "--checkpoint best" in run_ranks(1, choose, one, "best", ())[0]
+    assert "--step=best" in run_ranks(1, choose, one, "best", ())[0]
 
 
 def test_files_of_an_earlier_test_that_would_mislead_are_removed(tmp_path: Path) -> None:

@@ -1,0 +1,104 @@
+"""Choose one checkpoint of a run: ``--step latest|best|N``, with the same meaning in every command.
+
+Imports torch only when a folder is read, so that a wrong word is answered at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardtrain.checkpoint import best, retention
+from shardtrain.checkpoint.manifest import Manifest
+from shardtrain.checkpoint.storage import Place
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
+from shardtrain.utils.log import logger
+
+LATEST = "latest"
+BEST = "best"
+HELP = "checkpoint of a run: latest, best or a number (best if the run keeps one, else latest)"
+COMMANDS = "generate, export, merge, test, evaluate and checkpoint to-dcp"
+"""Commands that take ``--step``."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A verified checkpoint of a run, and why it was chosen (empty for a step that was named)."""
+
+    path: Place
+    stored: Manifest
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.reason})" if self.reason else str(self.path)
+
+
+def is_step_name(word: str) -> bool:
+    """True for "latest", "best" and a number."""
+    return word in (LATEST, BEST) or word.isdecimal()
+
+
+def step_name(word: str | int) -> str:
+    """Return ``word`` as a str if it is a step name; raises ConfigError."""
+    if is_step_name(str(word)):
+        return str(word)
+    raise ConfigError(Problem("--step", word, "must be latest, best or a number", "write it like --step=best"))
+
+
+def reject_step(step: str | None, path: Place) -> None:
+    """Raise ConfigError if a step was requested of something that is not a run."""
+    if step is not None:
+        rule = f"is for the folder of a run, and {path} is not one"
+        raise ConfigError(Problem("--step", step, rule, "leave it out, or name the run's folder"))
+
+
+def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Manifest | None, str]]) -> Choice:
+    """Return the checkpoint of ``folder`` that ``step`` names (a collective).
+
+    Args:
+        folder: holds ``step-N`` folders.
+        step: "latest", "best" or a number. None is the best, or the latest if the run keeps no best one.
+        verify: ``verification.verify``. Damaged checkpoints are skipped with a warning, unless ``step`` is "best" or a
+            number.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    from shardtrain.checkpoint.collectives import broadcast_json
+
+    # Rank 0 reads the folder for all: on a shared folder that lags, ranks would open different steps.
+    steps, pointer = broadcast_json([retention.step_folders(folder), best.read_pointer(folder)])
+    best_step = pointer.get("step") if pointer.get("step") in steps else None
+    if step == LATEST:
+        candidates = steps[::-1]
+    elif step is None:
+        candidates = sorted(steps, key=lambda number: (number == best_step, number), reverse=True)
+    else:
+        wanted = best_step if step == BEST else int(step)
+        if wanted not in steps:
+            known = f"it has the steps {', '.join(map(str, steps))}" if steps else "it has no checkpoint"
+            fix = "use --step=latest; checkpoint.keep_best in training keeps a best one" if step == BEST else known
+            raise CheckpointError(f"--step={step} does not exist in {folder}; {fix}")
+        candidates = [wanted]
+
+    damages: list[str] = []
+    for candidate in candidates:
+        path = folder / f"step-{candidate}"
+        stored, damage = verify(path)
+        if stored is not None:
+            for skipped in damages:
+                logger.warning(f"{skipped}: skipped, using step-{candidate}")
+            return Choice(path, stored, _reason(candidate, steps[-1], best_step, pointer))
+        damages.append(damage)
+    raise CheckpointError(
+        f"no checkpoint in {folder} can be used for --step={step or LATEST}: {'; '.join(damages[:3]) or 'it has none'}"
+    )
+
+
+def _reason(chosen: int, latest: int, best_step: int | None, pointer: dict[str, object]) -> str:
+    if best_step is None:
+        return ""
+    if chosen == best_step:
+        other = "" if latest == chosen else f"; the latest is step {latest}: --step=latest"
+        return f"best {best.describe(pointer)}{other}"
+    return f"the best is step {best_step}: --step=best"

@@ -1,0 +1,166 @@
+"""``--step latest|best|N`` means the same checkpoint in every command and in Python, and the one used is printed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from tiers import cases
+from tiny import shallow_config, text_file, train_whole
+
+import shardtrain
+from shardtrain import cli
+from shardtrain.config import Loaded
+from shardtrain.config.schema import Config
+from shardtrain.train.run_folder import write_resolved_config
+from shardtrain.train.validation import Evaluation, Validator
+from shardtrain.utils.errors import ConfigError
+
+LOSSES = [3.0, 1.0, 2.0]
+"""Of the validations after steps 1, 2 and 3: the best step is 2, the latest 3."""
+NAMED = {None: 2, "best": 2, "latest": 3, "1": 1}
+"""Values of ``--step``, and the step that each names."""
+COMMANDS: dict[str, list[str]] = {
+    "generate": ["generate", "RUN", "--prompt", "mesh", "--max_new_tokens", "1"],
+    "evaluate": ["evaluate", "RUN", "--data", "words=FILE", "--seq_len", "64"],
+    "export": ["export", "RUN", "--to", "NEW", "--check", "weights"],
+    "to-dcp": ["checkpoint", "to-dcp", "RUN", "NEW"],
+    "test": ["test", "RUN/config.resolved.toml", "--output", "NEW", "--nproc", "1"],
+    "merge": ["merge", "ADAPTERS", "--to", "NEW"],
+}
+
+
+def train_with_losses(rank: int, config: Config) -> None:
+    """Train; the validations find ``LOSSES``."""
+
+    def scripted(self: Validator, step: int) -> Evaluation:
+        self._last_step = step
+        return Evaluation(LOSSES[step - 1], 1, 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Validator, "run", scripted)
+        ended = train_whole(rank, config)
+    assert ended.error is None, ended.error
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a run and of a run of adapters, both with best step 2 of 3."""
+    root = tmp_path_factory.mktemp("step")
+    found = {"RUN": root / "run", "ADAPTERS": root / "adapters", "FILE": root / "words.txt"}
+    found["FILE"].write_text("mesh shard gather reduce loss token layer rank step seed weight norm " * 4)
+    for name, lora in (("RUN", {}), ("ADAPTERS", {"enable": True, "random_base": True})):
+        config = shallow_config(
+            job={"dump_folder": str(found[name])},
+            model={"hf_assets_path": "bytes"},
+            training={"steps": len(LOSSES), "local_batch_size": 4},
+            checkpoint={"enable": True, "interval": 1, "keep_best": "validation.loss"},
+            validation={"enable": True, "dataset": "text", "dataset_path": text_file(), "freq": 1, "seq_len": 64},
+            lora=lora,
+        )
+        run_ranks(1, train_with_losses, config)
+        write_resolved_config(Loaded(config), found[name], 1)
+    return found
+
+
+def run(command: list[str], folders: dict[str, Path], tmp_path: Path, capfd: Any) -> tuple[int, str]:
+    words = {**folders, "NEW": tmp_path / "new"}
+    replaced = []
+    for word in command:
+        for name, path in words.items():
+            word = word.replace(name, str(path))
+        replaced.append(word)
+    code = cli.main(replaced)
+    out, err = capfd.readouterr()
+    return code, out + err
+
+
+@pytest.mark.parametrize(
+    ("command", "step"),
+    cases(
+        *[(command, None) for command in COMMANDS],
+        *[("export", "latest"), ("generate", "1"), ("test", "latest"), ("merge", "best")],
+        nightly=[(command, step) for command in COMMANDS for step in ("best", "latest", "1")],
+    ),
+)
+def test_every_command_opens_the_named_step_and_prints_it(
+    command: str, step: str | None, folders: dict[str, Path], tmp_path: Path, capfd: Any
+) -> None:
+    words = [*COMMANDS[command], *(["--step", step] if step else [])]
+    code, text = run(words, folders, tmp_path, capfd)
+    assert code == 0, text
+    reasons = {2: "best validation.loss 1; the latest is step 3: --step=latest", 1: "the best is step 2: --step=best"}
+    assert f"step-{NAMED[step]} ({reasons.get(NAMED[step], reasons[1])})" in text
+
+
+def test_checkpoint_is_another_name_of_step_in_test(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
+    for name in ("latest", str(folders["RUN"] / "checkpoint/step-3")):
+        code, text = run([*COMMANDS["test"], "--checkpoint", name], folders, tmp_path, capfd)
+        assert code == 0 and "step-3" in text
+    code, text = run([*COMMANDS["test"], "--checkpoint", "1", "--step", "1"], folders, tmp_path, capfd)
+    assert code == 2 and '--checkpoint="1" is --step by another name; give one of them' in text
+
+
+@pytest.mark.parametrize("step", [None, "latest", 1])
+def test_python_opens_the_named_step(step: str | int | None, folders: dict[str, Path]) -> None:
+    expected = NAMED.get(step, step)  # type: ignore[call-overload]
+    model = shardtrain.load_model(folders["RUN"], step=step)
+    assert f"step-{expected}" in repr(model)
+    same = shardtrain.load_model(folders["RUN"] / f"checkpoint/step-{expected}")
+    for name, weight in model.model.state_dict().items():
+        assert weight.equal(same.model.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("nine", '--step="nine" must be latest, best or a number; write it like --step=best'),
+        ("9", "--step=9 does not exist in RUN/checkpoint; it has the steps 1, 2, 3"),
+    ],
+)
+def test_a_step_that_does_not_exist_is_rejected(
+    step: str, message: str, folders: dict[str, Path], tmp_path: Path, capfd: Any
+) -> None:
+    for command in COMMANDS.values():
+        code, text = run([*command, "--step", step], folders, tmp_path, capfd)
+        run_folder = folders["ADAPTERS" if "ADAPTERS" in command else "RUN"]
+        assert code in (2, 5) and message.replace("RUN", str(run_folder)) in text, text
+
+
+def test_step_requires_the_folder_of_a_run(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
+    for verb in ("generate", "evaluate", "export", "to-dcp"):
+        command = [word.replace("RUN", str(folders["RUN"] / "checkpoint/step-3")) for word in COMMANDS[verb]]
+        code, text = run([*command, "--step", "best"], folders, tmp_path, capfd)
+        assert code == 2 and '--step="best" is for the folder of a run' in text
+    with pytest.raises(ConfigError, match='^step="nine" must be latest, best or a number; write it like step="best"'):
+        shardtrain.load_model(folders["RUN"], step="nine")
+
+
+def test_without_a_best_checkpoint_the_latest_is_used(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
+    copy = shutil.copytree(folders["RUN"], tmp_path / "copy")
+    (copy / "checkpoint/best.json").unlink()
+    assert "step-3," in repr(shardtrain.load_model(copy))
+    code, text = run(["export", str(copy), "--to", "NEW", "--step", "best"], folders, tmp_path, capfd)
+    assert code == 5 and "--step=best does not exist" in text and "checkpoint.keep_best" in text
+
+
+def test_a_damaged_best_step_is_skipped_unless_it_was_named(
+    folders: dict[str, Path], tmp_path: Path, capfd: Any, caplog: Any
+) -> None:
+    copy = shutil.copytree(folders["RUN"], tmp_path / "copy")
+    (file,) = (copy / "checkpoint/step-2").glob("*.bin")
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    assert "step-3 (the best is step 2" in repr(shardtrain.load_model(copy))
+    assert "skipped, using step-3" in caplog.text
+    code, text = run(["export", str(copy), "--to", "NEW", "--step", "best"], folders, tmp_path, capfd)
+    assert code == 5 and "no checkpoint" in text and "--step=best" in text and "damaged" in text
+
+
+def test_the_last_lines_of_the_log_name_the_best_step_and_the_commands(folders: dict[str, Path]) -> None:
+    lines = (folders["RUN"] / "logs/rank-0.log").read_text().splitlines()[-2:]
+    (line,) = [line for line in lines if "best step" in line]
+    assert "best step: 2 (validation.loss 1), last step: 3" in line
+    assert "generate, export, merge, test, evaluate and checkpoint to-dcp use the best step" in line
