@@ -27,7 +27,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.schema import Validation
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.distributed import LOSS_AXES
-from shardtrain.facts.file_kinds import dataset_of, known_endings
+from shardtrain.facts.file_kinds import known_endings
 from shardtrain.launch import failure, local
 from shardtrain.ops import cpu_kernels
 from shardtrain.resilience.resilience import Resilience
@@ -329,13 +329,10 @@ def evaluate(
         path = Path(dataset)
         if not path.exists():
             raise ConfigError(Problem("dataset", str(dataset), "does not exist", "name a file or a folder of tokens"))
-        kind = dataset_of(path.name) if path.is_file() else "tokens"
-        if kind is None:
+        section = sets.section_of(path, batch_size, seq_len)
+        if not section.dataset:
             fix = f"name a file that ends with {known_endings()}, or pass options of [validation] as a dict"
             raise ConfigError(Problem("dataset", str(dataset), "has an ending that no dataset reads", fix))
-        section = Validation(
-            dataset=kind, dataset_path=str(path), split="train", local_batch_size=batch_size, seq_len=seq_len
-        )
     given = data_options(load_config(None, options))
     if text_field is not None:
         given["text_field"] = text_field

@@ -78,10 +78,6 @@ class ExampleTask(TextTask):
         name = self.labels[row.label] if self.labels and row.label != IGNORE else "text"
         return [Shown(name, row.tokens.tolist(), None)]
 
-    def is_labelled(self, split: str) -> bool:
-        """Whether the rows of a split hold what is to be predicted; they all do unless overridden."""
-        return True
-
     def _examples(
         self, rows: Sequence[Mapping[str, Any] | BadRow], labelled: bool, seq_len: int
     ) -> Iterator[Example | BadRow]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from shardtrain.checkpoint import files
 from shardtrain.config.schema import Validation
-from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.tools.evaluate import sets
 from shardtrain.tools.evaluate.request import Request
 from shardtrain.tools.generate.answer import join
@@ -66,16 +65,7 @@ def _sections(asked: Request, opened: OpenedModel) -> dict[str, Validation]:
     # sequences that the ranks can split, no longer than the model was trained on
     if asked.data:
         tokens = asked.seq_len or max(width, min(opened.config.training.seq_len, _TOKENS) // width * width)
-        return {
-            name: Validation(
-                dataset=(dataset_of(path.name) or "") if path.is_file() else "tokens",
-                dataset_path=str(path),
-                split="train",
-                local_batch_size=asked.batch_size,
-                seq_len=tokens,
-            )
-            for name, path in asked.data.items()
-        }
+        return {name: sets.section_of(path, asked.batch_size, tokens) for name, path in asked.data.items()}
     if asked.tasks:
         return {}
     if not own.dataset:

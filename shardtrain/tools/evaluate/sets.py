@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from shardtrain.config.schema import Validation
 from shardtrain.data import IGNORE
 from shardtrain.data.build_dataset import format_of_rows
 from shardtrain.distributed.context_parallel import document_argument
+from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.tools.generate.opening import OpenedModel
 from shardtrain.train import document_isolation
@@ -40,6 +42,14 @@ class Read:
         """
         of = f" of {self.total:,}" if self.total else ""
         return f"{self.rows:,}{of} sequences" if self.rows else ""
+
+
+def section_of(path: Path, batch_size: int, seq_len: int) -> Validation:
+    """Return the options of [validation] for a file, or a folder of prepared tokens."""
+    dataset = (dataset_of(path.name) or "") if path.is_file() else "tokens"
+    return Validation(
+        dataset=dataset, dataset_path=str(path), split="train", local_batch_size=batch_size, seq_len=seq_len
+    )
 
 
 def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, Any]) -> OpenedModel:
