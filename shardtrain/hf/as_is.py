@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.hf import architecture
-from shardtrain.hf.format import Hub, Merged
+from shardtrain.hf.format import CHANGEABLE, Hub, Merged
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.weights import HubWeights
 from shardtrain.ops.tied import tie, tied_names
@@ -168,13 +168,19 @@ def check_rows(wanted: int, there: int) -> None:
 
 
 def check_same(config: Any, folder: Path) -> None:
-    """Refuse weights of another model than the configured one; raises ConfigError naming the keys that differ."""
+    """Reject weights of another model than the configured folder's; raises ConfigError naming the keys that differ.
+
+    Keys that ``CHANGEABLE`` matches may differ, with a warning: those of the configured folder are used.
+    """
     ours, theirs = (dict(architecture.read(path).to_dict()) for path in (config.path, str(folder)))
-    differ = [
-        f"{key}={theirs.get(key)!r} in place of {ours.get(key)!r}"
-        for key in sorted((ours.keys() | theirs.keys()) - _SAID_OF_FILES)
-        if ours.get(key) != theirs.get(key)
-    ]
+    differ = []
+    for key in sorted((ours.keys() | theirs.keys()) - _SAID_OF_FILES):
+        if ours.get(key) == theirs.get(key):
+            continue
+        if CHANGEABLE.fullmatch(key):
+            logger.warning(f"{key}={ours.get(key)!r} of {config.path} is used; {folder} has {theirs.get(key)!r}")
+        else:
+            differ.append(f"{key}={theirs.get(key)!r} in place of {ours.get(key)!r}")
     if differ:
         more = f" and {len(differ) - 10} more" if len(differ) > 10 else ""
         raise ConfigError(

@@ -204,6 +204,8 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Pi
 
 FREE = {"norm_type", "depth_init", "init_std"}
 """Fields of a Config that config.json does not say: how weights start, and how a norm is computed."""
+CHANGEABLE = re.compile(r"rope_.*|mscale.*|sliding_window|attention_chunk_size|.*(dropout|pdrop).*")
+"""Fields in which a run may differ from the weights that it loads: positions, attention window and dropout."""
 _HARMLESS = {
     "_name_or_path", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
     "sep_token_id", "cls_token_id", "unk_token_id", "prefix", "tokenizer_class", "task_specific_params",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +90,13 @@ def fill(
     quantized: bool | None = None,
     resize: bool = False,
     legacy_bin: bool = False,
+    chosen: Collection[str] = (),
 ) -> None:
     """Fill this rank's part of a run's tensors (with the prefix ``model.``) straight from a Hugging Face folder.
 
     ``quantized`` says whether its weights are to be quantised; None takes either. With ``resize`` the model may have
     more rows in its embedding and head than the folder: see ``fill_rows``. ``legacy_bin`` reads pytorch_model.bin.
+    ``chosen`` are the names of ``model.overrides``: see ``model.check_fields``.
 
     Raises:
         ConfigError: when the folder holds another model than the one configured, or is quantised and should not be.
@@ -107,7 +109,7 @@ def fill(
         as_is.check_same(config, folder)
     else:
         own = sized_as(found, config) if resize else config
-        check_same(module, own, found, folder)
+        check_same(module, own, found, folder, chosen)
         translation = translation_of(module, own, str(folder))
         passed_over = found.passed_over
     block = found.block if found else None

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from shardtrain import models
-from shardtrain.hf import architecture, as_is
+from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint.storage import Place
+from shardtrain.config.schema import Model as ModelOptions
+from shardtrain.hf import architecture, as_is, source
 from shardtrain.hf.config_json import CONFIG, Quantised, read_json
-from shardtrain.hf.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
+from shardtrain.hf.format import CHANGEABLE, FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
 from shardtrain.hf.mapping import Translation, translate
 from shardtrain.hf.reading import describe
-from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 TRANSFORMERS = "transformers"
@@ -98,31 +100,65 @@ def translation_of(module: ModuleType, config: Any, where: str) -> Translation:
     return translate(hub, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
 
 
-def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path) -> None:
-    """Refuse a folder whose model is not the one configured; raises ConfigError naming each field that differs."""
+def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path, chosen: Collection[str] = ()) -> None:
+    """Reject a folder that holds another model than the configured one; see ``check_fields``."""
     if found.hub is None or getattr(module, "HUB", None) != found.hub:
         holds = found.hub.architecture if found.hub else found.config.class_name
-        raise ConfigError(f"{folder} holds a {holds}, which model.name does not; use\n{found.toml()}")
-    # Compared are the fields that either model computes with
+        fix = f'set model.name = "{found.name}" and model.flavor = "from_folder"'
+        name = module.__name__.rpartition(".")[2]
+        raise ConfigError(Problem("model.name", name, f"does not fit {folder}, which holds a {holds}", fix))
     file = found.hub.own_config(read_json(folder / CONFIG))
     theirs = found.hub.read(Fields(file, str(folder / CONFIG), found.hub.defaults))
-    unused = FREE | (found.hub.unused(theirs) & found.hub.unused(dataclasses.asdict(config)))
+    check_fields(found.hub, config, theirs, folder, chosen)
 
-    # A smaller window than the folder's may be asked for. One that a flavor has was taken from another model instead
-    window = getattr(config, "sliding_window", 0)
-    their_window = theirs.get("sliding_window", 0)
-    of_flavors = {fields.get("sliding_window") for fields in module.FLAVORS.values()}
-    if window and (not their_window or window < their_window) and window not in of_flavors:
-        there = their_window or "all before them"
-        logger.warning(f"tokens see {window} tokens (sliding_window), where {folder} says {there}")
-        unused |= {"sliding_window"}
-    differ = [
-        f"{key}={getattr(config, key)!r} in place of {value!r}"
-        for key, value in theirs.items()
-        if getattr(config, key) != value and key not in unused and not re.fullmatch(r".*_coeff", key)
-    ]
+
+def check_noted(model: ModelOptions, path: Place) -> None:
+    """Reject a checkpoint of ``import`` or ``merge`` that holds another model than the run's; see ``check_fields``."""
+    stored = manifest.read(path)
+    named = stored.facts.get("model")
+    if not isinstance(named, dict) or named.get("name") != model.name or model.name.endswith(".py"):
+        return  # of a run, or a model file of the user, whose fields may have any meaning
+    noted = source.noted_model(Path(str(path)), stored)
+    assert noted is not None
+    module = models.find(model.name)
+    config = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    if as_is.is_as_is(module):
+        as_is.check_same(config, Path(noted["overrides"]["path"]))
+        return
+    theirs = dataclasses.asdict(models.shape_of(module, noted["flavor"], noted["overrides"], model.norm_type))
+    del theirs["vocab_size"]  # the shapes of the weights are checked when they are loaded
+    check_fields(module.HUB, config, theirs, path, model.overrides.keys())
+
+
+def check_fields(hub: Hub, config: Any, theirs: Mapping[str, Any], where: object, chosen: Collection[str]) -> None:
+    """Reject a Config that differs from the one that weights were trained with.
+
+    Args:
+        theirs: the fields of the weights' Config.
+        where: the weights, for messages.
+        chosen: names of ``model.overrides``. Those that ``CHANGEABLE`` matches may differ, with a warning.
+
+    Raises:
+        ConfigError: naming each other field that differs.
+    """
+    # A field that either Config does not compute with follows another field, which is compared
+    unused = FREE | hub.unused(theirs) | hub.unused(dataclasses.asdict(config))
+    differ = []
+    for key, value in theirs.items():
+        ours = getattr(config, key)
+        if ours == value or key in unused or key.endswith("_coeff"):
+            continue
+        if key in chosen and CHANGEABLE.fullmatch(key):
+            logger.warning(f"model.overrides.{key}={ours!r} is used; {where} has {value!r}")
+        else:
+            differ.append(f"{key}={ours!r} in place of {value!r}")
     if differ:
-        raise ConfigError(f"{folder} holds another model than configured: {'; '.join(differ)}; use\n{found.toml()}")
+        rule = f"does not fit {where}: {'; '.join(differ)}"
+        fix = (
+            'give the values of the weights, or set model.flavor = "from_folder"; only rope_*, mscale, the attention '
+            "window and dropout may differ, if they are set in model.overrides"
+        )
+        raise ConfigError(Problem("model", None, rule, fix))
 
 
 def _toml(value: Any) -> str:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain import models, tasks
-from shardtrain.checkpoint.collectives import all_ranks, all_ranks_gather, broadcast_json
+from shardtrain.checkpoint.collectives import all_ranks, all_ranks_gather, broadcast_json, first_rank
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
@@ -19,6 +19,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.hf import importing
 from shardtrain.hf.as_is import is_as_is
+from shardtrain.hf.model import check_noted
 from shardtrain.lora import FACT, PATH, quantize, spec
 from shardtrain.lora.frozen import Frozen, fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import FrozenLinear, is_adapter
@@ -61,7 +62,7 @@ def load(
     elif config.checkpoint.initial_load_in_hf:
         mark = _load_hub(config, tensors)
     else:
-        mark = _load_checkpoint(place(str(config.checkpoint.initial_load_path)), checkpoints, tensors)
+        mark = _load_checkpoint(config, place(str(config.checkpoint.initial_load_path)), checkpoints, tensors)
 
     # The lengths of DoRA are those of the weights that are there now
     if adapters.use_dora:
@@ -128,7 +129,9 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     folder = Path(str(derived.initial_weights(config)))
     if tensors:
         resize = config.checkpoint.initial_load_resize_embeddings
-        all_ranks(lambda: importing.fill(tensors, folder, module, shape, quantized, resize))
+        all_ranks(
+            lambda: importing.fill(tensors, folder, module, shape, quantized, resize, chosen=model.overrides.keys())
+        )
     # Each rank hashes a share of the files
     hashes: dict[str, str] = {}
     for share in all_ranks_gather(lambda: fingerprint(folder, True, dist.get_rank(), dist.get_world_size())):
@@ -136,10 +139,13 @@ def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"path": str(folder), "in_hf": True, "fingerprint": joined(hashes)}
 
 
-def _load_checkpoint(path: Place, checkpoints: Checkpoints, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _load_checkpoint(
+    config: Config, path: Place, checkpoints: Checkpoints, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
     if FACT in checkpoints.facts(path):
         rule = "holds adapters, and not the weights beside which they were trained"
         raise ConfigError(Problem(PATH, str(path), rule, "merge them first (shardtrain merge), or name a whole model"))
+    first_rank(lambda: check_noted(config.model, path))
     if tensors:
         checkpoints.load(path, tensors, {})
     mark = broadcast_json(joined(fingerprint(path, False)))

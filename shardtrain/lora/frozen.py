@@ -115,7 +115,8 @@ class Frozen:
             resized = config is not None and config.checkpoint.initial_load_resize_embeddings
             own_sizes = importing.sized_as(recognised, shape) if resized else shape
             self._translation = translation_of(module, own_sizes, str(path))
-            check_same(module, own_sizes, recognised, path)
+            chosen = config.model.overrides.keys() if config is not None else ()
+            check_same(module, own_sizes, recognised, path, chosen)
             prefix = self._translation.hub.prefix
             self._weights = self._stack.enter_context(open_weights(path, recognised.block, prefix))
             mapping.check(self._translation, self._weights, recognised.passed_over)

@@ -73,7 +73,9 @@ def _fill(built: Built, config: Config, start: Place) -> None:
     if config.checkpoint.initial_load_in_hf:
         quantized = config.checkpoint.initial_load_in_hf_quantized
         resize = config.checkpoint.initial_load_resize_embeddings
-        all_ranks(lambda: importing.fill(weights, Path(str(start)), built.module, built.shape, quantized, resize))
+        chosen = config.model.overrides.keys()
+        folder = Path(str(start))
+        all_ranks(lambda: importing.fill(weights, folder, built.module, built.shape, quantized, resize, chosen=chosen))
         return
 
     def verify() -> None:

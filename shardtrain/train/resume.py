@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shardtrain import models, tasks
-from shardtrain.checkpoint.collectives import all_ranks, broadcast_json
+from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
@@ -20,6 +20,7 @@ from shardtrain.data.file_hashes import RESTART
 from shardtrain.data.sources._files import sampled
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.hf import importing
+from shardtrain.hf.model import check_noted
 from shardtrain.lora import FACT, base_weights, peft
 from shardtrain.lora.spec import Spec
 from shardtrain.resilience.guards import nonfinite_tensor
@@ -134,6 +135,8 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     # a run with other options or data is refused before a tensor is touched; but of another model the load itself says
     # more, the name of a tensor that does not fit, so that it goes first
     is_other_model = any(change.option.startswith("model.") for change in changes)
+    if is_new_run and not run.config.lora.enable:
+        first_rank(lambda: check_noted(run.config.model, path))
     if not is_other_model:
         compatibility.refuse(run, path, changes, other_data)
     checkpoints.load(path, weights(run), {} if "optimizer" in excluded else run.optimizer_state_dict())
@@ -197,7 +200,9 @@ def _load_hub(run: Run, folder: Place) -> None:
         head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
         logger.info(f"the head of {run.config.task.name} is not in the folder, and starts from scratch")
-    all_ranks(lambda: importing.fill(tensors, Path(str(folder)), module, shape, quantized, resize, legacy))
+    path = Path(str(folder))
+    chosen = model.overrides.keys()
+    all_ranks(lambda: importing.fill(tensors, path, module, shape, quantized, resize, legacy, chosen))
     logger.info(f"starting from the weights of {folder}")
 
 

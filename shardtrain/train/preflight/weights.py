@@ -57,7 +57,7 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
                 resize = options.initial_load_resize_embeddings
                 legacy = options.initial_load_legacy_bin
                 # with no tensor to fill, this is all that a start from the folder checks
-                importing.fill({}, Path(named), module, shape, quantized, resize, legacy)
+                importing.fill({}, Path(named), module, shape, quantized, resize, legacy, model.overrides.keys())
             else:
                 starts.insert(0, named)
         for start in starts:
