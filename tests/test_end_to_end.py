@@ -28,7 +28,8 @@ from shardtrain.utils.errors import ConfigError
 
 BINS_OF_GOODPUT = ["goodput", *(f"goodput_{name}_seconds" for name in BINS)]
 KEYS = [
-    "step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tps", "tokens_per_second", "tflops", "mfu",
+    "step", "loss", "max_loss", "grad_norm", "lr", "tokens_seen", "tps", "tokens_per_second", "targets_per_second",
+    "target_share", "tflops", "mfu",
     "memory_gib", "step_seconds", "data_seconds", "skipped_updates", "spikes", "rewinds",
     *BINS_OF_GOODPUT, "order_hash",
 ]  # fmt: skip
@@ -143,6 +144,8 @@ def test_tensorboard_has_the_steps_and_tags_of_the_history(folder: Path, runs: l
         "grad_norm",
         "lr",
         "throughput(tps)",
+        "targets_per_second",
+        "target_share",
     } <= set(tags)
     assert [event.step for event in events.Scalars("loss_metrics/global_avg_loss")] == [1, 4, 8, 10]
 

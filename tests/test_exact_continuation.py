@@ -209,7 +209,15 @@ def test_nothing_random_outlives_a_step(straight: Any, resumed: Any, kind: str) 
 @pytest.mark.parametrize("kind", cases(["ddp", "float16"], ["fsdp", "ep", "muon"]))
 def test_the_written_history_is_that_of_one_run(root: Path, resumed: Any, kind: str) -> None:
     def history(name: str) -> list[dict[str, Any]]:
-        timed = {"tps", "tokens_per_second", "tflops", "memory_gib", "step_seconds", "data_seconds"}
+        timed = {
+            "tps",
+            "tokens_per_second",
+            "targets_per_second",
+            "tflops",
+            "memory_gib",
+            "step_seconds",
+            "data_seconds",
+        }
         records = [record_of(line) for line in (root / name / "metrics.jsonl").read_bytes().splitlines()]
         return [
             {key: v for key, v in record.items() if key not in timed and not key.startswith("goodput")}

@@ -37,6 +37,11 @@ class Batch:
         return int((self.targets_BT != IGNORE).sum().item())
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the model computes with, without filler."""
+        return self.tokens_BT.numel() if self.lengths_B is None else int(self.lengths_B.sum().item())
+
+    @property
     def num_rows(self) -> int:
         """Rows that are not filler."""
         return int((self.sample_ids_B >= 0).sum().item())

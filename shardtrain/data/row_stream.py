@@ -45,6 +45,8 @@ class RowBatch:
     sample_ids_B: Tensor
     num_targets: int
     """What the sum of the loss is divided by, over all batches of a step."""
+    num_tokens: int
+    """Tokens that the model computes with, without filler, estimated from the mean of the rows."""
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor of a name."""
@@ -65,7 +67,7 @@ class RowBatch:
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> RowBatch:
         moved = {name: change(tensor) for name, tensor in self.tensors.items()}
-        return RowBatch(moved, self.sample_ids_B, self.num_targets)
+        return RowBatch(moved, self.sample_ids_B, self.num_targets, self.num_tokens)
 
 
 class RowFeed:
@@ -109,6 +111,7 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
         self._feed = stream.feed
         self._collate = stream.collate
         self._count = stream.count_targets
+        self._tokens_per_target = stream.tokens_per_target
         self._share = stream.share
         self._end = stream.end
         self._start = samples_consumed
@@ -128,7 +131,7 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
         except ShardtrainError as error:
             return error
         ids = torch.tensor(numbers or [-1], dtype=torch.int64)
-        return RowBatch(tensors, ids, targets), []  # type: ignore[return-value]
+        return RowBatch(tensors, ids, targets, round(targets * self._tokens_per_target)), []  # type: ignore[return-value]
 
     def _positions(self, place: int) -> range:
         """Positions, in the order of rows, of the batch at a place of the stream; none where the data have ended."""
@@ -159,10 +162,12 @@ class RowDataLoader(DataLoader):
         options: DataLoaderOptions,
         vocab: int = 0,
         last_batch: str = "rollover",
+        tokens_per_target: float = 1.0,
     ) -> None:
         self.feed = feed
         self.collate = collate
         self.count_targets = count_targets
+        self.tokens_per_target = tokens_per_target
         self.share = share
         self.vocab = vocab
         self.pad_id = 0

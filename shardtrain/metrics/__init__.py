@@ -94,6 +94,7 @@ class Metrics:
         # Last, so that opening sinks counts as no step's time.
         self._start_seconds = clock()
         self._window = Window(clock)
+        self._computed_tokens = 0
 
     def is_log_step(self, step: int) -> bool:
         """Whether ``step`` (1 is the first) is written: step 1, every ``log_freq`` steps, and the last."""
@@ -114,12 +115,14 @@ class Metrics:
         data_seconds: float,
         extra: Mapping[str, float] | None = None,
         order_hash: int = 0,
+        computed_tokens: int | None = None,
     ) -> Record | None:
         """Report a finished step (1 is the first); returns what was logged on a log step, else None.
 
         ``loss_sum`` is the scalar sum of this rank's token losses on its device, not divided; ``local_tokens`` and
-        ``global_tokens`` are the target tokens of this rank and of all; ``data_seconds`` is the wait for data. Values
-        in ``extra`` are logged as they are on log steps, and ``order_hash`` in hex in ``metrics.jsonl``. Steps in
+        ``global_tokens`` are the target tokens of this rank and of all; ``computed_tokens`` are the tokens of all ranks
+        that the model computes with (the target tokens if None); ``data_seconds`` is the wait for data. Values in
+        ``extra`` are logged as they are on log steps, and ``order_hash`` in hex in ``metrics.jsonl``. Steps in
         between wait for nothing; a log step reduces over ranks, so every rank must report every step.
         """
         self._step = step
@@ -127,7 +130,9 @@ class Metrics:
             self._waits.step(step)
         self.tokens_seen += global_tokens
         self._steps_without_targets += global_tokens == 0
-        self._window.add(loss_sum, local_tokens, global_tokens, data_seconds)
+        computed_tokens = global_tokens if computed_tokens is None else computed_tokens
+        self._computed_tokens += computed_tokens
+        self._window.add(loss_sum, local_tokens, global_tokens, data_seconds, computed_tokens)
         record = None
         if self.is_log_step(step):
             # Collectives, which other ranks take part in: not within a guard, after whose error one would be missing.
@@ -191,6 +196,7 @@ class Metrics:
             lr=lr,
             tokens_seen=self.tokens_seen,
             tokens_per_second=means.tokens_per_second,
+            targets_per_second=means.targets_per_second,
             tps=tps,
             tflops=flops_per_second / 1e12,
             mfu=flops_per_second / self._peak_flops if self._peak_flops else None,
@@ -198,7 +204,7 @@ class Metrics:
             data_seconds=means.data_seconds,
             memory=read_peak(self._facts.device_type),
             eta_seconds=(self._facts.total_steps - step) * means.step_seconds,
-            has_targets=means.tokens > 0,
+            has_targets=means.targets > 0,
             extra=extra,
             order_hash=order_hash,
         )
@@ -209,6 +215,6 @@ class Metrics:
             guard.call(lambda sink=sink: action(sink), None)  # type: ignore[misc]
 
     def _log_summary(self) -> None:
-        steps = summary.Steps(self._step, self.tokens_seen - self._start_tokens, self._clock() - self._start_seconds)
+        steps = summary.Steps(self._step, self._computed_tokens, self._clock() - self._start_seconds)
         notes = [getattr(sink, "summary", "") for sink in self._sinks]
         summary.log_summary(self._facts, steps, self._first, self._last, self._losses, notes)

@@ -22,8 +22,10 @@ class WindowMeans:
     """Sum of losses over ranks and steps, divided by the global number of tokens; NaN without tokens."""
     max_loss: float
     """Largest loss per token of a rank over the window; NaN where no rank has tokens."""
-    tokens: int
-    """Global number of tokens."""
+    targets: int
+    """Global number of target tokens."""
+    computed_tokens: int
+    """Global number of tokens that the model computed with, without filler."""
     steps: int
     seconds: float
     """Wall time of the window without pauses."""
@@ -37,8 +39,13 @@ class WindowMeans:
 
     @property
     def tokens_per_second(self) -> float:
-        """Global tokens per second; 0 where the clock has not moved."""
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+        """Global computed tokens per second; 0 if the clock has not moved."""
+        return self.computed_tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def targets_per_second(self) -> float:
+        """Global target tokens per second; 0 if the clock has not moved."""
+        return self.targets / self.seconds if self.seconds > 0 else 0.0
 
 
 @dataclass
@@ -49,6 +56,7 @@ class _Sums:
     loss: Tensor | None = None
     local_tokens: int = 0
     global_tokens: int = 0
+    computed_tokens: int = 0
     data_seconds: float = 0.0
     paused_seconds: float = 0.0
     steps: int = 0
@@ -61,14 +69,27 @@ class Window:
         self._clock = clock
         self._sums = _Sums(start=clock())
 
-    def add(self, loss_sum: Tensor, local_tokens: int, global_tokens: int, data_seconds: float) -> None:
-        """Add one step: the sum of this rank's losses (scalar on any device), tokens here and over all ranks."""
+    def add(
+        self,
+        loss_sum: Tensor,
+        local_tokens: int,
+        global_tokens: int,
+        data_seconds: float,
+        computed_tokens: int | None = None,
+    ) -> None:
+        """Add one step.
+
+        ``loss_sum`` is the sum of this rank's losses, a scalar on any device. ``local_tokens`` and ``global_tokens``
+        are target tokens of this rank and of all. ``computed_tokens`` are all tokens of all ranks but filler; as many
+        as targets if None.
+        """
         # In double, since a window sums many steps; an addition on the device, so the host does not wait.
         loss = loss_sum.detach().double()
         sums = self._sums
         sums.loss = loss if sums.loss is None else sums.loss + loss
         sums.local_tokens += local_tokens
         sums.global_tokens += global_tokens
+        sums.computed_tokens += global_tokens if computed_tokens is None else computed_tokens
         sums.data_seconds += data_seconds
         sums.steps += 1
 
@@ -99,7 +120,8 @@ class Window:
         means = WindowMeans(
             loss=total / sums.global_tokens if sums.global_tokens else float("nan"),
             max_loss=float("nan") if largest == -float("inf") else largest,
-            tokens=sums.global_tokens,
+            targets=sums.global_tokens,
+            computed_tokens=sums.computed_tokens,
             steps=sums.steps,
             seconds=now - sums.start - sums.paused_seconds,
             data_seconds=sums.data_seconds / sums.steps,

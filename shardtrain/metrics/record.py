@@ -66,9 +66,9 @@ class Record:
     tokens_seen: int
     """Target tokens over all ranks since the first step of the run."""
     tokens_per_second: float
-    """Over all devices."""
+    """Tokens that the model computed with, without filler, over all devices."""
     tps: float
-    """Tokens per second per device."""
+    """``tokens_per_second`` per device."""
     tflops: float
     """Model TFLOP/s per device."""
     mfu: float | None
@@ -78,6 +78,8 @@ class Record:
     memory: MemoryPeak
     eta_seconds: float
     """Time left at the speed of this window."""
+    targets_per_second: float = 0.0
+    """Tokens that count in the loss, over all devices."""
     has_targets: bool = True
     """False if no step of the window had a target: then there is no loss."""
     extra: Mapping[str, float] = field(default_factory=dict)
@@ -95,6 +97,8 @@ class Record:
             "tokens_seen": self.tokens_seen,
             "tps": self.tps,
             "tokens_per_second": self.tokens_per_second,
+            "targets_per_second": self.targets_per_second,
+            "target_share": self.targets_per_second / self.tokens_per_second if self.tokens_per_second else None,
             "tflops": self.tflops,
             "mfu": self.mfu,
             "memory_gib": self.memory.peak_gib,

@@ -99,7 +99,7 @@ class RowTask:
     sequences_per_row: int = 1
     """Sequences of a row that the model computes with gradients, for a dry run."""
     tokens_per_target: float = 1.0
-    """Tokens that the model computes per target, on average, for the count of FLOPs."""
+    """Tokens that the model computes per target, on average, for throughput and the count of FLOPs."""
 
     # What the trainer asks of it
 
@@ -154,7 +154,9 @@ class RowTask:
         feed = self.feed(rows, self.config.debug.seed if shuffle else None, self._passes(loop))
         share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
         last = self.config.training.last_batch if section is self.config.training else "rollover"
-        return RowDataLoader(feed, self.collate, self.num_targets, share, section.dataloader, self.vocab, last)
+        return RowDataLoader(
+            feed, self.collate, self.num_targets, share, section.dataloader, self.vocab, last, self.tokens_per_target
+        )
 
     def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:
         """Rows in an order; to be overridden where what a row is depends on its place in it, such as the epoch."""

@@ -84,8 +84,8 @@ def build(config: Config, world: World) -> Run:
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left
-    flops = built.flops_per_token * task.tokens_per_target
-    run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops)
+    num_params, flops = built.num_params, built.flops_per_token
+    run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops)
     run.names = tuple(built.names)
     run.adapters = built.adapters
     return run

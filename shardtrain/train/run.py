@@ -101,6 +101,9 @@ class Outcome:
     loss_sum: Tensor
     local_tokens: int
     global_tokens: int
+    """Target tokens over all ranks."""
+    computed_tokens: int
+    """Tokens over all ranks that the model computes with, without filler."""
     grad_norm: float
     own_grad_norm: Tensor
     """As this rank found it, before ranks agreed on one."""

@@ -22,6 +22,8 @@ class StepSums:
 
     num_targets: int = 0
     """Target tokens: the divisor of the loss. Ranks that hold the same rows contribute them once."""
+    num_tokens: int = 0
+    """Tokens that the model computes with, without filler: for throughput. Counted once like the targets."""
     num_rows: int = 0
     """Rows that are not filler, counted once like the targets."""
     checksum: int = 0
@@ -31,7 +33,7 @@ class StepSums:
 
     def pack(self) -> Tensor:
         """As float64, in which counts and the 16-bit parts of the checksum add up exactly."""
-        counts = [self.num_targets, self.num_rows, *checksum.split(self.checksum)]
+        counts = [self.num_targets, self.num_tokens, self.num_rows, *checksum.split(self.checksum)]
         return torch.tensor([*counts, *self.flags], dtype=torch.float64)
 
     @classmethod
@@ -40,8 +42,9 @@ class StepSums:
         numbers = packed.tolist()
         return cls(
             num_targets=int(numbers[0]),
-            num_rows=int(numbers[1]),
-            checksum=checksum.join(numbers[2:-_NUM_FLAGS]),
+            num_tokens=int(numbers[1]),
+            num_rows=int(numbers[2]),
+            checksum=checksum.join(numbers[3:-_NUM_FLAGS]),
             flags=numbers[-_NUM_FLAGS:],
         )
 

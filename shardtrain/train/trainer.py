@@ -216,6 +216,7 @@ def _steps(
                 data_seconds=outcome.data_seconds,
                 extra=extra,
                 order_hash=state.order_hash,
+                computed_tokens=outcome.computed_tokens,
             )
 
             # before saving: weights that differ between replicas must not reach a checkpoint
@@ -302,7 +303,8 @@ def step(run: Run) -> Outcome | None:
 
     state.advance(run.dataloader.samples_consumed, sums.num_targets, sums.checksum, verdict.apply, verdict.finite)
     local_tokens = run.runner.local_targets(host_batches)
-    return Outcome(loss / weight, local_tokens, sums.num_targets, agreed.norm, norm, lr, data_seconds)
+    outcome_loss = loss / weight
+    return Outcome(outcome_loss, local_tokens, sums.num_targets, sums.num_tokens, agreed.norm, norm, lr, data_seconds)
 
 
 def _update(run: Run, factor: float | torch.Tensor, applies: torch.Tensor | None = None) -> None:
@@ -342,6 +344,7 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         local_sums = StepSums(flags=resilience.pack_flags())
         if run.mesh.rank("pp", "cp", "tp") == 0:  # pp, cp and tp peers read the same rows, which must count once
             local_sums.num_targets = sum(batch.num_targets for batch in batches)
+            local_sums.num_tokens = sum(batch.num_tokens for batch in batches)
             local_sums.num_rows = sum(batch.num_rows for batch in batches)
             local_sums.checksum = loader.step_hash
         sums = local_sums.all_reduce(run.mesh)

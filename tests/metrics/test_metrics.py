@@ -21,6 +21,8 @@ KEYS = [
     "tokens_seen",
     "tps",
     "tokens_per_second",
+    "targets_per_second",
+    "target_share",
     "tflops",
     "mfu",
     "memory_gib",
@@ -263,3 +265,17 @@ def test_flops_of_llama_2_7b():
     # 6.74e9 parameters less the 32000 x 4096 embedding; 6 N + 12 L H head_dim T by hand.
     count = flops_per_token(6_738_415_616 - 32000 * 4096, num_layers=32, num_heads=32, head_dim=128, seq_len=2048)
     assert count == 39_644_061_696 + 3_221_225_472
+
+
+def test_speeds_count_the_tokens_that_are_computed_and_targets_apart(tmp_path, kit):
+    """A long prompt with one target takes the time of the same text with a target per token."""
+    clock = kit.Clock()
+    facts = kit.facts(total_steps=1, world_size=2)
+    with Metrics(kit.config(), tmp_path, facts, kit.OneRank(), tokens_seen=0, clock=clock) as metrics:
+        clock.now += 0.5
+        metrics.update(1, torch.tensor(8.0), 8, 8, 1.0, 1.0, 0.0, computed_tokens=250)
+    (record,) = records(tmp_path)
+    assert record["targets_per_second"] / record["tokens_per_second"] == pytest.approx(8 / 250)
+    assert record["target_share"] == pytest.approx(8 / 250)
+    assert record["tps"] == pytest.approx(record["tokens_per_second"] / 2)
+    assert record["tokens_seen"] == 8

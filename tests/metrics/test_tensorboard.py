@@ -20,6 +20,8 @@ TAGS = {
     "grad_norm",
     "lr",
     "throughput(tps)",
+    "targets_per_second",
+    "target_share",
     "tflops",
     "time_metrics/end_to_end(s)",
     "time_metrics/data_loading(s)",

@@ -150,7 +150,15 @@ def test_the_state_after_a_run_counts_what_was_done(runs: list[dict[str, Ended]]
 @pytest.mark.parametrize("mesh", SAME)
 def test_the_history_on_disk_is_one_straight_line(root: Path, runs: list[dict[str, Ended]], mesh: str) -> None:
     def history(name: str) -> list[dict[str, Any]]:
-        timed = {"tps", "tokens_per_second", "tflops", "memory_gib", "step_seconds", "data_seconds"}
+        timed = {
+            "tps",
+            "tokens_per_second",
+            "targets_per_second",
+            "tflops",
+            "memory_gib",
+            "step_seconds",
+            "data_seconds",
+        }
         lines = (root / name / "metrics.jsonl").read_text().splitlines()
         records = [record_of(line.encode()) for line in lines]
         return [
