@@ -98,7 +98,10 @@ def merge(
             stacked[f"{stack.owner}.{weight}"] = (stack, part)
     missing = sorted(adapted - frozen.shapes.keys())
     if missing:
-        raise CheckpointError(f"the adapters are for {missing[0]}, which {frozen.path} has not; use their own model")
+        raise CheckpointError(
+            f"the adapters are for {missing[0]}, which is not a separate tensor in {frozen.path}; use the model that "
+            "they were trained on, or generate with --adapter if the weight is tied: a merge would change both modules"
+        )
 
     def read(name: str) -> Tensor:
         name = name.removeprefix(WEIGHTS_PREFIX)

@@ -40,6 +40,9 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 _LISTS = {"modules": "modules", "parameters": "target_parameters", "saved": "modules_to_save"}
 _FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+_BASE = ".base_layer.weight"
+"""Suffix of a frozen weight that PEFT saves with its adapter: the weight of an embedding or an output layer."""
+_EMBEDDING = ".lora_embedding_A"
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
     "lora_dropout", "qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out",
@@ -226,7 +229,20 @@ class PeftFolder:
         begun = _read_config(fields, folder / CONFIG)
         self._file = _open(folder)
         shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
-        self.spec, self.names = self._recognise(shapes, begun, module, shape, num_labels)
+        embedding = next((name for name in shapes if name.endswith(_EMBEDDING)), None)
+        if embedding is not None:
+            path = embedding.removeprefix(PREFIX).removesuffix(_EMBEDDING)
+            raise ConfigError(
+                f"{folder / WEIGHTS} has an adapter on the embedding {path}, and only linear modules and experts can "
+                "have adapters here; merge it with PEFT (merge_and_unload), or train the embedding with "
+                "lora.modules_to_save"
+            )
+        copies = {name for name in shapes if f"{name.removesuffix(_BASE)}.lora_A.weight" in shapes}
+        rest = {name: size for name, size in shapes.items() if name not in copies}
+        self.spec, self.names = self._recognise(rest, begun, module, shape, num_labels)
+        keys = {f"{path}.weight": f"{PREFIX}{theirs}{_BASE}" for path, theirs in self.names.modules.items()}
+        self.copies = {name: key for name, key in keys.items() if key in copies}
+        """Frozen weights that the file has copies of, as PEFT saves adapters on ``lm_head``: name here -> there."""
 
     def _recognise(
         self, shapes: Mapping[str, tuple[int, ...]], begun: Spec, module: Any, shape: Any, num_labels: int
@@ -295,8 +311,33 @@ class PeftFolder:
         """One tensor, by its name in our model, whole."""
         return self.names.ours(name, self._file.get_tensor(self.names.tensors[name]))
 
+    def check_copies(self, weights: Mapping[str, Tensor]) -> None:
+        """Compare this rank's part of the frozen ``weights``, by name, with their copies in the file.
+
+        Raises:
+            CheckpointError: if a copy differs, so the adapters were trained on another model.
+        """
+        for name in self.copies.keys() & weights.keys():
+            weight = weights[name]
+            copy = self._file.get_slice(self.copies[name])
+            same = tuple(copy.get_shape()) == tuple(weight.shape)
+            if same:
+                ours = local_tensor(weight).detach()
+                theirs = copy[tuple(local_slices(weight))].to(ours.device)
+                # Either tensor may have been rounded to the dtype of the other
+                same = torch.equal(theirs.to(ours.dtype), ours) or torch.equal(ours.to(theirs.dtype), theirs)
+            if not same:
+                raise CheckpointError(
+                    f"{self.folder / WEIGHTS}: {self.copies[name]} differs from the weights of the model; use the "
+                    "model that the adapters were trained on, or merge them with PEFT (merge_and_unload)"
+                )
+
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill this rank's part of each tensor of the folder, by its name in our model, in place."""
+        """Fill this rank's part of each tensor of the folder, by its name in our model, in place.
+
+        Load the frozen weights among ``tensors`` before: they are compared by ``check_copies``.
+        """
+        self.check_copies(tensors)
         for name in self.names.tensors.keys() & tensors.keys():
             box = tuple(local_slices(tensors[name]))
             stacked = name in self.names.experts

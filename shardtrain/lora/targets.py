@@ -43,7 +43,8 @@ def find(
         head = foreign.get_output_embeddings()
         words = {path: "head" if model.get_submodule(path) is head else "replicate" for path in paths}
     linears = [path for path in paths if words[path] in _WORDS]
-    theirs = their_names(linears, module, shape)
+    embeddings = [path for path, m in model.named_modules() if isinstance(m, nn.Embedding)]
+    theirs = their_names([*linears, *embeddings], module, shape)
     if not wanted and foreign is not None:
         wanted = [ALL]
 
@@ -76,8 +77,7 @@ def find(
             raise ConfigError(problems)
 
     # A head that is the embedding's own weight
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    tied = {id(parameter) for embedding in embeddings for parameter in embedding.parameters()}
+    tied = {id(parameter) for path in embeddings for parameter in model.get_submodule(path).parameters()}
     for path in found:
         if id(model.get_submodule(path).weight) in tied:
             rule = f"names {path}, whose weight is the embedding's: merging would change both"
@@ -177,7 +177,11 @@ def _fits(path: str, name: str) -> bool:
 
 def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str], theirs: Mapping[str, str]) -> Problem:
     owners = [path for path, _ in model.named_modules() if path and _fits(path, name)]
+    owners = owners or [path for path in theirs if _fits(theirs[path], name)]
     if owners:
+        if isinstance(model.get_submodule(owners[0]), nn.Embedding):
+            rule = f"names {owners[0]}, an embedding; only linear modules and experts can have adapters"
+            return Problem(OPTION, name, rule, f'train all of it: lora.modules_to_save = ["{name}"]')
         rule = f"names {owners[0]}, which is not a linear module that can have an adapter"
         if word_of(layout, owners[0]) == "router":
             rule = f"names {owners[0]}, a router: which experts a token sees is not trained by adapters here"
@@ -186,7 +190,7 @@ def _unknown(name: str, model: nn.Module, layout: Layout, linears: Sequence[str]
             fix = 'set lora.target_parameters = ["experts.gate_up_proj", "experts.down_proj"]'
             return Problem(OPTION, name, rule, fix)
         return Problem(OPTION, name, rule, f"name linear modules, such as {', '.join(_ends(linears))}")
-    known = [*_ends(linears), *_ends(theirs.values()), ALL, *linears]
+    known = [*_ends(linears), *_ends(theirs[path] for path in linears if path in theirs), ALL, *linears]
     near = nearest(name, known)
     fix = f"did you mean {near}? " if near else ""
     return Problem(OPTION, name, "names no module of the model", f"{fix}use names like {', '.join(_ends(linears))}")

@@ -90,6 +90,7 @@ def _merge_peft(found: Any) -> None:
         model = _model_facts(config)
     adapters = PeftFolder(found.adapters, module, shape)
     with Frozen(found.base, module, shape) as weights:
+        adapters.check_copies({name: weights.read(name) for name in adapters.copies.keys() & weights.shapes.keys()})
         factors = {name: adapters.read(name) for name in adapters.names.tensors}
         begun = origin.of_path(found.base, module, shape)
         merging.merge(weights, adapters.spec, factors, found.to, found.dtype, model, begun)

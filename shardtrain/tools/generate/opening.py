@@ -210,7 +210,7 @@ class _StoredWeights:
                 weights.fill(whole)
             self._read(adapters)
         if self._peft is not None:
-            self._peft.fill(named)
+            self._peft.fill(dict(model.named_parameters(remove_duplicate=False)))
 
     def _read(self, named: Mapping[str, Tensor]) -> None:
         assert self._stored is not None
