@@ -13,7 +13,7 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest, options
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema.data import DataSource
-from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.config.schema.task import OF_NEXT_TOKENS, OF_PAIRS
 from shardtrain.utils.errors import Problem
 
 SOURCES_FOLDER = Path(__file__).parents[2] / "data" / "sources"
@@ -27,16 +27,18 @@ _MIN_ARTEFACT_BYTES = 2**28
 _TO_READ_ROWS = ("mode", "readers", "bad_rows", "bad_rows_max_fraction", "max_row_bytes")
 _FIELDS = {
     "text": ("text_field",),
-    "prompt_completion": ("prompt_field", "completion_field"),
+    "prompt_completion": ("prompt_field", "completion_field", "tools_field", "chat_template"),
     "chat": ("messages_field", "tools_field", "chat_template"),
 }
-_OF_ANSWERS = ("prompt_field", "tools_field", "chat_template")
-_READ_BY_TASKS = {
-    **dict.fromkeys(("preference", "orpo", "simpo", "reward_model"), _OF_ANSWERS),
-    "kto": (*_OF_ANSWERS, "completion_field"),
+"""Columns and templates that the encoder of each data.format reads."""
+_FIELDS_OF_TASKS = {
+    **dict.fromkeys(("classification", "masked_language_model"), ("text_field",)),
+    **dict.fromkeys(OF_PAIRS, ("prompt_field", "tools_field", "chat_template")),
+    "kto": ("prompt_field", "completion_field", "tools_field", "chat_template"),
     "sequence_to_sequence": ("prompt_field", "completion_field"),
 }
-"""Columns and templates that a task of rows reads, whose data.format is not said."""
+"""Columns and templates that each task of rows reads, whatever data.format is."""
+_ALL_FIELDS = tuple(dict.fromkeys(field for fields in _FIELDS.values() for field in fields))
 _ENDS = ("add_bos", "add_eos", "separator")
 
 
@@ -113,10 +115,9 @@ def check_data_ranges(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "data.artefact_seconds", "must be at least 1", "use for example 30")
     if data.separator == "":
         yield problem(loaded, "data.separator", "must not be empty", "remove it")
-    for fields in _FIELDS.values():
-        for field in fields:
-            if loaded.value(f"data.{field}") == "":
-                yield problem(loaded, f"data.{field}", "must not be empty", "name a column, or remove it")
+    for field in _ALL_FIELDS:
+        if loaded.value(f"data.{field}") == "":
+            yield problem(loaded, f"data.{field}", "must not be empty", "name a column, or remove it")
 
 
 def check_sources(loaded: Loaded) -> Iterator[Problem]:
@@ -137,6 +138,9 @@ def check_sources(loaded: Loaded) -> Iterator[Problem]:
         if source.epochs is not None and training.on_data_end == "repeat":
             rule = f"repeats the data, which end with the epochs of {option}"
             yield problem(loaded, "training.on_data_end", rule, f'use "stop" or "error", or remove {option}.epochs')
+        form = source.format or data.format
+        if source.text_field and form != "text":
+            yield problem(loaded, f"{option}.text_field", f"has no effect on the format {form}", "remove it")
         if source.text_field == "":
             yield problem(loaded, f"{option}.text_field", "must not be empty", "name a column, or remove it")
     if not data.stages and not any(source.weight > 0 for source in data.sources.values()):
@@ -196,17 +200,15 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
     data = loaded.config.data
     training = loaded.config.training
 
-    # Columns and templates of a format that no dataset has, and that the task does not read either
+    # A task file of the user's may read any column
     used = formats(loaded)
-    by_the_task = _READ_BY_TASKS.get(loaded.config.task.name, ())
-    for kind, fields in _FIELDS.items():
-        for field in fields:
-            if kind not in used and field not in by_the_task and is_changed(loaded, f"data.{field}"):
-                rule = f"has no effect on data.format {' or '.join(sorted(used))}"
-                yield problem(loaded, f"data.{field}", rule, f'set data.format = "{kind}", or remove it')
+    task = loaded.config.task.name
+    if task in OF_NEXT_TOKENS or task in _FIELDS_OF_TASKS:
+        yield from _check_fields(loaded, used)
     if used == {"chat"}:
         for field in _ENDS:
-            if is_changed(loaded, f"data.{field}"):
+            is_read = field == "add_bos" and loaded.config.metrics.sample_prompt  # begins the sample's prompt
+            if is_changed(loaded, f"data.{field}") and not is_read:
                 rule = "has no effect on data.format chat: a conversation is what the chat template writes"
                 yield problem(loaded, f"data.{field}", rule, "change the template (data.chat_template), or remove it")
 
@@ -238,6 +240,23 @@ def check_kinds(loaded: Loaded) -> Iterator[Problem]:
         if source.epochs is not None and len(data.sources) > 1 and source.dataset != "tokens":
             rule = "needs the number of rows, which a stream has not"
             yield problem(loaded, f"data.sources.{name}.epochs", rule, way_out)
+
+
+def _check_fields(loaded: Loaded, used: set[str]) -> Iterator[Problem]:
+    """Columns and templates that are set, and that neither the formats ``used`` nor the task of rows reads."""
+    task = loaded.config.task.name
+    reader = f"data.format {' or '.join(sorted(used))}"
+    read = {field for form in used for field in _FIELDS[form]}
+    if task not in OF_NEXT_TOKENS:
+        reader, read = f"task.name = {task}", set(_FIELDS_OF_TASKS[task])
+    for field in _ALL_FIELDS:
+        if field in read or not is_changed(loaded, f"data.{field}"):
+            continue
+        fix = "remove it"
+        if task in OF_NEXT_TOKENS:
+            forms = " or ".join(f'"{form}"' for form, fields in _FIELDS.items() if field in fields)
+            fix = f"set data.format = {forms}, or remove it"
+        yield problem(loaded, f"data.{field}", f"has no effect on {reader}", fix)
 
 
 def check_templates(loaded: Loaded) -> Iterator[Problem]:
@@ -320,7 +339,7 @@ def data_notes(loaded: Loaded) -> list[str]:
             'data.document_mask="off": examples that share a sequence attend to each other; "auto" keeps them apart'
         )
     if all(source.dataset == "tokens" for source in found.values()):
-        fields = [*_ENDS, "template", *(field for fields in _FIELDS.values() for field in fields)]
+        fields = [*_ENDS, "template", *_ALL_FIELDS]
         idle = [f"data.{key}" for key in (*_TO_READ_ROWS, *fields) if is_changed(loaded, f"data.{key}")]
         if idle:
             notes.append(f"{', '.join(idle)}: without effect on prepared shards, whose rows are read and tokenized")

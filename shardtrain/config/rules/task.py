@@ -8,6 +8,7 @@ from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
 from shardtrain.config.rules.data import is_changed
 from shardtrain.config.rules.values import any_of, problem
+from shardtrain.config.schema.task import OF_PAIRS
 from shardtrain.config.task_file import has_task, read_task_file
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -21,7 +22,6 @@ REWARD_MODEL = "reward_model"
 DISTILLATION = "distillation"
 MASKED = "masked_language_model"
 SEQUENCES = "sequence_to_sequence"
-OF_PAIRS = (PREFERENCE, ORPO, SIMPO, REWARD_MODEL)
 WITH_REFERENCE = (PREFERENCE, KTO)
 NEW_HEAD = (CLASSIFICATION, REWARD_MODEL)
 """Tasks whose head takes the place of that to the vocabulary."""
@@ -39,11 +39,8 @@ OF_DOCUMENTS = (
     "data.packing",
     "data.long_documents",
     "data.document_mask",
-    "data.separator",
     "data.stages",
 )
-_NOT_READ = {MASKED: ("data.prompt_field", "data.completion_field"), SEQUENCES: ("data.text_field",)}
-"""Columns that tasks of hidden tokens, and of a source and a target, do not read."""
 _OPTIONS = {
     CLASSIFICATION: ("labels", "num_labels", "label_field", "pair_field"),
     PREFERENCE: ("beta", "chosen_field", "rejected_field"),
@@ -113,8 +110,8 @@ def check_task(loaded: Loaded) -> Iterator[Problem]:
         yield from _check_answers(loaded)
 
 
-def _check_rows(loaded: Loaded) -> Iterator[Problem]:
-    for option in OF_DOCUMENTS:
+def _check_rows(loaded: Loaded, *more: str) -> Iterator[Problem]:
+    for option in (*OF_DOCUMENTS, *more):
         if is_changed(loaded, option):
             rule = "is about documents, which a task of rows has not"
             yield problem(loaded, option, rule, "remove it")
@@ -142,8 +139,6 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
             yield problem(loaded, "task.group_size", rule, "use 8")
     else:
         fields |= {"task.chosen_field": task.chosen_field, "task.rejected_field": task.rejected_field}
-        if loaded.is_set("data.completion_field"):
-            yield problem(loaded, "data.completion_field", "is not read: answers have fields of their own", "remove it")
     if not 0 <= task.gamma < float("inf"):
         yield problem(loaded, "task.gamma", "must be 0 or above", "use 0.5")
     for option, column in fields.items():
@@ -158,7 +153,7 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
 def _check_classification(loaded: Loaded) -> Iterator[Problem]:
     task = loaded.config.task
     parallelism = loaded.config.parallelism
-    yield from _check_rows(loaded)
+    yield from _check_rows(loaded, "data.separator")
     if not task.label_field:
         yield problem(loaded, "task.label_field", "must not be empty", "name the column of the label")
     if len(set(task.labels)) < len(task.labels) or len(task.labels) == 1:
@@ -181,10 +176,10 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
 def check_text_tasks(loaded: Loaded) -> Iterator[Problem]:
     """Tasks that hide tokens, or have a source and a target, read no labels and documents, and few ``task.options``."""
     task = loaded.config.task
-    if task.name not in _NOT_READ:
+    if task.name not in (MASKED, SEQUENCES):
         return
     labels = ("task.labels", "task.num_labels", "task.label_field", "task.pair_field")
-    for option in (*labels, *OF_DOCUMENTS, *_NOT_READ[task.name]):
+    for option in (*labels, *OF_DOCUMENTS, "data.separator"):
         if is_changed(loaded, option):
             yield problem(loaded, option, f"has no effect with task.name={task.name}", "remove it")
     known = ("mask_fraction", "mask_token_id") if task.name == MASKED else ()

@@ -7,6 +7,8 @@ from typing import Literal
 
 OF_NEXT_TOKENS = ("language_model", "distillation")
 """Tasks whose rows are documents, as [data] makes them; those of all others are read by the task."""
+OF_PAIRS = ("preference", "orpo", "simpo", "reward_model")
+"""Tasks whose rows are a prompt and two answers."""
 
 
 @dataclass(frozen=True)
