@@ -67,6 +67,8 @@ NOTES = {
     "slurm": "note: launch.shared_memory_gib: without effect on slurm\n"
     "note: launch.cpus_per_node is not set: many clusters then give one core to the 8 ranks of a node; 8 for each "
     "device is usual\n",
+    "runai": "note: paths of this machine: the configuration {file}; the job opens them below /workspace of its image, "
+    "so put them there or into launch.mounts\n",
 }
 
 
@@ -105,7 +107,8 @@ def test_one_file_is_shown_for_every_platform_without_torch_and_without_a_secret
     before = sorted(tmp_path.rglob("*"))
     done = run(platform, config_file, "--dry-run", "--optimizer.lr", "2e-05", *more, XDG_STATE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert done.stderr == NOTES.get(platform, "") and "2e-05" in done.stdout and "--launch" not in done.stdout
+    assert done.stderr == NOTES.get(platform, "").format(file=config_file)
+    assert "2e-05" in done.stdout and "--launch" not in done.stdout
     for canary in CANARIES.values():
         assert canary not in done.stdout
     assert sorted(tmp_path.rglob("*")) == before, "a dry run writes nothing"
