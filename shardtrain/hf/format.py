@@ -206,17 +206,8 @@ FREE = {"norm_type", "depth_init", "init_std"}
 """Fields of a Config that config.json does not say: how weights start, and how a norm is computed."""
 CHANGEABLE = re.compile(r"rope_.*|mscale.*|sliding_window|attention_chunk_size|.*(dropout|pdrop).*")
 """Fields in which a run may differ from the weights that it loads: positions, attention window and dropout."""
-_HARMLESS = {
-    "_name_or_path", "architectures", "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
-    "sep_token_id", "cls_token_id", "unk_token_id", "prefix", "tokenizer_class", "task_specific_params",
-    "dtype", "torch_dtype", "use_bfloat16", "torchscript", "fsdp", "tf_legacy_loss", "finetuning_task",
-    "initializer_range", "max_position_embeddings", "original_max_position_embeddings", "model_type",
-    "output_router_logits", "pretraining_tp", "transformers_version", "use_cache", "max_window_layers",
-    "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "classifier_dropout",
-    "is_decoder", "return_dict", "id2label", "label2id", "num_labels", "problem_type", "output_attentions",
-    "output_hidden_states", "qk_head_dim", "chunk_size_feed_forward", "is_encoder_decoder", "tie_encoder_decoder",
-    "add_cross_attention", "cross_attention_hidden_size", "pruned_heads",
-    # what generation reads, which older versions keep here
+GENERATION_KEYS = {
+    "bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id",
     "max_length", "max_new_tokens", "min_length", "min_new_tokens", "early_stopping", "max_time", "stop_strings",
     "do_sample", "num_beams", "num_beam_groups", "penalty_alpha", "cache_implementation", "cache_config",
     "return_legacy_cache", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff",
@@ -225,6 +216,18 @@ _HARMLESS = {
     "forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty",
     "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "token_healing", "guidance_scale",
     "watermarking_config", "num_return_sequences", "output_scores", "output_logits", "return_dict_in_generate",
+}  # fmt: skip
+"""Keys of generation_config.json, which older versions of transformers keep in config.json."""
+_HARMLESS = GENERATION_KEYS | {
+    "_name_or_path", "architectures",
+    "sep_token_id", "cls_token_id", "unk_token_id", "prefix", "tokenizer_class", "task_specific_params",
+    "dtype", "torch_dtype", "use_bfloat16", "torchscript", "fsdp", "tf_legacy_loss", "finetuning_task",
+    "initializer_range", "max_position_embeddings", "original_max_position_embeddings", "model_type",
+    "output_router_logits", "pretraining_tp", "transformers_version", "use_cache", "max_window_layers",
+    "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers", "classifier_dropout",
+    "is_decoder", "return_dict", "id2label", "label2id", "num_labels", "problem_type", "output_attentions",
+    "output_hidden_states", "qk_head_dim", "chunk_size_feed_forward", "is_encoder_decoder", "tie_encoder_decoder",
+    "add_cross_attention", "cross_attention_hidden_size", "pruned_heads",
 }  # fmt: skip
 """Keys of config.json that change no number of a forward without dropout, or repeat what other keys say."""
 CODE = re.compile(r"auto_map|_implementation|remote_code|custom_pipelines|_commit_hash")

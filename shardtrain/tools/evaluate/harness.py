@@ -138,7 +138,7 @@ class Engine(TemplateLM):
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             groups.setdefault(repr(request.args[1]), []).append(number)
-        stop_ids = frozenset({self.eot_token_id})
+        stop_ids = opened.end_ids or frozenset({self.eot_token_id})
         for members in groups.values():
             sampling, stops, new_tokens = _asked(requests[members[0]].args[1])
             room = self.max_length - new_tokens

@@ -15,6 +15,7 @@ from shardtrain.data.columns import Unusable
 from shardtrain.data.encode import open_conversations
 from shardtrain.distributed import process_group
 from shardtrain.distributed.process_group import World
+from shardtrain.hf.generation_config import unused_settings
 from shardtrain.ops import packed_linear
 from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator, Watch
@@ -55,6 +56,9 @@ def run(asked: Request, rows: Sequence[Row] | None) -> None:
             packed_linear.use_where_it_pays(opened.model, batches * asked.max_new_tokens, rows_at_once)
         if is_first:
             print(f"shardtrain generate: {opened.name}", file=sys.stderr, flush=True)
+            if unused := unused_settings(opened.settings):
+                advice = "set --temperature, --top_p and others yourself"
+                print(f"generation settings of the model that are not used: {unused}; {advice}", file=sys.stderr)
         answers = Answers(asked, opened, is_first)
         if rows is None:
             answers.print_one()
@@ -89,17 +93,18 @@ class Answers:
         self._encoder = Encoder(tokenizer, opened.config.data, conversations)
         self._sampling = Sampling(asked.repetition_penalty, asked.temperature, asked.top_k, asked.top_p)
         self._generator = Generator(opened.model, opened.layout, tokenizer.vocab_size, not asked.no_cache, opened.width)
-        # What ends a row: the tokenizer's end, that of a turn, and what --stop names. The spelling of a control token
-        # is that token, which has no text.
-        ends = {tokenizer.eos_id, conversations.turn_end() if conversations is not None else None}
+        # A row ends at an end token or where a turn ends, and at what --stop names. The spelling of a control token is
+        # that token, which has no text.
+        turn_end = None if conversations is None else conversations.turn_end()
+        ends = opened.end_ids if turn_end is None else opened.end_ids | {turn_end}
         texts = []
         for stop in asked.stop:
             ids = tokenizer.encode_spans([stop])[0][0].tolist()
             if len(ids) == 1 and ids[0] in tokenizer.special_ids:
-                ends.add(ids[0])
+                ends |= {ids[0]}
             else:
                 texts.append(stop)
-        self._stop_ids = frozenset(i for i in ends if i is not None)
+        self._stop_ids = ends
         self._stops = tuple(texts)
 
     def print_one(self) -> None:
@@ -150,7 +155,8 @@ class Answers:
         )
 
     def _text(self, prompt: list[int]) -> Text:
-        return Text(self._opened.tokenizer, prompt, self._stop_ids, self._stops)
+        # A special token has no text, and the text of any other end token is kept, as transformers does.
+        return Text(self._opened.tokenizer, prompt, frozenset(), self._stops)
 
     def _tell_length(self, prompts: Sequence[Sequence[int]]) -> None:
         longest = max(map(len, prompts)) + self._asked.max_new_tokens

@@ -9,7 +9,7 @@ never run.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,7 +28,8 @@ from shardtrain.config.schema import Parallelism, Training
 from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.distributed import expert_parallel, tensor_parallel
 from shardtrain.distributed.process_group import World
-from shardtrain.hf import importing
+from shardtrain.hf import importing, source
+from shardtrain.hf.generation_config import end_ids, read_settings
 from shardtrain.hf.opening import is_hub_folder
 from shardtrain.layout import Layout
 from shardtrain.lora import frozen, spec
@@ -50,11 +51,17 @@ class OpenedModel:
     """Model and checkpoint in words."""
     width: int = 1
     """Ranks over which each layer is split."""
-    from_hub: bool = False
-    """Whether it lay in a Hugging Face folder."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Generation settings of a Hugging Face folder, or of the one that a checkpoint was imported from."""
 
     def __repr__(self) -> str:
         return f"OpenedModel({self.name})"
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Tokens that end a text: those that the folder's files list, or else the tokenizer's end token."""
+        tokenizer_ends = [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
+        return frozenset(end_ids(self.settings) or tokenizer_ends)
 
     def with_data(self, **options: Any) -> OpenedModel:
         """Return the same model with other options of [data]. An option that is None stays as it is."""
@@ -124,7 +131,7 @@ def open_model(
         parameter.requires_grad_(False)
     name = f"{derived.model_label(config.model)}, {weights.name}, {dtype} on {device.type}"
     width = world.size if world is not None else 1
-    return OpenedModel(model.eval(), module.LAYOUT, tokenizer, config, name, width, weights.from_hub)
+    return OpenedModel(model.eval(), module.LAYOUT, tokenizer, config, name, width, weights.settings())
 
 
 def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, world: World) -> None:
@@ -163,11 +170,10 @@ class _StoredWeights:
         adapter: Path | None,
     ) -> None:
         """Find and check it (a collective); for what is raised see ``open_model``."""
-        self.from_hub = is_hub_folder(path)
         self.where = path
         self.name = str(path)
         self._stored = None
-        if self.from_hub:
+        if is_hub_folder(path):
             reject_step(step, path)
         else:
             chosen = find_checkpoint(path, config, step)
@@ -186,6 +192,11 @@ class _StoredWeights:
             rule = f"would be added to {self.where}, which holds adapters itself"
             raise ConfigError(Problem("--adapter", str(adapter), rule, "merge those first (shardtrain merge)"))
         self._peft = None if adapter is None else PeftFolder(adapter, module, shape)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the generation settings of the folder that the weights are or come from, {} if there is none."""
+        origin = source.of_path(self.where)
+        return {} if origin is None else read_settings(origin)
 
     def adapt(self, model: nn.Module) -> None:
         """Put adapters beside the weights of a model on the meta device, where there are some."""

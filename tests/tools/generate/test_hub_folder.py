@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,92 @@ def test_rows_are_those_of_transformers_with_and_without_bos(tmp_path: Path) -> 
             else:
                 prompt = tokenizer(text)
             ids = torch.tensor([prompt.input_ids])
-            found = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+            # with --chat a row also ends where the template ends a turn, which transformers does not know
+            ends = [model.generation_config.eos_token_id, *([tokenizer.eos_token_id] if chat else [])]
+            found = model.generate(ids, max_new_tokens=NEW, do_sample=False, eos_token_id=ends)
             expected = tokenizer.decode(found[0, ids.size(1) :], skip_special_tokens=True)
             assert json.loads(line)["prediction"] == expected, (family, chat, text)
             equal += 1
     assert equal == 18
+
+
+MISSING = object()
+END = "</s>"
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A folder whose text from PROMPT has the tokenizer's end token late, and the ids of its text until then."""
+    folder = bpe_folder(tmp_path_factory.mktemp("ends") / "hf", eos_token=END, bos_token="<s>")
+    tokenizer = open_tokenizer(str(folder))
+    prompt = torch.tensor([tokenizer.encode("the cat").tolist()])
+    for seed in range(20):
+        model = build("llama3", seed, vocab_size=tokenizer.vocab_size)
+        text = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, prompt.size(1) :]
+        head = model.lm_head.weight.data
+        head[tokenizer.eos_id] = 1.5 * head[text[-1]]
+        ends = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": tokenizer.eos_id}
+        ids: list[int] = model.generate(prompt, **ends)[0, prompt.size(1) :].tolist()
+        if ids[-1] == tokenizer.eos_id and len(set(ids)) > 5:
+            return save(model, folder), ids
+    raise AssertionError("no seed gives a model whose text has an end")
+
+
+@pytest.mark.parametrize("in_generation", ["no file", MISSING, None, "one", "several"])
+@pytest.mark.parametrize("in_config", [MISSING, None, "one", "several"])
+def test_a_text_ends_where_transformers_ends_it(
+    in_config: Any,
+    in_generation: Any,
+    chatty: tuple[Path, list[int]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    source, ids = chatty
+    folder = shutil.copytree(source, tmp_path / "hf")
+    # Ids of the text, each the first of its value: config.json names an earlier one than generation_config.json
+    first, second, third = list(dict.fromkeys(ids))[1:4]
+    for name, kind, named in (
+        ("config.json", in_config, {"one": second, "several": [first, 3]}),
+        ("generation_config.json", in_generation, {"one": third, "several": [4, second]}),
+    ):
+        values = json.loads((folder / name).read_text())
+        del values["eos_token_id"]
+        if kind == "no file":
+            (folder / name).unlink()
+            continue
+        if kind is not MISSING:
+            values["eos_token_id"] = None if kind is None else named[kind]
+        (folder / name).write_text(json.dumps(values))
+
+    capfd.readouterr()
+    assert main(["generate", "--from", str(folder), "--prompt", "the cat", "--max_new_tokens", "20"]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    # Where its files name no end token, transformers never stops, and we stop at the tokenizer's
+    ends = model.generation_config.eos_token_id
+    ends = tokenizer.eos_token_id if ends is None else ends
+    prompt = tokenizer("the cat", return_tensors="pt")
+    found = model.generate(**prompt, max_new_tokens=20, do_sample=False, eos_token_id=ends)
+    new = found[0, prompt.input_ids.size(1) :]
+    assert len(new) < 20
+    assert capfd.readouterr().out == tokenizer.decode(new, skip_special_tokens=True) + "\n"
+
+
+def test_settings_that_are_not_used_are_named(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(folder, tmp_path / "hf")
+    settings = {
+        "do_sample": True, "temperature": 0.6, "top_p": 0.9, "suppress_tokens": [5], "forced_bos_token_id": 7,
+        "max_length": 10, "num_beams": 1, "bos_token_id": 0, "pad_token_id": 0, "transformers_version": "5.0",
+    }  # fmt: skip
+    (copy / "generation_config.json").write_text(json.dumps(settings))
+    capfd.readouterr()
+    assert main(["generate", "--from", str(copy), "--prompt", "the cat", "--max_new_tokens", "2"]) == 0
+    named = "do_sample=True, forced_bos_token_id=7, max_length=10, suppress_tokens=[5], temperature=0.6, top_p=0.9"
+    assert f"that are not used: {named}; set" in capfd.readouterr().err
+    for content in ("[]", "{", '{"eos_token_id": "a"}', '{"eos_token_id": [1.5]}'):
+        (copy / "generation_config.json").write_text(content)
+        assert main(["generate", "--from", str(copy), "--prompt", "the cat", "--max_new_tokens", "2"]) == 5
+        assert "generation_config.json" in capfd.readouterr().err
 
 
 def test_add_bos_overrides_the_tokenizer_of_a_folder(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
