@@ -34,6 +34,7 @@ import shardtrain
 from shardtrain import load_config
 from shardtrain.config import Loaded, derived
 from shardtrain.distributed.process_group import join, pick_device_type
+from shardtrain.facts.devices import peak_flops
 from shardtrain.launch.environment import set_allocator_default
 from shardtrain.metrics.memory import read_peak
 from shardtrain.ops import accelerator, cross_entropy, device_kernels
@@ -41,7 +42,6 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.linear_cross_entropy import linear_cross_entropy_sum
 from shardtrain.ops.targets import IGNORE
 from shardtrain.train import trainer
-from shardtrain.utils.hardware import peak_flops
 
 Row = dict[str, Any]
 Options = dict[str, Any]

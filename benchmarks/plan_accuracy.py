@@ -112,13 +112,13 @@ def is_held_back(row_id: str) -> bool:
 
 
 def read(path: Path, everything: bool = False) -> list[dict[str, Any]]:
-    """The fully stated rows with a device that hardware.toml knows; with ``everything`` others of such a device too."""
+    """The fully stated rows with a device that devices.toml knows; with ``everything`` others of such a device too."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     return [row for row in rows if (row["fully_specified"] or everything) and device_of(row)]
 
 
 def device_of(row: dict[str, Any]) -> str | None:
-    """Name of the row of hardware.toml."""
+    """Name of the row of devices.toml."""
     return next((name for pattern, name in DEVICES if re.search(pattern, row["hardware"]["gpu"])), None)
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from shardtrain.config.schema import Config
+from shardtrain.facts.devices import peak_flops
 from shardtrain.metrics import summary
 from shardtrain.metrics.memory import read_peak
 from shardtrain.metrics.meters import Window, WindowMeans
@@ -23,7 +24,6 @@ from shardtrain.metrics.record import Record, Reduce, RunFacts
 from shardtrain.metrics.sinks import Sink
 from shardtrain.metrics.waiting import Waiting
 from shardtrain.utils.best_effort import BestEffort
-from shardtrain.utils.hardware import peak_flops
 from shardtrain.utils.heartbeat import asked_seconds, repeat
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardtrain.facts.devices import peak_flops
 from shardtrain.tools.doctor import health
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.outliers import equal, fastest_first, slow
 from shardtrain.tools.doctor.result import Facts, Finding, Reports, Verdict
-from shardtrain.utils.hardware import peak_flops
 
 if TYPE_CHECKING:
     import torch

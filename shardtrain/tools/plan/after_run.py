@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shardtrain import config as configs
 from shardtrain.config.schema import Config
+from shardtrain.facts import devices
 from shardtrain.tools.plan import hardware, planning
 from shardtrain.tools.report import reading
 from shardtrain.utils import atomic_io
@@ -41,7 +42,7 @@ def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str
     ``device_name`` is PyTorch's. None where the device has no row, or too few steps were logged to tell.
     """
     with contextlib.suppress(Exception):  # a run that has succeeded does not fail by what is said of it
-        known = hardware.of_name(device_name)
+        known = devices.find(device_name)
         if known is None:
             return []
         metrics = {name: list(series.values) for name, series in reading.read(folder).metrics.items()}

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain import config as configs
-from shardtrain.tools.plan import hardware, planning, timing
+from shardtrain.facts import devices
+from shardtrain.tools.plan import planning, timing
 from shardtrain.tools.plan.hardware import Device, Link
 from shardtrain.tools.report import reading
 from shardtrain.utils.errors import ConfigError, Problem
@@ -107,8 +108,8 @@ def learn_report(path: Path, device: Device) -> Measured:
         raise wrong("is not a report of the doctor") from error
     if not flops or not all(map(_is_rate, (*flops.values(), *(rate for _, _, rate in collectives)))):
         raise wrong("has rates that no device has")
-    found = "cpu" if rates.get("type") == "cpu" else hardware.of_name(name)
-    if found is not None and found != device.name and device.name in hardware.names():
+    found = "cpu" if rates.get("type") == "cpu" else devices.find(name)
+    if found is not None and found != device.name and device.name in devices.names():
         raise wrong(f"is about {name[:80]}, and not {device.name}", f"plan for it with --device {found}")
     return _with_rates(device, flops, threads, collectives, wrong)
 

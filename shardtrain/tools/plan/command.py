@@ -129,12 +129,13 @@ def main(words: Sequence[str]) -> int:
 
     Raises ConfigError for wrong words, a configuration that train would refuse, or an unknown device.
     """
+    from shardtrain.facts import devices
     from shardtrain.tools.plan import hardware
 
     taken = command_line.take(words, OPTIONS, FLAGS)
     if taken.help:
         margin = " " * 22
-        names = textwrap.fill(", ".join(hardware.names()), 100, initial_indent=margin, subsequent_indent=margin)
+        names = textwrap.fill(", ".join(devices.names()), 100, initial_indent=margin, subsequent_indent=margin)
         print(HELP.format(devices=names), end="")
         return 0
 

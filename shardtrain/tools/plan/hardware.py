@@ -1,23 +1,22 @@
-"""Devices and links as data: ``hardware.toml`` beside this file, and a user's own row in a file of the same form.
+"""Devices and links of a plan: rows of ``facts/devices.toml``, or a user's file of the same form.
 
-Nothing is measured here and no device is asked: a plan is for machines that need not be there.
+Nothing is measured and no device is queried: a plan is for machines that need not exist here.
 """
 
 from __future__ import annotations
 
 import difflib
 import math
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from shardtrain.facts import devices
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import GIB
 
-ALIASES = {"v100": "v100-32gb", "a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb"}
 _LARGEST = {
     "memory_gib": 100_000,
     "memory_bytes_per_second": 1e15,
@@ -71,6 +70,8 @@ class Device:
     launch_seconds: float
     source: str
     devices_per_link: int = 0
+    driver: str = ""
+    torch_device: str = "cuda"
 
     @property
     def linked(self) -> int:
@@ -116,55 +117,35 @@ class Device:
             network=of(self.network),
         )
 
-    def with_nodes_of(self, devices: int, link: str | None = None) -> Device:
-        """The same device in nodes of another size, which another link of hardware.toml may connect."""
-        found = self.link if link is None else _link(link, _table()["links"], "link", "hardware.toml")
-        return replace(self, devices_per_node=devices, link=found)
-
-
-def names() -> list[str]:
-    """Names of the devices that come with the package."""
-    return sorted(_table()["devices"])
+    def with_nodes_of(self, per_node: int, link: str | None = None) -> Device:
+        """Return the device in nodes of another size, which another link of devices.toml may connect."""
+        found = self.link if link is None else _link(link, devices.table()["links"], "link", "devices.toml")
+        return replace(self, devices_per_node=per_node, link=found)
 
 
 def find(name: str, option: str = "--device") -> Device:
-    """The device of a name, or the only one of a file with such a table; ``option`` is where the name was given.
+    """Return a known device, or the only one of a TOML file. ``option`` is where the name was given.
 
-    Raises ConfigError for an unknown name, with those that are known and how to add one, and for impossible numbers.
+    Raises:
+        ConfigError: the name is unknown (with the known ones and how to add one), or a number is impossible.
     """
-    table = _table()
+    links = devices.table()["links"]
     if name.endswith(".toml"):
-        own = _read(Path(name))
-        devices = _tables(own.get("devices", {}))
-        links = _tables(own.get("links", {}))
-        if len(devices) != 1:
-            rule = f"has {len(devices)} tables [devices.NAME]"
+        own = _read(Path(name), option)
+        rows = _tables(own.get("devices", {}))
+        if len(rows) != 1:
+            rule = f"has {len(rows)} tables [devices.NAME]"
             raise ConfigError(Problem(option, name, rule, "write exactly one, as in docs/plan.md"))
-        ((own_name, row),) = devices.items()
-        return _device(own_name, row, {**table["links"], **links}, name)
-    known = ALIASES.get(name.lower(), name.lower())
-    if known not in table["devices"]:
-        near = difflib.get_close_matches(known, [*table["devices"], *ALIASES], 1)
-        fix = f"use one of {', '.join(names())}, or a file of your own with a table [devices.NAME] (docs/plan.md)"
+        ((own_name, row),) = rows.items()
+        return _device(own_name, row, {**links, **_tables(own.get("links", {}))}, name)
+    known = devices.find(name)
+    if known is None:
+        near = difflib.get_close_matches(name.lower(), devices.names(), 1)
+        fix = f"use one of {', '.join(devices.names())}, or your own file with a table [devices.NAME] (docs/plan.md)"
         if near:
             fix = f"did you mean {near[0]}? {fix}"
         raise ConfigError(Problem(option, name, "is not a known device", fix))
-    return _device(known, table["devices"][known], table["links"], "hardware.toml")
-
-
-def of_name(name: str) -> str | None:
-    """The row of a device by the name that PyTorch gives it; None where there is none.
-
-    >>> of_name("NVIDIA A100-SXM4-40GB"), of_name("NVIDIA H100 80GB HBM3"), of_name("NVIDIA H200"), of_name("AMD EPYC")
-    ('a100-40gb', 'h100', 'h200', None)
-    """
-    words = set(re.findall(r"[a-z0-9]+", name.lower()))
-    fitting = [known for known in names() if set(known.split("-")) <= words]
-    return max(fitting, key=len, default=None)
-
-
-def _table() -> dict[str, Any]:
-    return _read(Path(__file__).with_name("hardware.toml"))
+    return _device(known, devices.table()["devices"][known], links, "devices.toml")
 
 
 def _tables(found: Any) -> dict[str, dict[str, Any]]:
@@ -172,14 +153,14 @@ def _tables(found: Any) -> dict[str, dict[str, Any]]:
     return {key: value for key, value in found.items() if isinstance(value, dict)} if isinstance(found, dict) else {}
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, option: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
-        raise ConfigError(Problem("--device", str(path), rule, "give a file that is there")) from error
+        raise ConfigError(Problem(option, str(path), rule, "give a file that is there")) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(Problem("--device", str(path), f"is not TOML: {error}", "correct the file")) from error
+        raise ConfigError(Problem(option, str(path), f"is not TOML: {error}", "correct the file")) from error
 
 
 def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: str) -> Device:
@@ -191,6 +172,8 @@ def _device(name: str, row: Mapping[str, Any], links: Mapping[str, Any], where: 
         "attention_efficiency": 0.45,
         "memory_efficiency": 0.75,
         "devices_per_link": 0,
+        "driver": "",
+        "torch_device": "cuda",
         **row,
     }
     path = f"devices.{name}"

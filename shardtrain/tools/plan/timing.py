@@ -1,7 +1,7 @@
 """Seconds of a training step: a roofline of each operator, collectives by size and link, the pipeline played out.
 
 A kernel takes the longer of its FLOPs and its bytes (Williams et al. 2009, the roofline model). Large products reach a
-share of the peak that ``hardware.toml`` says, small ones less. A collective takes its bytes over the slowest link that
+share of the peak that ``devices.toml`` says, small ones less. A collective takes its bytes over the slowest link that
 its ranks need, and a latency. FSDP's gathers and reductions hide behind computation where there is enough of it.
 
 A CPU is its own host: what starts kernels, Python of collectives and gloo's copies all take time from the same cores,

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from shardtrain.config import Loaded, derived, without_effect_on_a_cpu
 from shardtrain.config.schema import Config
+from shardtrain.facts import devices
 from shardtrain.launch import environment
 from shardtrain.utils.errors import ConfigError, Problem
-from shardtrain.utils.hardware import GPUS, peak_flops
+from shardtrain.utils.units import GIB
 
 _NO_LIMIT = 1 << 60
 _ASK_SECONDS = 20
@@ -45,9 +46,9 @@ class Machine:
         if self.device == "cpu":
             return without_effect_on_a_cpu(config)
         dtype = derived.compute_dtype(config)
-        if self.device != "cuda" or dtype != "bfloat16" or peak_flops(self.name, "float16") is None:
+        if self.device != "cuda" or dtype != "bfloat16" or devices.peak_flops(self.name, "float16") is None:
             return []
-        if peak_flops(self.name, "bfloat16") is not None:
+        if devices.peak_flops(self.name, "bfloat16") is not None:
             return []
         option = "training.dtype" if config.training.dtype == "bfloat16" else "training.mixed_precision_param"
         return [f"{option}=bfloat16: {self.name} has no bfloat16 units and computes it slowly; use float16"]
@@ -73,22 +74,27 @@ def this_machine(
 
 
 def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
-    """A machine of GPUs of a name (h100, a100-40gb, ...), one for each rank; the fewest that the mesh needs.
+    """Return a machine with one known accelerator (h100, a100-40gb, ...) per rank, and as few ranks as the mesh needs.
 
     Raises:
-        ConfigError: the name is not known.
+        ConfigError: the name is unknown, or ``train`` does not run on such a device.
     """
-    gpu = GPUS.get(name.lower())
-    if gpu is None:
+    rows = devices.table()["devices"]
+    supported = [known for known in devices.names() if rows[known].get("torch_device", "cuda") in ("cuda", "xpu")]
+    known = devices.find(name)
+    if known is None or known not in supported:
         from shardtrain.config import nearest
 
-        near = nearest(name, GPUS)
-        fix = (f"did you mean {near}? " if near else "") + f"use none, here, or one of {', '.join(GPUS)}"
-        raise ConfigError(Problem("--for-machine", name, "is not a machine that is known", fix, "command line"))
+        near = nearest(name, supported)
+        fix = (f"did you mean {near}? " if near else "") + f"use none, here, or one of {', '.join(supported)}"
+        rule = "is not a known machine" if known is None else "is not a device that train can use"
+        raise ConfigError(Problem("--for-machine", name, rule, fix, "command line"))
     config = loaded.config
     fewest = derived.other_degrees(config) * max(1, config.parallelism.data_parallel_shard_degree)
     count = nproc or max(1, fewest)
-    return Machine(count, count, "cuda", count, gpu[0], int(gpu[1] * 1e9), is_here=False)
+    row = rows[known]
+    memory_bytes = int(row["memory_gib"] * GIB)
+    return Machine(count, count, row.get("torch_device", "cuda"), count, known, memory_bytes, is_here=False)
 
 
 def host_memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardtrain import config as configs
+from shardtrain.facts import devices
 from shardtrain.tools.plan import hardware, planning
 from shardtrain.utils.errors import ConfigError
 
@@ -21,7 +22,7 @@ bfloat16 = 100e12
 """
 
 
-@pytest.mark.parametrize("name", hardware.names())
+@pytest.mark.parametrize("name", devices.names())
 def test_each_device_of_the_package_is_possible_and_says_where_its_numbers_are_from(name):
     device = hardware.find(name)
     assert device.source and device.link.source and device.network.source

@@ -24,7 +24,6 @@ from shardtrain.launch import local
 from shardtrain.train import trainer
 from shardtrain.train.preflight import judge, machine, memory, model, require, require_in_child
 from shardtrain.utils.errors import ShardtrainError
-from shardtrain.utils.hardware import GPUS, peak_flops
 from shardtrain.utils.units import format_bytes
 
 SMALL = """
@@ -396,7 +395,7 @@ def test_the_machine_that_is_named_decides_what_is_judged(capsys: pytest.Capture
     # another machine: memory and types, no paths
     large += ["--training.device=cuda"]
     assert cli.main([*words, *large, "--for-machine", "h100"]) == 2
-    assert "NVIDIA H100 80GB HBM3 has 74.51 GiB" in capsys.readouterr().out
+    assert "h100 has 79.10 GiB" in capsys.readouterr().out
     assert cli.main([*words, *large, "--for-machine", "H100", "--nproc=64"]) == 0
     assert cli.main([*words, "--training.device=cuda", "--for-machine", "v100"]) == 0
     assert "no bfloat16 units" in capsys.readouterr().out
@@ -425,10 +424,6 @@ def test_of_many_ranks_the_first_looks_at_files_for_all(
     assert (begun == [rank]) == begins, told
     assert begins or (status == 3 and "broken.jsonl" in told)
     assert cli.main([*words, "--training.seq_len=0"]) == 2
-
-
-def test_each_machine_has_a_peak_that_is_known() -> None:
-    assert all(peak_flops(name, "float16") for name, _ in GPUS.values())
 
 
 @pytest.mark.usefixtures("no_steps")

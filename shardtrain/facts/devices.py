@@ -1,0 +1,56 @@
+"""Accelerators by name: the rows of ``devices.toml``, found by their own name or by the name that a driver reports.
+
+A device that is not in the table has no figures: nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+_ALIASES = {"v100": "v100-32gb", "a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb"}
+
+
+@functools.cache
+def table() -> dict[str, dict[str, dict[str, Any]]]:
+    """Return the tables ``devices`` and ``links``. Do not change them."""
+    return tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
+
+
+def names() -> list[str]:
+    """Names of the devices."""
+    return sorted(table()["devices"])
+
+
+def find(name: str) -> str | None:
+    """Return the row of a device by its name there, or by the name that its driver reports; None if unknown.
+
+    A MIG slice is a part of a device and has no row.
+
+    >>> find("H100"), find("rtx4090"), find("NVIDIA A100-SXM4-40GB"), find("NVIDIA H200"), find("AMD EPYC")
+    ('h100', 'rtx-4090', 'a100-40gb', 'h200', None)
+    """
+    rows = table()["devices"]
+    by_name = {known.replace("-", ""): known for known in rows}
+    known = by_name.get(_ALIASES.get(name.lower(), name.lower()).replace("-", ""))
+    if known or re.search(r"\bMIG\b", name):
+        return known
+    return next((known for known in rows if re.search(rows[known].get("driver", "(?!)"), name, re.IGNORECASE)), None)
+
+
+def peak_flops(name: str, dtype: str) -> float | None:
+    """Return the dense peak of one device in FLOP/s, or None if it is unknown or the device has no such units.
+
+    ``name`` is one that ``find`` knows, ``dtype`` PyTorch's name of a dtype, with or without ``torch.``.
+
+    >>> peak_flops("NVIDIA H100 80GB HBM3", "torch.bfloat16"), peak_flops("AMD EPYC", "bfloat16")
+    (989400000000000.0, None)
+    """
+    known = find(name)
+    if known in (None, "cpu"):
+        return None  # the row of a CPU is one core of one model
+    dtype = dtype.removeprefix("torch.")
+    return table()["devices"][known]["flops"].get("float8" if dtype.startswith("float8") else dtype)
