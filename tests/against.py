@@ -29,7 +29,7 @@ STEPS, BATCH, SEQ_LEN = 10, 4, 48
 SIZE = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.1}
 WORDS = ["cat", "mat", "fire", "dog", "well", "Hello", "you", "today"]
 CHAT = (
-    "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
+    "{{ style }}{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant: {% endif %}"
 )
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.chat_messages import Message, text_arguments, with_object_arguments
+from shardtrain.data.chat_messages import NO_VARIABLES, Message, Variables, text_arguments, with_object_arguments
 from shardtrain.data.chat_template import ChatTemplate, Span
-from shardtrain.data.columns import Unusable
+from shardtrain.data.columns import UNUSED_KEYS, Unusable, UnusedNames
 from shardtrain.data.document import Document
 from shardtrain.data.tokenizer import Ids, Spans, Tokenizer
 from shardtrain.utils.log import logger
@@ -42,7 +42,10 @@ class Written:
 
 
 def write(
-    template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, first_learned: int = 0
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    variables: Variables = NO_VARIABLES,
+    first_learned: int = 0,
 ) -> Written:
     """Text of a conversation, with the assistant's turns from message ``first_learned`` on.
 
@@ -51,26 +54,26 @@ def write(
     """
     if not any(message["role"] == "assistant" for message in messages[first_learned:]):
         raise Unusable("the conversation has no turn of the assistant")
-    chat, text = _render(template, messages, tools, prompt=False)
-    check_nothing_is_dropped(template, chat, tools)
+    chat, text = _render(template, messages, variables, prompt=False)
+    check_nothing_is_dropped(template, chat, variables)
     # A template that marks what the assistant says is believed; in all others its turns are searched for.
     if template.marks:
-        return _marked(template, chat, tools, first_learned)
-    turns = _Turns(template, chat, tools, text)
+        return _marked(template, chat, variables, first_learned)
+    turns = _Turns(template, chat, variables, text)
     spans = [turns.span(i) for i in range(first_learned, len(chat)) if chat[i]["role"] == "assistant"]
     return Written(text, spans, exact=False)
 
 
 def _render(
-    template: ChatTemplate, messages: Sequence[Message], tools: list[Any] | None, prompt: bool
+    template: ChatTemplate, messages: Sequence[Message], variables: Variables, prompt: bool
 ) -> tuple[list[Message], str]:
     """Text of a conversation, and the messages as the template wants them."""
     chat = list(messages)
-    text = template.render(chat, tools, prompt)
+    text = template.render(chat, variables, prompt)
     if any(json.dumps(one, ensure_ascii=False) in text for one in text_arguments(chat)):
         # the template writes arguments as JSON itself, and would write a text in quotes
         chat = with_object_arguments(chat)
-        text = template.render(chat, tools, prompt)
+        text = template.render(chat, variables, prompt)
     return chat, text
 
 
@@ -93,7 +96,7 @@ def find_content_form(template: ChatTemplate) -> None:
     template.content_as_parts = False
 
 
-def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], tools: list[Any] | None) -> None:
+def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], variables: Variables) -> None:
     """Reject a conversation of which the template drops a content, a tool call or the last turn's reasoning.
 
     The model would be trained on an empty question, or learn only the ends of its turns. Stand-ins replace the texts,
@@ -103,9 +106,14 @@ def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], to
     Raises:
         Unusable: names the turn.
     """
-    shape = (bool(tools), *(_shape(message) for message in chat))
+    others = {name: value for name, value in variables.items() if name != "tools"}
+    shape = (
+        bool(variables.get("tools")),
+        json.dumps(others, sort_keys=True),
+        *(_shape(message) for message in chat),
+    )
     if shape not in template.dropped:
-        template.dropped[shape] = _find_dropped(template, chat, tools)
+        template.dropped[shape] = _find_dropped(template, chat, variables)
     if reason := template.dropped[shape]:
         raise Unusable(f"the chat template drops {reason}; use one that writes it")
 
@@ -115,7 +123,7 @@ def _shape(message: Message) -> tuple[Any, ...]:
     return message["role"], has_content, len(message.get("tool_calls", ())), "reasoning_content" in message
 
 
-def _find_dropped(template: ChatTemplate, chat: Sequence[Message], tools: list[Any] | None) -> str:
+def _find_dropped(template: ChatTemplate, chat: Sequence[Message], variables: Variables) -> str:
     """Describe the first text that the template does not write, or return ""."""
     replaced: list[Message] = []
     wanted: dict[str, str] = {}
@@ -141,19 +149,19 @@ def _find_dropped(template: ChatTemplate, chat: Sequence[Message], tools: list[A
             message["tool_calls"] = calls
         replaced.append(message)
     try:
-        text = template.render(replaced, tools)
+        text = template.render(replaced, variables)
     except Unusable:
         return ""  # a template that reads the names of calls or the contents writes them
     return next((description for stand_in, description in wanted.items() if stand_in not in text), "")
 
 
-def _marked(template: ChatTemplate, chat: list[Message], tools: list[Any] | None, first_learned: int) -> Written:
-    text, spans = template.render_marked(chat, tools)
+def _marked(template: ChatTemplate, chat: list[Message], variables: Variables, first_learned: int) -> Written:
+    text, spans = template.render_marked(chat, variables)
     # Of a prompt and its completion the marks within the prompt do not count. The prompt is what the template writes of
     # it alone, with the words that an answer follows or, where the completion begins with another turn, without.
     if first_learned:
         given = chat[:first_learned]
-        starts = (template.render(given, tools, prompt=prompt) for prompt in (True, False))
+        starts = (template.render(given, variables, prompt=prompt) for prompt in (True, False))
         before = next((len(start) for start in starts if text.startswith(start)), None)
         if before is None:
             raise Unusable("the chat template writes the prompt in another way once its completion is there")
@@ -166,10 +174,10 @@ def _marked(template: ChatTemplate, chat: list[Message], tools: list[Any] | None
 class _Turns:
     """Finds the turns of one conversation in its text, without marks."""
 
-    def __init__(self, template: ChatTemplate, chat: list[Message], tools: list[Any] | None, text: str) -> None:
+    def __init__(self, template: ChatTemplate, chat: list[Message], variables: Variables, text: str) -> None:
         self._template = template
         self._chat = chat
-        self._tools = tools
+        self._variables = variables
         self._text = text
 
     def span(self, i: int) -> Span:
@@ -182,8 +190,8 @@ class _Turns:
     def _by_growth(self, i: int) -> Span | None:
         """What the template writes more with the turn than without it, where all before and after stays the same."""
         try:
-            prompt = self._template.render(self._chat[:i], self._tools, prompt=True)
-            grown = self._template.render(self._chat[: i + 1], self._tools)
+            prompt = self._template.render(self._chat[:i], self._variables, prompt=True)
+            grown = self._template.render(self._chat[: i + 1], self._variables)
         except Unusable:
             return None  # some templates refuse half a conversation
         if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt)):
@@ -193,7 +201,7 @@ class _Turns:
         content = self._chat[i].get("content", "").strip()
         if content and grown[len(prompt) :].lstrip().startswith(content):
             return len(prompt), len(grown)
-        if prompt == self._template.render(self._chat[:i], self._tools):
+        if prompt == self._template.render(self._chat[:i], self._variables):
             return None
         return len(prompt), len(grown)
 
@@ -205,8 +213,8 @@ class _Turns:
             return None
         other = [*self._chat[:i], {**message, "content": _STAND_IN}, *self._chat[i + 1 :]]
         try:
-            whole = self._template.render(other, self._tools).split(_STAND_IN)
-            alone = self._template.render(other[: i + 1], self._tools).split(_STAND_IN)
+            whole = self._template.render(other, self._variables).split(_STAND_IN)
+            alone = self._template.render(other[: i + 1], self._variables).split(_STAND_IN)
         except Unusable:
             return None
         if len(whole) != 2 or len(alone) != 2:
@@ -233,12 +241,14 @@ class Conversations:
                 find_content_form(one)
         self._special = np.array(sorted(tokenizer.special_ids), dtype=np.int32)
         self._logged_ending = False
+        self._unused = UnusedNames("key of messages", UNUSED_KEYS)
 
-    def write(self, messages: Sequence[Message], tools: list[Any] | None, first_learned: int = 0) -> Written:
-        """Conversations with tools may have a template of their own."""
-        return write(self._template_of(tools), messages, tools, first_learned)
+    def write(self, messages: Sequence[Message], variables: Variables, first_learned: int = 0) -> Written:
+        """Render a conversation and find its learned turns; see the function ``write``."""
+        self._unused.warn(messages)
+        return write(self._template_of(variables), messages, variables, first_learned)
 
-    def prompt(self, messages: Sequence[Message], tools: list[Any] | None = None) -> Ids:
+    def prompt(self, messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> Ids:
         """Tokens of a conversation up to the words that an answer of the assistant follows.
 
         Raises:
@@ -246,9 +256,9 @@ class Conversations:
         """
         if messages[-1]["role"] == "assistant":
             raise Unusable("the conversation ends with the assistant's turn, which leaves nothing to answer")
-        template = self._template_of(tools)
-        chat, text = _render(template, messages, tools, prompt=True)
-        check_nothing_is_dropped(template, chat, tools)
+        template = self._template_of(variables)
+        chat, text = _render(template, messages, variables, prompt=True)
+        check_nothing_is_dropped(template, chat, variables)
         return self._tokenizer.encode_spans([text])[0][0]
 
     def turn_end(self) -> int | None:
@@ -262,8 +272,8 @@ class Conversations:
         tokens = self._tokenizer.encode_spans([after])[0][0].tolist()
         return next((token for token in tokens if token in self._tokenizer.special_ids), None)
 
-    def _template_of(self, tools: list[Any] | None) -> ChatTemplate:
-        return self._tool_template if tools and self._tool_template is not None else self._template
+    def _template_of(self, variables: Variables) -> ChatTemplate:
+        return self._tool_template if variables.get("tools") and self._tool_template is not None else self._template
 
     def documents(self, written: Sequence[Written]) -> list[Document]:
         """Tokens of conversations, and which are learned; one without a learned token has a mask of nothing."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from shardtrain.data.columns import Unusable, check_text, column, find, kind
 
 Message = dict[str, Any]
+Variables = Mapping[str, Any]
+"""Variables of a chat template besides the messages: the tools, and those of the column chat_template_kwargs."""
+NO_VARIABLES: Variables = MappingProxyType({})
 
 # ShareGPT's names of who speaks
 _SPEAKERS = {
@@ -24,13 +28,14 @@ _SPEAKERS = {
     "observation": "tool",
     "function_response": "tool",
 }
+KWARGS = "chat_template_kwargs"
+_RESERVED = {"messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message"}
+"""Arguments of ``apply_chat_template`` that a row may not set."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-def conversation(
-    row: Mapping[str, Any], messages_field: str, tools_field: str
-) -> tuple[list[Message], list[Any] | None]:
-    """Messages and tools of a row.
+def conversation(row: Mapping[str, Any], messages_field: str, tools_field: str) -> tuple[list[Message], Variables]:
+    """Return the messages of a row, and the variables of the chat template.
 
     A row without the column of messages but with one called "conversations" is taken as ShareGPT's.
 
@@ -40,7 +45,26 @@ def conversation(
     if messages_field == "messages" and "messages" not in row and "conversations" in row:
         messages_field = "conversations"
     messages = messages_of(column(row, messages_field), messages_field)
-    return messages, tools_of(find(row, tools_field), tools_field)
+    return messages, template_variables(row, tools_field)
+
+
+def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, Any]:
+    """Return the tools of a row, and the variables in its column ``chat_template_kwargs``, as TRL reads it.
+
+    A variable that is null is as if it were absent: tables of Arrow have every key in every row.
+
+    Raises:
+        Unusable: if a column holds something else, or a variable that the trainer sets itself.
+    """
+    given = _json(find(row, KWARGS), KWARGS, "object")
+    if given is not None and not isinstance(given, Mapping):
+        raise Unusable(f"column {KWARGS!r} holds {kind(given)}, not an object")
+    variables = {name: value for name, value in _plain(given or {}, f"column {KWARGS!r}").items() if value is not None}
+    reserved = sorted(_RESERVED & variables.keys())
+    if reserved:
+        raise Unusable(f"column {KWARGS!r} sets {reserved[0]!r}, which is no variable of a template; remove it")
+    tools = variables.pop("tools", None) or find(row, tools_field)
+    return {"tools": tools_of(tools, tools_field), **variables}
 
 
 def messages_of(value: Any, name: str) -> list[Message]:
@@ -65,16 +89,22 @@ def tools_of(value: Any, name: str) -> list[Any] | None:
     Raises:
         Unusable: when it is anything else.
     """
-    if isinstance(value, str):
-        try:
-            value = json.loads(value) if value.strip() else None
-        except (ValueError, RecursionError):
-            raise Unusable(f"column {name!r} holds a text that is not a JSON list of tools") from None
+    value = _json(value, name, "list of tools")
     if value is None or (isinstance(value, list | tuple) and not value):
         return None
     if isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value):
         return [_plain(tool, f"column {name!r}") for tool in value]
     raise Unusable(f"column {name!r} holds {kind(value)}, not a list of tools")
+
+
+def _json(value: Any, name: str, expected: str) -> Any:
+    """Read a value that may be JSON in a text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        raise Unusable(f"column {name!r} holds a text that is not a JSON {expected}") from None
 
 
 def text_arguments(messages: list[Message]) -> list[str]:

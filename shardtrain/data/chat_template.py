@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from shardtrain.data.chat_messages import NO_VARIABLES, Message
 from shardtrain.data.chat_sandbox import MAX_CHARACTERS, Work, bounded, deep_size, sandbox
 from shardtrain.data.columns import Unusable
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 
 FIXED_DATE = datetime(2024, 7, 26)
@@ -48,27 +48,33 @@ class ChatTemplate:
         self._logged_date = False
         self._template = self._compile(text, file)
 
-    def render(self, messages: Sequence[Message], tools: list[Any] | None = None, prompt: bool = False) -> str:
-        """Text of a conversation; ``prompt`` adds what the assistant's answer follows.
+    def render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES, prompt: bool = False
+    ) -> str:
+        """Render a conversation. ``prompt`` adds what the assistant's answer follows.
+
+        ``variables`` are the tools and further variables of the row, see ``chat_messages.template_variables``.
 
         Raises:
             Unusable: when the template refuses the conversation or fails on it.
         """
-        return self._write(messages, tools, prompt)
+        return self._write(messages, variables, prompt)
 
-    def render_marked(self, messages: Sequence[Message], tools: list[Any] | None = None) -> tuple[str, list[Span]]:
+    def render_marked(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES
+    ) -> tuple[str, list[Span]]:
         """Text of a conversation, and the characters of its {% generation %} blocks.
 
         Raises:
             Unusable: as ``render``, and when the template works on what it has marked, so that the place is unsure.
         """
         # Rendered twice, without marks and with them: they are taken out again, and must have changed nothing else.
-        plain = self._write(messages, tools, prompt=False)
+        plain = self._write(messages, variables, prompt=False)
         if _OPEN in plain or _CLOSE in plain:
             raise Unusable("has the noncharacter U+FDD0 or U+FDD1, by which the assistant's turns are marked")
         self._marking = True
         try:
-            marked = self._write(messages, tools, prompt=False)
+            marked = self._write(messages, variables, prompt=False)
         finally:
             self._marking = False
         unmarked, spans = _take_out(marked)
@@ -78,15 +84,17 @@ class ChatTemplate:
             )
         return plain, spans
 
-    def _write(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool) -> str:
+    def _write(self, messages: Sequence[Message], variables: Mapping[str, Any], prompt: bool) -> str:
         # Written piece by piece, so that one that would fill the memory is stopped on the way.
         self._work.begin()
         pieces: list[str] = []
         size = 0
         chat = [_with_parts(message) for message in messages] if self.content_as_parts else list(messages)
-        arguments = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        defaults = {**self._special_tokens, "tools": None, "documents": None}
         try:
-            for piece in self._template.generate(**{**self._special_tokens, **arguments}):
+            for piece in self._template.generate(
+                {**defaults, **variables, "messages": chat, "add_generation_prompt": prompt}
+            ):
                 pieces.append(piece)
                 size += len(piece)
                 if size > MAX_CHARACTERS:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from shardtrain.utils.log import logger
 
 _MOST_NAMES = 12
 _LONGEST_NAME = 40
@@ -18,7 +20,37 @@ class Unusable(Exception):
         self.harmless = harmless
 
 
+UNUSED_COLUMNS = {
+    **dict.fromkeys(("image", "images"), "TRL reads images from it"),
+    **dict.fromkeys(
+        ("ref_chosen_logps", "ref_rejected_logps", "reference_logps"),
+        "TRL reads log-probabilities of the reference from it, which are computed here",
+    ),
+    **dict.fromkeys(("completion_mask", "assistant_masks"), "TRL reads from it which tokens are learned"),
+}
+"""Columns of a row that other trainers read and that are not used here."""
+UNUSED_KEYS = {
+    "weight": "OpenAI leaves turns of weight 0 out of the loss",
+    "train": "Axolotl leaves turns out of the loss by it",
+}
+"""The same for keys of a message."""
+_SAYS_NOTHING = (None, [], "", 1)
 _MISSING = object()
+
+
+class UnusedNames:
+    """Warns once of each name in rows or messages that other trainers give a meaning, and that is not used here."""
+
+    def __init__(self, what: str, meanings: Mapping[str, str]) -> None:
+        self._what = what
+        self._meanings = dict(meanings)
+
+    def warn(self, objects: Iterable[Any]) -> None:
+        """Look for the names in rows or messages. Values that change nothing, such as null, do not count."""
+        for one in objects:
+            for name in self._meanings.keys() & one.keys() if isinstance(one, Mapping) else ():
+                if one[name] not in _SAYS_NOTHING:
+                    logger.warning(f"{self._what} {name!r} is not used: {self._meanings.pop(name)}")
 
 
 def find(row: Mapping[str, Any], path: str) -> Any:

@@ -15,9 +15,9 @@ import numpy as np
 from shardtrain.config.schema import Data, DataSource
 from shardtrain.data.bad_rows import around_bad_rows, attempt
 from shardtrain.data.chat import Conversations, Written
-from shardtrain.data.chat_messages import conversation, messages_of, tools_of
+from shardtrain.data.chat_messages import conversation, messages_of, template_variables
 from shardtrain.data.chat_template import FIXED_DATE, ChatTemplate
-from shardtrain.data.columns import Unusable, column, find, kind, text
+from shardtrain.data.columns import UNUSED_COLUMNS, Unusable, UnusedNames, column, kind, text
 from shardtrain.data.continuation import encode_pairs, starts_with
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.ends import Ends, ends_of
@@ -85,6 +85,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
         self.tokenizer = tokenizer
         self._data = data
+        self._unused = UnusedNames("column", UNUSED_COLUMNS)
         self._ends = _DocumentEnds(ends_of(tokenizer, data))
         template = _template_facts(tokenizer, data) if data.chat_template or tokenizer.chat_template else ""
         fields = (data.prompt_field, data.completion_field, data.tools_field, template)
@@ -93,6 +94,7 @@ class PromptEncoder:
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """Tokenize rows. Return one document per row, or the reason why it has none."""
+        self._unused.warn(rows)
         pairs = [attempt(self._pair, row) for row in rows]
         return list(around_bad_rows(pairs, self._documents))  # type: ignore[arg-type]  # mypy joins the two kinds
 
@@ -107,8 +109,8 @@ class PromptEncoder:
                 )
             before = messages_of(prompt, data.prompt_field)
             after = messages_of(completion, data.completion_field)
-            tools = tools_of(find(row, data.tools_field), data.tools_field)
-            return self._conversations.write([*before, *after], tools, first_learned=len(before))
+            variables = template_variables(row, data.tools_field)
+            return self._conversations.write([*before, *after], variables, first_learned=len(before))
         return text(row, data.prompt_field), text(row, data.completion_field)
 
     def _documents(self, pairs: Sequence[_Pair]) -> Iterator[Document | BadRow]:
@@ -139,19 +141,20 @@ class ChatEncoder:
     def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
         self.tokenizer = tokenizer
         self._data = data
+        self._unused = UnusedNames("column", UNUSED_COLUMNS)
         self._conversations = open_conversations(tokenizer, data)
         fields = (data.messages_field, data.tools_field, _template_facts(tokenizer, data))
         self.fingerprint = _fingerprint("chat", tokenizer, *fields)
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
         """Tokenize rows. Return one document per row, or the reason why it has none."""
+        self._unused.warn(rows)
         written = [attempt(self._write, row) for row in rows]
         documents = around_bad_rows(written, self._conversations.documents)
         return [one if isinstance(one, BadRow) else _with_targets(one) for one in documents]
 
     def _write(self, row: Mapping[str, Any]) -> Written:
-        messages, tools = conversation(row, self._data.messages_field, self._data.tools_field)
-        return self._conversations.write(messages, tools)
+        return self._conversations.write(*conversation(row, self._data.messages_field, self._data.tools_field))
 
 
 class _DocumentEnds:

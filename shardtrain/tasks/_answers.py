@@ -22,7 +22,6 @@ from torch.nn import functional as F
 from shardtrain.config.schema import Config
 from shardtrain.data import preferences
 from shardtrain.data.bad_rows import around_bad_rows, attempt
-from shardtrain.data.columns import find
 from shardtrain.data.digest import digest
 from shardtrain.data.document import Document
 from shardtrain.data.encode import PromptEncoder
@@ -66,6 +65,8 @@ class Pair:
 
     chosen: Side
     rejected: Side
+    margin: float = 0.0
+    """By how much the score of the chosen answer should exceed that of the other; read by ``reward_model``."""
 
 
 class AnswerTask(TextTask):
@@ -129,6 +130,9 @@ class PairTask(AnswerTask):
         start = self.start()
         pairs.files = {**pairs.files, **start}
         content = digest(*(part.tobytes() for side in sides for part in (side.tokens, side.targets)))
+        margins = [pair.margin for pair in pairs]
+        if any(margins):
+            content = digest(content, *margins)
         pairs.fingerprint = digest(self.encoder.fingerprint, section.seq_len, *start.values(), content)
 
         cut = sum(len(side.tokens) == num_targets for side in sides)
@@ -161,22 +165,25 @@ class PairTask(AnswerTask):
         return [row.chosen.shown("chosen"), row.rejected.shown("rejected")]
 
     def _pairs(self, rows: Sequence[Mapping[str, Any] | BadRow], seq_len: int) -> Iterator[Pair | BadRow]:
-        def encode(splits: list[list[dict[str, Any]]]) -> Iterator[Pair | BadRow]:
+        def encode(splits: list[tuple[list[dict[str, Any]], float]]) -> Iterator[Pair | BadRow]:
             # All prompts with an answer are tokenized together, two for each row.
-            documents = iter(self.encoder.encode([answer for answers in splits for answer in answers]))
-            for chosen, rejected in zip(documents, documents, strict=True):
-                pair = side_of(chosen, seq_len), side_of(rejected, seq_len)
+            documents = iter(self.encoder.encode([answer for answers, _ in splits for answer in answers]))
+            for _, margin in splits:
+                pair = side_of(next(documents), seq_len), side_of(next(documents), seq_len)
                 bad = next((side for side in pair if isinstance(side, BadRow)), None)
-                yield Pair(*pair) if bad is None else bad  # type: ignore[arg-type]
+                yield Pair(*pair, margin) if bad is None else bad  # type: ignore[arg-type]
 
         return around_bad_rows([attempt(self._split, row) for row in rows], encode)
 
-    def _split(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def margin(self, row: Mapping[str, Any]) -> float:
+        """The margin of a row; 0 for tasks that read none."""
+        return 0.0
+
+    def _split(self, row: Mapping[str, Any]) -> tuple[list[dict[str, Any]], float]:
         data = self.config.data
         task = self.config.task
         prompt, *answers = preferences.split(row, data.prompt_field, task.chosen_field, task.rejected_field)
-        tools = {data.tools_field: find(row, data.tools_field)}
-        return [{**tools, "prompt": prompt, "completion": answer} for answer in answers]
+        return [{**row, "prompt": prompt, "completion": answer} for answer in answers], self.margin(row)
 
 
 def side_of(document: Document | BadRow, seq_len: int) -> Side | BadRow:

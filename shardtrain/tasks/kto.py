@@ -214,8 +214,7 @@ class KTO(AnswerTask):
         word = str(label).lower() if isinstance(label, bool | int | str) else ""
         if word not in _WORDS:
             raise Unusable(f"label {str(label)[:40]!r} in column {field!r} is neither true nor false")
-        tools = {data.tools_field: columns.find(row, data.tools_field)}
-        return {**tools, "prompt": prompt, "completion": completion}, _WORDS[word]
+        return {**row, "prompt": prompt, "completion": completion}, _WORDS[word]
 
 
 def _groups(rows: list[Answer], size: int) -> Iterator[Group]:

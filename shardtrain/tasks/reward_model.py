@@ -2,16 +2,23 @@
 
 The model's head has one row, and is read at the last token of the prompt with an answer. A pair's loss is -log sigmoid
 of the score of the chosen answer less that of the rejected one (Bradley and Terry 1952), summed over pairs and divided
-once by the pairs of the whole step. Texts are those of ``preference.py``; what reaches beyond seq_len is cut.
+once by the pairs of the whole step. A number in the column ``margin`` is subtracted from the difference of the
+scores, as in TRL (Touvron et al. 2023, section 3.2.2). Texts are those of ``preference.py``; what reaches beyond
+seq_len is cut.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardtrain.data.columns import Unusable, find
 from shardtrain.data.filler import filler_documents
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.models.moe import has_experts
@@ -30,14 +37,27 @@ class RewardModel(PairTask):
     reads_last_token = True
 
     def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
-        """Tokens (B, 2, T) and how many of them are text (B, 2)."""
+        """Tokens (B, 2, T), how many of them are text (B, 2), and margins (B)."""
         texts = [side.whole for row in rows for side in (row.chosen, row.rejected)]
         width = -(-max(map(len, texts)) // self._width) * self._width
         tokens_RT = torch.zeros(len(texts), width, dtype=torch.int64)
         for number, text in enumerate(texts):
             tokens_RT[number, : len(text)] = torch.from_numpy(text.astype(np.int64))
         lengths_R = torch.tensor([len(text) for text in texts])
-        return {"tokens_B2T": tokens_RT.unflatten(0, (-1, 2)), "lengths_B2": lengths_R.unflatten(0, (-1, 2))}
+        return {
+            "tokens_B2T": tokens_RT.unflatten(0, (-1, 2)),
+            "lengths_B2": lengths_R.unflatten(0, (-1, 2)),
+            "margins_B": torch.tensor([row.margin for row in rows], dtype=torch.float32),
+        }
+
+    def margin(self, row: Mapping[str, Any]) -> float:
+        """The number in the column ``margin``; 0 if it is absent or null."""
+        value = find(row, "margin")
+        if value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise Unusable(f"margin {str(value)[:40]!r} is not a finite number")
+        return float(value)
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Scores (B, 2), at the last token of each text."""
@@ -59,7 +79,7 @@ class RewardModel(PairTask):
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
         """-log sigmoid of the margins, over pairs."""
         scores_B2 = outputs.float()
-        return -weight * F.logsigmoid(scores_B2[:, 0] - scores_B2[:, 1]).sum()
+        return -weight * F.logsigmoid(scores_B2[:, 0] - scores_B2[:, 1] - batch["margins_B"]).sum()
 
 
 Task = RewardModel

@@ -16,6 +16,7 @@ from shardtrain.data.document import Document
 from shardtrain.data.encode import open_conversations, open_encoder
 from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.tools.generate.prompts import Encoder, Row
 from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("jinja2")
@@ -243,7 +244,7 @@ def test_marks_whose_text_is_changed_are_refused():
         {},
     )
     with pytest.raises(Unusable, match="changes what its"):
-        write(template, TURNS[:2], None)
+        write(template, TURNS[:2])
 
 
 def test_marks_that_leave_out_the_end_are_reported(tmp_path, caplog):
@@ -292,7 +293,7 @@ def test_a_template_that_takes_arguments_as_text_gets_them_as_text():
     )
     call = {"function": {"name": "f", "arguments": '{"a":1}'}}
     message = {"role": "assistant", "content": "x", "tool_calls": [call]}
-    assert write(template, [message], None).text == 'x{"a":1}!f'
+    assert write(template, [message]).text == 'x{"a":1}!f'
 
 
 USER = {"role": "user", "content": "a"}
@@ -480,3 +481,72 @@ def test_a_prompt_of_which_the_template_drops_a_text_is_not_answered(tmp_path):
     tokenizer = open_tokenizer(str(folder_of(tmp_path, NO_USER)))
     with pytest.raises(Unusable, match="drops the content of turn 1"):
         open_conversations(tokenizer, Data(format="chat")).prompt([USER])
+
+
+THINKING = """\
+{{ tools | tojson if tools else '' }}{{ bos_token }}\
+{% set think = '<think></think>' if enable_thinking is defined and enable_thinking is false else '' %}\
+{% for m in messages %}<|h|>{{ m.role }}<|/h|>{{ think if m.role == 'assistant' }}{{ m.content }}<|eot|>{% endfor %}\
+{% if add_generation_prompt %}<|h|>assistant<|/h|>{{ think }}{% endif %}"""
+KWARGS = {
+    "false": {"enable_thinking": False},
+    "as JSON text": '{"enable_thinking": false}',
+    "null is as if absent": {"enable_thinking": None},
+    "no column": None,
+    "a special token": {"bos_token": "<|im_start|>"},
+    "tools": {"tools": [{"name": "f"}]},
+}
+
+
+@pytest.mark.parametrize("kwargs", KWARGS.values(), ids=KWARGS.keys())
+def test_variables_of_a_row_reach_the_template_as_in_transformers(tmp_path, kwargs):
+    """The column chat_template_kwargs has TRL's meaning: arguments of ``apply_chat_template``."""
+    transformers = pytest.importorskip("transformers")
+    path = folder_of(tmp_path, THINKING)
+    tokenizer = open_tokenizer(str(path))
+    row = {"messages": [USER, ANSWER], "prompt": [USER], "completion": [ANSWER], "chat_template_kwargs": kwargs}
+    row |= {"chosen": [ANSWER], "rejected": [ANSWER]}
+    given = json.loads(kwargs) if isinstance(kwargs, str) else kwargs or {}
+    given = {name: value for name, value in given.items() if value is not None}
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
+    expected = reference.apply_chat_template([USER, ANSWER], **given)["input_ids"]
+    prompt = reference.apply_chat_template([USER], add_generation_prompt=True, **given)["input_ids"]
+    assert (expected == reference.apply_chat_template([USER, ANSWER])["input_ids"]) == (not given)
+    for form in ("chat", "prompt_completion"):
+        (document,) = open_encoder(tokenizer, Data(format=form)).encode([row])
+        assert document.tokens.tolist() == expected
+        assert tokenizer.decode(document.tokens[document.learned]) == "Blue."
+    conversations = open_conversations(tokenizer, Data(format="chat"))
+    asked = Encoder(tokenizer, Data(), conversations).row(Row("a:1", "", row), "prompt", "tools")
+    assert asked == prompt
+
+
+BAD_KWARGS = {
+    "a list": ([1], "column 'chat_template_kwargs' holds a list, not an object"),
+    "no JSON": ("x", "column 'chat_template_kwargs' holds a text that is not a JSON object"),
+    "reserved": ({"chat_template": "x"}, "column 'chat_template_kwargs' sets 'chat_template', which is no variable"),
+    "tools": ({"tools": 3}, "column 'tools' holds a number, not a list of tools"),
+}
+
+
+@pytest.mark.parametrize(("kwargs", "reason"), BAD_KWARGS.values(), ids=BAD_KWARGS.keys())
+def test_variables_that_make_no_sense_are_a_bad_row(tmp_path, kwargs, reason):
+    result = encode(folder_of(tmp_path, THINKING), {"messages": [USER, ANSWER], "chat_template_kwargs": kwargs})
+    assert isinstance(result, BadRow) and reason in result.reason
+
+
+@pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+def test_what_only_other_trainers_read_is_named_once(tmp_path, form, caplog):
+    encoder = open_encoder(open_tokenizer(str(folder_of(tmp_path, CHATML))), Data(format=form))
+    silent = [{**ANSWER, "weight": 1}]
+    plain = {"messages": [USER, *silent], "prompt": [USER], "completion": silent, "images": [], "image": None}
+    encoder.encode([plain])
+    assert caplog.messages == []
+    weighed = [{**ANSWER, "weight": 0}]
+    row = {**plain, "images": ["a.png"], "messages": [USER, *weighed], "completion": weighed}
+    encoder.encode([row, row])
+    encoder.encode([row])
+    assert caplog.messages == [
+        "column 'images' is not used: TRL reads images from it",
+        "key of messages 'weight' is not used: OpenAI leaves turns of weight 0 out of the loss",
+    ]

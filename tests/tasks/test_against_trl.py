@@ -101,12 +101,12 @@ def of_kto() -> Both:
 
 
 def of_a_reward_model() -> Both:
-    """From our head, which starts from scratch in both."""
-    rows = pairs()
+    """From our head, which starts from scratch in both. Rows have margins."""
+    rows = [{**row, "margin": number % 4 / 2} for number, row in enumerate(pairs())]
     task = {"name": "reward_model"}
     head = ours(rows, task=task, training={"steps": 1}, optimizer={"lr": 1e-30}).weights["head.weight"]
     found = ours(rows, task=task)
-    data = in_order(rows, found, ("prompt", "chosen", "rejected"))
+    data = in_order(rows, found, ("prompt", "chosen", "rejected", "margin"))
 
     def make(model: Any, tokenizer: Any) -> Any:
         model.score.weight.data.copy_(head)
@@ -141,11 +141,12 @@ def of_conversations() -> Both:
         {
             "prompt": [{"role": "user", "content": row["prompt"]}],
             "completion": [{"role": "assistant", "content": row["completion"].strip()}],
+            "chat_template_kwargs": {"style": "you" if number % 2 else "today"},
         }
-        for row in pairs()
+        for number, row in enumerate(pairs())
     ]
     found = ours(rows, data={"format": "prompt_completion", "packing": "padded"}, training={"seq_len": 96})
-    data = in_order(rows, found, ("prompt", "completion"))
+    data = in_order(rows, found, ("prompt", "completion", "chat_template_kwargs"))
     return found, theirs(lambda model, tokenizer: sft(model, tokenizer, data))
 
 

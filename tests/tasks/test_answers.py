@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from against import ours, pairs
 from foreign import config_for as foreign
 from ranks import run_ranks
@@ -17,7 +19,9 @@ from tiny import assert_same_numbers, run_tiny, tiny_config, train_whole
 from shardtrain.config import Loaded
 from shardtrain.config.rules import check
 from shardtrain.config.schema import Config, Model, Task
+from shardtrain.data.row_stream import RowBatch
 from shardtrain.tasks.kto import KTO, _groups
+from shardtrain.tasks.reward_model import RewardModel
 from shardtrain.tools.data import show
 from shardtrain.utils.errors import DataError
 
@@ -231,3 +235,32 @@ def test_networks_of_transformers_learn_from_answers(
     assert list(check(Loaded(one))) == []
     ended = run_ranks(1, train_whole, one)[0]
     assert ended.error is None and ended.losses[-1] < ended.losses[0]
+
+
+MARGINS = {"absent": (None, 0.0), "null": ("null", 0.0), "a number": ("0.5", 0.5), "negative": ("-2", -2.0)}
+
+
+@pytest.mark.parametrize(("value", "margin"), MARGINS.values(), ids=MARGINS.keys())
+def test_the_margin_of_a_row_is_subtracted_from_the_difference_of_scores(
+    value: str | None, margin: float, tmp_path: Path
+) -> None:
+    column = "" if value is None else f', "margin": {value}'
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "q", "chosen": "a", "rejected": "b"{column}}}\n')
+    task = RewardModel(config(path, "reward_model"))
+    rows = task.read_rows("train")
+    batch = RowBatch(task.collate(list(rows)), torch.tensor([0]), 1, 1)
+    loss = task.loss_sum(torch.tensor([[1.25, 0.5]]), batch, torch.tensor(1.0))
+    assert float(loss) == pytest.approx(math.log1p(math.exp(margin - 0.75)), abs=1e-6)
+    plain = tmp_path / "plain.jsonl"
+    plain.write_text('{"prompt": "q", "chosen": "a", "rejected": "b"}\n')
+    same = RewardModel(config(plain, "reward_model")).read_rows("train").fingerprint == rows.fingerprint
+    assert same == (margin == 0.0)
+
+
+@pytest.mark.parametrize("value", ["true", '"1"', "1e999", "[1]"])
+def test_a_margin_that_is_no_number_is_a_bad_row(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"prompt": "q", "chosen": "a", "rejected": "b", "margin": {value}}}\n')
+    with pytest.raises(DataError, match="rows.jsonl:1: margin .* is not a finite number"):
+        RewardModel(config(path, "reward_model")).read_rows("train")

@@ -11,8 +11,8 @@ from typing import Any
 
 from shardtrain.config.schema import Data
 from shardtrain.data.chat import Conversations
-from shardtrain.data.chat_messages import messages_of, tools_of
-from shardtrain.data.columns import Unusable, column, find, text
+from shardtrain.data.chat_messages import NO_VARIABLES, Variables, messages_of, template_variables
+from shardtrain.data.columns import Unusable, column, text
 from shardtrain.data.ends import ends_of
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
@@ -87,15 +87,18 @@ class Encoder:
     def row(self, row: Row, field: str, tools_field: str) -> list[int]:
         """Tokens of a row's prompt; raises DataError naming its place."""
         try:
-            return self.value(column(row.values, field), field, find(row.values, tools_field), tools_field)
+            value = column(row.values, field)
+            if self._conversations is None:
+                return self.value(value, field)
+            return self.value(value, field, template_variables(row.values, tools_field))
         except Unusable as error:
             raise DataError(f"{row.place}: {error.reason}") from None
 
-    def value(self, value: Any, field: str, tools: Any = None, tools_field: str = "tools") -> list[int]:
+    def value(self, value: Any, field: str, variables: Variables = NO_VARIABLES) -> list[int]:
         """Tokens of a text, or with a chat template of a text that a user says, or of a list of messages."""
         if self._conversations is not None:
             messages = [{"role": "user", "content": value}] if isinstance(value, str) else messages_of(value, field)
-            ids = self._conversations.prompt(messages, tools_of(tools, tools_field)).tolist()
+            ids = self._conversations.prompt(messages, variables).tolist()
         elif isinstance(value, str):
             ids = self._ends.begin(self._tokenizer.encode(value).tolist())
             if not ids and self._tokenizer.bos_id is not None:
