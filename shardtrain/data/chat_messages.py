@@ -62,7 +62,7 @@ def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, An
     variables = {name: value for name, value in _plain(given or {}, f"column {KWARGS!r}").items() if value is not None}
     reserved = sorted(_RESERVED & variables.keys())
     if reserved:
-        raise Unusable(f"column {KWARGS!r} sets {reserved[0]!r}, which is no variable of a template; remove it")
+        raise Unusable(f"column {KWARGS!r} sets {reserved[0]!r}, an argument that the trainer sets itself; remove it")
     tools = variables.pop("tools", None) or find(row, tools_field)
     return {"tools": tools_of(tools, tools_field), **variables}
 

@@ -34,7 +34,7 @@ UNUSED_KEYS = {
     "train": "Axolotl leaves turns out of the loss by it",
 }
 """The same for keys of a message."""
-_SAYS_NOTHING = (None, [], "", 1)
+_SAYS_NOTHING: tuple[Any, ...] = (None, [], "", 1)
 _MISSING = object()
 
 

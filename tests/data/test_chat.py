@@ -524,7 +524,7 @@ def test_variables_of_a_row_reach_the_template_as_in_transformers(tmp_path, kwar
 BAD_KWARGS = {
     "a list": ([1], "column 'chat_template_kwargs' holds a list, not an object"),
     "no JSON": ("x", "column 'chat_template_kwargs' holds a text that is not a JSON object"),
-    "reserved": ({"chat_template": "x"}, "column 'chat_template_kwargs' sets 'chat_template', which is no variable"),
+    "reserved": ({"chat_template": "x"}, "column 'chat_template_kwargs' sets 'chat_template', an argument that"),
     "tools": ({"tools": 3}, "column 'tools' holds a number, not a list of tools"),
 }
 
