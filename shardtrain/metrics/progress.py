@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TextIO
 
-from shardtrain.metrics.record import Record
+from shardtrain.metrics.record import TOTAL_SPEED, Record
 from shardtrain.utils.log import redraw_allowed
 from shardtrain.utils.units import format_seconds
 
@@ -90,7 +90,7 @@ def texts(step: int, total_steps: int, record: Record | None) -> list[str]:
         left = (total_steps - step) * record.step_seconds
         words += [
             f"loss {record.loss:.4f}" if record.has_targets else "no targets",
-            f"{record.tokens_per_second:,.0f} tokens/s",
+            f"{record.tokens_per_second:,.0f} {TOTAL_SPEED}",
             f"{format_seconds(left)} left",
         ]
     return words

@@ -12,6 +12,9 @@ from shardtrain.metrics.memory import MemoryPeak
 if TYPE_CHECKING:
     from torch import Tensor
 
+TOTAL_SPEED = "tokens/s, all devices"
+"""Label of ``tokens_per_second`` wherever people read it. ``tps`` is the speed per device."""
+
 
 class Reduce(Protocol):
     """Collectives over the ranks that share a batch; every rank calls them on the same steps.

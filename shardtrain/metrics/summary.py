@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardtrain.metrics.record import Record, RunFacts
+from shardtrain.metrics.record import TOTAL_SPEED, Record, RunFacts
 from shardtrain.utils.log import logger
 from shardtrain.utils.sparkline import bars_for, sparkline
 from shardtrain.utils.units import format_count, format_seconds
@@ -60,7 +60,7 @@ def log_summary(
 
     # What was trained, how fast, and the curve of the loss.
     loss = f"loss {first.loss:.4f} -> {last.loss:.4f}, " if first and last else ""
-    speed = f"{done.tokens / done.seconds:,.0f} tokens/s" if done.seconds > 0 else "-"
+    speed = f"{done.tokens / done.seconds:,.0f} {TOTAL_SPEED}" if done.seconds > 0 else "-"
     logger.info(
         f"done: {steps} steps (to step {done.last_step}) in {format_seconds(done.seconds)}, {loss}"
         f"{format_count(done.tokens)} tokens, {speed}"

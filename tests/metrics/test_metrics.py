@@ -175,7 +175,7 @@ def test_an_unknown_device_has_no_mfu_and_says_so(tmp_path, kit, caplog):
 
 
 def test_a_known_device_has_its_mfu_from_the_table(tmp_path, kit):
-    kit.run(tmp_path, 1, device_name="NVIDIA H200", flops_per_token=989e12 / 400)
+    kit.run(tmp_path, 1, device_name="NVIDIA H200", flops_per_token=989.4e12 / 400)
     assert records(tmp_path)[0]["mfu"] == pytest.approx(0.5)
 
 

@@ -19,7 +19,6 @@ from shardtrain.resilience.goodput.account import Account, Attempt, account, att
 from shardtrain.resilience.progress import Phase, Phases
 from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
-from shardtrain.utils.units import format_seconds
 
 JOB = "SHARDTRAIN_JOB"
 """Set by the launcher: its own name and when it began."""
@@ -101,9 +100,7 @@ class Ledger:
         # at most a line a second; in a long run after a thousandth of its age, and after a minute at the latest
         if age - self._written >= min(MOST_SECONDS_BETWEEN_LINES, max(1.0, age / 1000)):
             self._progress()
-        account = self.account()
-        seconds = {f"goodput_{name}_seconds": value for name, value in account.seconds.items()}
-        return {"goodput": account.goodput, **seconds}
+        return self.account().as_record()
 
     def saved(self, step: int) -> None:
         """A checkpoint of this step is there, perhaps some steps later: what a later attempt continues from."""
@@ -153,11 +150,8 @@ class Ledger:
     def _end(self) -> None:
         self._write(self._point(ended=True))
         account = self.account()
-        parts = ", ".join(f"{name} {format_seconds(s)}" for name, s in account.seconds.items() if s >= 0.5)
         attempts = f"{account.attempts} attempt{'s' if account.attempts > 1 else ''}"
-        logger.info(
-            f"goodput: {100 * account.goodput:.1f}% of {format_seconds(account.running_seconds)} in {attempts}: {parts}"
-        )
+        logger.info(f"{account} (in {attempts})")
 
     def _point(self, ended: bool = False) -> events.Progress:
         rounded = {

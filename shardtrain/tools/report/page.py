@@ -11,6 +11,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from shardtrain.metrics.record import TOTAL_SPEED
 from shardtrain.resilience.goodput.account import MEANINGS
 from shardtrain.tools.report.chart import COLORS, Chart, Line, format_number
 from shardtrain.tools.report.reading import POINTS, RunRecord, Series
@@ -20,7 +21,7 @@ CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("Loss", ("loss",), False),
     ("Gradient norm", ("grad_norm",), True),
     ("Learning rate", ("lr",), False),
-    ("Tokens per second, all devices", ("tokens_per_second",), False),
+    (TOTAL_SPEED.capitalize(), ("tokens_per_second",), False),
     ("MFU", ("mfu",), False),
     ("Memory, GiB", ("memory_gib",), False),
     ("Seconds of a step", ("step_seconds",), False),
@@ -151,7 +152,8 @@ def _summary(runs: Sequence[RunRecord], names: Sequence[str]) -> str:
                 escape(_state(run)),
             )
         )
-    head = ("Run", "Step", "Tokens", "Loss", "Best validation loss", "Tokens/s", "Memory, GiB", "Goodput", "State")
+    speed = TOTAL_SPEED.capitalize()
+    head = ("Run", "Step", "Tokens", "Loss", "Best validation loss", speed, "Memory, GiB", "Goodput", "State")
     # columns of which no run says anything are left out
     kept = [place for place in range(len(head)) if any(row[place] for row in rows)]
     return _table([head[place] for place in kept], [[row[place] for place in kept] for row in rows])

@@ -6,17 +6,21 @@ from its start. Of a long file some hundred records are read, spread over it: en
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardtrain.resilience.goodput import events
+from shardtrain.resilience.goodput.account import Account, account, attempts_of
 from shardtrain.tools.report import reading, runs
 from shardtrain.utils import atomic_io
 from shardtrain.utils.checked_json import record_of
+from shardtrain.utils.errors import DataError
 
-CURVES = ("loss", "grad_norm", "tps", "memory_gib")
+CURVES = ("loss", "grad_norm", "tokens_per_second", "memory_gib")
 POINTS = 2048
 """Of a curve; when there are more, it is thinned to half of them."""
 _WHOLE_BYTES = 4 << 20
@@ -70,6 +74,8 @@ class Followed:
     """Steps and values by metric, ascending in steps."""
     last: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
+    account: Account = field(default_factory=lambda: Account.from_record({}))
+    """Where the time went: of a run that has ended, all of it; else until the last logged step."""
     alerts: list[str] = field(default_factory=list)
     total_steps: int = 0
     state: str = "not there yet"
@@ -99,6 +105,8 @@ class Followed:
         for line in data.splitlines():
             self._take(line)
 
+        self.account = self._account(is_over=found.state not in ("under way", "silent"))
+
         data, _ = self._validation.read(_LOG_BYTES)
         for line in data.splitlines()[-1:]:
             self.validation = _record(line) or self.validation
@@ -109,6 +117,15 @@ class Followed:
         new = [line for line in lines if " WARNING " in line[:40] or " ERROR " in line[:40]]
         before = [] if from_start else self.alerts
         self.alerts = list(dict.fromkeys([*before, *new]))[-_MOST_ALERTS:]
+
+    def _account(self, is_over: bool) -> Account:
+        """Read ``goodput.jsonl``, which has the end of a run, or the seconds of the last logged step."""
+        if is_over:
+            with contextlib.suppress(DataError):
+                if not self.account.attempts:
+                    self.account = account(attempts_of(events.read(self.folder)[0]))
+                return self.account
+        return Account.from_record(self.last)
 
     def _sample(self) -> None:
         """Records spread over what is older than the file's end."""

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardtrain.metrics.record import TOTAL_SPEED
 from shardtrain.tools.report.chart import format_number
 from shardtrain.tools.watch.following import Followed
 from shardtrain.utils.redact import redact, visible
@@ -18,7 +19,9 @@ BINS = {
     "compile": "K", "start": "S", "restart": "R", "lost": "L",
 }  # fmt: skip
 """What goodput divides the time of all attempts into, and the letter of each in the bar."""
-TITLES = {"loss": "loss", "grad_norm": "grad norm", "tps": "tokens/s", "memory_gib": "memory GiB"}
+TITLES = {"loss": "loss", "grad_norm": "grad norm", "tokens_per_second": TOTAL_SPEED, "memory_gib": "memory GiB"}
+_TITLE = len(TOTAL_SPEED) + 1
+"""Columns of a title."""
 COUNTS = ("skipped_updates", "spikes", "rewinds", "stragglers")
 Curve = tuple[list[int], list[float]]
 """Steps and values."""
@@ -65,10 +68,10 @@ def frame(followed: Sequence[Followed], selected: int, terminal: Terminal) -> li
 
 
 def _details(one: Followed, terminal: Terminal) -> list[str]:
+    """The lines of one run: its state, a bar of its steps, its curves, where the time went, counts and alerts."""
     width = terminal.columns
     age = f"{format_seconds(round(one.age_seconds))} ago" if math.isfinite(one.age_seconds) and one.last else ""
     whole = f" of {one.total_steps:,}" if one.total_steps else ""
-    """The lines of one run: its state, a bar of its steps, its curves, where the time went, counts and alerts."""
     state = one.state
     colour = 33  # yellow
     if state in ("under way", "ended"):
@@ -92,12 +95,11 @@ def _details(one: Followed, terminal: Terminal) -> list[str]:
         if not curve[1]:
             continue
         span = f" {format_number(min(curve[1]))} to {format_number(max(curve[1]))}"
-        head = f"{title:<11}{_value(one, name):>8} "
+        head = f"{title:<{_TITLE}}{_value(one, name):>8} "
         lines.append(_cut(head + sparkline(*curve, width - len(head) - len(span), terminal.bars) + span, width))
     if one.validation:
-        lines.append(
-            _cut(f"validation {_number(one.validation.get('loss')):>8}  step {one.validation['step']:,}", width)
-        )
+        loss = _number(one.validation.get("loss"))
+        lines.append(_cut(f"{'validation':<{_TITLE}}{loss:>8}  step {one.validation['step']:,}", width))
     lines += _time(one, terminal)
     counts = [f"{name.replace('_', ' ')} {one.last[name]:g}" for name in COUNTS if _is_count(one.last.get(name))]
     if counts:
@@ -107,19 +109,19 @@ def _details(one: Followed, terminal: Terminal) -> list[str]:
 
 
 def _time(one: Followed, terminal: Terminal) -> list[str]:
-    seconds = {name: one.last.get(f"goodput_{name}_seconds") for name in BINS}
-    known = {name: float(value) for name, value in seconds.items() if isinstance(value, int | float) and value > 0}
-    total = sum(known.values())
+    """Return a bar of where the time went, and its parts in words."""
+    total = one.account.running_seconds
     if not total:
         return []
-    width = terminal.columns
+    head = f"{'goodput':<{_TITLE}}{100 * one.account.goodput:>6.1f} % "
     bar = ""
     done = 0.0
-    for name, value in known.items():
+    for name, value in one.account.seconds.items():
         done += value
-        bar += BINS[name] * (round((width - 11) * done / total) - len(bar))
-    shares = ", ".join(f"{name} {value / total:.0%}" for name, value in known.items() if value / total >= 0.005)
-    return [_cut(f"{'time':<11}{bar}", width), _cut(f"{'':<11}{shares}", width)]
+        bar += BINS[name] * (round((terminal.columns - len(head)) * done / total) - len(bar))
+    percent = {name: 100 * value / total for name, value in one.account.seconds.items()}
+    parts = [f"{name} {value:.1f} %" for name, value in percent.items() if value >= 0.05]
+    return [_cut(line, terminal.columns) for line in (head + bar, f"{'of the time':<{_TITLE}} {', '.join(parts)}")]
 
 
 def _curve(one: Followed, name: str) -> Curve:

@@ -80,4 +80,4 @@ def test_every_delay_of_a_run_with_a_restart_is_in_its_bin(tmp_path):
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert 0 < last["goodput"] < 1 and last["goodput_lost_seconds"] == pytest.approx(seconds["lost"])
     assert {f"goodput_{name}_seconds" for name in BINS} <= last.keys()
-    assert "goodput: " in (tmp_path / "logs/rank-0.log").read_text()
+    assert "goodput " in (tmp_path / "logs/rank-0.log").read_text()

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -20,6 +21,8 @@ import pytest
 from tiers import cases
 
 from shardtrain import cli
+from shardtrain.resilience.goodput import events
+from shardtrain.resilience.goodput.events import Progress, Start
 from shardtrain.tools.watch import following
 from shardtrain.tools.watch.following import Followed
 from shardtrain.tools.watch.screen import Terminal, frame
@@ -27,7 +30,7 @@ from shardtrain.tools.watch.screen import Terminal, frame
 
 def lines(first: int, last: int, **more: Any) -> str:
     return "".join(
-        json.dumps({"step": step, "loss": 10 / step, "tps": 100.0, "step_seconds": 0.5, **more}) + "\n"
+        json.dumps({"step": step, "loss": 10 / step, "tokens_per_second": 100.0, "step_seconds": 0.5, **more}) + "\n"
         for step in range(first, last + 1)
     )
 
@@ -126,12 +129,45 @@ def test_a_frame_fits_its_terminal_and_obeys_no_file(columns: int, height: int, 
 def test_a_frame_says_what_there_is_to_know(tmp_path: Path) -> None:
     text = "\n".join(frame([full(tmp_path / "run")], 0, Terminal(80, 24)))
     for part in (
-        "run  under way  step 300 of 1,000", "30%", "5m50s left", "loss", "grad norm", "tokens/s", "memory GiB",
-        "validation     3.25  step 200", "productive 25%, data 25%, checkpoint 25%, lost 25%", "PPPP", "LLLL",
+        "run  under way  step 300 of 1,000", "30%", "5m50s left", "loss", "grad norm", "tokens/s, all devices",
+        "memory GiB", "validation                3.25  step 200", "goodput                 25.0 % PPPP", "LLLL",
+        "productive 25.0 %, checkpoint 25.0 %",
         "spikes 2, stragglers 1", "rank 3 is slow",
     ):  # fmt: skip
         assert part in text, part
     assert "\x1b[32m" in frame([full(tmp_path / "other")], 0, Terminal(80, 24, color=True))[0]
+
+
+@pytest.mark.parametrize(("exit_code", "shown"), [(None, "93.0 %"), (0, "91.1 %"), (1, "91.1 %")])
+def test_goodput_of_a_run_is_one_number_for_every_command(
+    exit_code: int | None, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A save and the way out come after the last logged step, so a run that has ended is read from goodput.jsonl."""
+    run = tmp_path / "run"
+    add(run, lines(1, 3, goodput=0.93, goodput_productive_seconds=93.0, goodput_start_seconds=7.0))
+    start = Start("a", "job", 1e9, 1e9, 0, 2, 0)
+    seconds = {"step": 93.0, "start": 7.0} if exit_code is None else {"step": 93.0, "start": 7.0, "checkpoint": 2.0868}
+    progress = Progress("a", 1e9, 3, 1, seconds, exit_code is not None, 3)
+    for event in (start, progress):
+        events.append(run / events.FILE, event)
+    if exit_code is not None:
+        add(run, json.dumps({"code": exit_code, "message": ""}), "exit.json")
+    found = []
+    for words in (["watch", str(run), "--once"], ["goodput", str(run)]):
+        assert cli.main(words) == 0
+        found += re.findall(r"^goodput +(\d.*? %)", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["report", str(run), "-o", str(tmp_path / "page.html")]) == 0
+    found += [shown] if f"<td>{shown}</td>" in (tmp_path / "page.html").read_text() else []
+    assert found == [shown] * 3
+
+
+def test_watch_and_report_label_the_same_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    add(tmp_path, lines(1, 3, tps=977.6).replace('"tokens_per_second": 100.0', '"tokens_per_second": 1955.2'))
+    assert cli.main(["watch", str(tmp_path), "--once"]) == 0
+    assert re.search(r"^tokens/s, all devices +1,?955", capsys.readouterr().out, re.MULTILINE)
+    assert cli.main(["report", str(tmp_path), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "<th>Tokens/s, all devices</th>" in page and "<td>1955</td>" in page.replace(",", "")
 
 
 def test_once_prints_every_run_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
