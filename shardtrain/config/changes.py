@@ -102,6 +102,7 @@ OPTIONS: dict[str, Class] = {
     "data.messages_field": "data",
     "data.tools_field": "data",
     "data.chat_template": "data",
+    "data.learn_turn_separator": "data",
     "data.template": "data",
     "data.add_bos": "data",
     "data.add_eos": "data",

@@ -232,10 +232,17 @@ class _Turns:
 class Conversations:
     """Conversations to documents, by one tokenizer and its templates."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, tool_template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate,
+        tool_template: ChatTemplate | None = None,
+        learn_separator: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._tool_template = tool_template
+        self._learn_separator = learn_separator
         for one in (template, tool_template):
             if one is not None:
                 find_content_form(one)
@@ -295,8 +302,9 @@ class Conversations:
             inside = (starts < stop) & ((stops > start) | ((stops == start) & (starts == start)))
             special_inside = np.flatnonzero(inside & special)
             if not written.exact:
-                # Leave out the line end that a template writes after the token that ends a turn: nobody asks for it.
-                if len(special_inside) and not text[stops[special_inside[-1]] : stop].strip():
+                # A template may write a line end after the token that ends a turn. Generation stops before it.
+                ends = len(special_inside) and not self._learn_separator
+                if ends and not text[stops[special_inside[-1]] : stop].strip():
                     inside[special_inside[-1] + 1 :] = False
             elif not len(special_inside) and not self._logged_ending:
                 # The template's own marks are kept to; a warning says where they leave out the token that ends a turn.

@@ -212,10 +212,13 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
         fix = "name the file of a Jinja template, or use the tokenizer of a chat model"
         raise ConfigError(Problem("data.chat_template", None, rule, fix))
     special = tokenizer.special_tokens
-    if data.chat_template is not None:
-        return Conversations(tokenizer, ChatTemplate(template, special, data.chat_template))
+    compiled = ChatTemplate(template, special, data.chat_template)
     tools = None if tool_template is None else ChatTemplate(tool_template, special)
-    return Conversations(tokenizer, ChatTemplate(template, special), tools)
+    if data.learn_turn_separator and (compiled.marks or (tools is not None and tools.marks)):
+        rule = "has no effect: the chat template marks what is learned with {% generation %}"
+        fix = "move the line end into the marks, or remove the option"
+        raise ConfigError(Problem("data.learn_turn_separator", True, rule, fix))
+    return Conversations(tokenizer, compiled, tools, data.learn_turn_separator)
 
 
 def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None]:
@@ -231,7 +234,8 @@ def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None
 
 def _template_facts(tokenizer: Tokenizer, data: Data) -> str:
     special = sorted(tokenizer.special_tokens.items())
-    return json.dumps([*_templates(tokenizer, data), special, FIXED_DATE.isoformat()])
+    separator = ["separator"] if data.learn_turn_separator else []
+    return json.dumps([*_templates(tokenizer, data), special, FIXED_DATE.isoformat(), *separator])
 
 
 def _fingerprint(form: str, tokenizer: Tokenizer, *facts: str) -> str:

@@ -550,3 +550,27 @@ def test_what_only_other_trainers_read_is_named_once(tmp_path, form, caplog):
         "column 'images' is not used: TRL reads images from it",
         "key of messages 'weight' is not used: OpenAI leaves turns of weight 0 out of the loss",
     ]
+
+
+SEPARATED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+def test_the_line_end_after_a_turn_is_learned_on_request(tmp_path, form):
+    chat = [USER, ANSWER, USER, ANSWER]
+    row = {"messages": chat, "prompt": chat[:1], "completion": chat[1:]}
+    tokenizer = open_tokenizer(str(folder_of(tmp_path, SEPARATED)))
+    found = {}
+    for asked in (False, True):
+        encoder = open_encoder(tokenizer, Data(format=form, learn_turn_separator=asked))
+        (document,) = encoder.encode([row])
+        found[encoder.fingerprint] = tokenizer.decode(document.tokens[document.learned], keep_special=True)
+    assert list(found.values()) == ["Blue.<|im_end|>" * 2, "Blue.<|im_end|>\n" * 2]
+
+
+def test_a_line_end_is_not_requested_of_a_template_that_marks_what_is_learned(tmp_path):
+    with pytest.raises(ConfigError, match=r"learn_turn_separator=true has no effect: the chat template marks"):
+        encode(folder_of(tmp_path, CHATML), {"messages": TURNS}, learn_turn_separator=True)

@@ -40,6 +40,12 @@ Both = tuple[Ended, list[float]]
 """A run of ours, and the losses of theirs."""
 
 
+CHATML = (
+    "{% for m in messages %}<s>{{ m.role }}\n{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+)
+
+
 def dpo(model: Any, tokenizer: Any, data: Any) -> Any:
     args = options(trl.DPOConfig, beta=BETA, max_length=None)
     return DPOTrainer(model, args=args, train_dataset=data, processing_class=tokenizer)
@@ -150,6 +156,28 @@ def of_conversations() -> Both:
     return found, theirs(lambda model, tokenizer: sft(model, tokenizer, data))
 
 
+def of_chatml(name: str) -> Both:
+    """A template that ends turns with a line end, which they learn."""
+    file = Path(tempfile.mkdtemp(prefix="shardtrain-tests-")) / "chatml.jinja"
+    file.write_text(CHATML)
+    roles = {"prompt": "user", **dict.fromkeys(("completion", "chosen", "rejected"), "assistant")}
+    rows = [{key: [{"role": role, "content": row[key].strip()}] for key, role in roles.items()} for row in pairs()]
+    data = {"chat_template": str(file), "learn_turn_separator": True}
+    if name == "sft":
+        data |= {"format": "prompt_completion", "packing": "padded"}
+        found = ours(rows, data=data, training={"seq_len": 96})
+        given = in_order(rows, found, ("prompt", "completion"))
+    else:
+        found = ours(rows, data=data, training={"seq_len": 96}, task={"name": "preference", "beta": BETA})
+        given = in_order(rows, found, ("prompt", "chosen", "rejected"))
+
+    def make(model: Any, tokenizer: Any) -> Any:
+        tokenizer.chat_template = CHATML
+        return {"sft": sft, "dpo": dpo}[name](model, tokenizer, given)
+
+    return found, theirs(make)
+
+
 @functools.cache
 def teacher() -> Path:
     """Another Llama with the tokenizer of the one that learns."""
@@ -201,6 +229,8 @@ CASES: dict[str, Callable[[], Both]] = {
     "reward model": of_a_reward_model,
     "packed rows": of_packed_rows,
     "conversations": of_conversations,
+    "sft on chatml": lambda: of_chatml("sft"),
+    "dpo on chatml": lambda: of_chatml("dpo"),
     "distillation": of_distillation,
 }
 

@@ -259,7 +259,7 @@ def test_the_margin_of_a_row_is_subtracted_from_the_difference_of_scores(
 
 
 @pytest.mark.parametrize("value", ["true", '"1"', "1e999", "[1]"])
-def test_a_margin_that_is_no_number_is_a_bad_row(value: str, tmp_path: Path) -> None:
+def test_margins_other_than_finite_numbers_are_bad_rows(value: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f'{{"prompt": "q", "chosen": "a", "rejected": "b", "margin": {value}}}\n')
     with pytest.raises(DataError, match="rows.jsonl:1: margin .* is not a finite number"):

@@ -25,16 +25,17 @@ _MAX_READERS = 65536
 _MIN_ROW_BYTES = 1024
 _MIN_ARTEFACT_BYTES = 2**28
 _TO_READ_ROWS = ("mode", "readers", "bad_rows", "bad_rows_max_fraction", "max_row_bytes")
+_OF_TEMPLATES = ("tools_field", "chat_template", "learn_turn_separator")
 _FIELDS = {
     "text": ("text_field",),
-    "prompt_completion": ("prompt_field", "completion_field", "tools_field", "chat_template"),
-    "chat": ("messages_field", "tools_field", "chat_template"),
+    "prompt_completion": ("prompt_field", "completion_field", *_OF_TEMPLATES),
+    "chat": ("messages_field", *_OF_TEMPLATES),
 }
 """Columns and templates that the encoder of each data.format reads."""
 _FIELDS_OF_TASKS = {
     **dict.fromkeys(("classification", "masked_language_model"), ("text_field",)),
-    **dict.fromkeys(OF_PAIRS, ("prompt_field", "tools_field", "chat_template")),
-    "kto": ("prompt_field", "completion_field", "tools_field", "chat_template"),
+    **dict.fromkeys(OF_PAIRS, ("prompt_field", *_OF_TEMPLATES)),
+    "kto": ("prompt_field", "completion_field", *_OF_TEMPLATES),
     "sequence_to_sequence": ("prompt_field", "completion_field"),
 }
 """Columns and templates that each task of rows reads, whatever data.format is."""

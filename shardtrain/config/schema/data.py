@@ -92,6 +92,9 @@ class Data:
     """A text after each document, after eos if there is one; special tokens are allowed (shardtrain)."""
     chat_template: str | None = None
     """File of a Jinja chat template; the tokenizer's own by default (shardtrain)."""
+    learn_turn_separator: bool = False
+    """Also learn the line end after the token that ends a turn of the assistant, as TRL does with ChatML. A template
+    with {% generation %} marks decides itself (shardtrain)."""
     packing: Literal["auto", "concat", "first_fit", "padded"] = "auto"
     """concat: all documents concatenated, then cut; first_fit: whole documents, several per sequence; padded: one
     document per sequence; auto: concat if all rows are texts, first_fit if some are prompts or conversations

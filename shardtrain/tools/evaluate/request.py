@@ -16,8 +16,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 ABOUT = """Measure a model: the loss of each set of rows that --data names, or of the run's own [validation] set, and
 tasks of the lm-eval library. The results are printed as one JSON object."""
 _DATA_OPTIONS = (
-    "format", "prompt_field", "completion_field", "messages_field", "tools_field", "chat_template", "add_eos",
-    "packing", "long_documents", "bad_rows", "bad_rows_max_fraction",
+    "format", "prompt_field", "completion_field", "messages_field", "tools_field", "chat_template",
+    "learn_turn_separator", "add_eos", "packing", "long_documents", "bad_rows", "bad_rows_max_fraction",
 )  # fmt: skip
 """Options of [data] that --data accepts, next to --text_field and --add_bos."""
 
