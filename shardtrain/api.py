@@ -41,7 +41,7 @@ from shardtrain.tools.plan import hardware, planning
 from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.report import page, reading
 from shardtrain.tools.verify.report import Row as MeshResult
-from shardtrain.train import preflight, shutdown, trainer
+from shardtrain.train import compatibility, preflight, shutdown, trainer
 from shardtrain.utils import atomic_io, log
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError, StorageError
 from shardtrain.utils.python_api import python_function
@@ -224,6 +224,7 @@ class Trainer:
                 with self._environment.noted():
                     local.prepare(Path(self.config.job.dump_folder))
                     world = self._stack.enter_context(trainer.joined(self._loaded, resilience))
+                    self._loaded = compatibility.keep_batch_size(self._loaded, world)
                     run, checkpoints = self._stack.enter_context(trainer.opened(self._loaded, world, resilience))
             except BaseException:
                 self.close()

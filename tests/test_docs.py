@@ -51,7 +51,8 @@ SMALLER = {
     "shardtrain train debug --training.steps 20 --checkpoint.interval 10 --job.dump_folder outputs/continued": TRAIN,
     "shardtrain train debug --training.steps 10 --profiling.enable_profiling --job.dump_folder outputs/profiled": TRAIN,
     "shardtrain train debug --training.steps 20 --job.dump_folder outputs/hub": TRAIN,
-    "shardtrain train debug --training.steps 30 --checkpoint.interval 10 --job.dump_folder outputs/continued": TRAIN,
+    "shardtrain train debug --training.steps 30 --checkpoint.interval 10 --job.dump_folder outputs/continued "
+    "--nproc 1": TRAIN,
     "shardtrain train debug --job.dump_folder outputs/first": (f"--training.steps 2 {TRAIN}"),
     "shardtrain train debug --training.steps 20 --job.dump_folder outputs/pretrained": TRAIN,
     "shardtrain train debug --training.steps 20 --checkpoint.initial_load_path "

@@ -1,19 +1,75 @@
-"""Whether a run continues as the one that was saved: its options and data against those of the checkpoint."""
+"""Compare the options and data of a resumed run with those of its checkpoint."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from shardtrain.config import changes
+from shardtrain.checkpoint import retention
+from shardtrain.checkpoint.collectives import first_rank
+from shardtrain.checkpoint.folder import read_facts
+from shardtrain.checkpoint.storage import folder_of, place
+from shardtrain.config import changes, derived
 from shardtrain.config.changes import ACCEPT, ALL, Change
-from shardtrain.utils.errors import ConfigError
+from shardtrain.config.load import Loaded
+from shardtrain.config.problems import problems_of
+from shardtrain.config.schema import Config
+from shardtrain.distributed.process_group import World
+from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
     from shardtrain.train.run import Run
+
+BATCH = "training.global_batch_size"
+
+
+def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
+    """Give a run that sets no global batch size the one of the checkpoint that it resumes from (a collective).
+
+    Without it, the same command on another number of ranks would train with another batch size. ``loaded`` is returned
+    as it is where this mesh cannot take that batch size; ``refuse`` then says what can be done.
+    """
+    config = loaded.config
+    options = config.checkpoint
+    is_free = {BATCH, ALL} & {*options.accept_changes} or "train_state" in options.exclude_from_loading
+    if config.training.global_batch_size != -1 or not options.enable or is_free:
+        return loaded
+    # Rank 0 decides: where a shared folder lags, ranks would see different checkpoints
+    size = first_rank(lambda: _saved_batch_size(loaded, world.size))
+    if size is None:
+        return loaded
+    made = derived.global_batch_size(config, world.size)
+    logger.info(f"{BATCH}={size} is kept from the checkpoint; without it, this mesh would make it {made}")
+    return _with_batch_size(loaded, size)
+
+
+def _with_batch_size(loaded: Loaded, size: int) -> Loaded:
+    training = replace(loaded.config.training, global_batch_size=size)
+    return replace(loaded, config=replace(loaded.config, training=training))
+
+
+def _saved_batch_size(loaded: Loaded, world_size: int) -> int | None:
+    """Return the batch size of the checkpoint to resume from if it is another one and this mesh can take it."""
+    options = loaded.config.checkpoint
+    lora = loaded.config.lora
+    start = lora.initial_load_path if lora.enable else options.initial_load_path
+    folder = folder_of(loaded.config.job.dump_folder, options.folder)
+    steps = retention.steps(folder) if options.load_step == -1 else [options.load_step]
+    paths = [folder / f"step-{step}" for step in reversed(steps)]
+    if not paths and start and not options.initial_load_model_only:
+        paths = [place(start)]
+    for path in paths:
+        try:
+            size = read_facts(path).get("config", {}).get(BATCH)
+        except (CheckpointError, StorageError, OSError, AttributeError):
+            continue  # resume() reports a damaged checkpoint
+        is_other = isinstance(size, int) and size > 0 and size != derived.global_batch_size(loaded.config, world_size)
+        return size if is_other and not problems_of(_with_batch_size(loaded, size), world_size) else None
+    return None
 
 
 def record(run: Run) -> dict[str, Any]:
@@ -36,12 +92,16 @@ def refuse(run: Run, path: object, found: Sequence[Change], other_data: str) -> 
         ConfigError: with a line for each change that was not accepted, and one for the data.
     """
     accepted = run.config.checkpoint.accept_changes
-    lines = [
-        f"checkpoint {path} was saved with another {change}; use the old value, or accept it with "
-        f'{ACCEPT} = ["{change.option}"]'
-        for change in found
-        if change.kind == "error" and change.option not in accepted and ALL not in accepted
-    ]
+    lines = []
+    for change in found:
+        if change.kind == "error" and change.option not in accepted and ALL not in accepted:
+            fix = "use the old value"
+            if change.option == BATCH and run.config.training.global_batch_size == -1:
+                fix = _way_to_keep(run.config, change)
+            lines.append(
+                f"checkpoint {path} was saved with another {change}; {fix}, or accept it with "
+                f'{ACCEPT} = ["{change.option}"]'
+            )
     if other_data:
         by_option = "".join(f", {change}" for change in found if change.kind == "data")
         lines.append(
@@ -50,6 +110,17 @@ def refuse(run: Run, path: object, found: Sequence[Change], other_data: str) -> 
         )
     if lines:
         raise ConfigError(lines)
+
+
+def _way_to_keep(config: Config, change: Change) -> str:
+    """Say how this number of ranks can take the sequences per step of the checkpoint."""
+    local = config.training.local_batch_size
+    ranks = derived.data_parallel_degree(config, dist.get_world_size())
+    made = f"{ranks} data-parallel ranks x training.local_batch_size={local} make {change.new}"
+    fitting = [size for size in range(1, local + 1) if change.old % (size * ranks) == 0]
+    if fitting:
+        return f"{made}: set training.local_batch_size={fitting[-1]}"
+    return f"{made}: start a number of ranks that divides {change.old}"
 
 
 def keep_history(run: Run, facts: Mapping[str, Any], found: Sequence[Change]) -> None:

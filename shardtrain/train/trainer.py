@@ -33,7 +33,7 @@ from shardtrain.optim import lr_scheduler
 from shardtrain.resilience import progress
 from shardtrain.resilience.guards.loss_spikes import RollbackRequested
 from shardtrain.resilience.resilience import Resilience
-from shardtrain.train import document_isolation, model_check, run_folder, shutdown
+from shardtrain.train import compatibility, document_isolation, model_check, run_folder, shutdown
 from shardtrain.train.build import build, set_numerics
 from shardtrain.train.resume import resume
 from shardtrain.train.rollback import roll_back
@@ -87,6 +87,7 @@ def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
 
 def train(loaded: Loaded, world: World, resilience: Resilience | None = None) -> TrainState:
     """Build the run, continue it from a checkpoint if there is one, and step to its end."""
+    loaded = compatibility.keep_batch_size(loaded, world)
     with opened(loaded, world, resilience or Resilience()) as (run, checkpoints):
         if loaded.config.checkpoint.create_seed_checkpoint:
             shutdown.save_seed(run, checkpoints)

@@ -41,7 +41,13 @@ def config(folder: Path, mesh: str | None, **training: Any) -> Config:
     return tiny_config(
         job={"dump_folder": str(folder)},
         parallelism=MESHES[mesh] if mesh else {},
-        training={"steps": STEPS, "local_batch_size": 8 if mesh in ("tp", "pp") else 4, **training},
+        # two ranks of a batch axis, or one rank of another axis, make 8; one process keeps the 8 of the checkpoint
+        training={
+            "steps": STEPS,
+            "local_batch_size": 8 if mesh in ("tp", "pp") else 4,
+            "global_batch_size": -1,
+            **training,
+        },
         checkpoint={"enable": True, "interval": SAVED},
     )
 

@@ -163,8 +163,8 @@ class Training(Numbers):
     local_batch_size: int = 8
     """Sequences per data-parallel rank in one forward and backward pass."""
     global_batch_size: int = -1
-    """Sequences per optimizer step over all ranks; -1 is local_batch_size times the data-parallel ranks. A larger
-    multiple accumulates gradients."""
+    """Sequences per optimizer step over all ranks; -1 is local_batch_size times the data-parallel ranks, or what the
+    checkpoint has from which the run resumes. A larger multiple accumulates gradients."""
     seq_len: int = 2048
     """Tokens per sequence."""
     max_norm: float = 1.0

@@ -21,7 +21,7 @@ from shardtrain.metrics.sinks.jsonl import read_records
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience.guards.loss_spikes import Rewind
 from shardtrain.tools.replay.plan import Plan
-from shardtrain.train import shutdown, trainer
+from shardtrain.train import compatibility, shutdown, trainer
 from shardtrain.train.build import set_numerics
 from shardtrain.train.resume import resume, weights
 from shardtrain.train.run import Run
@@ -40,6 +40,7 @@ def main(loaded: Loaded, plan: Plan) -> None:
         folder = Path(config.job.dump_folder)
         console = world.rank in log.console_ranks()
         log.setup(world.rank, world.size, folder, config.metrics.save_log_file, console, False)
+        config = compatibility.keep_batch_size(loaded, world).config
         set_numerics(config, world.device)  # the kernels of the run, too: others round otherwise
         with _heartbeat("building the model and opening its data", world):
             run = trainer.build(config, world)
