@@ -73,8 +73,8 @@ def fits(value: Any, hint: Any) -> bool:
 def describe(hint: Any) -> str:
     """Write an annotation in words.
 
-    >>> describe(str | Path | None), describe(Sequence[str]), describe(Mapping[str, int])
-    ('a str, a Path or None', 'a list of str', 'a dict')
+    >>> describe(str | int | None), describe(Sequence[str]), describe(Mapping[str, int])
+    ('a str, an int or None', 'a list of str', 'a dict')
     """
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):

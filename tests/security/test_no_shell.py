@@ -47,6 +47,7 @@ LISTENS = {
     "launch/agent.py": "of several nodes: tries the port on which PyTorch's rendezvous will listen, and lets it go",
     "launch/platforms/pdsh.py": "a Unix socket in a folder of the launcher's own, for the programs that pdsh starts",
     "launch/local.py": "the ranks' rendezvous, on the loopback address",
+    "utils/python_api.py": "binds arguments to the signature of a function, and opens no socket",
     "utils/private_network.py": "a datagram socket that receives nothing: whether the loopback interface is up",
     "distributed/rendezvous.py": "connects to torchrun's store, and listens nowhere (is_master=False)",
 }

@@ -99,7 +99,7 @@ def _arguments() -> Arguments:
     )
     rarer.add_argument("--repetition_penalty", type=float, default=1.0, help="above 1: avoid tokens of before (1)")
     a.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    a.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
+    rarer.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
     rarer.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes no result")
     rarer.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="type to compute in; the run's own")
     rarer.add_argument("--device", choices=("auto", "cpu", "cuda", "xpu"), help="where; the run's own training.device")
