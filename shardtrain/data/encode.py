@@ -200,6 +200,14 @@ def _asked_ends(ends: Ends, data: Data) -> list[str]:
     return [f"ends {ends.prefix} {ends.suffix} {ends.separator}"] if asked else []
 
 
+def end_tokens(tokenizer: Tokenizer, data: Data, has_conversations: bool) -> list[int]:
+    """Return the special tokens that end a document or a turn in training, the tokenizer's end token first."""
+    ends = [tokenizer.eos_id, *ends_of(tokenizer, data).after[:1]]
+    if has_conversations and _templates(tokenizer, data)[0] is not None:
+        ends.append(open_conversations(tokenizer, data).turn_end())
+    return [token for token in dict.fromkeys(ends) if token in tokenizer.special_ids]
+
+
 def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
     """Conversations by the template of ``data.chat_template``, or the tokenizer's own.
 

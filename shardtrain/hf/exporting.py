@@ -26,6 +26,7 @@ from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.architecture import saved_config
 from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.format import FREE, Fields, Hub
+from shardtrain.hf.generation_config import GENERATION, TOKENS, with_tokens
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.model import translation_of
 from shardtrain.hf.quantized_weights import open_weights
@@ -59,6 +60,8 @@ class Export:
     """A folder whose tokenizer files are copied in place of those of ``source``."""
     max_tokens: int = 0
     """What config.json says of positions where there is no ``source``; 0 says nothing."""
+    tokens: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
+    """Special tokens of the run: see ``generation_config.trained_tokens``. Empty leaves those of ``source``."""
 
     def sources(self) -> list[Source]:
         """Where files beside the weights come from, those that go before others first."""
@@ -82,7 +85,7 @@ class Writer:
         if as_is.is_as_is(wanted.module) and wanted.source is not None:
             self.translation = _named_as_before(self.translation, wanted)
         _check_stored(self.translation, self.stored, wanted.checkpoint)
-        self._fields = config_fields(wanted)
+        fields = config_fields(wanted)
         self._shapes = self.translation.their_shapes()
 
         # Their tensors in the order in which a forward needs them: which pieces of ours make each
@@ -106,8 +109,17 @@ class Writer:
             default = of_config if of_config in TYPES else stored_type
             self._types[theirs] = wanted.dtype or of_source.get(ours) or default
         if wanted.source is None:
-            self._fields["torch_dtype"] = next(iter(self._types.values()))
+            fields["torch_dtype"] = next(iter(self._types.values()))
         self._files = _beside(wanted)
+
+        # The special tokens of the run, in the two files that say which tokens begin and end a text
+        place = self._files.get(GENERATION)
+        settings_file = {} if place is None else {GENERATION: place.files[GENERATION]}
+        before = place or Source(wanted.output)
+        described = dataclasses.replace(before, config=fields, files=settings_file)
+        self._described, changes = with_tokens(described, wanted.tokens)
+        self._files |= dict.fromkeys(self._described.files, self._described)
+        self.notice = f"special tokens are those of training: {'; '.join(changes)}" if changes else ""
         self.files = self._share_out()
         """Which of their tensors each file of weights holds."""
 
@@ -142,7 +154,7 @@ class Writer:
             weight_map = {name: file for file, names in self.files.items() for name in names}
             index = {"metadata": {"total_size": sum(sizes)}, "weight_map": weight_map}
             files.write_whole(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
-        files.write_whole(folder / CONFIG, (json.dumps(self._fields, indent=2) + "\n").encode())
+        files.write_whole(folder / CONFIG, (json.dumps(self._described.config, indent=2) + "\n").encode())
         for name, place in self._files.items():
             (folder / name).parent.mkdir(exist_ok=True)
             files.write_whole(folder / name, place.read(name))
@@ -203,8 +215,8 @@ class Writer:
         return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, 1)}
 
 
-def export(wanted: Export) -> list[str]:
-    """Write the folder, read it back, and give its files; when this returns every weight in it was compared.
+def export(wanted: Export) -> tuple[list[str], str]:
+    """Write the folder, read it back, compare every weight. Return its files, and a notice on changed special tokens.
 
     A block of rows is in memory at a time. Meanwhile one thread checks the checkpoint's own hashes, and another waits
     for the disk. What is written is renamed into place when it is whole and equal.
@@ -242,7 +254,7 @@ def export(wanted: Export) -> list[str]:
         raise StorageError(f"cannot write {error.filename}: {error.strerror}; choose another folder") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return sorted(path.name for path in wanted.output.iterdir())
+    return sorted(path.name for path in wanted.output.iterdir()), writer.notice
 
 
 def _stop_if_failed(futures: Iterable[Future[None]]) -> None:
@@ -274,6 +286,7 @@ def config_fields(wanted: Export) -> dict[str, Any]:
         "architectures": [hub.architecture],
         "model_type": hub.model_type,
         **fields,
+        **dict.fromkeys(TOKENS),
         "torch_dtype": wanted.dtype,
         "use_cache": True,
     }

@@ -5,43 +5,49 @@ As in transformers, a ``generation_config.json`` replaces the generation keys of
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
 
+from shardtrain.config.rules.task import OF_TEXT
+from shardtrain.config.schema import Config
+from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.data.encode import end_tokens
+from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.hf.config_json import CONFIG
 from shardtrain.hf.format import GENERATION_KEYS
 from shardtrain.hf.source import Source
 from shardtrain.utils.errors import CheckpointError
 
 GENERATION = "generation_config.json"
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+EOS = "eos_token_id"
+TOKENS = ("bos_token_id", EOS, "pad_token_id")
 _TEXT_PARTS = ("decoder", "generator", "text_config")
 """Parts of a composed config.json whose keys apply where its top level has none."""
 
 
 def read_settings(source: Source) -> dict[str, Any]:
-    """Return the generation settings of a folder that are not null.
+    """Return the generation settings of a folder.
 
     Raises:
         CheckpointError: ``generation_config.json`` cannot be read.
     """
-    if GENERATION in source.files:
-        try:
-            settings = json.loads(source.read(GENERATION))
-        except (OSError, ValueError, RecursionError) as error:
-            settings = error
-        if not isinstance(settings, dict):
-            reason = str(settings)[:100]
-            raise CheckpointError(
-                f"{source.where}: {GENERATION} is not a JSON object ({reason}); copy or download it again"
-            )
-    else:
-        text_config = next((source.config[part] for part in _TEXT_PARTS if source.config.get(part)), {})
-        settings = {}
-        for config in (text_config, source.config):
-            for key in GENERATION_KEYS.intersection(config):
-                settings[key] = config[key] if config[key] is not None else settings.get(key)
-    return {key: value for key, value in settings.items() if value is not None}
+    settings: Any = {}
+    if GENERATION not in source.files:
+        for config in (_text_config(source.config), source.config):
+            settings |= {key: config[key] for key in config if key in GENERATION_KEYS and config[key] is not None}
+        return dict(settings)
+    try:
+        settings = json.loads(source.read(GENERATION))
+    except (OSError, ValueError, RecursionError) as error:
+        settings = error
+    if not isinstance(settings, dict):
+        reason = str(settings)[:100]
+        raise CheckpointError(
+            f"{source.where}: {GENERATION} is not a JSON object ({reason}); copy or download it again"
+        )
+    return dict(settings)
 
 
 def end_ids(settings: Mapping[str, Any]) -> list[int]:
@@ -50,10 +56,9 @@ def end_ids(settings: Mapping[str, Any]) -> list[int]:
     Raises:
         CheckpointError: it is something else.
     """
-    value = settings.get("eos_token_id", [])
-    ids = value if isinstance(value, list) else [value]
+    ids = _as_list(settings.get(EOS))
     if not all(type(token) is int for token in ids):
-        raise CheckpointError(f"eos_token_id={value!r} of {GENERATION} is neither a token id nor a list of token ids")
+        raise CheckpointError(f"{EOS}={ids!r} of {GENERATION} is neither a token id nor a list of token ids")
     return ids
 
 
@@ -62,7 +67,67 @@ def unused_settings(settings: Mapping[str, Any]) -> str:
     named = []
     for key in sorted(GENERATION_KEYS.intersection(settings).difference(TOKENS)):
         value = settings[key]
-        is_neutral = value is not True and value in (False, 1, [], {})
+        is_neutral = value is not True and value in (None, False, 1, [], {})
         if not is_neutral:
             named.append(f"{key}={value!r}")
     return ", ".join(named)
+
+
+def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]:
+    """Return the special tokens of a run by their keys; ``eos_token_id`` has all that end a document or a turn.
+
+    Empty for tasks that train no next token. Raises ConfigError if the chat template cannot be used.
+    """
+    if config.task.name not in OF_TEXT:
+        return {}
+    formats = {config.data.format, *(source.format for source in config.data.sources.values())}
+    has_conversations = config.task.name not in OF_NEXT_TOKENS or not formats <= {"text", None}
+    tokens: dict[str, list[int | None]] = {
+        "bos_token_id": [tokenizer.bos_id],
+        EOS: [*end_tokens(tokenizer, config.data, has_conversations)],
+        "pad_token_id": [tokenizer.pad_id],
+    }
+    return {key: [token for token in ids if token is not None] for key, ids in tokens.items()}
+
+
+def with_tokens(source: Source, tokens: Mapping[str, list[int]]) -> tuple[Source, list[str]]:
+    """Return a folder that has the special tokens of a run, and a list of the changes.
+
+    ``config.json`` gets the first end token, as from transformers' Trainer, and ``generation_config.json`` all of them.
+    Listed end tokens are kept, because the model may still use them. Files that need no change stay as they are.
+
+    Raises:
+        CheckpointError: ``generation_config.json`` cannot be read.
+    """
+    if not tokens:
+        return source, []
+    config = dict(source.config)
+    settings = read_settings(source)
+    changes = []
+    for name, values, inherited in ((CONFIG, config, _text_config(config)), (GENERATION, settings, {})):
+        for key, ids in tokens.items():
+            wanted = ids[:1] if values is config else ids
+            before = values.get(key, inherited.get(key))
+            listed = _as_list(before)
+            if set(wanted) <= set(listed):
+                continue
+            keeps_listed = key == EOS and (values is settings or isinstance(before, list))
+            after = [*wanted, *(token for token in listed if keeps_listed and token not in wanted)]
+            values[key] = after if len(after) > 1 else after[0]
+            changes.append(f"{name}: {key} {before} -> {values[key]}")
+    if not any(change.startswith(GENERATION) for change in changes):
+        return dataclasses.replace(source, config=config), changes
+    content = (json.dumps(settings, indent=2) + "\n").encode()
+    files = {**source.files, GENERATION: (source.where, 0, len(content))}
+    rewritten = {**source.rewritten, GENERATION: content}
+    return dataclasses.replace(source, config=config, files=files, rewritten=rewritten), changes
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next((config[part] for part in _TEXT_PARTS if isinstance(config.get(part), dict)), {})
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]

@@ -12,8 +12,10 @@ from shardtrain import models, tasks
 from shardtrain.checkpoint import files
 from shardtrain.config.assets import tokenizer_folder
 from shardtrain.config.schema import Config
+from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.hf import origin
 from shardtrain.hf.exporting import SHARD_BYTES, Export, Writer, config_fields
+from shardtrain.hf.generation_config import trained_tokens
 from shardtrain.hf.model import translation_of
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
 from shardtrain.utils.log import logger
@@ -26,6 +28,7 @@ class HubSaves:
         """Raises ConfigError or CheckpointError, before the first step, for a model that has no such form."""
         model = config.model
         self._options = config.checkpoint
+        self._logged_notice = False
         module = models.find(model.name)
         shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
         assets = tokenizer_folder(model.tokenizer_path or model.hf_assets_path)
@@ -39,6 +42,7 @@ class HubSaves:
             tokenizer=assets if assets.is_dir() else None,
             shard_bytes=SHARD_BYTES,
             max_tokens=config.training.seq_len,
+            tokens=trained_tokens(tokenizer_of(config), config),
         )
         if getattr(tasks.open_task(config), "num_labels", 0):
             rule = "has a head of labels, which the format of a language model has no place for"
@@ -66,7 +70,11 @@ class HubSaves:
                 raise StorageError(f"cannot write {draft}: {damage}; look after the disk, then start again")
 
     def write_rest(self, checkpoint: Path, draft: Path) -> None:
-        self._writer(checkpoint).write_rest(draft)
+        writer = self._writer(checkpoint)
+        if writer.notice and not self._logged_notice:
+            logger.info(f"{draft.parent}: {writer.notice}")
+            self._logged_notice = True
+        writer.write_rest(draft)
 
     def _writer(self, checkpoint: Path) -> Writer:
         return Writer(dataclasses.replace(self._wanted, checkpoint=checkpoint))

@@ -51,9 +51,13 @@ class Source:
     """Its config.json; empty where there is none."""
     files: Mapping[str, tuple[Path, int, int]] = field(default_factory=dict)
     """What travels with the weights: name -> file, first byte and number of bytes."""
+    rewritten: Mapping[str, bytes] = field(default_factory=dict)
+    """New content of some of these files."""
 
     def read(self, name: str) -> bytes:
         """One of its files. Raises OSError."""
+        if name in self.rewritten:
+            return self.rewritten[name]
         path, begin, size = self.files[name]
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
             file.seek(begin)

@@ -19,8 +19,10 @@ from tiny import Ended, tiny_config, train_whole
 from shardtrain import models
 from shardtrain.checkpoint import files, retention
 from shardtrain.config.schema import Config
+from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.hf import exporting, saving
 from shardtrain.hf.exporting import Export
+from shardtrain.hf.generation_config import trained_tokens
 from shardtrain.utils.errors import ConfigError, StorageError
 
 SHARD_BYTES = 100_000
@@ -80,7 +82,9 @@ def test_the_folder_is_what_an_export_writes(mesh: str, async_mode: str, tmp_pat
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
     for step in (1, 2):
         back = tmp_path / f"exported-{step}"
-        exporting.export(Export(folder / f"step-{step}", back, module, shape, shard_bytes=SHARD_BYTES, max_tokens=64))
+        tokens = trained_tokens(tokenizer_of(config), config)
+        wanted = Export(folder / f"step-{step}", back, module, shape, max_tokens=64, tokens=tokens)
+        exporting.export(dataclasses.replace(wanted, shard_bytes=SHARD_BYTES))
         found = bytes_of(folder / f"step-{step}-hf")
         assert found == bytes_of(back)
         assert sum(name.endswith(".safetensors") for name in found) >= 4

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtrain.checkpoint.choice import HELP, reject_step, step_name
+from shardtrain.tools.convert.checkpoint import KEEP_HELP
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError
 
@@ -27,6 +28,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument("--base", type=Path, help="checkpoint or Hugging Face folder of the weights (the run's own)")
+    parser.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
     parser.add_argument("--config", type=Path, help="the run's TOML; found beside the checkpoint unless given")
     parser.add_argument("--dtype", choices=DTYPES, default="", help="type of the sum (default: that of the weights)")
     found = parser.read(list(words))
@@ -52,7 +54,9 @@ def main(words: Sequence[str]) -> int:
 def _merge(found: Any) -> None:
     from shardtrain import models
     from shardtrain.hf import origin
+    from shardtrain.hf.generation_config import with_tokens
     from shardtrain.lora import frozen, merging
+    from shardtrain.tools.convert.checkpoint import tokens_of_run
     from shardtrain.tools.generate.locate_checkpoint import load_config
 
     adapters = merging.Adapters(found.adapters)
@@ -63,6 +67,9 @@ def _merge(found: Any) -> None:
     with frozen.find(adapters.stored.facts, found.adapters, config, found.base, module, shape, held) as weights:
         model = _model_facts(config)
         begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
+        if begun is not None and not found.keep_generation_config:
+            # Nothing but these files remembers the run's data, so they get its end tokens now
+            begun, _ = with_tokens(begun, tokens_of_run(config, found.config is not None))
         merging.merge(weights, adapters.spec, adapters, found.to, found.dtype, model, begun)
 
 

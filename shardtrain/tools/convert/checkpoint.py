@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.choice import reject_step
 from shardtrain.config.show import RESOLVED_CONFIG
-from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.errors import ConfigError, ShardtrainError
+
+if TYPE_CHECKING:
+    from shardtrain.config import Config
+
+KEEP_HELP = "leave bos, eos and pad of config.json and generation_config.json as they were before training"
 
 
 def step_of(path: Path, config: Path | None, step: str | None) -> Path:
@@ -54,3 +60,25 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
         "assets": str(assets),
         "loaded": loaded.config,
     }
+
+
+def tokens_of_run(config: Config, is_trusted: bool, folder: Path | None = None) -> dict[str, list[int]]:
+    """Return the special tokens of a run by its tokenizer, or that of ``folder``.
+
+    Print a line and return {} if the tokenizer cannot be opened, or is code in a configuration that is not trusted.
+    """
+    from shardtrain.data.build_dataset import tokenizer_of
+    from shardtrain.hf.generation_config import trained_tokens
+
+    if folder is not None:
+        config = replace(config, model=replace(config.model, tokenizer_path=None, hf_assets_path=str(folder)))
+    path = config.model.tokenizer_path or config.model.hf_assets_path
+    if path.endswith(".py") and not is_trusted:
+        reason = "is a file of code; give the run's configuration with --config if you trust it"
+    else:
+        try:
+            return trained_tokens(tokenizer_of(config), config)
+        except ShardtrainError as error:
+            reason = f"cannot be opened ({error})"
+    print(f"bos, eos and pad stay those before training: the tokenizer {path} {reason}")
+    return {}

@@ -13,7 +13,7 @@ from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.config_json import CONFIG, read_json
-from shardtrain.tools.convert.checkpoint import model_options, step_of
+from shardtrain.tools.convert.checkpoint import KEEP_HELP, model_options, step_of, tokens_of_run
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
@@ -97,6 +97,7 @@ def export_main(words: Sequence[str]) -> int:
     rarer.add_argument("--shard_gigabytes", type=float, default=5.0, help="largest file, in 10^9 bytes")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
     rarer.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")
+    rarer.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
     parser.add_argument("--adapter", action="store_true", help="write the adapters alone, as PEFT opens them")
     base = "what adapter_config.json and the card name as the model (the run's own)"
     rarer.add_argument("--base_model", default="", help=base)
@@ -218,6 +219,9 @@ def _export(found: Any, path: Path) -> int:
         from shardtrain.hf import origin
 
         begun = origin.of_run(options["loaded"], module, config)
+    tokens = {}
+    if "loaded" in options and not found.keep_generation_config:
+        tokens = tokens_of_run(options["loaded"], found.config is not None, found.tokenizer)
     wanted = Export(
         checkpoint,
         found.to,
@@ -228,9 +232,12 @@ def _export(found: Any, path: Path) -> int:
         source=begun,
         tokenizer=found.tokenizer or options.get("tokenizer"),
         max_tokens=options.get("seq_len", 0),
+        tokens=tokens,
     )
-    files = export(wanted)
+    files, notice = export(wanted)
     print(f"{found.to}: {', '.join(files)}; every weight was read back and is equal")
+    if notice:
+        print(notice)
     if not any(one.has_tokenizer for one in wanted.sources()):
         why = "the import noted none"
         if wanted.tokenizer is not None:

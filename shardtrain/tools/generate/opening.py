@@ -29,7 +29,7 @@ from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.distributed import expert_parallel, tensor_parallel
 from shardtrain.distributed.process_group import World
 from shardtrain.hf import importing, source
-from shardtrain.hf.generation_config import end_ids, read_settings
+from shardtrain.hf.generation_config import EOS, end_ids, read_settings, trained_tokens
 from shardtrain.hf.opening import is_hub_folder
 from shardtrain.layout import Layout
 from shardtrain.lora import frozen, spec
@@ -59,9 +59,12 @@ class OpenedModel:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Tokens that end a text: those that the folder's files list, or else the tokenizer's end token."""
-        tokenizer_ends = [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
-        return frozenset(end_ids(self.settings) or tokenizer_ends)
+        """Tokens that end a text: those that the folder's files list, else those that end a text in training."""
+        listed = end_ids(self.settings)
+        try:
+            return frozenset(listed or trained_tokens(self.tokenizer, self.config)[EOS])
+        except ConfigError:  # the run's chat template has moved, which only --chat needs
+            return frozenset(() if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,))
 
     def with_data(self, **options: Any) -> OpenedModel:
         """Return the same model with other options of [data]. An option that is None stays as it is."""

@@ -1,0 +1,204 @@
+"""An exported folder stops where the trained model stops, and its files change in nothing else."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hub_folders import build, save
+from lora_runs import train
+from tiers import cases
+from tiny import tiny_config
+from tiny_tokenizers import bpe_folder
+
+from shardtrain.cli import main
+from shardtrain.config.schema import Config
+from shardtrain.hf.generation_config import GENERATION, read_settings, with_tokens
+from shardtrain.hf.model import recognise
+from shardtrain.hf.source import of_folder
+
+transformers = pytest.importorskip("transformers")
+
+SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
+BOS, EOS, START, TURN_END = range(4)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ROWS = {
+    "chat": {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "the cat sat"}]},
+    "prompt_completion": {"prompt": "Hello!", "completion": " the cat sat"},
+    "text": {"text": "Hello! the cat sat"},
+}
+PROMPT = "Hello!"
+NEW = 24
+
+
+def base_tokenizer(folder: Path) -> Path:
+    return bpe_folder(folder, SPECIAL, eos_token="</s>", bos_token="<s>", chat_template=CHATML)
+
+
+def base(folder: Path, **changed: Any) -> Path:
+    """A folder with the tokens of an unaligned one: its config.json says eos 2 and bos 1, its tokenizer 1 and 0."""
+    base_tokenizer(folder)
+    save(build("llama3", vocab_size=400, rope_parameters={"rope_type": "default", "rope_theta": 1e4}), folder)
+    (folder / GENERATION).unlink()
+    if changed:
+        (folder / GENERATION).write_text(json.dumps(changed))
+    return folder
+
+
+def run_of(folder: Path, output: Path, form: str, from_scratch: bool = False, lora: bool = False) -> Config:
+    """Train until the model repeats its one row."""
+    rows = output.with_suffix(".jsonl")
+    rows.write_text(json.dumps(ROWS[form]) + "\n")
+    found = recognise(folder)
+    tokenizer = base_tokenizer(output.with_name("tokenizer")) if from_scratch else folder
+    config = tiny_config(
+        job={"dump_folder": str(output)},
+        data={"format": form},
+        training={
+            "steps": 40, "seq_len": 32, "local_batch_size": 2, "global_batch_size": 2, "dataset": "jsonl",
+            "dataset_path": str(rows), "on_data_end": "repeat",
+        },
+        optimizer={"lr": 2e-2, "eps": 1e-8, "weight_decay": 0.0},
+        lora={"enable": lora, "rank": 8, "alpha": 16.0},
+        checkpoint={"enable": True, "last_save_in_hf": not lora}
+        | ({} if from_scratch else {"initial_load_path": str(folder), "initial_load_in_hf": True}),
+    )  # fmt: skip
+    model = dataclasses.replace(
+        config.model,
+        name=found.name,
+        flavor=found.flavor,
+        overrides=dict(found.overrides),
+        hf_assets_path=str(tokenizer),
+    )
+    config = dataclasses.replace(config, model=model)
+    assert train(1, config)[0].error is None
+    return config
+
+
+def texts(folder: Path, chat: bool, capfd: pytest.CaptureFixture[str], run: Path | None = None) -> tuple[str, str]:
+    """The text of ``shardtrain generate`` from a run or the folder, and of transformers from the folder."""
+    capfd.readouterr()
+    words = ["generate", "--from", str(run or folder), "--prompt", PROMPT, "--max_new_tokens", str(NEW)]
+    assert main([*words, *(["--chat"] if chat else [])]) == 0
+    ours = capfd.readouterr().out.removesuffix("\n")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if chat:
+        messages = [{"role": "user", "content": PROMPT}]
+        prompt = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        prompt = tokenizer(PROMPT, return_tensors="pt")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    new = model.generate(**prompt, max_new_tokens=NEW, do_sample=False)[0, prompt.input_ids.size(1) :]
+    assert len(new) < NEW, "it does not stop"
+    return ours, tokenizer.decode(new, skip_special_tokens=True)
+
+
+def said(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / name).read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("form", "from_scratch", "eos"),
+    cases(
+        [("chat", False, [EOS, TURN_END, 2]), ("text", True, EOS)],
+        nightly=[
+            ("chat", True, [EOS, TURN_END]),
+            ("text", False, [EOS, 2]),
+            ("prompt_completion", True, [EOS, TURN_END]),  # its rows may be conversations
+            ("prompt_completion", False, [EOS, TURN_END, 2]),
+        ],
+    ),
+)
+def test_the_export_of_a_run_stops_where_the_run_stops(
+    form: str, from_scratch: bool, eos: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, back = tmp_path / "run", tmp_path / "back"
+    config = run_of(base(tmp_path / "base"), run, form, from_scratch)
+    capfd.readouterr()
+    assert main(["export", str(run), "--to", str(back), "--check", "weights"]) == 0
+    logged = capfd.readouterr().out
+    assert f"config.json: eos_token_id {None if from_scratch else 2} -> {EOS}" in logged
+    assert f"generation_config.json: eos_token_id {None if from_scratch else 2} -> {eos}" in logged
+    for folder in (back, Path(config.job.dump_folder) / "checkpoint/step-40-hf"):
+        assert {**said(folder, GENERATION), "bos_token_id": BOS, "eos_token_id": eos} == said(folder, GENERATION)
+        assert {**said(folder, "config.json"), "bos_token_id": BOS, "eos_token_id": EOS} == said(folder, "config.json")
+    words = ["--to", str(tmp_path / "kept"), "--check", "weights", "--keep_generation_config"]
+    assert main(["export", str(run), *words]) == 0
+    kept = dict.fromkeys(("bos_token_id", "eos_token_id")) if from_scratch else {"bos_token_id": 1, "eos_token_id": 2}
+    assert said(tmp_path / "kept", "config.json") == {**said(back, "config.json"), **kept}
+    assert not (tmp_path / "kept" / GENERATION).exists()
+    of_run, of_transformers = texts(back, form == "chat", capfd, run)
+    of_export, _ = texts(back, form == "chat", capfd)
+    assert of_run == of_transformers == of_export == ("the cat sat" if form == "chat" else " the cat sat")
+
+
+def test_the_merge_of_adapters_stops_where_the_run_stops_and_an_option_leaves_the_files(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"temperature": 0.6, "eos_token_id": [2, 5], "my_own": None}
+    folder = base(tmp_path / "base", **settings)
+    run_of(folder, tmp_path / "run", "chat", lora=True)
+    before = said(folder, "config.json")
+    for name, words, changed, expected in (
+        ("aligned", [], {"bos_token_id": BOS, "eos_token_id": EOS}, {"eos_token_id": [EOS, TURN_END, 2, 5]}),
+        ("kept", ["--keep_generation_config"], {}, {}),
+    ):
+        merged, back = str(tmp_path / f"merged-{name}"), tmp_path / name
+        assert main(["merge", str(tmp_path / "run"), "--to", merged, *words]) == 0
+        assert main(["export", merged, "--to", str(back), "--check", "weights"]) == 0
+        bos = {"bos_token_id": BOS} if changed else {}
+        assert said(back, GENERATION) == {**settings, **expected, **bos}
+        assert said(back, "config.json") == {**before, **changed}
+
+
+def ids(value: Any) -> set[int | None]:
+    return set(value) if isinstance(value, list) else {value}
+
+
+IN_CONFIG = (None, EOS, 2, [2, 5], [2, EOS])
+IN_GENERATION = ("no file", None, EOS, 5, [2, 5], [5, EOS])
+
+
+@pytest.mark.parametrize(
+    ("in_config", "in_generation"),
+    cases(
+        [(2, "no file"), ([2, 5], [2, 5]), (EOS, 5), (2, None)],
+        nightly=itertools.product(IN_CONFIG, IN_GENERATION),
+    ),
+)
+def test_tokens_are_aligned_as_by_the_trainer_of_transformers(
+    in_config: Any, in_generation: Any, tmp_path: Path
+) -> None:
+    from transformers.trainer_utils import align_special_tokens
+
+    folder = base(tmp_path / "hf")
+    fields = said(folder, "config.json") | {"eos_token_id": in_config}
+    (folder / "config.json").write_text(json.dumps(fields))
+    if in_generation != "no file":
+        (folder / GENERATION).write_text(json.dumps({"eos_token_id": in_generation, "temperature": 0.6}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    align_special_tokens(model, transformers.AutoTokenizer.from_pretrained(folder))
+
+    aligned, changes = with_tokens(
+        of_folder(folder), {"bos_token_id": [BOS], "eos_token_id": [EOS], "pad_token_id": []}
+    )
+    # The same ids: transformers also moves an end token that is listed already to the front
+    found = read_settings(aligned)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for ours, theirs in ((aligned.config, model.config), (found, model.generation_config)):
+            assert ids(ours.get(key)) == ids(getattr(theirs, key)), key
+    assert found.get("temperature") == (None if in_generation == "no file" else 0.6)
+    # A file without a change is the same bytes
+    again, no_changes = with_tokens(aligned, {"bos_token_id": [BOS], "eos_token_id": [EOS], "pad_token_id": []})
+    assert changes and again == aligned and not no_changes
