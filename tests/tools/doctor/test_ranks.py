@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import socket
 import time
@@ -106,7 +107,9 @@ def _damaged(rank):
 
 def test_a_clock_that_is_ahead_is_named(tmp_path):
     row = rows(examined(3, tmp_path, ["clock"], _ahead), "clock")["skew"]
-    assert row.verdict == "fail" and row.ranks == (1,) and "+90." in row.measured
+    assert row.verdict == "fail" and row.ranks == (1,)
+    measured = re.match(r"\+(\d+\.\d) s on rank 1", row.measured)
+    assert measured and abs(float(measured[1]) - 90) < 2  # a busy machine answers late
 
 
 def _ahead(rank):
