@@ -246,7 +246,8 @@ def load_model(
     Args:
         path: the folder of a run, of a checkpoint, or in Hugging Face format.
         dtype: "float32", "bfloat16" or "float16"; the run's own compute dtype if None.
-        tokenizer: path of a tokenizer, or "bytes", for a Hugging Face folder that has none.
+        tokenizer: path of a tokenizer, or "bytes", for a Hugging Face folder that has none. Only text needs one:
+            ``generate``, ``evaluate`` and ``.tokenizer`` raise if there is none.
         config: the run's TOML file. A run of your own model file needs it, because a file of code that a folder names
             is executed only if you name the configuration yourself.
         step: checkpoint of a run: "latest", "best" or a number. None is the best if the run keeps one
@@ -261,7 +262,7 @@ def load_model(
         raise ConfigError(Problem("dtype", dtype, f"must be one of {', '.join(DTYPES)}", "leave it out for the run's"))
     config_file = None if config is None else Path(config)
     wanted = None if step is None else step_name(step)
-    return open_model(Path(path), config_file, dtype, tokenizer_path=tokenizer, step=wanted)
+    return open_model(Path(path), config_file, dtype, tokenizer_path=tokenizer, step=wanted, needs_text=False)
 
 
 @python_function

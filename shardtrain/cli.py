@@ -376,7 +376,7 @@ def _show_sample(loaded: Loaded) -> None:
     """Continue ``metrics.sample_prompt`` with the weights that the run has saved; a failure costs the text alone."""
     config = loaded.config
     prompt = config.metrics.sample_prompt
-    if not prompt or not config.checkpoint.enable or config.checkpoint.load_only:
+    if not prompt or config.metrics.sample_freq == 0 or not config.checkpoint.enable or config.checkpoint.load_only:
         return
     from shardtrain.tools.generate import command
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_folders import build, save
 from once import made_once
+from tiny_tokenizers import bpe_folder
 
 import shardtrain
-from shardtrain import api
+from shardtrain import api, cli
 from shardtrain.utils.errors import ShardtrainError
 
 TINY = {
@@ -199,3 +202,40 @@ def test_a_run_of_your_own_model_file_opens_if_you_name_its_configuration(tmp_pa
         shardtrain.load_model(folder)
     model = shardtrain.load_model(folder, config=folder / "config.resolved.toml")
     assert len(shardtrain.generate(model, "def", max_new_tokens=2)) == 1
+
+
+def _folder_without_tokenizer(kind: str, folder: Path) -> Path:
+    """A model of each kind that has weights and no tokenizer that opens."""
+    if kind == "a run":
+        shutil.copytree(bpe_folder(folder / "made"), folder / "tokenizer")
+        options = {**TINY, "model.hf_assets_path": str(folder / "tokenizer"), "job.dump_folder": str(folder / "run")}
+        shardtrain.Trainer("debug", options).train()
+        shutil.rmtree(folder / "tokenizer")
+        return folder / "run"
+    hub = save(build("llama3"), folder / "hf")
+    if kind == "a Hugging Face folder":
+        return hub
+    assert cli.main(["import", str(hub), "--to", str(folder / "imported")]) == 0
+    return folder / "imported"
+
+
+@pytest.mark.parametrize("kind", ["a run", "a Hugging Face folder", "an imported checkpoint"])
+def test_weights_open_without_a_tokenizer_and_only_text_asks_for_one(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = _folder_without_tokenizer(kind, tmp_path)
+    model = shardtrain.load_model(folder)
+    assert all(parameter.isfinite().all() for parameter in model.model.parameters())
+    told = "hf_assets_path" if kind == "a run" else 'has no tokenizer .*; add tokenizer="bytes" or the path of one'
+    (tmp_path / "held.txt").write_text("mesh shard gather\n" * 20)
+    calls = {
+        "generate": lambda: shardtrain.generate(model, "mesh"),
+        "evaluate": lambda: shardtrain.evaluate(model, tmp_path / "held.txt", seq_len=16),
+        "tokenizer": lambda: model.tokenizer,
+    }
+    for name, call in calls.items():
+        with pytest.raises(ShardtrainError, match=told) as error:
+            call()
+        assert "--" not in str(error.value), name
+    if kind != "a run":
+        with_text = shardtrain.load_model(folder, tokenizer="bytes")
+        assert len(shardtrain.generate(with_text, "mesh", max_new_tokens=2)) == 1

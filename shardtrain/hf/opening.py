@@ -11,7 +11,6 @@ from shardtrain.config.schema import Config, Model, Training
 from shardtrain.hf import source
 from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.model import recognise
-from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 _TYPES = ("float32", "float16", "bfloat16")
@@ -25,10 +24,12 @@ def is_hub_folder(path: Path) -> bool:
 
 
 def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
-    """The configuration of a folder: its model, its type of weights, and its own tokenizer unless one is named.
+    """Return the configuration of a folder: its model, dtype, and its own tokenizer unless one is named.
+
+    ``model.hf_assets_path`` is empty if there is no tokenizer.
 
     Raises:
-        ConfigError: for a model that is neither ours nor one of ``transformers``, or where there is no tokenizer.
+        ConfigError: the model is neither ours nor one of ``transformers``.
         CheckpointError: when ``config.json`` cannot be read.
     """
     found = recognise(folder)
@@ -37,11 +38,10 @@ def config_of(folder: Path, tokenizer: str | None = None) -> Loaded:
         hf_config = found.hub.own_config(hf_config)
     for notice in found.notices:
         logger.info(notice)
-    if tokenizer is None and not source.of_folder(folder).has_tokenizer:
-        rule = "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)"
-        raise ConfigError(Problem("--from", str(folder), rule, 'name one with --tokenizer, a path or "bytes"'))
+    if tokenizer is None:
+        tokenizer = str(folder) if source.of_folder(folder).has_tokenizer else ""
     model = {"name": found.name, "flavor": found.flavor, "overrides": dict(found.overrides)}
-    return loaded_of(model, hf_config, tokenizer or str(folder))
+    return loaded_of(model, hf_config, tokenizer)
 
 
 def loaded_of(model: Mapping[str, Any], hf_config: Mapping[str, Any], assets: str) -> Loaded:

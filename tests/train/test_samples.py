@@ -12,12 +12,14 @@ from ranks import run_ranks
 from tiers import cases
 from tiny import assert_bitwise, make_run, tiny_config, train_whole
 
+from shardtrain import cli
 from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.data import open_tokenizer
 from shardtrain.layout import Layout
 from shardtrain.models import llama
+from shardtrain.tools.generate import command
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.train import samples
 from shardtrain.train.samples import Samples
@@ -111,3 +113,14 @@ def modes(rank: int, one: Config) -> bool:
     before = torch.random.get_rng_state()
     found.run(2)
     return all(part.training for part in run.runner.parts) and torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(("freq", "shown"), [(None, True), (0, False), (100, True)])
+def test_a_frequency_of_0_means_no_sample_after_the_last_step_either(
+    freq: int | None, shown: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(command, "main", asked.append)
+    words = [] if freq is None else [f"--metrics.sample_freq={freq}"]
+    cli._show_sample(configs.load(None, ["--metrics.sample_prompt=def", "--checkpoint.enable", *words]))
+    assert bool(asked) == shown

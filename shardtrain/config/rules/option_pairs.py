@@ -245,7 +245,7 @@ PAIRS: tuple[Rule, ...] = (
 WITHOUT_EFFECT: tuple[Rule, ...] = (
     (
         "metrics.sample_freq",
-        lambda c: not c.metrics.sample_prompt,
+        lambda c: bool(c.metrics.sample_freq) and not c.metrics.sample_prompt,
         "has no text to continue",
         'set metrics.sample_prompt = "Once upon a time", or remove it',
     ),

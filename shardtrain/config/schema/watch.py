@@ -54,8 +54,9 @@ class Metrics:
     """Address of the Prometheus endpoint; anyone who reaches it can read the metrics (shardtrain)."""
     sample_prompt: str = ""
     """Text to continue after the last step, with the weights that were saved; empty: no sample (shardtrain)."""
-    sample_freq: int = 0
-    """Steps between two samples, into the log and samples.jsonl; 0: only after the last step (shardtrain)."""
+    sample_freq: int | None = None
+    """Steps between two samples, into the log and samples.jsonl; unset: only after the last step; 0: no sample
+    (shardtrain)."""
     sinks: list[str] = field(default_factory=list)
     """Your own sinks: files with a class Sink, such as ["my_sink.py"]; see docs/extend.md (shardtrain)."""
     peak_flops: float | None = None

@@ -84,7 +84,7 @@ class Account:
 
     @classmethod
     def from_record(cls, record: Mapping[str, object]) -> Account:
-        """The account until a line of ``metrics.jsonl``; a field that is no number of seconds counts as 0."""
+        """The account until a line of ``metrics.jsonl``; a field without a number of seconds counts as 0."""
         seconds = dict.fromkeys(BINS, 0.0)
         for name in BINS:
             value = record.get(f"goodput_{name}_seconds")

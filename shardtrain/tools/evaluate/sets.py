@@ -77,6 +77,7 @@ def measure(opened: OpenedModel, section: Validation, read: Read | None = None) 
         DataError: when the set has no target token.
         NumericalError: when the loss is not finite.
     """
+    text = _Bytes(opened.tokenizer)  # a model without a tokenizer is reported before its data are opened
     if section.seq_len % opened.width:
         rule = f"is not a multiple of the {opened.width} ranks, over which sequences are split"
         raise ConfigError(Problem("validation.seq_len", section.seq_len, rule, "give --data and --seq_len"))
@@ -89,7 +90,6 @@ def measure(opened: OpenedModel, section: Validation, read: Read | None = None) 
         document_isolation.check(opened.model, models.find(config.model.name))
     device = next(opened.model.parameters()).device
     loss = torch.zeros((), dtype=torch.float64, device=device)
-    text = _Bytes(opened.tokenizer)
     tokens = 0
     rows = 0
     read = read or Read()

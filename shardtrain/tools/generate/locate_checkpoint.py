@@ -32,10 +32,8 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
     noted = source.noted_model(path, manifest.read(path)) if (path / MANIFEST).is_file() else None
     if noted is not None and config_file is None:
         kept = source.of_checkpoint(path, manifest.read(path))
-        if tokenizer_path is None and (kept is None or not kept.has_tokenizer):
-            rule = "holds no tokenizer, which the folder that it was made of had none of"
-            raise ConfigError(Problem("--from", str(path), rule, 'name one with --tokenizer, a path or "bytes"'))
-        assets = tokenizer_path or str(source.unpacked(kept) if kept is not None else "")
+        own = str(source.unpacked(kept)) if kept is not None and kept.has_tokenizer else ""
+        assets = own if tokenizer_path is None else tokenizer_path
         return loaded_of(noted, kept.config if kept is not None else {}, assets)
 
     if tokenizer_path is not None:

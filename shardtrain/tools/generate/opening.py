@@ -8,7 +8,8 @@ never run.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
@@ -37,15 +38,16 @@ from shardtrain.lora.peft import PeftFolder
 from shardtrain.ops.tied import tie, tied_names
 from shardtrain.tools.generate.locate_checkpoint import find_checkpoint, load_config
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
+from shardtrain.utils.python_api import python_function
 
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """What text can be generated from."""
+    """A trained model, and its tokenizer if it has one."""
 
     model: nn.Module
     layout: Layout
-    tokenizer: data.Tokenizer
+    open_tokenizer: Callable[[], data.Tokenizer]
     config: Config
     name: str
     """Model and checkpoint in words."""
@@ -56,6 +58,16 @@ class OpenedModel:
 
     def __repr__(self) -> str:
         return f"OpenedModel({self.name})"
+
+    @property
+    @python_function
+    def tokenizer(self) -> data.Tokenizer:
+        """The tokenizer. Only text needs one, so the model's weights can be used without.
+
+        Raises:
+            ConfigError: there is none, or it does not fit the model.
+        """
+        return self.open_tokenizer()
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -82,13 +94,15 @@ def open_model(
     base: Path | None = None,
     adapter: Path | None = None,
     step: str | None = None,
+    needs_text: bool = True,
 ) -> OpenedModel:
     """Open a Hugging Face folder, a checkpoint, or the checkpoint of a run that ``step`` names (``checkpoint.choice``).
 
     ``dtype`` is the type to hold and compute in; that in which the run computed unless given. The model is on the
     device of ``world``, and with more than one rank each layer is split over all (a collective); else on the CPU.
-    ``tokenizer_path`` is for a Hugging Face folder that has no tokenizer. ``base`` is where the weights beside a run's
-    adapters are now, ``adapter`` a folder of PEFT to add to a whole model.
+    ``tokenizer_path`` is for a Hugging Face folder without a tokenizer. Unless ``needs_text``, the tokenizer is opened
+    when it is first used. ``base`` is where the weights beside a run's adapters are now, ``adapter`` a folder of PEFT
+    to add to a whole model.
 
     Raises:
         ConfigError: when the configuration is missing or does not fit.
@@ -107,10 +121,9 @@ def open_model(
         raise ConfigError(Problem("--from", str(path), rule, "name a causal language model"))
     weights.adapt(model)
 
-    tokenizer = tokenizer_of(config)
-    if tokenizer.vocab_size > shape.vocab_size:
-        rule = f"names a tokenizer with {tokenizer.vocab_size} ids, and the model has rows for {shape.vocab_size}"
-        raise ConfigError(Problem("model.hf_assets_path", tokenizer.spec, rule, "use the model's own"))
+    open_tokenizer = functools.cache(functools.partial(_open_tokenizer, path, config, shape.vocab_size))
+    if needs_text:
+        open_tokenizer()
 
     # On the meta device: the type, the kernels, and this rank's part of each layer. Buffers keep their type, since
     # biases of routers change by steps too small for another; they are made again, as to_empty leaves them undefined.
@@ -134,7 +147,18 @@ def open_model(
         parameter.requires_grad_(False)
     name = f"{derived.model_label(config.model)}, {weights.name}, {dtype} on {device.type}"
     width = world.size if world is not None else 1
-    return OpenedModel(model.eval(), module.LAYOUT, tokenizer, config, name, width, weights.settings())
+    return OpenedModel(model.eval(), module.LAYOUT, open_tokenizer, config, name, width, weights.settings())
+
+
+def _open_tokenizer(path: Path, config: Config, vocab_size: int) -> data.Tokenizer:
+    if not config.model.hf_assets_path and config.model.tokenizer_path is None:
+        rule = "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...)"
+        raise ConfigError(Problem("--from", str(path), rule, 'add --tokenizer "bytes" or the path of one'))
+    tokenizer = tokenizer_of(config)
+    if tokenizer.vocab_size > vocab_size:
+        rule = f"names a tokenizer with {tokenizer.vocab_size} ids, and the model has rows for {vocab_size}"
+        raise ConfigError(Problem("model.hf_assets_path", tokenizer.spec, rule, "use the model's own"))
+    return tokenizer
 
 
 def _split(model: nn.Module, layout: Layout, config: Config, num_experts: int, world: World) -> None:

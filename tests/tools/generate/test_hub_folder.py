@@ -238,7 +238,10 @@ def test_what_is_missing_or_of_no_effect_is_said(
 ) -> None:
     bare = save(build("llama3"), tmp_path / "bare")
     cases = [
-        ([str(bare)], "has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...); name one with --tokenizer"),
+        (
+            [str(bare)],
+            'has no tokenizer (tokenizer.json, tokenizer.model, vocab.json, ...); add --tokenizer "bytes" or',
+        ),
         ([str(folder), "--config", "x.toml"], "has no effect"),
         ([str(tmp_path), "--tokenizer", "bytes"], "is for a Hugging Face folder"),
     ]
