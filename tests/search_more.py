@@ -47,6 +47,9 @@ from search_case import (
     T,
 )
 
+from shardtrain.facts.lr_schedules import SCHEDULES as RATE_SCHEDULES
+from shardtrain.facts.lr_schedules import options_of
+
 FIXTURES = "tests/fixtures/search"
 LLAMA, EXPERTS, ADAPTER = (f"{FIXTURES}/{name}" for name in ("llama", "mixtral", "adapter"))
 CHAT = f"{FIXTURES}/chat.jinja"
@@ -419,23 +422,25 @@ def saving(rng: random.Random, draft: Draft) -> None:
     draft.options |= within("training", some(rng, 0.3, replica_check_interval=["1"]))
 
 
-RATES: dict[str, dict[str, Sequence[str]]] = {
-    "warmup_stable_decay": {"decay_ratio": ["0.5"], "decay_type": ["sqrt", "cosine"], "min_lr_factor": ["0.3"]},
-    "linear_linear": {"total_steps": ["5"]},
-    "linear_by_proportion": {"warmup_proportion": ["0.5"], "total_steps": ["5"]},
-    "deepspeed_warmup": {"warmup_type": ["linear"], "min_lr_factor": ["0.3"]},
-    "deepspeed_warmup_decay": {"warmup_type": ["linear"], "total_steps": ["5"]},
-    "deepspeed_warmup_cosine": {"warmup_type": ["linear"], "min_lr_factor": ["0.3"]},
-    "transformers": {"warmup_proportion": ["0.5"], "decay_type": ["cosine"], "min_lr_factor": ["0.3"]},
+RATES: dict[str, Sequence[str]] = {
+    "decay_ratio": ["0.5"],
+    "decay_type": ["sqrt", "cosine"],
+    "min_lr_factor": ["0.3"],
+    "total_steps": ["5"],
+    "warmup_proportion": ["0.5"],
+    "warmup_type": ["linear"],
 }
 
 
 def rates(rng: random.Random, draft: Draft) -> None:
-    """Every schedule of the learning rate, and the constants of the optimizers."""
-    name = rng.choice(list(RATES))
-    drawn = {"name": name, **some(rng, 0.5, **RATES[name])}
-    steps = {"linear_by_proportion": UNSET, "transformers": "0"}.get(name, rng.choice(("0", "1", "2", "3")))
-    draft.options |= within("lr_scheduler", {**drawn, "warmup_steps": steps})
+    """Every schedule of the learning rate, with the options that it reads, and the constants of the optimizers."""
+    name = rng.choice(list(RATE_SCHEDULES))
+    read = (*options_of(RATE_SCHEDULES[name]), "total_steps")
+    drawn = {"name": name, **some(rng, 0.5, **{option: RATES[option] for option in read if option != "warmup_steps"})}
+    drawn["warmup_steps"] = rng.choice(("0", "1", "2", "3"))
+    if "warmup_proportion" in read:  # a number of steps would overrule the share, or has no effect
+        drawn["warmup_steps"] = "0" if "warmup_steps" in read else UNSET
+    draft.options |= within("lr_scheduler", drawn)
     constants = some(rng, 0.4, beta1=["0.5", "0"], beta2=["0.999"], weight_decay=["0", "0.5"], eps=["1e-2"])
     constants |= some(rng, 0.2, no_weight_decay=["*attn*", "*norm*\n*attn*"])
     low = ("optimizer.state_dtype", "optimizer.bf16_stochastic_round", "optimizer.early_step_in_backward")

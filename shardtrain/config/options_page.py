@@ -8,9 +8,18 @@ from typing import get_origin
 
 from shardtrain.config.json_schema import FILE, json_schema_text
 from shardtrain.config.options import Option, default_text, kind_text, options, options_of, sections
+from shardtrain.facts.lr_schedules import SCHEDULES
+from shardtrain.facts.lr_schedules import options_of as options_of_schedule
 
 PAGE = Path("docs") / "options.md"
 SCHEMA = Path("configs") / FILE
+_SCHEDULES_HEAD = """
+Schedules of `lr_scheduler.name`. Each reads the options in the second column and `total_steps`; a further option is an
+error. The learning rate is `optimizer.lr` times the share that a schedule returns.
+
+| Schedule | Options | Share of the peak rate |
+|---|---|---|
+"""
 _HEAD = """# Options
 
 Every option of a run, as `[section]` and `key` in a TOML file or `--section.key VALUE` on the command line. The command
@@ -25,6 +34,8 @@ def options_page() -> str:
         inside = [option for name, option in options().items() if name.rpartition(".")[0] == section]
         if inside:
             parts.append(_section(f"[{section}]", cls, inside))
+        if section == "lr_scheduler":
+            parts[-1] += _SCHEDULES_HEAD + "".join(_schedule_row(name) for name in SCHEDULES)
         for option in inside:
             if option.entry:
                 name = f"[{option.name}.NAME]" if get_origin(option.kind) is dict else f"[[{option.name}]]"
@@ -45,6 +56,12 @@ def _section(title: str, cls: type, inside: Sequence[Option]) -> str:
     table = ["| Option | Type | Default | Meaning |", "|---|---|---|---|", *rows]
     text = f"\n{intro}\n" if not intro.startswith(f"{cls.__name__}(") else ""
     return "\n".join([f"## {title}{chr(10) if text else ''}{text}", *table]) + "\n"
+
+
+def _schedule_row(name: str) -> str:
+    schedule = SCHEDULES[name]
+    options_read = ", ".join(f"`{option}`" for option in options_of_schedule(schedule))
+    return f"| `{name}` | {options_read} | {_cell(' '.join((schedule.__doc__ or '').split()))} |\n"
 
 
 def _cell(text: str) -> str:

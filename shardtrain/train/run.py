@@ -16,9 +16,11 @@ from shardtrain.config.schema import Config
 from shardtrain.data.file_hashes import Contents
 from shardtrain.distributed import LOSS_AXES, Mesh, Runner
 from shardtrain.distributed.process_group import World
+from shardtrain.facts.lr_schedules import Schedule
 from shardtrain.lora.spec import Spec
 from shardtrain.metrics import Reduce, RunFacts
 from shardtrain.ops import accelerator
+from shardtrain.optim import lr_scheduler
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.train.state import TrainState
 from shardtrain.utils.best_effort import BestEffort
@@ -74,6 +76,11 @@ class Run:
             and config.training.dtype == "float32"  # the factor of clipping is rounded to the type of the gradients
             and optim.decides_on_device(self.optimizer)
         )
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The learning-rate schedule; a user's file is run once."""
+        return lr_scheduler.find(self.config.lr_scheduler.name)
 
     def measures(self) -> dict[str, float]:
         """What the record of a logged step has beside the step's own numbers."""

@@ -29,7 +29,7 @@ from shardtrain.metrics import Metrics, profiling
 from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.ops import accelerator, device_kernels
 from shardtrain.ops.seeding import seed_step
-from shardtrain.optim import lr_scheduler
+from shardtrain.optim.lr_scheduler import learning_rate
 from shardtrain.resilience import progress
 from shardtrain.resilience.guards.loss_spikes import RollbackRequested
 from shardtrain.resilience.resilience import Resilience
@@ -282,7 +282,7 @@ def step(run: Run) -> Outcome | None:
     # ranks, so that no later reduction takes a mean
     scale = run.scaler.scale if run.scaler else 1.0
     weight = torch.full((), scale / max(sums.num_targets, 1), dtype=torch.float32, device=mesh.device)
-    lr = lr_scheduler.learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates)
+    lr = learning_rate(config.optimizer, config.lr_scheduler, run.total_steps, state.updates, run.schedule)
     optim.set_learning_rate(run.optimizer, lr)  # before backward, in which the optimizer may step already
     loss = run.runner.forward_backward(batches, weight)
 

@@ -18,15 +18,19 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 def fault(path: str, names: Sequence[str], fix: str) -> tuple[str, str] | None:
     """What is wrong with a file as its text tells, and the fix; None where it may bind all ``names`` at its top."""
-    file = Path(path)
-    if not file.is_file():
+    if not Path(path).is_file():
         return "is not a file", f"give the path of an existing file, and {fix}"
     try:
-        module = ast.parse(file.read_text(encoding="utf-8"))
+        module = parse(path)
     except (SyntaxError, ValueError, OSError) as error:
         return f"cannot be read as Python ({error})", "correct the file"
     missing = [name for name in names if not any(_binds(node, name) for node in ast.walk(module))]
     return (f"has no {' and no '.join(missing)}", fix) if missing else None
+
+
+def parse(path: str) -> ast.Module:
+    """Return the syntax tree of a file; raises SyntaxError, ValueError or OSError if it cannot be read as Python."""
+    return ast.parse(Path(path).read_text(encoding="utf-8"))
 
 
 def load(path: str, kind: str, option: str, names: Sequence[str], fix: str) -> ModuleType:

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtrain import config
+from shardtrain.config.rules.own_files import SCHEDULE_OPTIONS
 from shardtrain.config.schema import LRScheduler, Optimizer
+from shardtrain.facts.lr_schedules import SCHEDULES, options_of
 from shardtrain.optim.lr_scheduler import learning_rate
 
 
@@ -119,18 +122,7 @@ def test_deepspeed_schedules_that_end_are_their_closed_forms_at_every_step(warmu
     assert got == pytest.approx([most * share for share in (*rise, *half)][:total], rel=1e-12)
 
 
-NAMES = [
-    "warmup_stable_decay",
-    "linear_linear",
-    "linear_by_proportion",
-    "deepspeed_warmup",
-    "deepspeed_warmup_decay",
-    "deepspeed_warmup_cosine",
-    "transformers",
-]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_rates_stay_between_zero_and_the_peak(name, data):
@@ -157,7 +149,57 @@ def test_rates_stay_between_zero_and_the_peak(name, data):
     assert set(got[total - 1 :]) <= {got[total - 1]}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_total_steps_decide_the_schedule_in_place_of_the_run(name):
     assert rates(50, name=name, total_steps=10, warmup_steps=2, count=10) == rates(10, name=name, warmup_steps=2)
     assert rates(3, name=name, total_steps=10, warmup_steps=2) == rates(10, name=name, warmup_steps=2)[:3]
+
+
+OTHER_VALUES = {
+    "warmup_steps": 7,
+    "decay_ratio": 0.3,
+    "decay_type": "cosine",
+    "min_lr_factor": 0.25,
+    "warmup_proportion": 0.4,
+    "warmup_type": "linear",
+}
+"""A value of each option that differs from the one in ``PLAIN``."""
+PLAIN = {"warmup_steps": 4, "warmup_proportion": 0.2}
+
+
+def half(step: int, total_steps: int, min_lr_factor: float) -> float:
+    """The peak rate, then a share of it."""
+    return 1.0 if 2 * step < total_steps else min_lr_factor
+
+
+@pytest.fixture(params=[*SCHEDULES, "half"])
+def schedule(request, monkeypatch):
+    """Each schedule of the package, and one that is added as docs/architecture.md describes."""
+    monkeypatch.setitem(SCHEDULES, "half", half)
+    return request.param
+
+
+def test_a_schedule_rejects_the_options_that_it_does_not_read(schedule):
+    def problems(*words):
+        name = f"--lr_scheduler.name={schedule}"
+        return [problem.option for problem in config.check(config.load("debug", [name, *words]))]
+
+    assert problems() == []
+    assert set(OTHER_VALUES) == set(SCHEDULE_OPTIONS)
+    for option, value in OTHER_VALUES.items():
+        expected = [] if option in options_of(SCHEDULES[schedule]) else [f"lr_scheduler.{option}"]
+        assert problems(f"--lr_scheduler.{option}={value}") == expected
+
+
+def test_each_option_that_a_schedule_reads_changes_a_rate(schedule):
+    # the transformers schedule reads warmup_proportion without warmup_steps only
+    plain = {**PLAIN, "warmup_steps": 0} if schedule == "transformers" else PLAIN
+    before = rates(20, name=schedule, **plain)
+    for option in options_of(SCHEDULES[schedule]):
+        assert rates(20, name=schedule, **{**plain, option: OTHER_VALUES[option]}) != before, option
+
+
+def test_an_unknown_schedule_is_one_error_that_names_the_nearest():
+    problems = config.check(config.load("debug", ["--lr_scheduler.name=linear_lineer"]))
+    (problem,) = [problem for problem in problems if problem.option == "lr_scheduler.name"]
+    assert 'did you mean "linear_linear"?' in str(problem)

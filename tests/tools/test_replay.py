@@ -185,7 +185,7 @@ def test_opening_a_folder_runs_no_code_that_its_configuration_names(
     folder.mkdir()
     code.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     keys = {"model": ["name", "tokenizer_path"], "task": ["name"], "optimizer": ["name"], "training": ["dataset"]}
-    keys |= {"validation": ["dataset"], "data.sources.web": ["dataset"]}
+    keys |= {"lr_scheduler": ["name"], "validation": ["dataset"], "data.sources.web": ["dataset"]}
     named = [f"{section}.{key}" for section, found in keys.items() for key in found]
     text = "".join(f"[{s}]\n{''.join(f'{key} = {str(code)!r}{chr(10)}' for key in found)}" for s, found in keys.items())
     (folder / "config.resolved.toml").write_text(f"{text}[metrics]\nsinks = [{str(code)!r}]\n")

@@ -40,7 +40,7 @@ from shardtrain.config.rules.option_pairs import (
     check_without_effect,
     spike_notes,
 )
-from shardtrain.config.rules.own_files import check_own_files
+from shardtrain.config.rules.own_files import check_own_files, schedule_options
 from shardtrain.config.rules.pipeline import check_context, check_pipeline, pipeline_notes
 from shardtrain.config.rules.safety import check_paths, check_secrets
 from shardtrain.config.rules.task import OF_TEXT, check_task, check_text_tasks
@@ -179,7 +179,7 @@ def notes(loaded: Loaded) -> list[str]:
                 found.append(f"{problem.option}={problem.value} of the preset {problem.rule}")
     schedule = loaded.config.lr_scheduler
     steps = loaded.config.training.steps
-    if loaded.config.training.epochs is None and schedule.name != "linear_by_proportion":  # it reads no warmup_steps
+    if loaded.config.training.epochs is None and "warmup_steps" in (schedule_options(schedule.name) or ()):
         if schedule.warmup_steps > steps >= 1:
             found.append(
                 f"lr_scheduler.warmup_steps={schedule.warmup_steps} is more than the {steps} steps: "

@@ -9,9 +9,11 @@ from typing import Any
 
 from shardtrain.config import stages
 from shardtrain.config.load import Loaded
+from shardtrain.config.rules.own_files import SCHEDULE_OPTIONS, schedule_options
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import COMMAND_LINE
+from shardtrain.facts.lr_schedules import SCHEDULES
 from shardtrain.utils.errors import Problem
 
 Rule = tuple[str, Callable[[Config], bool], str, str]
@@ -308,17 +310,6 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
     ),
 )
 
-_SCHEDULE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "warmup_stable_decay": ("warmup_steps", "total_steps", "decay_ratio", "decay_type", "min_lr_factor"),
-    "linear_linear": ("warmup_steps", "total_steps"),
-    "linear_by_proportion": ("warmup_proportion", "total_steps"),
-    "transformers": ("warmup_steps", "warmup_proportion", "total_steps", "decay_type", "min_lr_factor"),
-    **dict.fromkeys(
-        ("deepspeed_warmup", "deepspeed_warmup_decay", "deepspeed_warmup_cosine"),
-        ("warmup_steps", "warmup_type", "total_steps", "min_lr_factor"),
-    ),
-}
-
 
 def check_pairs(loaded: Loaded) -> Iterator[Problem]:
     """Options that exclude each other or lack what they need."""
@@ -341,13 +332,16 @@ def check_without_effect(loaded: Loaded) -> Iterator[Problem]:
 
 
 def check_schedule(loaded: Loaded) -> Iterator[Problem]:
-    """Options of a learning-rate schedule other than the one in use; a value equal to the default does no harm."""
+    """Options that the learning-rate schedule does not read; a value equal to the default does no harm."""
     name = loaded.config.lr_scheduler.name
-    for key in dict.fromkeys(key for keys in _SCHEDULE_OPTIONS.values() for key in keys):
+    options_read = schedule_options(name)
+    if options_read is None:  # check_own_files reports an unknown name
+        return
+    for key in SCHEDULE_OPTIONS:
         option = f"lr_scheduler.{key}"
-        if key in _SCHEDULE_OPTIONS[name] or not loaded.is_set(option) or _is_default(loaded, option):
+        if key in options_read or not loaded.is_set(option) or _is_default(loaded, option):
             continue
-        users = [other for other, keys in _SCHEDULE_OPTIONS.items() if key in keys]
+        users = [other for other in SCHEDULES if key in (schedule_options(other) or ())]
         yield problem(loaded, option, f"has no effect with lr_scheduler.name = {name}", f"use {users[0]}, or remove it")
 
 

@@ -1,12 +1,16 @@
-"""Files of Python that options name: they are there, and hold what they are named for, as their text tells."""
+"""Python files that options name: each exists and defines what it is named for. Files are parsed, not run."""
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
+from dataclasses import fields
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
 from shardtrain.config.rules.values import problem
+from shardtrain.config.schema import Config, LRScheduler
+from shardtrain.facts import lr_schedules
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import Problem
 
@@ -15,26 +19,69 @@ OPTIMIZER = (
     ("build", "initial_state"),
     "define build(param_groups, options) and initial_state(parameter): docs/extend.md",
 )
+SCHEDULE = (("factor",), "define factor(step, total_steps), with options of [lr_scheduler] as further parameters")
 TOKENIZER = (("Tokenizer",), "define a class Tokenizer with encode, decode and vocab_size, as docs/extend.md shows")
-"""What a file must hold, and the fix where it does not."""
+"""What a file must define, and the fix if it does not."""
 
 OPTIMIZERS = ("AdamW", "Adam", "AdamW8bit", "Muon")
+SCHEDULE_OPTIONS = tuple(field.name for field in fields(LRScheduler) if field.name not in ("name", "total_steps"))
+"""Options of [lr_scheduler] that a schedule may read; ``total_steps`` is an argument of every schedule."""
+
+
+def named_files(config: Config) -> list[tuple[str, str]]:
+    """Return every option that may be the path of a Python file, with its value, path or not."""
+    return [
+        ("model.name", config.model.name),
+        ("model.tokenizer_path", config.model.tokenizer_path or ""),
+        ("task.name", config.task.name),
+        ("optimizer.name", config.optimizer.name),
+        ("lr_scheduler.name", config.lr_scheduler.name),
+        ("training.dataset", config.training.dataset),
+        ("validation.dataset", config.validation.dataset),
+        *((f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()),
+        *(("metrics.sinks", path) for path in config.metrics.sinks),
+    ]
 
 
 def check_own_files(loaded: Loaded) -> Iterator[Problem]:
-    """An optimizer, which may be one of this package, a tokenizer, and sinks."""
-    tokenizer = loaded.config.model.tokenizer_path
+    """Optimizer and schedule, which may also be names of this package, the tokenizer, and sinks."""
+    config = loaded.config
+    tokenizer = config.model.tokenizer_path
     if tokenizer is not None and tokenizer.endswith(".py"):
         yield from _check(loaded, "model.tokenizer_path", tokenizer, *TOKENIZER)
-    for path in loaded.config.metrics.sinks:
+    for path in config.metrics.sinks:
         yield from _check(loaded, "metrics.sinks", path, *SINK)
-    name = loaded.config.optimizer.name
-    if name.endswith(".py"):
-        yield from _check(loaded, "optimizer.name", name, *OPTIMIZER)
-    elif name not in OPTIMIZERS:
-        near = nearest(name, OPTIMIZERS)
-        fix = (f'did you mean "{near}"? ' if near else f'use "{OPTIMIZERS[0]}", ') + "or a path that ends in .py"
-        yield problem(loaded, "optimizer.name", f"must be one of {', '.join(OPTIMIZERS)}", fix)
+    yield from _check_named(loaded, "optimizer.name", OPTIMIZERS, *OPTIMIZER)
+    yield from _check_named(loaded, "lr_scheduler.name", tuple(lr_schedules.SCHEDULES), *SCHEDULE)
+    unknown = set(schedule_options(config.lr_scheduler.name) or ()) - set(SCHEDULE_OPTIONS)
+    if unknown:
+        rule = f"has factor with the parameter {min(unknown)}, which is not an option of [lr_scheduler]"
+        yield problem(loaded, "lr_scheduler.name", rule, f"use step, total_steps and {', '.join(SCHEDULE_OPTIONS)}")
+
+
+def schedule_options(name: str) -> tuple[str, ...] | None:
+    """Return the options that a schedule reads; None if the name is unknown or the text of the file does not tell."""
+    if name in lr_schedules.SCHEDULES:
+        return lr_schedules.options_of(lr_schedules.SCHEDULES[name])
+    if not name.endswith(".py") or own_file.fault(name, *SCHEDULE):
+        return None
+    for node in own_file.parse(name).body:
+        if isinstance(node, ast.FunctionDef) and node.name == "factor":
+            names = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
+            return tuple(names[2:])
+    return None
+
+
+def _check_named(
+    loaded: Loaded, option: str, known: tuple[str, ...], names: tuple[str, ...], fix: str
+) -> Iterator[Problem]:
+    value = loaded.value(option)
+    if value.endswith(".py"):
+        yield from _check(loaded, option, value, names, fix)
+    elif value not in known:
+        near = nearest(value, known)
+        fix = (f'did you mean "{near}"? ' if near else f'use "{known[0]}", ') + "or a path that ends in .py"
+        yield problem(loaded, option, f"must be one of {', '.join(known)}", fix)
 
 
 def _check(loaded: Loaded, option: str, path: str, names: tuple[str, ...], fix: str) -> Iterator[Problem]:

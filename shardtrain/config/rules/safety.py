@@ -7,6 +7,7 @@ from pathlib import PurePath
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
+from shardtrain.config.rules.own_files import named_files
 from shardtrain.config.rules.values import problem
 from shardtrain.config.settings import COMMAND_LINE
 from shardtrain.utils.errors import Problem
@@ -70,22 +71,11 @@ def code_of_a_run(loaded: Loaded) -> list[Problem]:
 
     A configuration that a user gives is the user's own word; one that lies in a folder may be anybody's.
     """
-    config = loaded.config
-    named = [
-        ("model.name", config.model.name),
-        ("model.tokenizer_path", config.model.tokenizer_path),
-        ("task.name", config.task.name),
-        ("optimizer.name", config.optimizer.name),
-        ("training.dataset", config.training.dataset),
-        ("validation.dataset", config.validation.dataset),
-        *((f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()),
-        *(("metrics.sinks", path) for path in config.metrics.sinks),
-    ]
     rule = "is code that the folder of a run names, and opening a folder runs none"
     return [
         Problem(option, value, rule, f"if you trust that file, say so: --{option} {value}", loaded.where(option))
-        for option, value in named
-        if isinstance(value, str) and value.endswith(".py") and loaded.origins.get(option) != COMMAND_LINE
+        for option, value in named_files(loaded.config)
+        if value.endswith(".py") and loaded.origins.get(option) != COMMAND_LINE
     ]
 
 

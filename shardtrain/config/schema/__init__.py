@@ -117,19 +117,9 @@ class Optimizer:
 class LRScheduler:
     """The learning rate as a pure function of the step."""
 
-    name: Literal[
-        "warmup_stable_decay",
-        "linear_linear",
-        "linear_by_proportion",
-        "deepspeed_warmup",
-        "deepspeed_warmup_decay",
-        "deepspeed_warmup_cosine",
-        "transformers",
-    ] = "warmup_stable_decay"
-    """warmup_stable_decay is torchtitan's; linear_linear is torchtrain's; linear_by_proportion warms up over
-    warmup_proportion of the steps (Hugging Face's linear); deepspeed_warmup, deepspeed_warmup_decay and
-    deepspeed_warmup_cosine are WarmupLR, WarmupDecayLR and WarmupCosineLR; transformers is that library's linear and
-    cosine, whose first rate is 0 (shardtrain)."""
+    name: str = "warmup_stable_decay"
+    """A schedule of the list in docs/options.md; the default is torchtitan's. Or the path of a file of yours, whose
+    function factor returns the share of the peak rate: docs/extend.md (shardtrain)."""
     warmup_steps: int = 200
     """Steps from the first to the peak rate; with transformers, 0 means warmup_proportion."""
     total_steps: int | None = None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
+from shardtrain.config.rules.own_files import named_files
 from shardtrain.config.schema import Config
 from shardtrain.metrics.sinks import own as sinks
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
@@ -11,7 +14,7 @@ from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
     """The error of a file of the user's with its place there, in Python's words; any other is raised again."""
-    files = {name: option for option, name in _named(config) if name.endswith(".py")}
+    files = {name: option for option, name in named_files(config) if name.endswith(".py")}
     by_path = {str(Path(name).resolve()): name for name in files}
     source = ""
     place = ""
@@ -38,22 +41,18 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
 
 
 def look(config: Config) -> list[ShardtrainError]:
-    """Load the files that nothing else loads before ranks start; gives what is wrong with them."""
+    """Load the files that nothing else loads before ranks start, and return their errors."""
+    checks: list[Callable[[], object]] = [partial(sinks.find, path) for path in config.metrics.sinks]
+    if config.lr_scheduler.name.endswith(".py"):
+        from shardtrain.optim import lr_scheduler  # its package imports torch
+
+        checks.append(partial(lr_scheduler.check_own, config.optimizer, config.lr_scheduler, config.training.steps))
     found: list[ShardtrainError] = []
-    for path in config.metrics.sinks:
+    for check in checks:
         try:
-            sinks.find(path)
+            check()
         except ShardtrainError as error:
             found.append(error)
         except (Exception, SystemExit) as error:
             found.append(explain(error, config))
     return found
-
-
-def _named(config: Config) -> list[tuple[str, str]]:
-    """Options and the files that they may name."""
-    named = [("model.name", config.model.name), ("task.name", config.task.name)]
-    named += [("optimizer.name", config.optimizer.name), ("model.tokenizer_path", config.model.tokenizer_path or "")]
-    named += [("training.dataset", config.training.dataset), ("validation.dataset", config.validation.dataset)]
-    named += [("metrics.sinks", path) for path in config.metrics.sinks]
-    return named + [(f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()]

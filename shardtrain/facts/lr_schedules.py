@@ -1,0 +1,132 @@
+"""Learning-rate schedules. To add one, write its function and list it in ``SCHEDULES``.
+
+A schedule returns the learning rate of an optimizer step as a share of the peak rate. ``step`` counts from 0 and
+``total_steps`` is the length of the schedule. Each further parameter is the option of ``[lr_scheduler]`` of that name:
+the signature is the only place that says which options a schedule reads. A file of the user's has the same signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+
+Schedule = Callable[..., float]
+
+
+def options_of(schedule: Schedule) -> tuple[str, ...]:
+    """Return the options of ``[lr_scheduler]`` that a schedule reads, besides ``total_steps``.
+
+    >>> options_of(linear_linear)
+    ('warmup_steps',)
+    """
+    _step, _total_steps, *options = inspect.signature(schedule).parameters
+    return tuple(options)
+
+
+def warmup_stable_decay(
+    step: int, total_steps: int, warmup_steps: int, decay_ratio: float | None, decay_type: str, min_lr_factor: float
+) -> float:
+    """Linear warmup, peak, decay. The last rate is one step short of the end, as torchtitan v0.2 counts.
+
+    W=2, N=10, linear: 1/2, 1, 1, 7/8, 6/8, ..., 1/8.
+    """
+    warmup = min(warmup_steps, total_steps)
+    decay = total_steps - warmup
+    if decay_ratio is not None:
+        decay = min(decay, round(total_steps * decay_ratio))
+    stable_end = total_steps + 1 - decay
+    if step < warmup:
+        return (step + 1) / warmup
+    if step < stable_end:
+        return 1.0
+    return _decay((step + 1 - stable_end) / decay, decay_type, min_lr_factor)
+
+
+def transformers(
+    step: int, total_steps: int, warmup_steps: int, warmup_proportion: float, decay_type: str, min_lr_factor: float
+) -> float:
+    """Linear from 0 over the warmup, then the decay (get_linear_ and get_cosine_schedule_with_warmup of transformers).
+
+    W=2, N=10, linear: 0, 1/2, 1, 7/8, ..., 1/8. A share of the steps is rounded up, as TrainingArguments does.
+    """
+    warmup = warmup_steps or math.ceil(warmup_proportion * total_steps)
+    if step < warmup:
+        return step / max(1, warmup)
+    return _decay((step - warmup) / max(1, total_steps - warmup), decay_type, min_lr_factor)
+
+
+def linear_linear(step: int, total_steps: int, warmup_steps: int) -> float:
+    """Linear warmup that reaches the peak one step after it, then linear decay (torchtrain, 2024).
+
+    W=2, N=10: 1/3, 2/3, 1, 7/8, ..., 1/8.
+    """
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    return 1 - (step - warmup_steps) / (total_steps - warmup_steps)
+
+
+def linear_by_proportion(step: int, total_steps: int, warmup_proportion: float) -> float:
+    """Linear from 0 over a share of the steps, then linear to 0 (Hugging Face's linear schedule)."""
+    warmup = int(warmup_proportion * total_steps)
+    if step < warmup:
+        return step / warmup
+    return (total_steps - step) / max(1, total_steps - warmup)
+
+
+def deepspeed_warmup(step: int, total_steps: int, warmup_steps: int, warmup_type: str, min_lr_factor: float) -> float:
+    """From min_lr_factor to the peak, by the logarithm of the step or linearly, then the peak (DeepSpeed's WarmupLR).
+
+    As in DeepSpeed, a warmup takes at least 2 steps.
+    """
+    warmup = max(2, warmup_steps)
+    if step >= warmup:
+        return 1.0
+    share = math.log(step + 1) / math.log(warmup) if warmup_type == "log" else step / warmup
+    return min_lr_factor + (1 - min_lr_factor) * share
+
+
+def deepspeed_warmup_decay(
+    step: int, total_steps: int, warmup_steps: int, warmup_type: str, min_lr_factor: float
+) -> float:
+    """DeepSpeed's WarmupLR, then linearly from the peak back to min_lr_factor at the end (WarmupDecayLR)."""
+    warmup = max(2, warmup_steps)
+    if step < warmup:
+        return deepspeed_warmup(step, total_steps, warmup_steps, warmup_type, min_lr_factor)
+    share = max(0.0, (total_steps - step) / max(1, total_steps - warmup))
+    return min_lr_factor + (1 - min_lr_factor) * share
+
+
+def deepspeed_warmup_cosine(
+    step: int, total_steps: int, warmup_steps: int, warmup_type: str, min_lr_factor: float
+) -> float:
+    """A warmup from 0, then half a cosine from the step after the peak down to min_lr_factor (WarmupCosineLR)."""
+    warmup = max(2, warmup_steps)
+    if step < warmup:
+        return deepspeed_warmup(step, total_steps, warmup_steps, warmup_type, min_lr_factor=0.0)
+    share = (1 + math.cos(math.pi * (step - warmup + 1) / max(1, total_steps - warmup))) / 2
+    return min_lr_factor + (1 - min_lr_factor) * share
+
+
+def _decay(progress: float, decay_type: str, min_lr_factor: float) -> float:
+    """Decay from 1 at progress 0 to ``min_lr_factor`` at progress 1."""
+    shapes = {
+        "linear": 1 - progress,
+        "sqrt": 1 - math.sqrt(progress),
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }
+    return min_lr_factor + (1 - min_lr_factor) * shapes[decay_type]
+
+
+SCHEDULES: dict[str, Schedule] = {
+    schedule.__name__: schedule
+    for schedule in (
+        warmup_stable_decay,
+        linear_linear,
+        linear_by_proportion,
+        deepspeed_warmup,
+        deepspeed_warmup_decay,
+        deepspeed_warmup_cosine,
+        transformers,
+    )
+}

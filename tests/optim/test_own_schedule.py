@@ -1,0 +1,93 @@
+"""A learning-rate schedule in a user's file: the same numbers as a built-in one, and errors that name the file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from tiers import cases
+from tiny import Ended, tiny_config, train_whole
+
+from shardtrain.cli import main
+
+LINEAR_LINEAR = """
+def factor(step, total_steps, warmup_steps):
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    return 1 - (step - warmup_steps) / (total_steps - warmup_steps)
+"""
+
+STEPS, KILLED = 5, 3
+MESHES = {
+    "one process": (1, {}),
+    "fsdp": (2, {}),
+    "tp": (2, {"tensor_parallel_degree": 2}),
+    "pp": (2, {"pipeline_parallel_degree": 2}),
+}
+
+
+def written(folder: Path, text: str = LINEAR_LINEAR) -> str:
+    path = folder / "my_schedule.py"
+    path.write_text(text)
+    return str(path)
+
+
+def built_in_and_own(rank: int, root: Path, path: str, mesh: str) -> tuple[Ended, Ended]:
+    """A run with linear_linear, and one with the file that is killed and resumed."""
+
+    def config(folder: str, schedule: str):
+        return tiny_config(
+            job={"dump_folder": str(root / folder)},
+            parallelism=MESHES[mesh][1],
+            training={"steps": STEPS, "local_batch_size": 8 // MESHES[mesh][0]},
+            lr_scheduler={"name": schedule, "warmup_steps": 2},
+            checkpoint={"enable": True, "interval": 2},
+        )
+
+    straight = train_whole(rank, config("straight", "linear_linear"))
+    train_whole(rank, config("killed", path), stop_after=KILLED)
+    return straight, train_whole(rank, config("killed", path))
+
+
+@pytest.mark.parametrize("mesh", cases(["one process"], nightly=["fsdp", "tp", "pp"]))
+def test_a_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_path: Path, mesh: str) -> None:
+    for straight, resumed in run_ranks(MESHES[mesh][0], built_in_and_own, tmp_path, written(tmp_path), mesh):
+        assert straight.error is None and resumed.error is None
+        assert resumed.lrs == straight.lrs[2:] == pytest.approx([1e-2, 1e-2 * 2 / 3, 1e-2 / 3])
+        assert resumed.losses == straight.losses[2:]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is not a file"),
+        ("x = (", "cannot be read as Python"),
+        ("def rate(step, total_steps): ...", "has no factor; define factor(step, total_steps)"),
+        (
+            "def factor(step, total_steps, warmup): ...",
+            "the parameter warmup, which is not an option",
+        ),
+        ("def factor(step, total_steps):\n    return step / 0", "fails (line 2): division by zero"),
+        ("def factor(step, total_steps):\n    return step", "returns 2 at step 2 of 200; return the share of the peak"),
+        ("def factor(step, total_steps):\n    return float('nan')", "returns nan at step 0"),
+        ("def factor(step, total_steps):\n    pass", "returns None at step 0"),
+        (
+            "x = []\ndef factor(step, total_steps):\n    x.append(0)\n    return 1 / len(x)",
+            "a resumed run would differ",
+        ),
+    ],
+)
+def test_a_wrong_schedule_file_is_one_error_that_names_it(tmp_path: Path, capsys, text: str | None, said: str) -> None:
+    path = str(tmp_path / "my_schedule.py") if text is None else written(tmp_path, text)
+    assert main(["config", "check", "debug", f"--lr_scheduler.name={path}", "--training.device=cpu"]) == 2
+    lines = [line for line in "".join(capsys.readouterr()).splitlines() if not line.startswith("note:")]
+    (line,) = [line for line in lines if "my_schedule.py" in line]
+    assert "lr_scheduler.name=" in line and said in line
+
+
+def test_an_option_that_a_schedule_file_does_not_read_is_an_error(tmp_path: Path, capsys) -> None:
+    words = ["config", "check", "debug", f"--lr_scheduler.name={written(tmp_path)}", "--training.device=cpu"]
+    assert main(words) == 0
+    assert main([*words, "--lr_scheduler.warmup_proportion=0.5"]) == 2
+    assert "lr_scheduler.warmup_proportion=0.5 has no effect with lr_scheduler.name" in "".join(capsys.readouterr())
