@@ -59,7 +59,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             if -(-rows // mesh.size(AXIS)) * (mesh.size(AXIS) - 1) >= rows:
                 plan[path] = WholeEmbedding()
             outputs = module.out_features if word == "head" and isinstance(module, nn.Linear) else mesh.size(AXIS)
-            if outputs < mesh.size(AXIS):
+            if outputs < mesh.size(AXIS) or (outputs % mesh.size(AXIS) and not loss_parallel):
                 plan[path] = WholeHead(sequences)
             if word == "embed" and not isinstance(module, nn.Embedding):  # computes from positions, has no table
                 plan[path] = WholeEmbedding()
@@ -716,7 +716,7 @@ class WholeEmbedding(WholeWeights):
 
 
 class WholeHead(WholeWeights):
-    """A head of fewer features than ranks, such as a reward: replicated, with whole sequences on every rank."""
+    """A head whose outputs cannot be split evenly, such as a reward: replicated, with full sequences on every rank."""
 
     def __init__(self, sequences: _Sequences) -> None:
         super().__init__(Replicate())

@@ -327,13 +327,17 @@ class _Starts(TorchDispatchMode):
 
 
 def saved_config(
-    found: Mapping[str, Any], architecture: str, num_labels: int = 0, vocab_size: int = 0
+    found: Mapping[str, Any], architecture: str, labels: Sequence[str] = (), vocab_size: int = 0
 ) -> dict[str, Any]:
-    """A folder's own config.json, for a class of this name; only what the run has made of it is another."""
+    """Return a folder's config.json for a class of this name, with only the fields changed that the run changed.
+
+    ``labels`` replace those of the folder, except numbered ones (``LABEL_0``, ...) of the same count.
+    """
     saved = dict(json.loads(json.dumps(dict(found))))
-    if num_labels and num_labels != len(saved.get("id2label") or ()):
-        saved["id2label"] = {str(number): f"LABEL_{number}" for number in range(num_labels)}
-        saved["label2id"] = {f"LABEL_{number}": number for number in range(num_labels)}
+    is_numbered = list(labels) == [f"LABEL_{number}" for number in range(len(labels))]
+    if labels and (not is_numbered or len(labels) != len(saved.get("id2label") or ())):
+        saved["id2label"] = {str(number): label for number, label in enumerate(labels)}
+        saved["label2id"] = {label: number for number, label in enumerate(labels)}
     text = next(
         (part for part in (saved.get("text_config"), saved) if isinstance(part, dict) and "vocab_size" in part), saved
     )

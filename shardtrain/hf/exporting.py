@@ -28,7 +28,7 @@ from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.format import FREE, Fields, Hub
 from shardtrain.hf.generation_config import GENERATION, TOKENS, with_tokens
 from shardtrain.hf.mapping import Translation
-from shardtrain.hf.model import translation_of
+from shardtrain.hf.model import hub_of, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import TOKENIZERS, Source
 from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
@@ -62,6 +62,8 @@ class Export:
     """What config.json says of positions where there is no ``source``; 0 says nothing."""
     tokens: Mapping[str, list[int]] = dataclasses.field(default_factory=dict)
     """Special tokens of the run: see ``generation_config.trained_tokens``. Empty leaves those of ``source``."""
+    labels: Sequence[str] = ()
+    """Names of the labels of a model whose head has replaced that of the vocabulary."""
 
     def sources(self) -> list[Source]:
         """Where files beside the weights come from, those that go before others first."""
@@ -81,7 +83,7 @@ class Writer:
         """
         self.wanted = wanted
         self.stored = manifest.read(wanted.checkpoint)
-        self.translation = translation_of(wanted.module, wanted.config, str(wanted.checkpoint))
+        self.translation = translation_of(wanted.module, wanted.config, str(wanted.checkpoint), len(wanted.labels))
         if as_is.is_as_is(wanted.module) and wanted.source is not None:
             self.translation = _named_as_before(self.translation, wanted)
         _check_stored(self.translation, self.stored, wanted.checkpoint)
@@ -274,14 +276,16 @@ def config_fields(wanted: Export) -> dict[str, Any]:
         c = wanted.config
         own = before if before.get("model_type") else dict(read_json(Path(c.path) / CONFIG))
         grown = c.vocab_size if c.vocab_size != c.own_vocab_size else 0
-        return _with_dtype(saved_config(own, c.class_name, c.num_labels, grown), wanted.dtype)
-    hub = wanted.module.HUB
+        labels = wanted.labels or [f"LABEL_{number}" for number in range(c.num_labels)]
+        return _with_dtype(saved_config(own, c.class_name, labels, grown), wanted.dtype)
+    hub = hub_of(wanted.module, str(wanted.checkpoint), len(wanted.labels))
     before = dict(hub.own_config(before))
     if getattr(wanted.config, "norm_type", "rmsnorm") not in ("rmsnorm", "fused_rmsnorm"):
         raise ConfigError(f"model.norm_type={wanted.config.norm_type!r} has no place in {hub.architecture}")
     fields = hub.write(wanted.config)
     if before.get("model_type") == hub.model_type:
-        return _with_dtype(_changed(before, hub, wanted.config, fields), wanted.dtype)
+        changed = _changed(before, hub, wanted.config, fields)
+        return _with_dtype(saved_config(changed, hub.architecture, wanted.labels), wanted.dtype)
     fields = {
         "architectures": [hub.architecture],
         "model_type": hub.model_type,
@@ -292,7 +296,7 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     }
     if wanted.max_tokens:
         fields["max_position_embeddings"] = wanted.max_tokens
-    return fields
+    return saved_config(fields, hub.architecture, wanted.labels)
 
 
 def _changed(hf_config: dict[str, Any], hub: Hub, config: Any, fields: dict[str, Any]) -> dict[str, Any]:

@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shardtrain import models
 from shardtrain.checkpoint import manifest, tensors
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.hf import architecture as architectures
 from shardtrain.hf import as_is
 from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.exporting import Export, Writer
+from shardtrain.hf.model import hub_of
 from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.units import format_bytes
 
@@ -53,6 +55,10 @@ def largest_error(wanted: Export) -> tuple[float, float]:
         ConfigError: transformers raises an exception when it opens the folder or computes with it.
     """
     tokens_BT = _tokens(wanted.output, wanted.config.vocab_size)
+    if wanted.labels:  # transformers reads the scores of one row at its last token that is not padding
+        pad = read_json(wanted.output / CONFIG).get("pad_token_id")
+        is_padding = tokens_BT[:1] == (-1 if pad is None else pad)
+        tokens_BT = tokens_BT[:1].masked_fill(is_padding, 0 if pad else 1)
     if as_is.is_as_is(wanted.module):
         model = wanted.module.Model(wanted.config)
         read = _reader(wanted)
@@ -61,8 +67,10 @@ def largest_error(wanted: Export) -> tuple[float, float]:
             ours, theirs = as_is.both_logits(model, {name: read(name) for name in names}, wanted.output, tokens_BT)
     else:
         ours = own_model(wanted)(tokens_BT, torch.arange(tokens_BT.size(1)).expand(tokens_BT.size(0), -1))
+        ours = ours[:, -1] if wanted.labels else ours
+        hub = hub_of(wanted.module, str(wanted.checkpoint), len(wanted.labels))
         with _named(wanted.output):
-            theirs = _theirs(wanted.output, wanted.module.HUB.architecture, tokens_BT)
+            theirs = _theirs(wanted.output, hub.architecture, tokens_BT)
     return float((ours - theirs).abs().max()), float(ours.abs().max())
 
 
@@ -71,6 +79,8 @@ def own_model(wanted: Export) -> nn.Module:
     """The checkpoint's model in float32 on the CPU, its weights rounded to the exported type."""
     read = _reader(wanted)
     model: nn.Module = wanted.module.Model(wanted.config)
+    if wanted.labels:
+        models.replace_head(model, wanted.module.LAYOUT, len(wanted.labels), "cpu")
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.copy_(read(name))
     return model.float().eval()

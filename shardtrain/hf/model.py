@@ -24,6 +24,7 @@ from shardtrain.utils.log import logger
 
 TRANSFORMERS = "transformers"
 """The model file of any class of that library."""
+_MISSING_CLASS = "Llama4ForSequenceClassification"
 
 
 @dataclass(frozen=True)
@@ -83,19 +84,36 @@ def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
     return HubModel(TRANSFORMERS, "folder", {"path": str(folder)}, config, None, notices=(notice,))
 
 
-def translation_of(module: ModuleType, config: Any, where: str) -> Translation:
-    """How the tensors of a model of this package lie in its Hugging Face format.
+def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> Hub:
+    """Return the Hugging Face format of a model file: its HUB, or the same with a head of labels.
 
     Raises:
-        ConfigError: when the model file has no HUB.
-        CheckpointError: when the format has no place for a tensor.
+        ConfigError: the model file has no HUB, or transformers has no class with a head of labels.
+    """
+    hub: Hub | None = getattr(module, "HUB", None)
+    if hub is None:
+        raise ConfigError(f"{where}: the model file has no HUB, so it has no Hugging Face format; add one")
+    if not num_labels:
+        return hub
+    architecture = hub.architecture.replace("ForCausalLM", "ForSequenceClassification")
+    if architecture in (hub.architecture, _MISSING_CLASS):
+        rule = f"transformers has no class like {hub.architecture} with a head of labels"
+        raise ConfigError(f"{where}: {rule}, so it has no Hugging Face format; keep the checkpoint")
+    head = f"{module.LAYOUT.last[-1]}.weight"
+    return dataclasses.replace(hub, architecture=architecture, names={**hub.names, head: "score.weight"})
+
+
+def translation_of(module: ModuleType, config: Any, where: str, num_labels: int = 0) -> Translation:
+    """Return where the tensors of a model lie in its Hugging Face format, with ``num_labels`` those of a classifier.
+
+    Raises:
+        ConfigError: the model file has no HUB, or transformers has no class with a head of labels.
+        CheckpointError: the format has no place for a tensor.
     """
     if as_is.is_as_is(module):
         return as_is.translation(models.build(module, config), config)
-    hub = getattr(module, "HUB", None)
-    if hub is None:
-        raise ConfigError(f"{where}: the model file has no HUB, so it has no Hugging Face format; add one")
-    model = models.build(module, config)
+    hub = hub_of(module, where, num_labels)
+    model = models.build(module, config, num_labels)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return translate(hub, config, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
 

@@ -17,7 +17,7 @@ from shardtrain.hf import origin
 from shardtrain.hf.exporting import SHARD_BYTES, Export, Writer, config_fields
 from shardtrain.hf.generation_config import trained_tokens
 from shardtrain.hf.model import translation_of
-from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils.errors import StorageError
 from shardtrain.utils.log import logger
 
 
@@ -43,12 +43,9 @@ class HubSaves:
             shard_bytes=SHARD_BYTES,
             max_tokens=config.training.seq_len,
             tokens=trained_tokens(tokenizer_of(config), config),
+            labels=tasks.labels_of(config),
         )
-        if getattr(tasks.open_task(config), "num_labels", 0):
-            rule = "has a head of labels, which the format of a language model has no place for"
-            fix = "set checkpoint.last_save_in_hf = false and hf_interval = 0"
-            raise ConfigError(Problem("task.name", config.task.name, rule, fix))
-        translation_of(module, shape, f"model.name={model.name}")
+        translation_of(module, shape, f"model.name={model.name}", len(self._wanted.labels))
         config_fields(self._wanted)
         if not any(one.has_tokenizer for one in self._wanted.sources()):
             logger.warning(f"no tokenizer will be in the Hugging Face folders: {str(assets)!r} is not a folder of one")

@@ -147,7 +147,9 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
         if source is None or not source.config:
             raise CheckpointError(f"checkpoint {folder} has no {CONFIG}, which says what it is; give --config")
         overrides["path"] = str(unpacked(source))
-    return {**noted, "name": name, "flavor": flavor, "overrides": overrides}
+    labels = noted.get("labels")
+    labels = [str(label) for label in labels] if isinstance(labels, list) else []
+    return {**noted, "name": name, "flavor": flavor, "overrides": overrides, "labels": labels}
 
 
 def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:

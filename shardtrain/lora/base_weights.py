@@ -46,12 +46,8 @@ def load(
     state: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
     tensors = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in state.items() if not is_adapter(name)}
 
-    # A head of labels on a model of this package is not in a Hugging Face folder, and starts from scratch
     if config.checkpoint.initial_load_in_hf:
-        module = models.find(config.model.name)
-        if tasks.open_task(config).num_labels and not is_as_is(module):
-            head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
-            tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
+        tensors = without_new_head(config, tensors)
 
     # Weights of low bits are filled with the others, and nothing is left to load but the fingerprint
     if config.lora.base_dtype != quantize.WHOLE:
@@ -72,6 +68,16 @@ def load(
         f"frozen weights: {mark['path'] or 'as initialised (lora.random_base)'}, {str(mark['fingerprint'])[:20]}"
     )
     return {**adapters.facts(), "base": mark}
+
+
+def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that a Hugging Face folder has: all except a head of labels on a model of this package."""
+    module = models.find(config.model.name)
+    if not tasks.open_task(config).num_labels or is_as_is(module):
+        return dict(tensors)
+    logger.info(f"the head of {config.task.name} is not in the folder; it keeps its initial weights")
+    head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
+    return {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
 
 
 def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]) -> None:

@@ -15,7 +15,6 @@ from shardtrain import models
 from shardtrain.checkpoint import files
 from shardtrain.lora import peft
 from shardtrain.lora.merging import Adapters
-from shardtrain.lora.spec import CLASSIFIES
 from shardtrain.lora.targets import linears_of, their_names
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
@@ -36,21 +35,17 @@ def export(
     if output.exists():
         raise ConfigError(f"{output} exists; give a new folder")
     adapters = Adapters(checkpoint)
-    held = adapters.held()
-    names = peft.names_of(adapters.spec, module, shape, held)
+    labels = adapters.num_labels(module)
+    names = peft.names_of(adapters.spec, module, shape, labels)
 
     # What PEFT's files hold: configuration, and each factor as PEFT lays it out
-    model = models.build(module, shape)
+    model = models.build(module, shape, labels)
     linears = list(their_names(linears_of(model), module, shape).values())
     fields = peft.config_fields(adapters.spec, names, linears, base)
     first = {other: group[0] for group in tied_names(model) for other in group}
     kind = getattr(torch, dtype)
     ours = {name: adapters.read(first.get(name, name)).to(kind) for name in names.tensors}
     tensors = {their: names.theirs(name, ours[name]).contiguous().clone() for name, their in names.tensors.items()}
-    labels = 0
-    head = held.get(f"{module.LAYOUT.last[-1]}.weight")
-    if head and adapters.spec.task_type == CLASSIFIES:
-        labels = head[0]
 
     # Write, read back and compare; renamed into place when all of it is equal
     temporary = output.with_name(f"{output.name}.tmp-{secrets.token_hex(6)}")

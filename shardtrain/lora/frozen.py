@@ -47,12 +47,12 @@ class Frozen:
         shape: Any,
         config: Config | None = None,
         kind: str = quantize.WHOLE,
-        held: Mapping[str, tuple[int, ...]] | None = None,
+        num_labels: int = 0,
     ) -> None:
         """Open ``path``, all bytes of a checkpoint read; without one, ``config`` says how weights start.
 
-        With a ``kind`` of low bits, what is read is what the bits stand for, as a run sees it. ``held`` are the shapes
-        of tensors that lie beside the adapters: those of a new head are not the model's own.
+        With a ``kind`` of low bits, what is read is what the bits stand for, as a run sees it. With ``num_labels`` the
+        shapes are those of a model with a head of labels, which lies beside the adapters.
 
         Ranks share the reading (a collective), and so does the fingerprint.
 
@@ -61,10 +61,9 @@ class Frozen:
         """
         self.path = path
         self._stack = ExitStack()
-        model = models.build(module, shape)
+        model = models.build(module, shape, num_labels)
         named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-        own = {name: tuple(tensor.shape) for name, tensor in named.items()}
-        self.shapes = {**own, **(held or {})}
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in named.items()}
         self.transposed = {f"{path}.weight" for path, m in model.named_modules() if is_transposed(m)}
         """Weights of linear modules that are (I, O)."""
         self.stacks = stacks.find(model)
@@ -173,7 +172,7 @@ def find(
     named: Path | None,
     module: ModuleType,
     shape: Any,
-    held: Mapping[str, tuple[int, ...]] | None = None,
+    num_labels: int = 0,
 ) -> Frozen:
     """The weights beside which the adapters of a checkpoint were trained: where the run had them, or where ``named``.
 
@@ -197,7 +196,7 @@ def find(
     if found != expected:
         rule = f"holds other weights than those beside which the adapters of {where} were trained"
         raise ConfigError(Problem(option, str(path), rule, "name those with --base"))
-    return Frozen(path, module, shape, config, config.lora.base_dtype, held)
+    return Frozen(path, module, shape, config, config.lora.base_dtype, num_labels)
 
 
 def random_fingerprint(config: Config, device_type: str) -> str:

@@ -18,8 +18,8 @@ from shardtrain.hf import source as sources
 from shardtrain.hf.source import Source
 from shardtrain.lora import stacks
 from shardtrain.lora.frozen import Frozen
-from shardtrain.lora.linear import is_adapter, merged
-from shardtrain.lora.spec import Spec, read_facts
+from shardtrain.lora.linear import merged
+from shardtrain.lora.spec import CLASSIFIES, Spec, read_facts
 from shardtrain.train.state import TrainState
 from shardtrain.utils.errors import CheckpointError
 
@@ -49,10 +49,10 @@ class Adapters:
         if missing:
             raise CheckpointError(f"checkpoint {checkpoint} lacks {missing[0]}; use another one")
 
-    def held(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the tensors of modules that are saved whole, by their names in the model."""
-        names = (name.removeprefix(WEIGHTS_PREFIX) for name in self.stored.tensors if name.startswith(WEIGHTS_PREFIX))
-        return {name: self._shape(name) for name in names if self.spec.holds(name) and not is_adapter(name)}
+    def num_labels(self, module: Any) -> int:
+        """Return the rows of a head of labels beside a model of this package; 0 without one."""
+        head = self._shape(f"{module.LAYOUT.last[-1]}.weight")
+        return head[0] if head and self.spec.task_type == CLASSIFIES else 0
 
     def _shape(self, name: str) -> tuple[int, ...]:
         stored = self.stored.tensors.get(WEIGHTS_PREFIX + name)

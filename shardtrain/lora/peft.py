@@ -123,13 +123,13 @@ class Names:
         return tuple(self.theirs(name, torch.empty(self.shapes[name], device="meta")).shape)
 
 
-def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tuple[int, ...]] | None = None) -> Names:
-    """The names in PEFT of all that adapters hold; ``held`` are the shapes of a new head.
+def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0) -> Names:
+    """Return the names in PEFT of all tensors of adapters, with ``num_labels`` beside a model with a head of labels.
 
     Raises:
-        ConfigError: when a module is part of a larger one in the format of Hugging Face, or has no place there.
+        ConfigError: a module is part of a larger one in the format of Hugging Face, or has no place there.
     """
-    model = models.build(module, shape)
+    model = models.build(module, shape, num_labels)
     known = dict(model.named_modules())
     theirs = their_names(spec.modules, module, shape)
     unmapped = [path for path in spec.modules if path not in theirs]
@@ -176,9 +176,8 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, held: Mapping[str, tupl
     # Modules that are saved whole
     saved = _saved_names(module, shape, model, spec.task_type == CLASSIFIES, spec)
     for name, word in saved.items():
-        first = next((names[0] for names in tied_names(model) if name in names), name)
         found[name] = PREFIX + word
-        shapes[name] = (held or {}).get(first) or tuple(model.get_parameter(name).shape)
+        shapes[name] = tuple(model.get_parameter(name).shape)
     owners = tuple(dict.fromkeys(word.rpartition(".")[0] for word in saved.values()))
     turned = any(is_transposed(known[path]) for path in spec.modules)
     return Names(found, theirs, owners, turned, experts, shapes)
@@ -249,7 +248,7 @@ class PeftFolder:
     ) -> tuple[Spec, Names]:
         """What the adapters are beside, by the names of the tensors in the file; all of them must be known."""
         # Linear modules and stacks that have factors there
-        model = models.build(module, shape)
+        model = models.build(module, shape, num_labels)
         linears = linears_of(model)
         ours = {f"{PREFIX}{theirs}": path for path, theirs in their_names(linears, module, shape).items()}
         owners = {name.removesuffix(".lora_A.weight") for name in shapes if name.endswith(".lora_A.weight")}
@@ -271,16 +270,7 @@ class PeftFolder:
             task_type=kind,
         )
 
-        # With a head of labels in place of the model's own, each tensor has the shape that this model gives it
-        head = module.LAYOUT.last[-1]
-        new = {}
-        if num_labels and not as_is.is_as_is(module):
-            new = {
-                name: (num_labels, *parameter.shape[1:])
-                for name, parameter in model.named_parameters()
-                if name.rpartition(".")[0] == head
-            }
-        names = names_of(spec, module, shape, new)
+        names = names_of(spec, module, shape, num_labels)
         expected = {theirs: names.their_shape(name) for name, theirs in names.tensors.items()}
         wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
         if wrong or not (spec.modules or spec.parameters):

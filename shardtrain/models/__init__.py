@@ -71,8 +71,11 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     return module.Config(**{**module.FLAVORS[flavor], **norm, **overrides, **whole})
 
 
-def build(module: ModuleType, model_config: Any) -> nn.Module:
-    """Build a model on the meta device (names and shapes, no memory) and prove that its layout covers it.
+def build(module: ModuleType, model_config: Any, num_labels: int = 0) -> nn.Module:
+    """Build a model on the meta device (names and shapes, no memory) and check that its layout covers it.
+
+    If ``num_labels`` is not 0, a head of labels replaces the head of the vocabulary. A class of transformers has the
+    head that its own configuration names.
 
     Raises:
         ConfigError: with every gap of the layout, and everything set in ``__init__`` that training would lose.
@@ -104,7 +107,23 @@ def build(module: ModuleType, model_config: Any) -> nn.Module:
         is_own = module.__name__.startswith("shardtrain_model_file_")
         name = module.__file__ if is_own else module.__name__.rpartition(".")[2]
         raise ConfigError([f"model {name}: {sentence}" for sentence in broken])
+    if num_labels:
+        replace_head(model, module.LAYOUT, num_labels)
     return model
+
+
+def replace_head(model: nn.Module, layout: Layout, num_labels: int, device: str = "meta") -> None:
+    """Replace a model's head by one with a row per label, in place. The new head is not tied to the embedding.
+
+    Raises:
+        ConfigError: the model's last module is not a linear layer.
+    """
+    name = layout.last[-1] if layout.last else ""
+    head = getattr(model, name, None)
+    if not isinstance(head, nn.Linear):
+        rule = "does not end in a linear layer, which a head of labels could replace"
+        raise ConfigError(Problem("model.name", None, rule, "use another model"))
+    setattr(model, name, nn.Linear(head.in_features, num_labels, bias=head.bias is not None, device=device))
 
 
 def _nearly(name: str, patterns: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from shardtrain.tasks.task import RowTask
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
-__all__ = ["LanguageModel", "RowTask", "find", "open_task"]
+__all__ = ["LanguageModel", "RowTask", "find", "labels_of", "open_task"]
 
 
 def find(name: str) -> ModuleType:
@@ -53,3 +53,10 @@ def open_task(config: Config) -> LanguageModel | RowTask:
     """The task of a config; raises what ``find`` raises."""
     task: LanguageModel | RowTask = find(config.task.name).Task(config)
     return task
+
+
+def labels_of(config: Config) -> list[str]:
+    """Return the names of the labels of the task's head, numbered unless ``task.labels`` names them."""
+    num_labels = open_task(config).num_labels
+    names = list(config.task.labels) or [f"LABEL_{number}" for number in range(num_labels)]
+    return names if num_labels else []

@@ -21,13 +21,11 @@ from shardtrain.data import columns
 from shardtrain.data.filler import filler_documents
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow, every_row
-from shardtrain.layout import Layout
 from shardtrain.models.moe import has_experts
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks.text_task import Example, ExampleTask
-from shardtrain.utils.errors import ConfigError, Problem
 
 METRICS = {"accuracy": "max", "macro_f1": "max"}
 DEGREES = ("tensor_parallel_degree",)
@@ -48,17 +46,6 @@ class Classification(ExampleTask):
     @cached_property
     def _is_causal(self) -> bool:
         return bool(getattr(models.find(self.config.model.name), "CAUSAL", True))
-
-    def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """A network of ``transformers`` has the labels of its config."""
-        adapted = super().adapt(model, layout)
-        network: Any = getattr(model, "hf", None)
-        own = network.config.num_labels if self.num_labels and network is not None else self.num_labels
-        if own != self.num_labels:
-            rule = f"is {self.num_labels}, and the network classifies into {own}"
-            fix = f"set model.overrides.num_labels to {self.num_labels}, or name as many labels"
-            raise ConfigError(Problem("task.num_labels", None, rule, fix))
-        return adapted
 
     def is_labelled(self, split: str) -> bool:
         """Whether the rows of a split have a label: those of a test set by the first of them that can be read."""

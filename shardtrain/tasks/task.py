@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardtrain import models
 from shardtrain.config.schema import Config, Training, Validation
 from shardtrain.data.loader import DataLoader, RankSlice
 from shardtrain.data.row_stream import RowBatch, RowDataLoader, RowFeed, Rows
@@ -109,21 +110,23 @@ class RowTask:
         return self
 
     def adapt(self, model: nn.Module, layout: Layout) -> nn.Module:
-        """The model, still on the meta device, with a head of ``num_labels`` rows.
+        """Return the model, still on the meta device, with a head of ``num_labels`` rows.
 
         Raises:
-            ConfigError: when its last module is not a linear layer.
+            ConfigError: its last module is not a linear layer, or a network of transformers has other labels.
         """
         check_kind(self.config, model, self.kind)
-        if not self.num_labels or hasattr(model, "kind"):
-            return model
-        name = layout.last[-1] if layout.last else ""
-        head = getattr(model, name, None)
-        if not isinstance(head, nn.Linear):
-            rule = "does not end in a linear layer, which a head of labels could replace"
-            fix = "use another model"
-            raise ConfigError(Problem("model.name", self.config.model.name, rule, fix))
-        setattr(model, name, nn.Linear(head.in_features, self.num_labels, bias=head.bias is not None, device="meta"))
+        network: Any = getattr(model, "hf", None)
+        if self.num_labels and network is None:
+            models.replace_head(model, layout, self.num_labels)
+        elif self.num_labels and network.config.num_labels != self.num_labels:
+            rule = f'must be {self.num_labels}, the number of labels of task.name="{self.config.task.name}"'
+            fix = f"set it to {self.num_labels}, or use a folder with as many labels"
+            raise ConfigError(Problem("model.overrides.num_labels", network.config.num_labels, rule, fix))
+        elif self.num_labels and network.config.get_text_config().pad_token_id is None:
+            rule = "names a network whose config.json has no pad_token_id, by which it finds the last token of a row"
+            fix = "add it there: the id of a token that ends no row"
+            raise ConfigError(Problem("model.overrides.path", self.config.model.overrides.get("path"), rule, fix))
         return model
 
     def num_outputs(self, shape: Any) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import models, tasks
+from shardtrain import models
 from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
@@ -196,10 +196,7 @@ def _load_hub(run: Run, folder: Place) -> None:
     shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
     tensors = weights(run)
     resize = options.initial_load_resize_embeddings
-    if tasks.open_task(run.config).num_labels:
-        head = f"{WEIGHTS_PREFIX}{module.LAYOUT.last[-1]}."
-        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
-        logger.info(f"the head of {run.config.task.name} is not in the folder, and starts from scratch")
+    tensors = base_weights.without_new_head(run.config, tensors)
     path = Path(str(folder))
     chosen = model.overrides.keys()
     all_ranks(lambda: importing.fill(tensors, path, module, shape, quantized, resize, legacy, chosen))

@@ -41,10 +41,6 @@ def problems(tmp_path: Path, text: str) -> list[str]:
         (CLASSIFICATION + "[parallelism]\ncontext_parallel_degree = 2", "parallelism.context_parallel_degree=2 cuts"),
         (CLASSIFICATION + "[parallelism]\ntensor_parallel_degree = 2", "parallelism.disable_loss_parallel=false"),
         (
-            CLASSIFICATION + "num_labels = 3\n[parallelism]\ntensor_parallel_degree = 2\ndisable_loss_parallel = true",
-            "does not divide the 3 labels",
-        ),
-        (
             CLASSIFICATION + "num_labels = 2\n[parallelism]\ntensor_parallel_degree = 2\ndisable_loss_parallel = true\n"
             "[compile]\nenable = true",
             "compile.enable=true cannot compile split layers for rows of every length",

@@ -161,6 +161,7 @@ def test_a_model_without_such_a_form_is_refused_before_the_first_step(tmp_path: 
     ended = train(config)
     assert isinstance(ended.error, ConfigError) and "norm_type" in str(ended.error) and not ended.losses
     labels = reviews.config(checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)})
-    decoder = {"overrides": {key: value for key, value in reviews.SHAPE.items() if key != "dropout"}}
-    ended = train(dataclasses.replace(labels, model=dataclasses.replace(labels.model, name="llama3", **decoder)))
-    assert isinstance(ended.error, ConfigError) and "has a head of labels" in str(ended.error) and not ended.losses
+    model = dataclasses.replace(labels.model, name="llama4", flavor="debugmodel", overrides={})
+    ended = train(dataclasses.replace(labels, model=model))
+    said = "transformers has no class like Llama4ForCausalLM with a head of labels"
+    assert isinstance(ended.error, ConfigError) and said in str(ended.error) and not ended.losses

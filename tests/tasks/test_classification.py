@@ -51,6 +51,20 @@ def test_meshes_change_no_number_though_batches_are_padded_differently(model: st
         assert_same_numbers(result, reference(model), loss=3e-5)
 
 
+@pytest.mark.parametrize(
+    ("model", "labels", "ranks"),
+    cases([("decoder", 3, 2)], nightly=[("encoder", 3, 2), ("encoder", 5, 4), ("decoder", 3, 4), ("decoder", 5, 4)]),
+)
+def test_tensor_parallelism_takes_any_number_of_labels(model: str, labels: int, ranks: int) -> None:
+    body = {**(DECODER["overrides"] if model == "decoder" else SHAPE), "num_kv_heads": 4}  # type: ignore[dict-item]
+    task = {"label_field": "1", "num_labels": labels}
+    sections: dict[str, Any] = {"model": {**(DECODER if model == "decoder" else {}), "overrides": body}, "task": task}
+    alone = run_tiny(1, config(training={"local_batch_size": 8}, **sections), 4)[0]
+    mesh = {"tensor_parallel_degree": ranks, "disable_loss_parallel": True}
+    for result in run_tiny(ranks, config(training={"local_batch_size": 8}, parallelism=mesh, **sections), 4):
+        assert_same_numbers(result, alone, loss=3e-5)
+
+
 def plain(rank: int, one: Config) -> float:
     """The loss of the first step's rows one by one, unpadded, with no part of the task but the reading of files."""
     run = make_run(rank, one)

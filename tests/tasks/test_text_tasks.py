@@ -146,7 +146,7 @@ def test_tokens_are_hidden_by_row_and_epoch(tmp_path: Path) -> None:
         ("bert", {"task": "language_model"}, "names a network for masked"),
         ("bert", {"options": {}}, "has no mask_token"),
         ("bert", {"options": {"mask_token_id": 512}}, "is not an id of the model, which has 512"),
-        ("bart_classifier", {"overrides": {"num_labels": 4}}, "the network classifies into 4"),
+        ("bart_classifier", {"overrides": {"num_labels": 4}}, "num_labels=4 must be 3, the number of labels"),
     ],
 )
 def test_a_network_for_another_task_is_refused(name: str, changes: dict[str, Any], said: str, tmp_path: Path) -> None:

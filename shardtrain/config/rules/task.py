@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import options
 from shardtrain.config.rules.data import is_changed
-from shardtrain.config.rules.values import any_of, problem
+from shardtrain.config.rules.values import problem
 from shardtrain.config.schema.task import OF_PAIRS
 from shardtrain.config.task_file import has_task, read_task_file
 from shardtrain.utils.errors import ConfigError, Problem
@@ -152,7 +152,6 @@ def _check_answers(loaded: Loaded) -> Iterator[Problem]:
 
 def _check_classification(loaded: Loaded) -> Iterator[Problem]:
     task = loaded.config.task
-    parallelism = loaded.config.parallelism
     yield from _check_rows(loaded, "data.separator")
     if not task.label_field:
         yield problem(loaded, "task.label_field", "must not be empty", "name the column of the label")
@@ -160,13 +159,8 @@ def _check_classification(loaded: Loaded) -> Iterator[Problem]:
         yield problem(loaded, "task.labels", "must hold at least two different names", "name each label once")
     if task.labels and is_changed(loaded, "task.num_labels") and task.num_labels != len(task.labels):
         yield problem(loaded, "task.num_labels", f"is not the number of task.labels, {len(task.labels)}", "remove it")
-    count = len(task.labels) or task.num_labels
-    if count < 2:
+    if (len(task.labels) or task.num_labels) < 2:
         yield problem(loaded, "task.num_labels", "must be at least 2", "use 2 or more")
-    elif count % parallelism.tensor_parallel_degree:
-        legal = [n for n in range(1, count + 1) if count % n == 0]
-        rule = f"does not divide the {count} labels"
-        yield problem(loaded, "parallelism.tensor_parallel_degree", rule, f"use {any_of(legal)}")
     if loaded.config.data.text_field.isdecimal() != task.label_field.isdecimal() and task.label_field:
         rule = f'and data.text_field="{loaded.config.data.text_field}" are a number and a name'
         fix = "give both as numbers where files have no line of names, and else both as names"

@@ -63,8 +63,8 @@ def _merge(found: Any) -> None:
     config = load_config(found.adapters, found.config).config
     module = models.find(config.model.name)
     shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    held = adapters.held()
-    with frozen.find(adapters.stored.facts, found.adapters, config, found.base, module, shape, held) as weights:
+    labels = adapters.num_labels(module)
+    with frozen.find(adapters.stored.facts, found.adapters, config, found.base, module, shape, labels) as weights:
         model = _model_facts(config)
         begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
         if begun is not None and not found.keep_generation_config:
@@ -104,9 +104,11 @@ def _merge_peft(found: Any) -> None:
 
 
 def _model_facts(config: Config) -> dict[str, Any]:
+    from shardtrain import tasks
+
     model = config.model
     facts = {"name": model.name, "flavor": model.flavor, "overrides": dict(model.overrides)}
-    return {**facts, "norm_type": model.norm_type}
+    return {**facts, "norm_type": model.norm_type, "labels": tasks.labels_of(config)}
 
 
 def export_adapter(checkpoint: Path, output: Path, module: Any, shape: Any, base: str, dtype: str) -> int:

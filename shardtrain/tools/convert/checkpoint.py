@@ -42,6 +42,7 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{path} is missing, so the model of {checkpoint} is not known; give the TOML with --config")
     from shardtrain import config as configs
+    from shardtrain import tasks
     from shardtrain.config import derived
     from shardtrain.config.assets import tokenizer_folder
 
@@ -54,6 +55,7 @@ def model_options(checkpoint: Path, config: Path | None) -> dict[str, Any]:
         "flavor": model.flavor,
         "overrides": dict(model.overrides),
         "norm_type": model.norm_type,
+        "labels": tasks.labels_of(loaded.config),
         "seq_len": training.seq_len,
         "base": derived.initial_weights(loaded.config),
         "tokenizer": assets if assets.is_dir() else None,

@@ -233,6 +233,7 @@ def _export(found: Any, path: Path) -> int:
         tokenizer=found.tokenizer or options.get("tokenizer"),
         max_tokens=options.get("seq_len", 0),
         tokens=tokens,
+        labels=options.get("labels", ()),
     )
     files, notice = export(wanted)
     print(f"{found.to}: {', '.join(files)}; every weight was read back and is equal")
