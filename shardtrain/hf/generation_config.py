@@ -76,10 +76,11 @@ def unused_settings(settings: Mapping[str, Any]) -> str:
 def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]:
     """Return the special tokens of a run by their keys; ``eos_token_id`` has all that end a document or a turn.
 
-    Empty for tasks that train no next token. Raises ConfigError if the chat template cannot be used.
+    Other tasks than those that train the next token have only padding: transformers finds by it where a row ends.
+    Raises ConfigError if the chat template cannot be used.
     """
     if config.task.name not in OF_TEXT:
-        return {}
+        return {} if tokenizer.pad_id in (None, tokenizer.eos_id) else {"pad_token_id": [tokenizer.pad_id]}
     formats = {config.data.format, *(source.format for source in config.data.sources.values())}
     has_conversations = config.task.name not in OF_NEXT_TOKENS or not formats <= {"text", None}
     tokens: dict[str, list[int | None]] = {

@@ -6,7 +6,7 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,26 +66,25 @@ class Adapters:
 def merge(
     frozen: Frozen,
     spec: Spec,
-    factors: Mapping[str, Tensor] | Adapters,
+    factor: Callable[[str], Tensor],
     output: Path,
     dtype: str,
     model: dict[str, Any],
     source: Source | None = None,
 ) -> None:
-    """Write the sum as a checkpoint that holds weights alone; ``model`` is what it says of its model.
+    """Write the sum as a checkpoint that holds weights only.
 
-    Each tensor keeps the type that it has beside the adapters where ``dtype`` is empty. ``source`` is the folder that
-    the weights came from: what else is in it is kept.
+    Args:
+        factor: reads a tensor of the adapters by its name in the model.
+        dtype: of all weights; if empty, each keeps the dtype that it has in ``frozen``.
+        model: the facts about the model that the checkpoint records.
+        source: the folder that the weights came from; its other files are kept.
 
     Raises:
-        ConfigError: when ``output`` exists.
-        CheckpointError: when the adapters are of another model.
-        StorageError: when it cannot be written.
+        ConfigError: ``output`` exists.
+        CheckpointError: the adapters are of another model.
+        StorageError: the checkpoint cannot be written.
     """
-
-    def factor(name: str) -> Tensor:
-        return factors.read(name) if isinstance(factors, Adapters) else factors[name]
-
     # Which weights change: those of linear modules, and those that a stack is made of
     adapted = {f"{path}.weight" for path in spec.modules}
     stacked: dict[str, tuple[stacks.Stack, int]] = {}

@@ -15,12 +15,14 @@ from reviews import LENGTH
 from reviews import config as reviews_config
 from tiers import cases
 from tiny import make_run, train_whole
+from tiny_tokenizers import bpe_folder
 from torch import Tensor
 
 from shardtrain import cli
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config, Task
+from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.hf.model import recognise
 from shardtrain.train.preflight import model as preflight
 from shardtrain.train.resume import resume
@@ -146,10 +148,17 @@ def test_adapters_of_a_classifier_export_and_merge(family: str, task: str, tmp_p
 
 
 def test_a_classifier_folder_is_loaded_whole_and_trained_on(tmp_path: Path) -> None:
-    """By ``model.name = "transformers"``; nothing says that its head is new, unless it is."""
-    base = save(build("llama3", pad_token_id=0), tmp_path / "base")
+    """By ``model.name = "transformers"``; nothing says that its head is new, unless it is.
+
+    The folder has the tokenizer's padding, by which transformers finds the last token of each row of a batch.
+    """
+    bpe_folder(tmp_path / "bpe", ("<s>", "</s>", "<pad>"), bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    tokenizer = open_tokenizer(str(tmp_path / "bpe"))
+    base = save(build("llama3", vocab_size=tokenizer.vocab_size), tmp_path / "base")
     one = config_of(base, tmp_path / "run", "classification")
+    one = dataclasses.replace(one, model=dataclasses.replace(one.model, hf_assets_path=str(tmp_path / "bpe")))
     assert cli.main(["export", str(trained(one)), "--to", str(tmp_path / "hf")]) == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["pad_token_id"] == tokenizer.pad_id
     expected = run_ranks(1, scores, one)[0][1]
     fields = {"path": str(tmp_path / "hf")}
     model = dataclasses.replace(one.model, name="transformers", flavor="folder", overrides=fields)

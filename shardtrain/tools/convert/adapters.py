@@ -34,73 +34,62 @@ def main(words: Sequence[str]) -> int:
     found = parser.read(list(words))
     if found is None:
         return 0
+    from shardtrain.hf.opening import is_hub_folder
     from shardtrain.lora import peft
+    from shardtrain.tools.convert.checkpoint import step_of
 
-    if peft.is_folder(found.adapters):
+    is_peft = peft.is_folder(found.adapters)
+    if is_peft:
         reject_step(found.step, found.adapters)
-        _merge_peft(found)
+    elif is_hub_folder(found.adapters):
+        raise ConfigError(f"{found.adapters} is a whole model and no adapters; use it as it is")
     else:
-        from shardtrain.hf.opening import is_hub_folder
-        from shardtrain.tools.convert.checkpoint import step_of
-
-        if is_hub_folder(found.adapters):
-            raise ConfigError(f"{found.adapters} is a whole model and no adapters; use it as it is")
         found.adapters = step_of(found.adapters, found.config, found.step)
-        _merge(found)
+    _merge(found, is_peft)
     print(f"{found.to} holds the whole model; shardtrain export {found.to} --to HF_DIR writes it for other programs")
     return 0
 
 
-def _merge(found: Any) -> None:
+def _merge(found: Any, is_peft: bool) -> None:
     from shardtrain import models
     from shardtrain.hf import origin
     from shardtrain.hf.generation_config import with_tokens
-    from shardtrain.lora import frozen, merging
+    from shardtrain.hf.model import recognise
+    from shardtrain.lora import frozen, merging, peft
     from shardtrain.tools.convert.checkpoint import tokens_of_run
     from shardtrain.tools.generate.locate_checkpoint import load_config
 
-    adapters = merging.Adapters(found.adapters)
-    config = load_config(found.adapters, found.config).config
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
-    labels = adapters.num_labels(module)
-    with frozen.find(adapters.stored.facts, found.adapters, config, found.base, module, shape, labels) as weights:
-        model = _model_facts(config)
-        begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
-        if begun is not None and not found.keep_generation_config:
-            # Nothing but these files remembers the run's data, so they get its end tokens now
-            begun, _ = with_tokens(begun, tokens_of_run(config, found.config is not None))
-        merging.merge(weights, adapters.spec, adapters, found.to, found.dtype, model, begun)
-
-
-def _merge_peft(found: Any) -> None:
-    """A folder of PEFT does not say which bytes it was trained beside: the user does, with --base."""
-    from shardtrain import models
-    from shardtrain.hf import origin
-    from shardtrain.hf.model import recognise
-    from shardtrain.lora import merging
-    from shardtrain.lora.frozen import Frozen
-    from shardtrain.lora.peft import PeftFolder
-    from shardtrain.tools.generate.locate_checkpoint import load_config
-
-    if found.base is None:
+    # A PEFT folder does not record which weights it was trained beside: the user names them with --base
+    where = found.base if is_peft else found.adapters
+    if where is None:
         raise ConfigError(f"{found.adapters} does not say where its weights are; name them with --base")
-    if (found.base / "config.json").exists():
-        hub = recognise(found.base)
-        module = models.find(hub.name)
-        shape = hub.config
+    adapters: peft.PeftFolder | merging.Adapters | None = None if is_peft else merging.Adapters(where)
+    config = None
+    if is_peft and (where / "config.json").exists():
+        hub = recognise(where)
+        module, shape = models.find(hub.name), hub.config
         model = {"name": hub.name, "flavor": hub.flavor, "overrides": dict(hub.overrides)}
     else:
-        config = load_config(found.base, found.config).config
+        config = load_config(where, found.config).config
         module = models.find(config.model.name)
         shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
         model = _model_facts(config)
-    adapters = PeftFolder(found.adapters, module, shape)
-    with Frozen(found.base, module, shape) as weights:
-        adapters.check_copies({name: weights.read(name) for name in adapters.copies.keys() & weights.shapes.keys()})
-        factors = {name: adapters.read(name) for name in adapters.names.tensors}
-        begun = origin.of_path(found.base, module, shape)
-        merging.merge(weights, adapters.spec, factors, found.to, found.dtype, model, begun)
+
+    if adapters is None:
+        adapters, weights = peft.PeftFolder(found.adapters, module, shape), frozen.Frozen(where, module, shape)
+    else:
+        assert config is not None and isinstance(adapters, merging.Adapters)
+        labels = adapters.num_labels(module)
+        weights = frozen.find(adapters.stored.facts, where, config, found.base, module, shape, labels)
+    with weights:
+        if isinstance(adapters, peft.PeftFolder):
+            copies = adapters.copies.keys() & weights.shapes.keys()
+            adapters.check_copies({name: weights.read(name) for name in copies})
+        begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
+        if begun is not None and config is not None and not is_peft and not found.keep_generation_config:
+            # Nothing but these files remembers the run's data, so they get its end tokens now
+            begun, _ = with_tokens(begun, tokens_of_run(config, found.config is not None))
+        merging.merge(weights, adapters.spec, adapters.read, found.to, found.dtype, model, begun)
 
 
 def _model_facts(config: Config) -> dict[str, Any]:
