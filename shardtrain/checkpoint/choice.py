@@ -17,7 +17,7 @@ from shardtrain.utils.log import logger
 LATEST = "latest"
 BEST = "best"
 HELP = "checkpoint of a run: latest, best or a number (best if the run keeps one, else latest)"
-COMMANDS = "generate, export, merge, test, evaluate and checkpoint to-dcp"
+COMMANDS = "generate, export, merge, test, evaluate and checkpoint (diff, weights, to-dcp, to-fmengine)"
 """Commands that take ``--step``."""
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shardtrain.checkpoint import best, files, interval, manifest, retention, weights_file
+from shardtrain.checkpoint import best, choice, files, interval, manifest, retention, weights_file
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, StorageError
@@ -19,8 +19,10 @@ usage: shardtrain checkpoint VERB ...
   ls      FOLDER            list the checkpoints of a run: step, size, ranks, tensors, files missing or cut; of a
                             Hugging Face folder architecture, size, tensors and their types
   verify  DIR               read every byte of step-N, or of all steps of a folder; exit 5 names each bad file
-  diff    A B               compare two checkpoints tensor by tensor; exit 1 where they differ
-  weights DIR FILE          write the weights as one safetensors file
+  diff    A B [--step latest|best|N]
+                            compare two checkpoints tensor by tensor; exit 1 where they differ
+  weights DIR FILE [--step latest|best|N]
+                            write the weights as one safetensors file
   from-dcp DCP DIR [OPTIONS]
                             a folder of torch.distributed.checkpoint, such as torchtitan's step-N, as a checkpoint;
                             OPTIONS name its model: CONFIG.toml, --model.name ..., --model.flavor ...
@@ -34,8 +36,8 @@ usage: shardtrain checkpoint VERB ...
 
 TIME is 90, "90s", "2min" or "7.9h".
 FOLDER is a run's folder, its checkpoint folder, one step, or a Hugging Face folder. DIR, A and B are step-N folders.
-diff and weights also take a run's folder, and use its newest checkpoint. All may be addresses of an object store, such
-as s3://bucket/run/step-500; FILE is a local file.
+diff and weights also take a run's folder; --step names its checkpoint (the best if checkpoint.keep_best keeps one, else
+the latest). All may be addresses of an object store, such as s3://bucket/run/step-500; FILE is a local file.
 
   shardtrain checkpoint ls outputs
   shardtrain checkpoint verify outputs
@@ -64,13 +66,31 @@ def main(words: Sequence[str], dcp: Callable[..., int] | None = None) -> int:
     function, number = VERBS[verb]
     if verb == "interval":
         return _interval(rest)
+    options: list[str | None] = []
+    if function in (_diff, _weights):
+        rest, step = _take_step(rest)
+        options = [step]
     if len(rest) != number or any(word.startswith("-") for word in rest):
         rule = f"needs {number} path{'s' if number > 1 else ''} and no more"
         example = "outputs" if verb in ("ls", "verify") else "outputs/checkpoint/step-100"
         fix = f"write it like: shardtrain checkpoint {verb} {example}"
         fix += {"diff": " outputs/checkpoint/step-200", "weights": " weights.safetensors"}.get(verb, "")
         raise ConfigError(Problem(f"shardtrain checkpoint {verb}", " ".join(rest) or None, rule, fix, "command line"))
-    return function(*map(place, rest))
+    return function(*map(place, rest), *options)
+
+
+def _take_step(words: Sequence[str]) -> tuple[list[str], str | None]:
+    """Return the words without ``--step NAME`` or ``--step=NAME``, and the name; raises ConfigError."""
+    step = None
+    rest = []
+    remaining = iter(words)
+    for word in remaining:
+        option, _, name = word.partition("=")
+        if option == "--step":
+            step = choice.step_name(name or next(remaining, ""))
+        else:
+            rest.append(word)
+    return rest, step
 
 
 def _list(folder: Place) -> int:
@@ -83,17 +103,9 @@ def _list(folder: Place) -> int:
         print(listing.line(folder))
         return 0
 
-    # The checkpoints of a run, by the run's folder or by its folder of checkpoints.
-    if not retention.step_folders(folder) and retention.step_folders(folder / "checkpoint"):
-        folder = folder / "checkpoint"
-    steps = retention.step_folders(folder)
+    folder = _checkpoints_of(folder)
     pointer = best.read_pointer(folder)
-    if not steps:
-        raise CheckpointError(
-            f"{folder} has no checkpoint: no folder in it or in its checkpoint/ is named step-N, and it has no "
-            "config.json of a Hugging Face folder; name one of these"
-        )
-    for step in steps:
+    for step in retention.step_folders(folder):
         path = folder / f"step-{step}"
         try:
             line = _line(path, manifest.read(path))
@@ -149,14 +161,10 @@ def _size(path: Place) -> int:
 
 
 def _verify(path: Place) -> int:
-    if not (path / MANIFEST).exists() and not retention.step_folders(path):
-        path = path / "checkpoint"  # of a run
-        if not retention.step_folders(path):
-            rule = "has no checkpoint: no folder in it or in its checkpoint/ is named step-N"
-            raise CheckpointError(f"{path.parent} {rule}; name one of these, or a run that has saved")
     paths: list[Place] = [path]
-    if not (path / MANIFEST).exists() and retention.step_folders(path):
-        paths = [path / f"step-{step}" for step in retention.step_folders(path)]
+    if not (path / MANIFEST).exists():
+        folder = _checkpoints_of(path)
+        paths = [folder / f"step-{step}" for step in retention.step_folders(folder)]
     bad = [damage for each in paths for damage in _damages(each)]
     if bad:
         raise CheckpointError("; ".join(bad))
@@ -181,21 +189,30 @@ def _damages(path: Place) -> list[str]:
     return bad
 
 
-def _one_checkpoint(path: Place) -> Place:
-    """The checkpoint at ``path``: itself, or the newest of a run's folder or of a folder of checkpoints."""
-    if (path / MANIFEST).exists() or retention.step_of(path) is not None:
-        return path
+def _checkpoints_of(path: Place) -> Place:
+    """Return the folder of ``step-N`` folders: ``path``, or ``checkpoint`` in it. Raises CheckpointError."""
     folder = path if retention.step_folders(path) else path / "checkpoint"
-    steps = retention.steps(folder)
-    if not steps:
+    if not retention.step_folders(folder):
         rule = "has no checkpoint: no folder in it or in its checkpoint/ is named step-N"
         raise CheckpointError(f"{path} {rule}; name one of these, or a run that has saved")
-    return folder / f"step-{steps[-1]}"
+    return folder
 
 
-def _diff(one: Place, other: Place) -> int:
-    one = _one_checkpoint(one)
-    other = _one_checkpoint(other)
+def _one_checkpoint(path: Place, step: str | None) -> Place:
+    """Return ``path`` if it is a checkpoint; else print and return the one of a run that ``step`` names."""
+    if (path / MANIFEST).exists() or retention.step_of(path) is not None:
+        choice.reject_step(step, path)
+        return path
+    from shardtrain.checkpoint.verification import verify
+
+    chosen = choice.choose(_checkpoints_of(path), step, verify)
+    print(f"using {chosen}")
+    return chosen.path
+
+
+def _diff(one: Place, other: Place, step: str | None) -> int:
+    one = _one_checkpoint(one, step)
+    other = _one_checkpoint(other, step)
     print(f"comparing {one} and {other}")
     # Verify both before comparing, because differences of a damaged checkpoint mean nothing
     stored = []
@@ -242,8 +259,8 @@ def _difference(name: str, a: Manifest, one: Place, b: Manifest, other: Place) -
     return f"{count} of {gaps.numel()} elements differ, by at most {gaps.max().item():.3g}"
 
 
-def _weights(path: Place, output: Place) -> int:
-    path = _one_checkpoint(path)
+def _weights(path: Place, output: Place, step: str | None) -> int:
+    path = _one_checkpoint(path, step)
     if not isinstance(output, Path):
         raise ConfigError(
             Problem("FILE", str(output), "is not a local file", "write it to a disk first", "command line")

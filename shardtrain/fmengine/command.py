@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtrain.checkpoint import manifest
+from shardtrain.checkpoint import choice, manifest
 from shardtrain.hf.opening import is_hub_folder
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
@@ -58,9 +58,10 @@ def to_fmengine(words: Sequence[str]) -> int:
         "Write a checkpoint, or a Hugging Face folder, with a file per layer and model-parallel rank, as FMEngine's "
         "--init_ckpt takes it.",
     )
-    where = "a step-N folder, a run's folder (its newest good step), a Hugging Face folder, or one of FMEngine"
+    where = "a step-N folder, a run's folder, a Hugging Face folder, or one of FMEngine"
     parser.add_argument("checkpoint", type=Path, metavar="FROM", help=where)
     parser.add_argument("output", type=Path, metavar="FMENGINE", help="a new folder")
+    parser.add_argument("--step", type=choice.step_name, help=choice.HELP)
     parser.add_argument("--mp_world_size", type=int, default=1, help="model-parallel ranks (default: %(default)s)")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
     parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")
@@ -75,8 +76,10 @@ def to_fmengine(words: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         folder = found.checkpoint
         if not is_hub_folder(folder) or (folder / manifest.MANIFEST).is_file():
+            from shardtrain.tools.convert.checkpoint import step_of
             from shardtrain.tools.convert.command import export_main
 
+            found.checkpoint = step_of(found.checkpoint, found.config, found.step)
             found.output.absolute().parent.mkdir(parents=True, exist_ok=True)
             beside = {"dir": found.output.absolute().parent, "prefix": f"{found.output.name}.tmp-"}
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(**beside))) / "hf"
@@ -84,6 +87,7 @@ def to_fmengine(words: Sequence[str]) -> int:
             with contextlib.redirect_stdout(io.StringIO()):
                 export_main([str(found.checkpoint), f"--to={folder}", "--check=weights", *named])
         else:
+            choice.reject_step(found.step, folder)
             for name in ("tokenizer", "config"):
                 if getattr(found, name):
                     rule = f"has no effect: {folder} says what it is"

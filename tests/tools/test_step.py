@@ -28,6 +28,9 @@ COMMANDS: dict[str, list[str]] = {
     "evaluate": ["evaluate", "RUN", "--data", "words=FILE", "--seq_len", "64"],
     "export": ["export", "RUN", "--to", "NEW", "--check", "weights"],
     "to-dcp": ["checkpoint", "to-dcp", "RUN", "NEW"],
+    "to-fmengine": ["checkpoint", "to-fmengine", "RUN", "NEW"],
+    "diff": ["checkpoint", "diff", "RUN", "RUN"],
+    "weights": ["checkpoint", "weights", "RUN", "NEW"],
     "test": ["test", "RUN/config.resolved.toml", "--output", "NEW", "--nproc", "1"],
     "merge": ["merge", "ADAPTERS", "--to", "NEW"],
 }
@@ -131,7 +134,7 @@ def test_a_step_that_does_not_exist_is_rejected(
 
 
 def test_step_requires_the_folder_of_a_run(folders: dict[str, Path], tmp_path: Path, capfd: Any) -> None:
-    for verb in ("generate", "evaluate", "export", "to-dcp"):
+    for verb in ("generate", "evaluate", "export", "to-dcp", "to-fmengine", "diff", "weights"):
         command = [word.replace("RUN", str(folders["RUN"] / "checkpoint/step-3")) for word in COMMANDS[verb]]
         code, text = run([*command, "--step", "best"], folders, tmp_path, capfd)
         assert code == 2 and '--step="best" is for the folder of a run' in text
@@ -163,4 +166,4 @@ def test_the_last_lines_of_the_log_name_the_best_step_and_the_commands(folders: 
     lines = (folders["RUN"] / "logs/rank-0.log").read_text().splitlines()[-2:]
     (line,) = [line for line in lines if "best step" in line]
     assert "best step: 2 (validation.loss 1), last step: 3" in line
-    assert "generate, export, merge, test, evaluate and checkpoint to-dcp use the best step" in line
+    assert "generate, export, merge, test, evaluate and checkpoint (diff, weights, to-dcp, to-fmengine) use" in line

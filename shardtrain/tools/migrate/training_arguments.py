@@ -403,7 +403,7 @@ def _validation(found: Found) -> None:
     if on and best and metric.removeprefix("eval_") in ("loss", "accuracy"):
         name = f"validation.{metric.removeprefix('eval_')}"
         found.set(
-            "load_best_model_at_end", "checkpoint.keep_best", name, "the best checkpoint is kept, and `test` takes it"
+            "load_best_model_at_end", "checkpoint.keep_best", name, "the best checkpoint is kept, and commands open it"
         )
         found.answer("metric_for_best_model", "honoured", f"checkpoint.keep_best = {name}")
     found.answer("load_best_model_at_end", "ignored", "there is no validation to be best at" if best else "it is off")
