@@ -590,6 +590,9 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
         "activation_checkpoint.visualize_memory_budget_pareto",
     ),
     "tokens that the next start takes: tests/data/test_token_cache.py": ("data.cache_tokens",),
+    "which tokens of a turn are learned, decided per row: tests/data/test_chat.py": (
+        "data.learn_turn_separator", "data.turn_end",
+    ),
     "a profiler beside the steps": (
         "profiling.enable_profiling", "profiling.profile_freq", "profiling.profiler_active",
         "profiling.profiler_warmup", "profiling.profile_memory", "profiling.enable_memory_snapshot",

@@ -103,6 +103,7 @@ OPTIONS: dict[str, Class] = {
     "data.tools_field": "data",
     "data.chat_template": "data",
     "data.learn_turn_separator": "data",
+    "data.turn_end": "data",
     "data.template": "data",
     "data.add_bos": "data",
     "data.add_eos": "data",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -229,6 +229,20 @@ class _Turns:
         return start, stop + len(ending)
 
 
+def with_turn_end(written: Written, end: str) -> Written:
+    """Let the assistant learn ``end`` after each turn: it is appended to the last turn, and must follow other turns.
+
+    Text is not inserted after earlier turns, because the prompts of generation have none there.
+    """
+    text = written.text
+    spans = []
+    for start, stop in written.spans:
+        if not text[stop:].strip():
+            text = text[:stop] + end + text[stop:]
+        spans.append((start, stop + len(end) if text.startswith(end, stop) else stop))
+    return replace(written, text=text, spans=spans)
+
+
 class Conversations:
     """Conversations to documents, by one tokenizer and its templates."""
 
@@ -238,11 +252,13 @@ class Conversations:
         template: ChatTemplate,
         tool_template: ChatTemplate | None = None,
         learn_separator: bool = False,
+        turn_end: str = "",
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._tool_template = tool_template
         self._learn_separator = learn_separator
+        self._turn_end = turn_end
         for one in (template, tool_template):
             if one is not None:
                 find_content_form(one)
@@ -253,7 +269,8 @@ class Conversations:
     def write(self, messages: Sequence[Message], variables: Variables, first_learned: int = 0) -> Written:
         """Render a conversation and find its learned turns; see the function ``write``."""
         self._unused.warn(messages)
-        return write(self._template_of(variables), messages, variables, first_learned)
+        written = write(self._template_of(variables), messages, variables, first_learned)
+        return with_turn_end(written, self._turn_end) if self._turn_end else written
 
     def prompt(self, messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> Ids:
         """Tokens of a conversation up to the words that an answer of the assistant follows.
@@ -269,13 +286,13 @@ class Conversations:
         return self._tokenizer.encode_spans([text])[0][0]
 
     def turn_end(self) -> int | None:
-        """The special token that the template writes after an answer; None where it writes none."""
+        """Return the special token that ends an answer, by the template or by ``data.turn_end``; None without one."""
         try:
             chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
             text = self._template.render(chat)
         except Unusable:
             return None
-        after = text.rpartition(_STAND_IN)[2] if _STAND_IN in text else ""
+        after = (text.rpartition(_STAND_IN)[2] if _STAND_IN in text else "") + self._turn_end
         tokens = self._tokenizer.encode_spans([after])[0][0].tolist()
         return next((token for token in tokens if token in self._tokenizer.special_ids), None)
 
@@ -284,6 +301,13 @@ class Conversations:
 
     def documents(self, written: Sequence[Written]) -> list[Document]:
         """Tokens of conversations, and which are learned; one without a learned token has a mask of nothing."""
+        if not self._logged_ending and self.turn_end() is None:
+            self._logged_ending = True
+            example = self._tokenizer.special_tokens.get("eos_token", "</s>")
+            logger.warning(
+                "the chat template ends a turn of the assistant with no special token, so the model does not learn "
+                f"where to stop; add one with data.turn_end, such as {example!r}"
+            )
         encoded = self._tokenizer.encode_spans([one.text for one in written]) if written else []
         return [
             Document(tokens, self._learned(one, tokens, spans))

@@ -226,7 +226,18 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
         rule = "has no effect: the chat template marks what is learned with {% generation %}"
         fix = "move the line end into the marks, or remove the option"
         raise ConfigError(Problem("data.learn_turn_separator", True, rule, fix))
-    return Conversations(tokenizer, compiled, tools, data.learn_turn_separator)
+    conversations = Conversations(tokenizer, compiled, tools, data.learn_turn_separator, data.turn_end or "")
+    if data.turn_end is not None:
+        ids = tokenizer.encode_spans([data.turn_end])[0][0].tolist()
+        if len(ids) != 1 or ids[0] not in tokenizer.special_ids:
+            rule, fix = f"is not a special token of the tokenizer {tokenizer.spec}", "name one, such as its end token"
+            raise ConfigError(Problem("data.turn_end", data.turn_end, rule, fix))
+        if (written := Conversations(tokenizer, compiled, tools).turn_end()) is not None:
+            rule = (
+                f"has no effect: the chat template ends a turn with {tokenizer.decode([written], keep_special=True)!r}"
+            )
+            raise ConfigError(Problem("data.turn_end", data.turn_end, rule, "remove it"))
+    return conversations
 
 
 def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None]:
@@ -242,8 +253,8 @@ def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None
 
 def _template_facts(tokenizer: Tokenizer, data: Data) -> str:
     special = sorted(tokenizer.special_tokens.items())
-    separator = ["separator"] if data.learn_turn_separator else []
-    return json.dumps([*_templates(tokenizer, data), special, FIXED_DATE.isoformat(), *separator])
+    options = [*(["separator"] if data.learn_turn_separator else []), *([data.turn_end] if data.turn_end else [])]
+    return json.dumps([*_templates(tokenizer, data), special, FIXED_DATE.isoformat(), *options])
 
 
 def _fingerprint(form: str, tokenizer: Tokenizer, *facts: str) -> str:

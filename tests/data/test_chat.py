@@ -13,7 +13,7 @@ from shardtrain.data.chat import write
 from shardtrain.data.chat_template import ChatTemplate
 from shardtrain.data.columns import Unusable
 from shardtrain.data.document import Document
-from shardtrain.data.encode import open_conversations, open_encoder
+from shardtrain.data.encode import end_tokens, open_conversations, open_encoder
 from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.tools.generate.prompts import Encoder, Row
@@ -574,3 +574,62 @@ def test_the_line_end_after_a_turn_is_learned_on_request(tmp_path, form):
 def test_a_line_end_is_not_requested_of_a_template_that_marks_what_is_learned(tmp_path):
     with pytest.raises(ConfigError, match=r"learn_turn_separator=true has no effect: the chat template marks"):
         encode(folder_of(tmp_path, CHATML), {"messages": TURNS}, learn_turn_separator=True)
+
+
+# In the style of GLM-4-MoE: nothing ends a turn, and the next speaker's token follows it
+NO_END = (
+    "<s>{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+NO_END_MARKED = NO_END.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endgeneration %}")
+ADVICE = "add one with data.turn_end, such as '</s>'"
+
+
+@pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+@pytest.mark.parametrize(
+    ("template", "end", "learned", "is_warned"),
+    [
+        (NO_END, None, "Blue.Blue.", True),
+        (NO_END, "</s>", "Blue.Blue.</s>", False),  # as at inference, no end is inserted after an earlier turn
+        (NO_END, "<|user|>", "Blue.<|user|>Blue.<|user|>", False),
+        (SEPARATED, None, "Blue.<|im_end|>Blue.<|im_end|>", False),
+    ],
+    ids=["no end", "inserted", "of the next turn", "ChatML"],
+)
+def test_a_template_that_writes_no_end_of_a_turn_is_warned_of_and_gets_one(
+    form, template, end, learned, is_warned, tmp_path, caplog
+):
+    chat = [USER, ANSWER, USER, ANSWER]
+    row = {"messages": chat, "prompt": chat[:1], "completion": chat[1:]}
+    tokenizer = open_tokenizer(str(folder_of(tmp_path, template)))
+    encoder = open_encoder(tokenizer, Data(format=form, turn_end=end))
+    for _ in range(2):
+        (document,) = encoder.encode([row])
+    assert tokenizer.decode(document.tokens[document.learned], keep_special=True) == learned
+    assert [ADVICE in message for message in caplog.messages] == [True] * is_warned
+    if template == NO_END:
+        assert tokenizer.decode(document.tokens, keep_special=True).count("</s>") == (end == "</s>")
+        assert (encoder.fingerprint == open_encoder(tokenizer, Data(format=form)).fingerprint) == (end is None)
+    ends = end_tokens(tokenizer, Data(format=form, turn_end=end), has_conversations=True)
+    of_turn = "<|im_end|>" if template == SEPARATED else end
+    assert {tokenizer.decode([token], keep_special=True) for token in ends} == {"</s>", of_turn or "</s>"}
+
+
+def test_an_end_of_a_turn_extends_the_marks_of_a_template(tmp_path):
+    tokenizer = open_tokenizer(str(folder_of(tmp_path, NO_END_MARKED)))
+    encoder = open_encoder(tokenizer, Data(format="chat", turn_end="<|user|>"))
+    (document,) = encoder.encode([{"messages": [ANSWER]}])
+    assert tokenizer.decode(document.tokens[document.learned], keep_special=True) == "Blue.<|user|>"
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "reason"),
+    [
+        (NO_END, "the cat", "is not a special token of the tokenizer"),
+        (NO_END, "</s></s>", "is not a special token of the tokenizer"),
+        (SEPARATED, "</s>", r"has no effect: the chat template ends a turn with '<\|im_end\|>'"),
+    ],
+)
+def test_an_end_of_a_turn_that_cannot_be_added_is_an_error(template, end, reason, tmp_path):
+    with pytest.raises(ConfigError, match=f"data.turn_end=.*{reason}"):
+        encode(folder_of(tmp_path, template), {"messages": TURNS}, turn_end=end)

@@ -25,7 +25,7 @@ _MAX_READERS = 65536
 _MIN_ROW_BYTES = 1024
 _MIN_ARTEFACT_BYTES = 2**28
 _TO_READ_ROWS = ("mode", "readers", "bad_rows", "bad_rows_max_fraction", "max_row_bytes")
-_OF_TEMPLATES = ("tools_field", "chat_template", "learn_turn_separator")
+_OF_TEMPLATES = ("tools_field", "chat_template", "learn_turn_separator", "turn_end")
 _FIELDS = {
     "text": ("text_field",),
     "prompt_completion": ("prompt_field", "completion_field", *_OF_TEMPLATES),

@@ -95,6 +95,9 @@ class Data:
     learn_turn_separator: bool = False
     """Also learn the line end after the token that ends a turn of the assistant, as TRL does with ChatML. A template
     with {% generation %} marks decides itself (shardtrain)."""
+    turn_end: str | None = None
+    """A special token that ends the assistant's last turn, for chat templates that write none (GLM-4-MoE). It is also
+    learned after earlier turns, if the template writes it there (shardtrain)."""
     packing: Literal["auto", "concat", "first_fit", "padded"] = "auto"
     """concat: all documents concatenated, then cut; first_fit: whole documents, several per sequence; padded: one
     document per sequence; auto: concat if all rows are texts, first_fit if some are prompts or conversations

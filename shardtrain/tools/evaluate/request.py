@@ -17,7 +17,7 @@ ABOUT = """Measure a model: the loss of each set of rows that --data names, or o
 tasks of the lm-eval library. The results are printed as one JSON object."""
 _DATA_OPTIONS = (
     "format", "prompt_field", "completion_field", "messages_field", "tools_field", "chat_template",
-    "learn_turn_separator", "add_eos", "packing", "long_documents", "bad_rows", "bad_rows_max_fraction",
+    "learn_turn_separator", "turn_end", "add_eos", "packing", "long_documents", "bad_rows", "bad_rows_max_fraction",
 )  # fmt: skip
 """Options of [data] that --data accepts, next to --text_field and --add_bos."""
 
