@@ -586,6 +586,7 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
         "metrics.log_freq", "metrics.enable_tensorboard", "metrics.disable_color_printing",
         "metrics.save_for_all_ranks", "metrics.enable_wandb", "metrics.enable_mlflow", "metrics.enable_trackio",
         "metrics.prometheus_port", "metrics.prometheus_address", "metrics.sinks", "metrics.peak_flops",
+        "metrics.token_metrics",
         "metrics.legacy_tags", "model.print_after_conversion", "training.gc_debug",
         "activation_checkpoint.visualize_memory_budget_pareto",
     ),

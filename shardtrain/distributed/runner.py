@@ -27,6 +27,7 @@ from shardtrain.distributed import (
 )
 from shardtrain.distributed.context_parallel import Batch
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.distributed.token_metrics import TokenMetrics
 from shardtrain.distributed.update_in_backward import UpdateInBackward
 from shardtrain.distributed.zero1 import SplitStates
 from shardtrain.layout import Draw
@@ -65,6 +66,7 @@ class Runner(ABC):
         self._split_states: SplitStates | None = None
         self._before_pass: float8.BeforePass | None = None
         self._in_backward: UpdateInBackward | None = None
+        self.token_metrics = TokenMetrics(parts.config.metrics.token_metrics, parts.mesh)
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
@@ -131,7 +133,8 @@ class Runner(ABC):
 
     def measures(self) -> dict[str, float]:
         """Metrics of the model itself of the last ``forward_backward``, equal on all ranks (a collective)."""
-        return expert_parallel.measure(self.parts, self._mesh) if self._has_experts else {}
+        of_experts = expert_parallel.measure(self.parts, self._mesh) if self._has_experts else {}
+        return {**of_experts, **self.token_metrics.means()}
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates: the parameters, or with ZeRO-1 this replica's slices of them."""
@@ -190,6 +193,7 @@ class PlainRunner(Runner):
             expert_parallel.before_step(self.parts, weight)
         if self._before_pass:
             self._before_pass()
+        self.token_metrics.start()
         # float64: hundreds of micro-batches, and then ranks, are added one by one
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         try:
@@ -222,7 +226,8 @@ class PlainRunner(Runner):
         if num_tokens not in self._loss_at_head:
             self._loss_at_head[num_tokens] = loss_at_head.saves(model, num_tokens, self._mesh, self._config)
         if self._loss_at_head[num_tokens]:
-            with loss_at_head.in_place_of_logits(model, targets_Bt, weight, self._chunk_loss):
+            chunk = self.token_metrics.measuring(self._chunk_loss)
+            with loss_at_head.in_place_of_logits(model, targets_Bt, weight, chunk):
                 return model(tokens_Bt, positions_Bt, **documents)  # type: ignore[no-any-return]
 
         # else the model returns logits; a user's model may return anything
@@ -232,4 +237,5 @@ class PlainRunner(Runner):
             rule = f"gives {given} for tokens of shape {tuple(targets_Bt.shape)}"
             fix = "return one tensor of logits, (B, T, V)"
             raise ConfigError(Problem("model.name", self._config.model.name, rule, fix))
+        self.token_metrics.add(out, targets_Bt, self._vocabulary)
         return cross_entropy_sum(out, targets_Bt, weight, self._vocabulary, self._chunk_loss)

@@ -767,6 +767,7 @@ class SplitVocabulary:
     """The vocabulary split over tensor-parallel ranks, for the loss (``cross_entropy.Vocabulary``)."""
 
     def __init__(self, mesh: Mesh, vocab_size: int) -> None:
+        self.size = vocab_size
         self.columns = -(-vocab_size // mesh.size(AXIS))
         self.offset = self.columns * mesh.rank(AXIS)
         self._group = mesh.group(AXIS)

@@ -14,11 +14,12 @@ _MOST_KEPT = 1 << 24
 
 
 class Vocabulary(Protocol):
-    """How the vocabulary is split: this rank's first id, and what ranks that share a token do together.
+    """How the vocabulary is split: its size, this rank's first id, and collectives of the ranks that share a token.
 
     ``columns`` is the size of the largest part: equal on all ranks, so that all reduce chunks of the same tokens.
     """
 
+    size: int
     offset: int
     columns: int
 

@@ -21,8 +21,7 @@ def find(name: str) -> Schedule:
     """
     if not name.endswith(".py"):
         return SCHEDULES[name]
-    schedule: Schedule = own_file.load(name, "schedule", "lr_scheduler.name", *SCHEDULE).factor
-    return schedule
+    return own_file.load_function(name, "schedule", "lr_scheduler.name", *SCHEDULE)
 
 
 def learning_rate(

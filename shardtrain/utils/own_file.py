@@ -8,10 +8,12 @@ from __future__ import annotations
 import ast
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -47,6 +49,16 @@ def load(path: str, kind: str, option: str, names: Sequence[str], fix: str) -> M
     if missing:
         raise ConfigError(Problem(option, path, f"has no {' and no '.join(missing)}", fix))
     return module
+
+
+def load_function(path: str, kind: str, option: str, name: str, fix: str) -> Callable[..., Any]:
+    """Return a function of a file, which must accept two positional arguments; raises ConfigError as ``load`` does."""
+    function: Callable[..., Any] = getattr(load(path, kind, option, (name,), fix), name)
+    try:
+        inspect.signature(function).bind_partial(None, None)
+    except TypeError:
+        raise ConfigError(Problem(option, path, f"has {name} that takes fewer than two arguments", fix)) from None
+    return function
 
 
 def run(path: str | Path, kind: str, option: str) -> ModuleType:

@@ -68,6 +68,7 @@ def test_a_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_pat
             "def factor(step, total_steps, warmup): ...",
             "the parameter warmup, which is not an option",
         ),
+        ("def factor(step): ...", "takes fewer than two arguments"),
         ("def factor(step, total_steps):\n    return step / 0", "fails (line 2): division by zero"),
         ("def factor(step, total_steps):\n    return step", "returns 2 at step 2 of 200; return the share of the peak"),
         ("def factor(step, total_steps):\n    return float('nan')", "returns nan at step 0"),

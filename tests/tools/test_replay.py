@@ -188,10 +188,12 @@ def test_opening_a_folder_runs_no_code_that_its_configuration_names(
     keys |= {"lr_scheduler": ["name"], "validation": ["dataset"], "data.sources.web": ["dataset"]}
     named = [f"{section}.{key}" for section, found in keys.items() for key in found]
     text = "".join(f"[{s}]\n{''.join(f'{key} = {str(code)!r}{chr(10)}' for key in found)}" for s, found in keys.items())
-    (folder / "config.resolved.toml").write_text(f"{text}[metrics]\nsinks = [{str(code)!r}]\n")
+    (folder / "config.resolved.toml").write_text(
+        f"{text}[metrics]\nsinks = [{str(code)!r}]\ntoken_metrics = [{str(code)!r}]\n"
+    )
     assert cli.main([*verb, str(folder)]) == 2
     said = capsys.readouterr().err
-    for option in [*named, "metrics.sinks"]:
+    for option in [*named, "metrics.sinks", "metrics.token_metrics"]:
         assert f"{option}=" in said, option
-    assert said.count("is code that the folder of a run names") == len(named) + 1
+    assert said.count("is code that the folder of a run names") == len(named) + 2
     assert not (tmp_path / "ran").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import PurePath
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.options import nearest
@@ -19,7 +20,8 @@ OPTIMIZER = (
     ("build", "initial_state"),
     "define build(param_groups, options) and initial_state(parameter): docs/extend.md",
 )
-SCHEDULE = (("factor",), "define factor(step, total_steps), with options of [lr_scheduler] as further parameters")
+SCHEDULE = ("factor", "define factor(step, total_steps), with options of [lr_scheduler] as further parameters")
+TOKEN_METRIC = ("measure", "define measure(logits, targets) that returns a value for each token: docs/extend.md")
 TOKENIZER = (("Tokenizer",), "define a class Tokenizer with encode, decode and vocab_size, as docs/extend.md shows")
 """What a file must define, and the fix if it does not."""
 
@@ -40,6 +42,7 @@ def named_files(config: Config) -> list[tuple[str, str]]:
         ("validation.dataset", config.validation.dataset),
         *((f"data.sources.{name}.dataset", source.dataset) for name, source in config.data.sources.items()),
         *(("metrics.sinks", path) for path in config.metrics.sinks),
+        *(("metrics.token_metrics", path) for path in config.metrics.token_metrics),
     ]
 
 
@@ -51,8 +54,18 @@ def check_own_files(loaded: Loaded) -> Iterator[Problem]:
         yield from _check(loaded, "model.tokenizer_path", tokenizer, *TOKENIZER)
     for path in config.metrics.sinks:
         yield from _check(loaded, "metrics.sinks", path, *SINK)
+    metrics = config.metrics.token_metrics
+    for path in metrics:
+        yield from _check(loaded, "metrics.token_metrics", path, (TOKEN_METRIC[0],), TOKEN_METRIC[1])
+    if len({PurePath(path).stem for path in metrics}) < len(metrics):
+        yield problem(
+            loaded, "metrics.token_metrics", "has two files of one name, by which they are logged", "rename one"
+        )
+    if metrics and config.task.name != "language_model":
+        rule = f'is not supported with task.name="{config.task.name}", which has metrics of its own'
+        yield problem(loaded, "metrics.token_metrics", rule, 'remove it, or set task.name = "language_model"')
     yield from _check_named(loaded, "optimizer.name", OPTIMIZERS, *OPTIMIZER)
-    yield from _check_named(loaded, "lr_scheduler.name", tuple(lr_schedules.SCHEDULES), *SCHEDULE)
+    yield from _check_named(loaded, "lr_scheduler.name", tuple(lr_schedules.SCHEDULES), (SCHEDULE[0],), SCHEDULE[1])
     unknown = set(schedule_options(config.lr_scheduler.name) or ()) - set(SCHEDULE_OPTIONS)
     if unknown:
         rule = f"has factor with the parameter {min(unknown)}, which is not an option of [lr_scheduler]"
@@ -63,7 +76,7 @@ def schedule_options(name: str) -> tuple[str, ...] | None:
     """Return the options that a schedule reads; None if the name is unknown or the text of the file does not tell."""
     if name in lr_schedules.SCHEDULES:
         return lr_schedules.options_of(lr_schedules.SCHEDULES[name])
-    if not name.endswith(".py") or own_file.fault(name, *SCHEDULE):
+    if not name.endswith(".py") or own_file.fault(name, (SCHEDULE[0],), SCHEDULE[1]):
         return None
     for node in own_file.parse(name).body:
         if isinstance(node, ast.FunctionDef) and node.name == "factor":

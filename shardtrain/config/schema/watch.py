@@ -59,6 +59,9 @@ class Metrics:
     (shardtrain)."""
     sinks: list[str] = field(default_factory=list)
     """Your own sinks: files with a class Sink, such as ["my_sink.py"]; see docs/extend.md (shardtrain)."""
+    token_metrics: list[str] = field(default_factory=list)
+    """Your own training metrics: files with a function measure(logits, targets), such as ["my_metric.py"], averaged
+    over the target tokens of a logged step; see docs/extend.md (shardtrain)."""
     peak_flops: float | None = None
     """Dense peak of one device in FLOP/s for the MFU, if the device is not in the table (shardtrain)."""
     legacy_tags: bool = False

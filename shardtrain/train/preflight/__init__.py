@@ -203,7 +203,7 @@ def _look_at_files(loaded: Loaded, machine: Machine, found: _Found) -> None:
     """Files of the user's, the tokenizer, the first rows, how many there are, and the first weights."""
     from shardtrain.train.preflight import data, own_files, storage, weights
 
-    if found.is_clean("metrics.sinks", "lr_scheduler"):
+    if found.is_clean("metrics.sinks", "metrics.token_metrics", "lr_scheduler"):
         found.take(own_files.look(loaded.config))
     if found.is_clean("checkpoint.folder") and (error := storage.address_problem(loaded.config)):
         found.take([error])

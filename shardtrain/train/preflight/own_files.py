@@ -43,6 +43,10 @@ def explain(error: Exception | SystemExit, config: Config) -> ConfigError:
 def look(config: Config) -> list[ShardtrainError]:
     """Load the files that nothing else loads before ranks start, and return their errors."""
     checks: list[Callable[[], object]] = [partial(sinks.find, path) for path in config.metrics.sinks]
+    if config.metrics.token_metrics:
+        from shardtrain.distributed import token_metrics  # imports torch
+
+        checks += [partial(token_metrics.find, path) for path in config.metrics.token_metrics]
     if config.lr_scheduler.name.endswith(".py"):
         from shardtrain.optim import lr_scheduler  # its package imports torch
 

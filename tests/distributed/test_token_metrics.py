@@ -1,0 +1,128 @@
+"""Training metrics in a user's file: one number on every mesh, and errors that name the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from tiers import cases
+from tiny import text_file, tiny_config, train_whole
+
+from shardtrain.cli import main
+
+# the loss of each token, so that the loss of the step is an independent reference, and two others
+FILES = {
+    "loss": "import torch\ndef measure(logits, targets):\n"
+    "    return torch.nn.functional.cross_entropy(logits, targets, reduction='none')\n",
+    "accuracy": "def measure(logits, targets):\n    return (logits.argmax(-1) == targets).float()\n",
+    # changes its argument in place: neither the loss nor the next metric may see it
+    "mean": "def measure(logits, targets):\n    return logits.mul_(0).add_(logits.shape[1]).mean(-1)\n",
+}
+MESHES = {
+    "one process": (1, {}),
+    "fsdp": (2, {}),
+    "tp": (2, {"tensor_parallel_degree": 2}),
+    "tp 3": (3, {"tensor_parallel_degree": 3}),
+    "whole logits": (2, {"tensor_parallel_degree": 2, "disable_loss_parallel": True}),
+    "cp": (2, {"context_parallel_degree": 2}),
+    "pp": (2, {"pipeline_parallel_degree": 2}),
+    "pp tp": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_degree": 2}),
+}
+SHAPE = {"vocab_size": 514, "dim": 48, "num_heads": 6, "num_kv_heads": 6, "head_dim": 8, "ffn_dim": 96, "num_layers": 2}
+"""Sizes that 2 and 3 ranks divide, but the vocabulary, which 3 ranks cut into uneven parts."""
+
+
+def written(folder: Path) -> list[str]:
+    for name, text in FILES.items():
+        (folder / f"{name}.py").write_text(text)
+    return [str(folder / f"{name}.py") for name in FILES]
+
+
+def trained(rank: int, folder: Path, paths: list[str], mesh: str, stop_after: int | None = None):
+    degrees = MESHES[mesh][1]
+    shares = 1 if degrees or mesh == "one process" else 2
+    config = tiny_config(
+        job={"dump_folder": str(folder)},
+        model={"overrides": SHAPE},
+        parallelism=degrees,
+        training={"steps": 4, "local_batch_size": 8 // shares, "seq_len": 60},
+        metrics={"log_freq": 1, "token_metrics": paths},
+        validation={
+            "enable": True,
+            "dataset": "text",
+            "dataset_path": text_file(),
+            "freq": 1,
+            "steps": 1,
+            "local_batch_size": 8 // shares,
+            "seq_len": 60,
+        },
+        checkpoint={"enable": True, "interval": 2},
+    )
+    return train_whole(rank, config, stop_after=stop_after)
+
+
+def logged(folder: Path) -> list[tuple[int, float, dict[str, float]]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    own = [{key: value for key, value in line.items() if key.startswith("token_metrics/")} for line in lines]
+    return [(line["step"], line["loss"], values) for line, values in zip(lines, own, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "mesh", cases(["one process", "tp 3", "pp"], nightly=["fsdp", "tp", "whole logits", "cp", "pp tp"])
+)
+def test_a_metric_is_the_mean_over_target_tokens_on_every_mesh(tmp_path: Path, mesh: str) -> None:
+    paths = written(tmp_path)
+    for ended in run_ranks(MESHES[mesh][0], trained, tmp_path / "run", paths, mesh):
+        assert ended.error is None
+    for ended in run_ranks(1, trained, tmp_path / "plain", [], "one process"):
+        assert ended.error is None
+    found = logged(tmp_path / "run")
+    assert [step for step, _, _ in found] == [1, 2, 3, 4]
+    for (_, loss, values), (_, plain_loss, nothing) in zip(found, logged(tmp_path / "plain"), strict=True):
+        assert nothing == {} and set(values) == {f"token_metrics/{name}" for name in FILES}
+        # float32 losses of single tokens, summed in another order
+        assert values["token_metrics/loss"] == pytest.approx(loss, rel=1e-6)
+        assert values["token_metrics/mean"] == SHAPE["vocab_size"]
+        assert 0 <= values["token_metrics/accuracy"] <= 1
+        assert loss == pytest.approx(plain_loss, rel=1e-5)
+
+
+def test_a_resumed_run_logs_the_same_metrics(tmp_path: Path) -> None:
+    paths = written(tmp_path)
+    run_ranks(1, trained, tmp_path / "straight", paths, "one process")
+    run_ranks(1, trained, tmp_path / "killed", paths, "one process", 3)
+    run_ranks(1, trained, tmp_path / "killed", paths, "one process")
+    assert logged(tmp_path / "killed") == logged(tmp_path / "straight")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "is not a file"),
+        ("def accuracy(logits, targets): ...", "has no measure; define measure(logits, targets)"),
+        ("def measure(logits, targets):\n    return logits.absent", "fails (line 2): 'Tensor' object has no attribute"),
+        ("def measure(logits, targets):\n    return logits", "returns (3, 8) for 3 tokens"),
+        ("def measure(logits, targets):\n    return 0.5", "returns float for 3 tokens"),
+        ("def measure(logits):\n    return logits[:, 0]", "takes fewer than two arguments"),
+    ],
+)
+def test_a_wrong_metric_file_is_one_error_that_names_it(tmp_path: Path, capsys, text: str | None, said: str) -> None:
+    path = tmp_path / "my_metric.py"
+    if text is not None:
+        path.write_text(text)
+    assert main(["config", "check", "debug", f"--metrics.token_metrics={path}", "--training.device=cpu"]) == 2
+    (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "my_metric.py" in line]
+    assert "metrics.token_metrics=" in line and said in line
+
+
+def test_a_metric_requires_the_language_model_task_and_names_of_its_own(tmp_path: Path, capsys) -> None:
+    paths = written(tmp_path)
+    (tmp_path / "more").mkdir()
+    words = ["config", "check", "debug", "--training.device=cpu", f"--metrics.token_metrics={paths[0]}"]
+    assert main([*words, "--task.name=kto"]) == 2
+    assert 'is not supported with task.name="kto"' in "".join(capsys.readouterr())
+    again = written(tmp_path / "more")[0]
+    assert main([*words[:-1], f"--metrics.token_metrics={paths[0]},{again}"]) == 2
+    assert "two files of one name" in "".join(capsys.readouterr())
