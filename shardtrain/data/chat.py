@@ -1,10 +1,8 @@
 """Conversations to tokens: a chat template writes the text, and what the assistant says in it is learned.
 
 Nothing is added to what the template writes: no bos and no eos, as where the model is served. What the assistant says
-is found by the template's own ``{% generation %}`` marks where it has them. Else a turn is what the template writes
-more with its message than without it, each time up to the words that an answer follows; and where a template writes
-earlier turns in another way once later ones are there, by the place of the turn's content. A turn that cannot be found
-exactly is an error.
+is found by the template's own ``{% generation %}`` marks where it has them, and else by comparing what the template
+writes for parts of the conversation (``chat_turns.py``). A turn that cannot be found exactly is an error.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import numpy.typing as npt
 
 from shardtrain.data.chat_messages import NO_VARIABLES, Message, Variables, text_arguments, with_object_arguments
 from shardtrain.data.chat_template import ChatTemplate, Span
+from shardtrain.data.chat_turns import Turns, replace_texts
 from shardtrain.data.columns import UNUSED_KEYS, Unusable, UnusedNames
 from shardtrain.data.document import Document
 from shardtrain.data.tokenizer import Ids, Spans, Tokenizer
@@ -26,8 +25,9 @@ from shardtrain.utils.log import logger
 
 _STAND_IN = "shardtrain-stands-in-for-a-turn"
 _UNSURE = (
-    "the assistant's turn {} cannot be told apart in what the chat template writes; mark what the assistant says in "
-    "the template with {{% generation %}} and {{% endgeneration %}}"
+    "the assistant's turn {} cannot be told apart in what the chat template writes; set data.chat_template to a "
+    "version that marks what the assistant says with {{% generation %}} and {{% endgeneration %}}: TRL has one of most "
+    "published templates in its folder chat_templates"
 )
 
 
@@ -59,8 +59,14 @@ def write(
     # A template that marks what the assistant says is believed; in all others its turns are searched for.
     if template.marks:
         return _marked(template, chat, variables, first_learned)
-    turns = _Turns(template, chat, variables, text)
-    spans = [turns.span(i) for i in range(first_learned, len(chat)) if chat[i]["role"] == "assistant"]
+    turns = Turns(template, chat, variables, text)
+    spans: list[Span] = []
+    for i in range(first_learned, len(chat)):
+        if chat[i]["role"] == "assistant":
+            found = turns.spans(i)
+            if not found:
+                raise Unusable(_UNSURE.format(i + 1))
+            spans += found
     return Written(text, spans, exact=False)
 
 
@@ -119,40 +125,21 @@ def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], va
 
 
 def _shape(message: Message) -> tuple[Any, ...]:
-    has_content = bool(message.get("content", "").strip())
-    return message["role"], has_content, len(message.get("tool_calls", ())), "reasoning_content" in message
+    content = message.get("content", "")
+    parts = bool(content.strip()), "</think>" in content
+    return message["role"], parts, len(message.get("tool_calls", ())), "reasoning_content" in message
 
 
 def _find_dropped(template: ChatTemplate, chat: Sequence[Message], variables: Variables) -> str:
     """Describe the first text that the template does not write, or return ""."""
-    replaced: list[Message] = []
-    wanted: dict[str, str] = {}
-    for turn, message in enumerate(chat, start=1):
-        message = dict(message)
-        if message.get("content", "").strip():
-            message["content"] = f"{_STAND_IN}-content-{turn}-"
-            wanted[message["content"]] = f"the content of turn {turn}"
-        if "reasoning_content" in message:
-            reasoning = f"{_STAND_IN}-reasoning-{turn}-"
-            message |= {key: reasoning for key in ("thinking", "reasoning_content") if key in message}
-            if turn == len(chat):
-                wanted[reasoning] = f"the reasoning of turn {turn}"
-        calls = []
-        for number, call in enumerate(message.get("tool_calls", ()), start=1):
-            name = f"{_STAND_IN}-call-{turn}-{number}-"
-            wanted[name] = f"the tool call of turn {turn}"
-            is_wrapped = "function" in call
-            calls.append(
-                {**call, "function": {**call["function"], "name": name}} if is_wrapped else {**call, "name": name}
-            )
-        if calls:
-            message["tool_calls"] = calls
-        replaced.append(message)
+    replaced, leaves = replace_texts(chat)
     try:
         text = template.render(replaced, variables)
     except Unusable:
         return ""  # a template that reads the names of calls or the contents writes them
-    return next((description for stand_in, description in wanted.items() if stand_in not in text), "")
+    last = len(chat) - 1
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.kind != "reasoning" or leaf.turn == last}
+    return next((leaf.description for name, leaf in wanted.items() if leaf.value.strip() and name not in text), "")
 
 
 def _marked(template: ChatTemplate, chat: list[Message], variables: Variables, first_learned: int) -> Written:
@@ -169,64 +156,6 @@ def _marked(template: ChatTemplate, chat: list[Message], variables: Variables, f
     if not any(stop > start for start, stop in spans):
         raise Unusable("the chat template's {% generation %} marks enclose nothing in this conversation")
     return Written(text, spans, exact=True)
-
-
-class _Turns:
-    """Finds the turns of one conversation in its text, without marks."""
-
-    def __init__(self, template: ChatTemplate, chat: list[Message], variables: Variables, text: str) -> None:
-        self._template = template
-        self._chat = chat
-        self._variables = variables
-        self._text = text
-
-    def span(self, i: int) -> Span:
-        """Characters of turn ``i`` of the assistant, from after the words that an answer follows to its end."""
-        span = self._by_growth(i) or self._by_place(i)
-        if span is None:
-            raise Unusable(_UNSURE.format(i + 1))
-        return span
-
-    def _by_growth(self, i: int) -> Span | None:
-        """What the template writes more with the turn than without it, where all before and after stays the same."""
-        try:
-            prompt = self._template.render(self._chat[:i], self._variables, prompt=True)
-            grown = self._template.render(self._chat[: i + 1], self._variables)
-        except Unusable:
-            return None  # some templates refuse half a conversation
-        if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt)):
-            return None
-        # A template without words that an answer follows would have the name of the speaker learned too.
-        # So the growth must begin with the turn's content, or the template must have such words.
-        content = self._chat[i].get("content", "").strip()
-        if content and grown[len(prompt) :].lstrip().startswith(content):
-            return len(prompt), len(grown)
-        if prompt == self._template.render(self._chat[:i], self._variables):
-            return None
-        return len(prompt), len(grown)
-
-    def _by_place(self, i: int) -> Span | None:
-        """Where the template writes a word of ours when it stands in for the turn's content."""
-        message = self._chat[i]
-        content = message.get("content", "").strip()
-        if not content or message.get("tool_calls") or _STAND_IN in self._text:
-            return None
-        other = [*self._chat[:i], {**message, "content": _STAND_IN}, *self._chat[i + 1 :]]
-        try:
-            whole = self._template.render(other, self._variables).split(_STAND_IN)
-            alone = self._template.render(other[: i + 1], self._variables).split(_STAND_IN)
-        except Unusable:
-            return None
-        if len(whole) != 2 or len(alone) != 2:
-            return None
-        before, after = whole
-        # What ends the turn is what follows it where it is the last one.
-        ending = alone[1]
-        start, stop = len(before), len(self._text) - len(after)
-        fits = self._text.startswith(before) and self._text.endswith(after) and start < stop
-        if not after.startswith(ending) or not fits or self._text[start:stop].strip() not in content:
-            return None
-        return start, stop + len(ending)
 
 
 def with_turn_end(written: Written, end: str) -> Written:

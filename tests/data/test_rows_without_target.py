@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tiers import cases
+from tiny_tokenizers import bpe_folder
 
 from shardtrain.config import Config, load
 from shardtrain.data import open_dataloader
@@ -17,6 +18,7 @@ from shardtrain.data.document import Document
 from shardtrain.data.fitted import pack
 from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.token_buffer import MemoryTokenBuffer
+from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.data import check, prepare
 from shardtrain.utils.errors import DataError
@@ -79,6 +81,42 @@ def test_a_row_is_left_out_if_its_prompt_fills_seq_len(tmp_path: Path, form: str
         words += [f"--data.mode={mode}", "--data.readers=1"] if mode == "stream" else [f"--data.mode={mode}"]
     targets = targets_of(load(None, [*words, "--training.on_data_end=repeat"]).config, 6)
     assert sorted(targets[:3]) == [1, 2, 4] and sorted(targets[3:]) == [1, 2, 4], "two rows of five are left out"
+
+
+@pytest.mark.parametrize("packing", ["padded", "first_fit"])
+@pytest.mark.parametrize("extra", [-1, 0, 1, 2])
+def test_a_conversation_about_as_long_as_a_sequence_loses_no_target_within_it(
+    tmp_path: Path, extra: int, packing: str
+) -> None:
+    """A sequence has the targets 1..seq_len, so a document of seq_len + 1 tokens is not cut."""
+    words = words_for(tmp_path, "chat", [SEQ_LEN + extra - len("yes;")], f"--data.packing={packing}")
+    stream = open_dataloader(load(None, words).config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+    targets = next(stream).targets_BT.flatten().tolist()
+    learned = b"yes;" if extra < 2 else b"yes"
+    assert [target for target in targets if target != IGNORE] == list(learned)
+
+
+PADDING = {"a token of its own": "<pad>", "the end token": "</s>"}
+
+
+@pytest.mark.parametrize("packing", ["padded", "first_fit"])
+@pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+def test_an_end_token_that_is_also_the_padding_is_learned(tmp_path: Path, form: str, packing: str) -> None:
+    """Targets are left out by their place and not by their id."""
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    found = {}
+    for name, pad in PADDING.items():
+        folder = tmp_path / name
+        bpe_folder(folder, ("<s>", "</s>", "<pad>"), eos_token="</s>", pad_token=pad, chat_template=template)
+        words = words_for(folder, form, [8, 9], f"--data.packing={packing}")
+        words = [word for word in words if not word.startswith(("--data.chat_template", "--model.hf"))]
+        words.append(f"--model.hf_assets_path={folder}")
+        stream = open_dataloader(load(None, words).config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+        targets = next(stream).targets_BT.flatten().tolist()
+        found[name] = [target for target in targets if target != IGNORE]
+    end = open_tokenizer(str(tmp_path / "the end token")).eos_id
+    assert found["a token of its own"] == found["the end token"]
+    assert found["the end token"][-1] == end
 
 
 @pytest.mark.parametrize("kind", ["padded", "first_fit"])

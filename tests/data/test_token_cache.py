@@ -98,6 +98,26 @@ def test_a_file_of_equal_size_and_time_with_other_content_is_tokenized(file: Pat
     assert tokenized.times == 2
 
 
+@pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+def test_a_chat_template_of_equal_size_and_time_with_other_content_tokenizes(
+    tmp_path: Path, tokenized: Count, form: str
+) -> None:
+    pytest.importorskip("jinja2")
+    turns = [{"role": "user", "content": "Sea?"}, {"role": "assistant", "content": "Blue."}]
+    rows = tmp_path / "chats.jsonl"
+    rows.write_text(json.dumps({"messages": turns, "prompt": turns[:1], "completion": turns[1:]}) + "\n")
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    before, status = opened(rows, format=form, chat_template=str(template)), template.stat()
+    template.write_text(template.read_text().replace(";", "|"))
+    os.utime(template, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = opened(rows, format=form, chat_template=str(template))
+    assert tokenized.times == 2 and after.fingerprint != before.fingerprint
+    assert bytes(after.tokens(0, after.num_tokens).tolist()) == b"Sea?|Blue.|"
+    opened(rows, format=form, chat_template=str(template))
+    assert tokenized.times == 2
+
+
 def test_a_file_of_another_inode_is_tokenized(file: Path, tokenized: Count) -> None:
     opened(file)
     copy = file.with_suffix(".copy")

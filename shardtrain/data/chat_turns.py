@@ -1,0 +1,233 @@
+"""Find the assistant's turns in the text that a chat template writes, if the template does not mark them.
+
+Two methods are tried for each turn:
+
+1. Growth: the template writes more with the turn than without it, and the text before and after stays the same.
+2. Stand-ins: the template renders the conversation with each text replaced by a word of ours. This shows which text of
+   the template lies between the texts of two messages. Such a gap ends one turn and begins the next. It is cut by
+   comparing it with what the template writes after the last text of a shorter conversation.
+
+The second method also finds turns that a template writes in another way once later ones exist (thinking blocks, an end
+token only after the last turn), and a turn in several parts (a tool's result between a tool call and the content).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardtrain.data.chat_messages import Message, Variables
+from shardtrain.data.chat_template import ChatTemplate, Span
+from shardtrain.data.columns import Unusable
+
+_STAND_IN = "shardtrain-stands-in-"
+_STAND_INS = re.compile(f"({_STAND_IN}[a-z]+-[0-9]+-(?:[0-9]+-)?)")
+_PIECES = re.compile(r"(<[^<>]*>|\s)")
+"""Markup of special tokens, and spaces. A gap is cut between pieces, never within."""
+_THOUGHT = re.compile(r"(\s*<think>\s*)(.*?\S)(\s*</think>\s*)(.*)", re.DOTALL)
+
+
+class Leaf(NamedTuple):
+    """A text of a message that a stand-in replaces."""
+
+    turn: int
+    kind: str
+    value: str
+
+    @property
+    def description(self) -> str:
+        """The text, as error messages name it."""
+        return f"the {'tool call' if self.kind == 'call' else self.kind} of turn {self.turn + 1}"
+
+
+class _Place(NamedTuple):
+    """A leaf in the text of the conversation."""
+
+    stand_in: str
+    turn: int
+    kind: str
+    start: int
+    stop: int
+
+
+def replace_texts(chat: Sequence[Message]) -> tuple[list[Message], dict[str, Leaf]]:
+    """Replace the content, the reasoning and the names of tool calls of each message by stand-ins.
+
+    A thinking block within a content is replaced apart from what follows it.
+    """
+    leaves: dict[str, Leaf] = {}
+
+    def stand_in(turn: int, kind: str, value: str, number: int = 0) -> str:
+        name = f"{_STAND_IN}{kind}-{turn}-{number}-"
+        leaves[name] = Leaf(turn, kind, value)
+        return name
+
+    replaced: list[Message] = []
+    for turn, message in enumerate(chat):
+        message = dict(message)
+        content = message.get("content", "")
+        thought = _THOUGHT.fullmatch(content)
+        if thought and message["role"] == "assistant":
+            opening, reasoning, closing, answer = thought.groups()
+            reasoning = stand_in(turn, "reasoning", reasoning)
+            message["content"] = f"{opening}{reasoning}{closing}{stand_in(turn, 'content', answer)}"
+        elif content.strip() or "tool_calls" not in message:
+            message["content"] = stand_in(turn, "content", content)
+        if "reasoning_content" in message:
+            reasoning = stand_in(turn, "reasoning", message["reasoning_content"], 1)
+            message |= {key: reasoning for key in ("thinking", "reasoning_content") if key in message}
+        if "tool_calls" in message:
+            message["tool_calls"] = calls = [dict(call) for call in message["tool_calls"]]
+            for number, call in enumerate(calls):
+                function = call.get("function", call)
+                named = {**function, "name": stand_in(turn, "call", function["name"], number)}
+                call.update({"function": named} if "function" in call else named)
+        replaced.append(message)
+    return replaced, leaves
+
+
+class Turns:
+    """Finds the turns of one conversation in its text, without marks."""
+
+    def __init__(self, template: ChatTemplate, chat: list[Message], variables: Variables, text: str) -> None:
+        self._template = template
+        self._chat = chat
+        self._variables = variables
+        self._text = text
+        self._places: list[_Place] | None = None
+        self._replaced: list[Message] = []
+        self._header = ""
+        """The generation prompt."""
+
+    def spans(self, turn: int) -> list[Span]:
+        """Characters of a turn of the assistant, from after the generation prompt to its end; empty if unknown."""
+        grown = self._by_growth(turn)
+        return [grown] if grown else self._by_stand_ins(turn)
+
+    def _by_growth(self, turn: int) -> Span | None:
+        """The text that the template writes more with the turn, if the text before and after it stays the same."""
+        prompt = self._rendered(self._chat[:turn], prompt=True)
+        grown = self._rendered(self._chat[: turn + 1])
+        if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt) > 0):
+            return None
+        # Without a generation prompt, the growth would contain the name of the speaker. So it must begin with the
+        # content, or there must be a generation prompt.
+        content = self._chat[turn].get("content", "").strip()
+        begins = bool(content) and grown[len(prompt) :].lstrip().startswith(content)
+        return (len(prompt), len(grown)) if begins or prompt != self._rendered(self._chat[:turn]) else None
+
+    def _by_stand_ins(self, turn: int) -> list[Span]:
+        if self._places is None:
+            self._replaced, leaves = replace_texts(self._chat)
+            self._places = _align(self._rendered(self._replaced), leaves, self._text)
+            first = next(i for i, message in enumerate(self._chat) if message["role"] == "assistant")
+            asked = self._rendered(self._replaced[:first], prompt=True)
+            self._header = asked[_common(asked, self._rendered(self._replaced[:first])) :]
+        places = self._places
+        spans: list[Span] = []
+        for i, place in enumerate(places):
+            if place.turn != turn:
+                continue
+            before = places[i - 1] if i else None
+            after = places[i + 1] if i + 1 < len(places) else None
+            stop = place.stop
+            if after is None or after.turn != turn:
+                stop = self._stop(place, after)
+            if before is not None and before.turn == turn:
+                start, _ = spans.pop()
+            else:
+                start = self._start(before, place, is_first=not spans)
+            if start < 0 or stop < 0:
+                return []
+            spans.append((start, stop))
+        return spans
+
+    def _start(self, before: _Place | None, place: _Place, is_first: bool) -> int:
+        """The first character of a part of a turn, after the generation prompt; -1 if unknown."""
+        begin = 0 if before is None else before.stop
+        gap = self._text[begin : place.start]
+        asked = self._tail(before, place.turn, prompt=True)
+        if is_first and self._header and asked is not None:
+            shared = _common(gap, asked)
+            if gap.startswith(self._header, shared):  # some templates ask only for some answers
+                shared += len(self._header)
+            if shared or not asked:
+                return begin + shared
+        if place.kind == "content":
+            return place.start
+        # A thinking block or a tool call comes first. The header is what precedes the content of a plain answer.
+        plain = {"role": "assistant", "content": f"{_STAND_IN}plain-0-"}
+        header = self._tail(before, place.turn, more=[plain])
+        return begin + len(header) if header and gap.startswith(header) else -1
+
+    def _stop(self, place: _Place, after: _Place | None) -> int:
+        """The character after a part of a turn, with what ends the turn; -1 if unknown."""
+        if after is None:
+            return len(self._text)
+        gap = self._text[place.stop : after.start]
+        ending = self._tail(place, place.turn + 1)
+        shared = _common(gap, ending or "")
+        if not shared and ending and gap:
+            # The last turn has an end of its own. Earlier ones may end as the messages before do.
+            others = [one for one in reversed(self._places or []) if one.turn < place.turn and one.kind == "content"]
+            ends = (_common(gap, self._tail(one, one.turn + 1) or "") for one in others)
+            shared = next(filter(None, ends), 0)
+        is_known = shared or ending == "" or gap in ("", self._header)
+        return place.stop + shared if is_known else -1
+
+    def _tail(
+        self, place: _Place | None, num_turns: int, prompt: bool = False, more: Sequence[Message] = ()
+    ) -> str | None:
+        """The text after a leaf up to the next, in a conversation of ``num_turns``; None if the leaf is not there.
+
+        Without a leaf it is the text up to the first.
+        """
+        text = self._rendered([*self._replaced[:num_turns], *more], prompt)
+        _, found, rest = text.partition(place.stand_in) if place else ("", text, text)
+        return _STAND_INS.split(rest)[0] if found else None
+
+    def _rendered(self, chat: list[Message], prompt: bool = False) -> str:
+        try:
+            return self._template.render(chat, self._variables, prompt)
+        except Unusable:
+            return ""  # some templates reject half a conversation
+
+
+def _align(skeleton: str, leaves: dict[str, Leaf], text: str) -> list[_Place]:
+    """Find the texts of the messages in ``text``, which has the form of ``skeleton``; empty if it has another form."""
+    first, *rest = _STAND_INS.split(skeleton)
+    names = rest[::2]
+    places: list[_Place] = []
+    place = len(first)
+    if not text.startswith(first):
+        return []
+    for number, (name, fixed) in enumerate(zip(names, rest[1::2], strict=True)):
+        turn, kind, value = leaves[name]
+        is_last = number == len(names) - 1
+        forms = (value, value.strip(), value.lstrip(), value.rstrip())
+        lengths = [len(form) for form in forms if text.startswith(form + fixed, place)]
+        stop = place + lengths[0] if lengths else -1
+        if is_last:
+            stop = len(text) - len(fixed) if text.endswith(fixed) else -1
+        elif not lengths and fixed:
+            stop = text.find(fixed, place)
+        if stop < place or text[place:stop].strip() not in value:
+            return []
+        # The name of a tool is written again with its result.
+        if kind != "call" or name not in names[:number]:
+            places.append(_Place(name, turn, kind, place, stop))
+        place = stop + len(fixed)
+    return places
+
+
+def _common(gap: str, reference: str) -> int:
+    """Length of what two texts begin with, in entire pieces."""
+    if gap.startswith(reference):
+        return len(reference)
+    length = 0
+    for piece, other in zip(_PIECES.split(gap), _PIECES.split(reference), strict=False):
+        if piece != other:
+            break
+        length += len(piece)
+    return length
