@@ -11,6 +11,7 @@ from __future__ import annotations
 import pickletools
 from collections.abc import Callable, Set
 from dataclasses import dataclass, field
+from io import BytesIO
 from typing import Any
 
 from shardtrain.utils.errors import CheckpointError
@@ -52,9 +53,13 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 def parse(
-    data: bytes, names: Set[str], where: str, persistent: Callable[[Any], Any] | None = None, max_steps: int = 10_000
+    data: bytes | BytesIO,
+    names: Set[str],
+    where: str,
+    persistent: Callable[[Any], Any] | None = None,
+    max_steps: int = 10_000,
 ) -> Any:
-    """The value that a pickle describes.
+    """The value that a pickle describes. A file object is left after the pickle's last byte.
 
     ``names`` are those of classes and functions that may occur, as "module.name". ``persistent`` gives the value of a
     persistent id; without it a pickle has none. ``max_steps`` bounds time and memory: a step takes a microsecond and at

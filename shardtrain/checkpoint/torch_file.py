@@ -1,18 +1,20 @@
 """Files of ``torch.save``, read as data: what the pickle in one describes, and its tensors, one by one.
 
 The file is an archive of zip: ``data.pkl`` describes a value whose tensors name storages, and each storage is a member
-of the archive, not compressed. The pickle is followed by ``pickled.parse``, which makes no object of a name in it.
+of the archive, not compressed. Before PyTorch 1.6 it was several pickles in a row, and the bytes of the storages after
+them. Pickles are followed by ``pickled.parse``, which makes no object of a name in them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import zipfile
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -41,6 +43,10 @@ _NAMES = NAMES | {
     *("numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar", "numpy.dtype"),
     *("builtins.dict", "builtins.list", "builtins.set", "__builtin__.dict", "__builtin__.list", "__builtin__.set"),
 }
+_OLD_BEGINNING = b"\x80\x02"
+_OLD_MAGIC = 0x1950A86A20F9469CFC6C
+_MOST_OLD_PICKLES = 64 * 2**20
+"""Bytes before the storages of a file of before PyTorch 1.6."""
 _MAX_DIMS = 16
 _MAX_SIZE = 2**48
 _MAX_DEPTH = 60
@@ -99,31 +105,32 @@ class TorchFile:
                 tensors; nothing in it has been run.
         """
         self.path = path
-        with self._opened() as (archive, length):
+        self._old_places: dict[str, int] = {}
+        with self._opened() as (file, length), damage(str(path)):
             steps = _FREE_STEPS + length // _BYTES_PER_STEP
-            described, self._sizes = describe(archive, length, _NAMES, str(path), steps)
-        with damage(str(path)):
+            if file.read(2) == _OLD_BEGINNING:
+                described, self._sizes, self._old_places = _describe_old(file, length, str(path), steps)
+            else:
+                described, self._sizes = describe(zipfile.ZipFile(file), length, _NAMES, str(path), steps)
             self.value = _Plain(self._sizes, str(path)).of(described)
 
     def tensor(self, stored: Stored) -> Tensor:
         """One tensor, on the CPU, with memory of its own; raises CheckpointError where its bytes are damaged."""
-        with self._opened() as (archive, length), damage(str(self.path)):
-            _, members = _members(archive, length, str(self.path))
-            return stored.of(_bytes_of(archive, members[stored.key])).clone(memory_format=torch.contiguous_format)
+        with self._opened() as (file, length), damage(str(self.path)):
+            if stored.key in self._old_places:
+                file.seek(self._old_places[stored.key])
+                data = bytearray(file.read(self._sizes[stored.key]))
+            else:
+                data = read_storage(zipfile.ZipFile(file), length, stored.key, str(self.path))
+            return stored.of(data).clone(memory_format=torch.contiguous_format)
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[tuple[zipfile.ZipFile, int]]:
+    def _opened(self) -> Iterator[tuple[BinaryIO, int]]:
         try:
             with open(self.path, "rb", opener=atomic_io.without_waiting) as file:
-                if file.read(2) == b"\x80\x02":
-                    raise CheckpointError(
-                        f"{self.path} has the format that torch.save had before PyTorch 1.6; save it again with the "
-                        "program that wrote it"
-                    )
                 length = file.seek(0, 2)
-                with damage(str(self.path)):
-                    archive = zipfile.ZipFile(file)
-                yield archive, length
+                file.seek(0)
+                yield file, length
         except OSError as error:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror or error}") from None
 
@@ -185,18 +192,57 @@ def describe(
         if f"{top}/byteorder" in archive.NameToInfo and archive.read(f"{top}/byteorder") != b"little":
             raise CheckpointError(f"{where} was written big-endian; convert it on the machine that wrote it")
 
-        def storage(said: Any) -> Storage:
-            if not isinstance(said, tuple) or len(said) != 5:
-                raise ValueError("a storage is invalid")
-            word, kind, key = said[:3]
-            if word != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
-                raise ValueError("a storage is invalid")
-            if str(kind) not in _STORAGES and str(kind) != _UNTYPED:
-                raise ValueError("a storage is of no known type")
-            return Storage((key, _STORAGES.get(str(kind), "")))
-
-        value = parse(archive.read(f"{top}/data.pkl"), names, where, storage, max_steps=max_steps)
+        value = parse(archive.read(f"{top}/data.pkl"), names, where, _storage, max_steps=max_steps)
         return value, {key: member.file_size for key, member in members.items()}
+
+
+def _describe_old(
+    file: BinaryIO, length: int, where: str, max_steps: int
+) -> tuple[Any, dict[str, int], dict[str, int]]:
+    """Describe a file of before PyTorch 1.6: the value, and of each storage its bytes and its first byte.
+
+    There is no checksum: damage shows only where the sizes do not add up.
+    """
+    types: dict[str, str] = {}
+
+    def storage(said: Any) -> Storage:
+        if not isinstance(said, tuple) or len(said) != 6 or said[5] is not None:
+            raise ValueError("a storage is invalid")
+        found = _storage(said[:5])
+        types[found[0]] = found[1]
+        return found
+
+    file.seek(0)
+    pickles = io.BytesIO(file.read(_MOST_OLD_PICKLES))
+    magic, version, system = (parse(pickles, NAMES, where) for _ in range(3))
+    if (magic, version, system.get("little_endian")) != (_OLD_MAGIC, 1001, True):
+        raise ValueError("it is not a little-endian file of torch.save")
+    value = parse(pickles, _NAMES, where, storage, max_steps=max_steps)
+    keys = parse(pickles, NAMES, where, max_steps=max_steps)
+
+    # After the pickles each storage: its number of elements in eight bytes, and the elements
+    sizes, places = {}, {}
+    end = pickles.tell()
+    for key in keys:
+        file.seek(end)
+        sizes[key] = int.from_bytes(file.read(8), "little") * ITEM_BYTES[types[key]]
+        places[key] = end + 8
+        end = places[key] + sizes[key]
+    if end != length:
+        raise ValueError(f"its storages end at byte {end}, and it has {length}")
+    return value, sizes, places
+
+
+def _storage(said: Any) -> Storage:
+    """The storage of a persistent id; raises ValueError where it is none."""
+    if not isinstance(said, tuple) or len(said) != 5:
+        raise ValueError("a storage is invalid")
+    word, kind, key = said[:3]
+    if word != "storage" or not isinstance(kind, Name) or not isinstance(key, str):
+        raise ValueError("a storage is invalid")
+    if str(kind) not in _STORAGES and str(kind) != _UNTYPED:
+        raise ValueError("a storage is of no known type")
+    return Storage((key, _STORAGES.get(str(kind), "")))
 
 
 def read_storage(archive: zipfile.ZipFile, length: int, key: str, where: str) -> bytearray:

@@ -1,6 +1,6 @@
 """``pytorch_model.bin`` of a Hugging Face folder, read as data: no pickle is loaded, see ``checkpoint/torch_file.py``.
 
-It is opened where ``checkpoint.initial_load_legacy_bin`` asks for it, and never found by itself.
+Weights are read from it only if ``checkpoint.initial_load_legacy_bin`` or ``import --legacy_bin`` asks for that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardtrain.checkpoint.torch_file import Stored, TorchFile
 from shardtrain.hf.config_json import MAX_JSON_BYTES
 from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
 from shardtrain.utils import reading
-from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.errors import CheckpointError, ConfigError
 
 BIN = "pytorch_model.bin"
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -29,16 +29,18 @@ class BinWeights(HubWeights):
         """Read what each file says it holds.
 
         Raises:
-            CheckpointError: for a folder with safetensors or without such a file, and for a file that is damaged or
-                holds more than a table of tensors.
+            ConfigError: the folder has safetensors.
+            CheckpointError: the folder has no such file, one is missing or damaged, or holds more than a table of
+                tensors.
         """
         self.folder = folder
         self._files: dict[str, TorchFile] = {}
         self._file_of: dict[str, str] = {}
         self._stored: dict[str, Stored] = {}
         if (folder / SINGLE).exists() or (folder / INDEX).exists():
-            raise CheckpointError(
-                f"{folder} has safetensors, which are to be preferred: remove checkpoint.initial_load_legacy_bin"
+            raise ConfigError(
+                f"{folder} has safetensors, which are used instead of {BIN}; remove checkpoint.initial_load_legacy_bin "
+                "or --legacy_bin"
             )
         for file in self._names_of_files():
             opened = self._files[file] = TorchFile(folder / file)
@@ -68,6 +70,8 @@ class BinWeights(HubWeights):
         for file in found:
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".bin"):
                 raise CheckpointError(f"{index} names {str(file)[:100]!r}, which is not a .bin file of this folder")
+            if not (self.folder / file).is_file():
+                raise CheckpointError(f"{self.folder / file} is missing; {BIN_INDEX} names it")
         return sorted(set(found))
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -24,13 +24,15 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 
-def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int = 0) -> HubModel:
+def to_checkpoint(
+    folder: Path, output: Path, dtype: str = "", vocab_size: int = 0, legacy_bin: bool = False
+) -> HubModel:
     """Write the weights of ``folder`` as a checkpoint that holds weights alone; gives the model that they are of.
 
     Each tensor keeps the type that it has in the file unless ``dtype`` is given. With ``vocab_size`` the vocabulary
     grows: the new rows are the mean of those that are there, which leaves the old tokens' probabilities nearly as they
     were (Hewitt 2021). One tensor at a time is in memory. What belongs to the model beside its weights, such as the
-    tokenizer, is kept with them.
+    tokenizer, is kept with them. ``legacy_bin`` reads pytorch_model.bin.
 
     Raises:
         ConfigError: for an architecture that is not known, or an ``output`` that exists.
@@ -42,14 +44,15 @@ def to_checkpoint(folder: Path, output: Path, dtype: str = "", vocab_size: int =
     module = models.find(found.name)
     for notice in found.notices:
         logger.info(notice)
-    with open_weights(folder, found.block, found.hub.prefix if found.hub else "") as weights:
+    prefix = found.hub.prefix if found.hub else ""
+    with BinWeights(folder) if legacy_bin else open_weights(folder, found.block, prefix) as weights:
         if found.hub is None:
             translation, passed_over = as_is.fit(models.build(module, found.config), found.config, weights)
         else:
             translation = translation_of(module, found.config, str(folder))
             passed_over = found.passed_over
         _tell(mapping.check(translation, weights, passed_over))
-        types = source.dtypes_of(folder, translation)
+        types = source.dtypes_in(weights, translation)
         if dtype:
             types = dict.fromkeys(types, dtype)
         found = _grown(found, vocab_size)

@@ -20,10 +20,11 @@ from typing import Any
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
 from shardtrain.hf import layer_files
+from shardtrain.hf.bin_weights import BIN, BIN_INDEX, BinWeights
 from shardtrain.hf.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.quantized_weights import open_weights
-from shardtrain.hf.weights import INDEX, SINGLE
+from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 
@@ -191,13 +192,21 @@ def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:
         return {
             name: stored[WEIGHTS_PREFIX + name].dtype for name in translation.shapes if WEIGHTS_PREFIX + name in stored
         }
-    if not has_weights(path):
-        return {}
-    block = block_of(read_json(path / CONFIG), str(path / CONFIG))
-    with open_weights(path, block, translation.hub.prefix) as weights:
-        found = {}
-        for name in translation.sources:
-            first = next(iter(translation.pieces_of(name))).name
-            if first in weights:
-                found[name] = str(weights.dtype(first)).removeprefix("torch.")
+    if has_weights(path):
+        block = block_of(read_json(path / CONFIG), str(path / CONFIG))
+        with open_weights(path, block, translation.hub.prefix) as weights:
+            return dtypes_in(weights, translation)
+    if (path / BIN).is_file() or (path / BIN_INDEX).is_file():
+        with BinWeights(path) as weights:
+            return dtypes_in(weights, translation)
+    return {}
+
+
+def dtypes_in(weights: HubWeights, translation: Translation) -> dict[str, str]:
+    """Return the type of each of our tensors in opened weights."""
+    found = {}
+    for name in translation.sources:
+        first = next(iter(translation.pieces_of(name))).name
+        if first in weights:
+            found[name] = str(weights.dtype(first)).removeprefix("torch.")
     return found

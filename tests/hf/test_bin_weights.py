@@ -1,26 +1,40 @@
-"""pytorch_model.bin in a load: the same tensors as safetensors give, nothing in it run, and asked for by name."""
+"""pytorch_model.bin in a run and an import: the tensors of its safetensors, nothing in it run, only on request."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hostile_files import bombs
+from hub_folders import build, save
+from safetensors.torch import load_file, save_file
+from tiers import cases
 
-from shardtrain import config
-from shardtrain.hf.bin_weights import BinWeights
-from shardtrain.utils.errors import CheckpointError
+from shardtrain import config, models
+from shardtrain.checkpoint import manifest
+from shardtrain.cli import main
+from shardtrain.hf import importing, source
+from shardtrain.hf.bin_weights import BIN, BinWeights
+from shardtrain.hf.model import recognise, translation_of
+from shardtrain.utils.errors import CheckpointError, ConfigError
+
+FORMATS = {"zip": True, "before 1.6": False}
+"""Formats of torch.save, and whether it is the present one."""
 
 
-def write(folder: Path, value: Any, name: str = "pytorch_model.bin") -> Path:
+def write(folder: Path, value: Any, name: str = "pytorch_model.bin", is_zip: bool = True) -> Path:
     folder.mkdir(exist_ok=True)
-    torch.save(value, folder / name)
+    torch.save(value, folder / name, _use_new_zipfile_serialization=is_zip)
     return folder
 
 
-def test_tensors_are_those_that_were_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+def test_tensors_are_those_that_were_saved(form: str, wrapped: bool, tmp_path: Path) -> None:
     whole = torch.arange(24.0).reshape(4, 6)
     tensors = {
         "a": whole,
@@ -28,7 +42,8 @@ def test_tensors_are_those_that_were_saved(tmp_path: Path) -> None:
         "c": torch.tensor(3.0).bfloat16(),
         "d": torch.nn.Parameter(whole.half()),
     }
-    with BinWeights(write(tmp_path / "one", tensors)) as weights:
+    saved = {"state_dict": tensors, "epoch": 3} if wrapped else tensors
+    with BinWeights(write(tmp_path / "one", saved, is_zip=FORMATS[form])) as weights:
         assert weights.names() == sorted(tensors)
         for name, tensor in tensors.items():
             assert (weights.shape(name), weights.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
@@ -47,6 +62,12 @@ def test_several_files_are_found_by_their_index(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is not a \.bin file of this folder"):
         BinWeights(tmp_path / "two")
 
+    index.write_text('{"weight_map": {"w1": "pytorch_model-1.bin", "w3": "pytorch_model-3.bin"}}')
+    with pytest.raises(
+        CheckpointError, match=r"pytorch_model-3\.bin is missing; pytorch_model\.bin\.index\.json names"
+    ):
+        BinWeights(tmp_path / "two")
+
 
 class Hostile:
     """Makes a folder where it is unpickled."""
@@ -58,19 +79,35 @@ class Hostile:
         return os.mkdir, (self.path,)
 
 
-def test_what_is_more_than_tensors_is_refused_and_not_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_is_more_than_tensors_is_refused_and_not_run(form: str, tmp_path: Path) -> None:
     for value, said in (
         ({"a": Hostile(tmp_path / "ran")}, "nothing in it was run"),
         ({"a": torch.zeros(2), "note": "text"}, "note is not a tensor"),
         ([torch.zeros(2)], "holds no table of tensors"),
         ({}, "holds no table of tensors"),
+        ({"a": torch.zeros(1).expand(2**40)}, "a tensor repeats its storage"),
     ):
         with pytest.raises(CheckpointError, match=said):
-            BinWeights(write(tmp_path / "bad", value))
+            BinWeights(write(tmp_path / "bad", value, is_zip=FORMATS[form]))
     assert not (tmp_path / "ran").exists()
-    (tmp_path / "bad" / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="has safetensors"):
-        BinWeights(tmp_path / "bad")
+
+
+def test_a_file_of_before_1_6_that_is_cut_or_longer_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "old", {"a": torch.arange(100.0), "b": torch.ones(7).half()}, is_zip=False)
+    whole = (folder / BIN).read_bytes()
+    places = [*range(2, 40), *range(40, len(whole), 37), len(whole) - 1]
+    for content in [*(whole[:size] for size in places), whole + b"0"]:
+        (folder / BIN).write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is damaged"):
+            BinWeights(folder)
+
+
+def test_it_is_read_only_where_there_is_nothing_better(tmp_path: Path) -> None:
+    folder = write(tmp_path / "both", {"a": torch.zeros(2)})
+    (folder / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="has safetensors"):
+        BinWeights(folder)
     with pytest.raises(CheckpointError, match="has neither"):
         BinWeights(tmp_path / "nowhere")
 
@@ -78,3 +115,71 @@ def test_what_is_more_than_tensors_is_refused_and_not_run(tmp_path: Path) -> Non
 def test_it_is_asked_for_by_an_option_of_hugging_face_weights() -> None:
     wrong = config.check(config.load(None, ["--checkpoint.enable", "--checkpoint.initial_load_legacy_bin"]))
     assert [problem.option for problem in wrong] == ["checkpoint.initial_load_legacy_bin"]
+
+
+@pytest.fixture(scope="module")
+def modern(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of safetensors in bfloat16 with norms in float32."""
+    pytest.importorskip("transformers")
+    folder = save(build("llama3"), tmp_path_factory.mktemp("modern") / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    mixed = {name: tensor if "norm" in name else tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(mixed, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def old(modern: Path, folder: Path, form: str, parts: int = 1) -> Path:
+    """The same weights as older programs left them."""
+    tensors = load_file(modern / "model.safetensors")
+    if parts == 1:
+        write(folder, {"state_dict": tensors}, is_zip=FORMATS[form])
+    weight_map = {}
+    for number in range(1, parts + 1) if parts > 1 else ():
+        part = dict(list(tensors.items())[number - 1 :: parts])
+        write(folder, part, f"pytorch_model-{number}.bin", FORMATS[form])
+        weight_map |= dict.fromkeys(part, f"pytorch_model-{number}.bin")
+    if weight_map:
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (folder / "config.json").write_bytes((modern / "config.json").read_bytes())
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    return folder
+
+
+@pytest.mark.parametrize(("form", "parts"), cases([("zip", 2), ("before 1.6", 1)], [("zip", 1), ("before 1.6", 2)]))
+def test_import_and_run_read_the_weights_of_the_safetensors(
+    form: str, parts: int, modern: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, output, back = old(modern, tmp_path / "old", form, parts), tmp_path / "checkpoint", tmp_path / "back"
+    assert main(["import", str(folder), "--to", str(output)]) == 5, "no load falls back to a pickle"
+    assert main(["import", str(folder), "--to", f"{output}-2", "--legacy_bin", "--check", "logits"]) == 2
+    assert main(["import", str(folder), "--to", str(output), "--legacy_bin"]) == 0
+    assert "logits were not compared: transformers would unpickle the file" in capsys.readouterr().out
+    kept = source.of_checkpoint(output, manifest.read(output))
+    assert kept is not None and kept.read("generation_config.json") == b'{"temperature": 0.5}'
+
+    # An export of the import, and what a run fills from the folder, to the bit and in the types of the file
+    assert main(["export", str(output), "--to", str(back), "--check", "weights"]) == 0
+    expected, exported = (load_file(path / "model.safetensors") for path in (modern, back))
+    found = recognise(folder)
+    module = models.find(found.name)
+    types = source.dtypes_of(folder, translation_of(module, found.config, "test"))
+    model = models.build(module, found.config).to_empty(device="cpu")
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    importing.fill(tensors, folder, module, found.config, legacy_bin=True)
+    assert {name: t.dtype for name, t in exported.items()} == {name: t.dtype for name, t in expected.items()}
+    assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(tensors["model.norm.weight"], expected["model.norm.weight"])
+    assert torch.equal(tensors["model.embed.weight"], expected["model.embed_tokens.weight"].float())
+    assert (types["norm.weight"], types["embed.weight"]) == ("float32", "bfloat16")
+
+
+@pytest.mark.parametrize("kind", ["pickle-2", "torch-zip", "7z"])
+def test_an_import_runs_nothing_of_a_pickle(
+    kind: str, modern: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, canary = old(modern, tmp_path / "old", "zip"), tmp_path / "canary"
+    (folder / BIN).write_bytes(bombs(canary)[kind])
+    capfd.readouterr()
+    assert main(["import", str(folder), "--to", str(tmp_path / "checkpoint"), "--legacy_bin"]) == 5
+    assert str(folder / BIN) in capfd.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["old"]

@@ -27,8 +27,6 @@ METHODS = {
 
 ALLOWED = {
     ("shardtrain/utils/own_file.py", "exec_module"): "files that options of the user's own configuration name",
-    ("shardtrain/hf/legacy_child.py", "torch.load"): "import --legacy_bin alone, with names of tensors and no others",
-    ("shardtrain/hf/legacy_child.py", "weights_only"): "likewise: it is what restricts the names",
     ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP beside ours, on files that it just wrote",
     ("tests/checkpoint/test_folder.py", "torch.load"): "reads what it wrote, as users of exported weights do",
     ("tests/hf/test_layer_files.py", "torch.load"): "reads what the export wrote, as FMEngine does",
@@ -89,13 +87,18 @@ def test_the_list_of_exceptions_holds_no_more_than_there_is() -> None:
     assert not left
 
 
-def test_checkpoints_of_other_programs_have_one_reader_that_no_load_reaches() -> None:
-    """Old weights are read by a command of its own, with no way back to it from a load that failed."""
+def test_checkpoints_of_other_programs_have_one_reader_that_no_load_falls_back_to() -> None:
+    """Old weights are read on request. An export reads their types, which are not loaded."""
     texts = {name_of(path): path.read_text(encoding="utf-8") for path in PACKAGE}
-    child = "shardtrain/hf/legacy_child.py"
-    assert [name for name in texts if "legacy_child" in texts[name] and name != child] == ["shardtrain/hf/legacy.py"]
-    assert [name for name in texts if "legacy.as_safetensors" in texts[name]] == ["shardtrain/tools/convert/command.py"]
-    text = "".join(text for name, text in texts.items() if name != child)
+    on_request = "with BinWeights(folder) if legacy_bin else open_weights("
+    assert (
+        texts["shardtrain/hf/importing.py"].count("BinWeights(")
+        == 2
+        == texts["shardtrain/hf/importing.py"].count(on_request)
+    )
+    readers = {name for name in texts if "BinWeights(" in texts[name].replace("class BinWeights(", "")}
+    assert readers == {"shardtrain/hf/importing.py", "shardtrain/hf/source.py"}
+    text = "".join(texts.values())
     assert "weights_only=" not in text and "FileSystemReader" not in text
     # PyTorch's writer is used, and never its reader: what torch.distributed.checkpoint wrote is read as data
     writer = ast.parse(texts["shardtrain/tools/dcp/writing.py"])

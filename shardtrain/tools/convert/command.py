@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,25 +34,24 @@ def import_main(words: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
     parser.add_argument("--dtype", choices=DTYPES, default="", help="type of the weights (default: the file's)")
     parser.add_argument("--vocab_size", type=int, default=0, help="let the vocabulary grow to so many rows")
-    parser.add_argument("--legacy_bin", action="store_true", help="read pytorch_model.bin, a pickle: see docs/hub.md")
+    parser.add_argument("--legacy_bin", action="store_true", help="read pytorch_model.bin, as data: see docs/hub.md")
     parser.add_argument("--check", choices=CHECKS, default="auto", help="compare logits with transformers: docs/hub.md")
     found = parser.read(list(words))
     if found is None:
         return 0
     from shardtrain import models
-    from shardtrain.hf import importing, legacy
+    from shardtrain.hf import importing
     from shardtrain.hf.exporting import Export
 
     if found.to.exists():
         raise ConfigError(f"{found.to} exists; give a new folder")
-    # a folder with a pickle alone is read as one with safetensors, which is there within the block
-    with legacy.as_safetensors(found.folder, found.to) if found.legacy_bin else nullcontext(found.folder) as folder:
-        _check_tokenizer(found.folder, found.vocab_size)
-        model = importing.to_checkpoint(folder, found.to, found.dtype, found.vocab_size)
-        if found.check != "weights":
-            reason = "the vocabulary has grown" if found.vocab_size else ""
-            wanted = Export(found.to, folder, models.find(model.name), model.config)
-            _check_logits(wanted, found.check == "logits", reason)
+    _check_tokenizer(found.folder, found.vocab_size)
+    model = importing.to_checkpoint(found.folder, found.to, found.dtype, found.vocab_size, found.legacy_bin)
+    if found.check != "weights":
+        reason = "the vocabulary has grown" if found.vocab_size else ""
+        reason = "transformers would unpickle the file" if found.legacy_bin else reason
+        wanted = Export(found.to, found.folder, models.find(model.name), model.config)
+        _check_logits(wanted, found.check == "logits", reason)
     print(f"{found.to} holds the weights of {found.folder}; train from them with\n\n{model.toml()}\n")
     print(f'[checkpoint]\nenable = true\ninitial_load_path = "{found.to}"')
     return 0
