@@ -120,7 +120,7 @@ class Turns:
     def _by_stand_ins(self, turn: int) -> list[Span]:
         if self._places is None:
             self._replaced, leaves = replace_texts(self._chat)
-            self._places = _align(self._rendered(self._replaced), leaves, self._text)
+            self._places = _align(self._rendered(self._replaced), leaves, self._chat, self._text)
             first = next(i for i, message in enumerate(self._chat) if message["role"] == "assistant")
             asked = self._rendered(self._replaced[:first], prompt=True)
             self._header = asked[_common(asked, self._rendered(self._replaced[:first])) :]
@@ -185,6 +185,8 @@ class Turns:
         """
         text = self._rendered([*self._replaced[:num_turns], *more], prompt)
         _, found, rest = text.partition(place.stand_in) if place else ("", text, text)
+        if place:  # the name of a call may be written twice
+            rest = rest.replace(place.stand_in, self._text[place.start : place.stop])
         return _STAND_INS.split(rest)[0] if found else None
 
     def _rendered(self, chat: list[Message], prompt: bool = False) -> str:
@@ -194,8 +196,11 @@ class Turns:
             return ""  # some templates reject half a conversation
 
 
-def _align(skeleton: str, leaves: dict[str, Leaf], text: str) -> list[_Place]:
-    """Find the texts of the messages in ``text``, which has the form of ``skeleton``; empty if it has another form."""
+def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: str) -> list[_Place]:
+    """Find the texts of the messages in ``text``, which has the form of ``skeleton``; empty if it has another form.
+
+    A template may strip a text of the assistant or drop its beginning. It may write other texts in any form.
+    """
     first, *rest = _STAND_INS.split(skeleton)
     names = rest[::2]
     places: list[_Place] = []
@@ -212,7 +217,8 @@ def _align(skeleton: str, leaves: dict[str, Leaf], text: str) -> list[_Place]:
             stop = len(text) - len(fixed) if text.endswith(fixed) else -1
         elif not lengths and fixed:
             stop = text.find(fixed, place)
-        if stop < place or text[place:stop].strip() not in value:
+        is_changed = chat[turn]["role"] == "assistant" and text[place:stop].strip() not in value
+        if stop < place or is_changed:
             return []
         # The name of a tool is written again with its result.
         if kind != "call" or name not in names[:number]:

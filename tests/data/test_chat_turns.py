@@ -27,7 +27,7 @@ THEN = {"role": "assistant", "content": "Then red."}
 EMPTY = {"role": "assistant", "content": ""}
 FUNCTION = {"name": "get_weather", "arguments": {"city": "Paris"}}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": FUNCTION}]}
-RESULT = {"role": "tool", "name": "get_weather", "content": "21 C"}
+RESULT = {"role": "tool", "name": "get_weather", "content": '{"degrees": "21 C"}'}
 PARAMETERS = {
     "type": "object", "properties": {"city": {"type": "string", "description": "c"}}, "required": ["city"],
 }  # fmt: skip
@@ -137,6 +137,14 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
         "{% elif m.role == 'assistant' %}{{ m.content }}<|end|>{% endif %}{% endfor %}",
         [ASK, {**CALL, "content": "Let me see."}, RESULT, SAY],
         ["<|call|>get_weather<|/call|><|response|>", "Let me see.", "It is blue.<|end|>"],
+    ),
+    "the name of a call twice, and its result as JSON": (
+        "{% for m in messages %}<|h|>{{ m.role }}<|/h|>{% if m.tool_calls is defined %}"
+        "{{ '<think></think>' if loop.last }}to={{ m.tool_calls[0].function.name }}<|call|>"
+        "{{ m.tool_calls[0].function.name }}(){{ m.content }}{% elif m.role == 'tool' %}{{ m.content | tojson }}"
+        "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}" + PROMPT,
+        [ASK, CALL, RESULT, SAY],
+        ["to=get_weather<|call|>get_weather()<|end|>", "It is blue.<|end|>"],
     ),
     "a call without a generation prompt": (
         "{% for m in messages %}<|h|>{{ m.role }}<|/h|>{% if m.tool_calls is defined %}"
