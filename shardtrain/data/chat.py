@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.chat_messages import NO_VARIABLES, Message, Variables, text_arguments, with_object_arguments
+from shardtrain.data.chat_messages import NO_VARIABLES, Message, Variables, called_functions, with_object_arguments
 from shardtrain.data.chat_template import ChatTemplate, Span
 from shardtrain.data.chat_turns import Turns, replace_texts
 from shardtrain.data.columns import UNUSED_KEYS, Unusable, UnusedNames
@@ -76,7 +76,8 @@ def _render(
     """Text of a conversation, and the messages as the template wants them."""
     chat = list(messages)
     text = template.render(chat, variables, prompt)
-    if any(json.dumps(one, ensure_ascii=False) in text for one in text_arguments(chat)):
+    arguments = [function.get("arguments") for function in called_functions(chat)]
+    if any(isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in arguments):
         # the template writes arguments as JSON itself, and would write a text in quotes
         chat = with_object_arguments(chat)
         text = template.render(chat, variables, prompt)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -107,24 +109,21 @@ def _json(value: Any, name: str, expected: str) -> Any:
         raise Unusable(f"column {name!r} holds a text that is not a JSON {expected}") from None
 
 
-def text_arguments(messages: list[Message]) -> list[str]:
-    """Arguments of tool calls that are JSON in a text, as OpenAI writes them."""
-    return [
-        arguments
-        for message in messages
-        for call in message.get("tool_calls", ())
-        if isinstance(arguments := call.get("function", call).get("arguments"), str)
-    ]
+def called_functions(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the function of each tool call: its name and its arguments."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            yield call.get("function", call)
 
 
 def with_object_arguments(messages: list[Message]) -> list[Message]:
-    """The same messages with arguments of tool calls as objects, where they were JSON objects in a text."""
-    return [
-        {**message, "tool_calls": [_object_call(call) for call in message["tool_calls"]]}
-        if message.get("tool_calls")
-        else message
-        for message in messages
-    ]
+    """Copy messages, with arguments of tool calls as objects where they were JSON objects in a text."""
+    messages = copy.deepcopy(messages)
+    for function in called_functions(messages):
+        with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
+            arguments = json.loads(function["arguments"])
+            function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
+    return messages
 
 
 def _message(value: Any, where: str) -> Message:
@@ -190,20 +189,6 @@ def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
     if speaker not in _SPEAKERS:
         raise Unusable(f"{where} is from {str(speaker)[:40]!r}; known are {', '.join(_SPEAKERS)}, function_call")
     return {"role": _SPEAKERS[speaker], "content": check_text(text, where)}
-
-
-def _object_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    if "function" in call:
-        return {**call, "function": _object_arguments(call["function"])}
-    return _object_arguments(call)
-
-
-def _object_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        arguments = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):
-        return dict(function)
-    return {**function, "arguments": arguments} if isinstance(arguments, dict) else dict(function)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -13,11 +13,12 @@ token only after the last turn), and a turn in several parts (a tool's result be
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardtrain.data.chat_messages import Message, Variables
+from shardtrain.data.chat_messages import Message, Variables, called_functions
 from shardtrain.data.chat_template import ChatTemplate, Span
 from shardtrain.data.columns import Unusable
 
@@ -65,7 +66,7 @@ def replace_texts(chat: Sequence[Message]) -> tuple[list[Message], dict[str, Lea
 
     replaced: list[Message] = []
     for turn, message in enumerate(chat):
-        message = dict(message)
+        message = copy.deepcopy(message)
         content = message.get("content", "")
         thought = _THOUGHT.fullmatch(content)
         if thought and message["role"] == "assistant":
@@ -77,12 +78,8 @@ def replace_texts(chat: Sequence[Message]) -> tuple[list[Message], dict[str, Lea
         if "reasoning_content" in message:
             reasoning = stand_in(turn, "reasoning", message["reasoning_content"], 1)
             message |= {key: reasoning for key in ("thinking", "reasoning_content") if key in message}
-        if "tool_calls" in message:
-            message["tool_calls"] = calls = [dict(call) for call in message["tool_calls"]]
-            for number, call in enumerate(calls):
-                function = call.get("function", call)
-                named = {**function, "name": stand_in(turn, "call", function["name"], number)}
-                call.update({"function": named} if "function" in call else named)
+        for number, function in enumerate(called_functions([message])):
+            function["name"] = stand_in(turn, "call", function["name"], number)
         replaced.append(message)
     return replaced, leaves
 
