@@ -153,13 +153,18 @@ def account(attempts: Sequence[Attempt]) -> Account:
 
     # from the first to the last: the time between attempts
     for number, attempt in enumerate(attempts):
-        before = attempts[number - 1] if number else None
-        same = before is not None and before.start.job == attempt.start.job
-        begun = before.ended if same and before else attempt.start.job_started
-        total["restart"] += max(0.0, attempt.start.started - begun)
-        if before and not same:
-            idle += max(0.0, attempt.start.job_started - before.ended)
-        if same or attempt.start.restarts:
+        begun = attempt.start.job_started
+        is_restart = attempt.start.restarts > 0
+        if number:
+            before = attempts[number - 1]
+            # two commands may have the same torchrun id, as pods that are started again: the second one began later
+            if before.start.job == attempt.start.job and (is_restart or begun <= before.ended):
+                is_restart = True
+                begun = before.ended
+            else:
+                idle += max(0.0, begun - before.ended)
+        total["restart" if is_restart else "start"] += max(0.0, attempt.start.started - begun)
+        if is_restart:
             failures += 1
             spent = bins(attempt, float("inf"))
             after += spent["start"] + spent["compile"]

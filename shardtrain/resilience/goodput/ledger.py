@@ -215,15 +215,15 @@ def new_job() -> str:
     return f"{secrets.token_hex(8)}:{process_started(time.time(), time.time()):.3f}"
 
 
-def process_started(now: float, otherwise: float) -> float:
-    """When this process began, in seconds since the epoch; ``otherwise`` where the system does not tell.
+def process_started(now: float, otherwise: float, pid: int | str = "self") -> float:
+    """Return when a process began, in seconds since the epoch; ``otherwise`` if the system does not know.
 
-    One that a script has handed over began with that.
+    A process that run_train.sh has handed over begins with that.
     """
     began = otherwise
     if sys.platform == "linux":
         with contextlib.suppress(OSError, ValueError, IndexError):
-            with open("/proc/self/stat") as stat, open("/proc/uptime") as uptime:
+            with open(f"/proc/{pid}/stat") as stat, open("/proc/uptime") as uptime:
                 ticks = int(stat.read().rpartition(")")[2].split()[19])
                 age = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
             if 0 <= age < 1e9:
@@ -233,10 +233,10 @@ def process_started(now: float, otherwise: float) -> float:
 
 
 def _origin(environment: Mapping[str, str], now: float, at_least: float) -> tuple[str, float, float]:
-    """The job of this attempt, when that began, and when this attempt did.
+    """Return the job of this attempt, when its command began, and when this attempt began.
 
-    Without a launcher of ours the job is torchrun's, or Slurm's until it is requeued, or this process, which began
-    ``at_least`` where the system does not tell.
+    Without a launcher of ours the job is torchrun's, whose agent is the parent process. With Slurm it lasts until it is
+    requeued. Without both it is this process, which began ``at_least`` if the system does not know.
     """
     if JOB in environment:
         job, _, begun = environment[JOB].partition(":")
@@ -248,4 +248,5 @@ def _origin(environment: Mapping[str, str], now: float, at_least: float) -> tupl
     # "none" is torchrun's word when nobody gave an id: then it is the same command if it is the same parent
     own = f"{socket.gethostname()}:{os.getppid()}" if run == "none" else run
     parts = ["torchrun", own, *(environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT"))]
-    return " ".join(part for part in parts if part), started, started
+    agent_started = process_started(now, started, os.getppid())
+    return " ".join(part for part in parts if part), min(agent_started, started), started

@@ -233,6 +233,43 @@ def test_another_command_that_starts_at_step_0_is_another_run(tmp_path):
     assert len(list(tmp_path.glob("goodput-*.jsonl"))) == 1
 
 
+# launcher -> variables of the ranks, when the command of the second start began, and the gaps that are found. The first
+# start ends at 110, and the ranks of the second one begin at 140.
+SECOND_STARTS = {
+    "torchrun, pods started again by hand": ({"TORCHELASTIC_RUN_ID": "run"}, 130.0, {"idle": 20.0, "start": 10.0}),
+    "torchrun, agents that meet again": ({"TORCHELASTIC_RUN_ID": "run"}, 90.0, {"restart": 30.0}),
+    "torchrun, a failed rank": (
+        {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_RESTART_COUNT": "1"}, 130.0, {"restart": 30.0}
+    ),
+    "torchrun without an id": ({"TORCHELASTIC_RUN_ID": "none"}, 130.0, {"idle": 20.0, "start": 10.0}),
+    "srun": ({}, 130.0, {"idle": 30.0}),
+    "ours, the same command": ({"SHARDTRAIN_JOB": "a:90", "SHARDTRAIN_STARTED": "140"}, 90.0, {"restart": 30.0}),
+    "ours, another command": (
+        {"SHARDTRAIN_JOB": "b:130", "SHARDTRAIN_STARTED": "140"}, 130.0, {"idle": 20.0, "start": 10.0}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", SECOND_STARTS)
+def test_the_time_between_two_commands_is_idle_with_every_launcher(tmp_path, monkeypatch, launcher):
+    environment, parent_started, expected = SECOND_STARTS[launcher]
+    first = {**environment, "TORCHELASTIC_RESTART_COUNT": "0"}
+    if "SHARDTRAIN_JOB" in environment:
+        first |= {"SHARDTRAIN_JOB": "a:90", "SHARDTRAIN_STARTED": "90"}
+    for names, parent, started, ended in ((first, 90.0, 90.0, 110.0), (environment, parent_started, 140.0, 150.0)):
+        began = lambda now, otherwise, pid="self", own=started, agent=parent: own if pid == "self" else agent  # noqa: E731
+        monkeypatch.setattr(ledger, "process_started", began)
+        now = [started]
+        phases = Phases(lambda now=now: now[0])
+        with Ledger(tmp_path, phases, int(started), 1, names, lambda now=now: now[0]):
+            phases.begin("step")
+            now[0] = ended
+    found = account(attempts_of(events.read(tmp_path)[0]))
+    gaps = {"idle": found.idle_seconds, "restart": found.seconds["restart"], "start": found.seconds["start"]}
+    assert {name: seconds for name, seconds in gaps.items() if seconds} == expected
+    assert found.failures == ("restart" in expected)
+
+
 def test_a_process_that_a_script_has_handed_over_began_then(monkeypatch):
     now = time.time()
     own = ledger.process_started(now, now)
