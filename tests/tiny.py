@@ -242,7 +242,8 @@ def train_whole(rank: int, config: Config, stop_after: int | None = None) -> End
 
     def pull(stream: data.DataLoader) -> data.Batch:
         batch = originals["pull"](stream)
-        ids[-1].extend(batch.sample_ids_B.tolist())
+        if ids:  # else the run repeats a validation before its first step
+            ids[-1].extend(batch.sample_ids_B.tolist())
         return batch
 
     originals: dict[str, Any] = {"build": trainer.build, "step": trainer.step, "pull": data.DataLoader.__next__}

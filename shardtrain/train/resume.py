@@ -66,6 +66,7 @@ def save(run: Run, checkpoints: Checkpoints, last: bool, wait: bool = False) -> 
         "data_unproven": sampled(run.contents.unproven()),
         "data_cursors": cursors,
         "best": checkpoints.best.to_dict(),
+        "owes_validation": run.owes_validation,
         **compatibility.record(run),
     }
     if run.lora:
@@ -146,6 +147,7 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
     if "train_state" not in excluded:
         run.state.load(facts.get("state", {}))
         checkpoints.best.load(facts.get("best"), path.parent if own else None)
+        run.owes_validation = own and run.config.validation.enable and facts.get("owes_validation") is True
         guard = facts.get("guard")
         if guard is None:
             logger.warning(

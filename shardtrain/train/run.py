@@ -51,6 +51,9 @@ class Run:
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)
     """Options that the user changed on the way, as the checkpoints record them; see ``compatibility.py``."""
 
+    owes_validation: bool = False
+    """A request to stop cancelled the validation after this step."""
+
     def model_state_dict(self) -> dict[str, Tensor]:
         """All parameters and buffers by the names that checkpoints give them, frozen ones too."""
         return model_state_dict(self.runner)

@@ -186,7 +186,9 @@ def _steps(
     profiler = profiling.profiler(config, Path(config.job.dump_folder), world.rank, world.device.type, state.step)
     resilience.warm_up()
     with collector, profiler as trace:
-        while state.step < run.total_steps:
+        if run.owes_validation:
+            _finish_step(run, checkpoints, validator, samples, metrics)
+        while state.step < run.total_steps and not run.owes_validation:
             # set by the thread that hashes the data files, which cannot stop the run itself
             if run.contents.problem:
                 raise run.contents.problem
@@ -223,18 +225,7 @@ def _steps(
 
             # before saving: weights that differ between replicas must not reach a checkpoint
             resilience.compare_replicas(run, checkpoints)
-            if validator and validator.is_due(state.step, run.total_steps):
-                _validate(run, validator, metrics, checkpoints)
-            if samples.every_steps and state.step % samples.every_steps == 0:
-                with metrics.pause(), resilience.phase("validation"):
-                    samples.run(state.step)
-
-            # save after the validation, whose result is part of the checkpoint
-            if checkpoints.saving.writing is not None:  # a background save may have finished
-                checkpoints.poll()
-            if checkpoints.is_due(state.step, run.total_steps):
-                shutdown.save_after_step(run, checkpoints, metrics.pause)
-
+            _finish_step(run, checkpoints, validator, samples, metrics)
             collector.step(state.step)
             if trace:
                 with progress.slow():  # a trace of a large model takes minutes to write
@@ -242,20 +233,48 @@ def _steps(
             resilience.end_step(config)
 
     resilience.phases.begin("end")
-    if resilience.stop_flag:
-        shutdown.leave(run, checkpoints)  # saves and raises
-    if validator and started_at < state.step < run.total_steps and validator.is_due(state.step, state.step):
-        # the data have ended early, so this is the last step, on which validation is due; patience may end the run here
+    data_have_ended = started_at < state.step < run.total_steps and not (resilience.stop_flag or run.owes_validation)
+    if validator and data_have_ended and validator.is_due(state.step, state.step):
+        # this is the last step, on which validation is due; patience may end the run here
         _validate(run, validator, metrics, checkpoints)
+    if resilience.stop_flag or run.owes_validation:
+        shutdown.leave(run, checkpoints)  # saves and raises
     if state.step < run.total_steps:
         shutdown.data_ended(run, checkpoints)
 
 
+def _finish_step(
+    run: Run, checkpoints: Checkpoints, validator: Validator | None, samples: Samples, metrics: Metrics
+) -> None:
+    """Validate, sample and save after a step, each if it is due.
+
+    A request to stop that cancels the validation skips the rest: the run then ends, and the resumed run calls this
+    first. So the result is part of the same checkpoint as without the request.
+    """
+    step = run.state.step
+    if validator and (run.owes_validation or validator.is_due(step, run.total_steps)):
+        _validate(run, validator, metrics, checkpoints)
+        if run.owes_validation:
+            return
+    if samples.every_steps and step % samples.every_steps == 0:
+        with metrics.pause(), run.resilience.phase("validation"):
+            samples.run(step)
+
+    # save after the validation, whose result is part of the checkpoint
+    if checkpoints.saving.writing is not None:  # a background save may have finished
+        checkpoints.poll()
+    if checkpoints.is_due(step, run.total_steps):
+        shutdown.save_after_step(run, checkpoints, metrics.pause)
+
+
 def _validate(run: Run, validator: Validator, metrics: Metrics, checkpoints: Checkpoints) -> None:
+    """Evaluate on the held-out data, and log and keep the result; set ``run.owes_validation`` if it was cancelled."""
     with metrics.pause(), run.resilience.phase("validation"):
         evaluation = validator.run(run.state.step)
+    run.owes_validation = evaluation is None
     if evaluation is None:
-        logger.warning(f"validation after step {run.state.step} was cancelled: the run was asked to stop")
+        step = run.state.step
+        logger.warning(f"validation after step {step} was cancelled by a request to stop: the resumed run repeats it")
         return
     metrics.validation(run.state.step, evaluation.values)
     shutdown.note_validation(run, checkpoints, evaluation.values)

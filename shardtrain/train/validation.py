@@ -78,6 +78,7 @@ def evaluate(
     tokens = rows = 0
     found: list[tuple[Tensor, dict[str, Tensor]]] = []
     modes = [(part, part.training) for part in runner.parts]
+    batch = None
     try:
         for part in runner.parts:
             part.eval()
@@ -96,7 +97,8 @@ def evaluate(
     finally:
         for part, was_training in modes:
             part.train(was_training)
-            free_gathered(part)  # no backward follows that would; what reads parameters next must find own shards
+            if batch is not None:  # FSDP has no state to free before the first forward of a process
+                free_gathered(part)  # no backward follows that would; what reads parameters next must find own shards
         stream.seek(0)  # ends the processes that prepare batches
     # peers of other axes read the same rows: counts are added over data ranks alone, losses over all that have a part
     counts = torch.tensor([tokens, rows], dtype=torch.float64, device=mesh.device)

@@ -80,6 +80,7 @@ class JsonlFiles:
     def __init__(self, folder: Path, start_step: int) -> None:
         self.records = JsonlFile(folder / "metrics.jsonl", start_step)
         self.validations = JsonlFile(folder / "validation.jsonl", start_step)
+        self._last_validation = self.validations.history[-1]["step"] if self.validations.history else -1
         self.summary = f"metrics in {self.records.path}"
 
     def forget(self) -> None:
@@ -92,8 +93,9 @@ class JsonlFiles:
         self.records.write(record.json_fields())
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Append results on held-out data."""
-        self.validations.write({"step": step, **values})
+        """Append results on held-out data, unless the file has them: a run may be resumed twice from a checkpoint."""
+        if step > self._last_validation:
+            self.validations.write({"step": step, **values})
 
     def close(self) -> None:
         """Say how many records were lost, if any."""

@@ -1,0 +1,150 @@
+"""A request to stop that cancels a validation: the resumed run repeats it, and ends like a run that nobody stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from once import made_once
+from ranks import run_ranks
+from tiers import cases
+from tiny import Ended, assert_bitwise, shallow_config, text_file, train_whole
+
+from shardtrain import optim
+from shardtrain.checkpoint import manifest, retention
+from shardtrain.checkpoint.best import read_pointer
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.config.schema import Config
+from shardtrain.resilience import signals
+from shardtrain.resilience.stop_request import StopRequest
+from shardtrain.train import validation
+from shardtrain.train.validation import Evaluation, Validator
+
+LOSSES = [3.0, 2.0, 2.5, 1.0, 9.0, 9.0, 0.5, 0.7]
+"""Of the validation after each step. The best is 1.0 at step 4 for a patience of 2, which ends the run at step 6."""
+NEW_BEST, PATIENCE_ENDS, LAST = 4, 6, len(LOSSES)
+
+# phase in which the request comes, step, patience. In "twice" the repeated validation is cancelled too. In "killed" the
+# resumed run dies two steps later without a save, so that the validation is repeated once more.
+DEFAULT = [
+    ("validation", NEW_BEST, 0),
+    ("validation", PATIENCE_ENDS, 2),
+    ("step", LAST, 0),
+    ("twice", NEW_BEST, 2),
+    ("killed", NEW_BEST - 1, 0),
+]
+ALL = [
+    (phase, step, patience)
+    for phase in ("step", "validation", "twice", "killed", "sample", "save")
+    for step in (1, NEW_BEST - 1, NEW_BEST, PATIENCE_ENDS, LAST)
+    for patience in (0, 2)
+    if step <= (PATIENCE_ENDS if patience else LAST)
+]
+
+
+def config(folder: Path, patience: int) -> Config:
+    held_out = {"dataset": "text", "dataset_path": text_file(), "seq_len": 64, "steps": 3, "local_batch_size": 2}
+    return shallow_config(
+        job={"dump_folder": str(folder)},
+        training={"steps": LAST, "seq_len": 32, "local_batch_size": 4},
+        metrics={"log_freq": 1, "sample_freq": 1},
+        checkpoint={"enable": True, "interval": 5, "keep_best": "validation.loss"},
+        validation={"enable": True, "freq": 1, "patience": patience, **held_out},
+    )
+
+
+def ask_in(patch: pytest.MonkeyPatch, phase: str, step: int, is_asked: bool) -> None:
+    """Let this rank be asked to stop in a phase of a step, and let validations have the scripted losses."""
+    signals._current = stop = StopRequest()
+    current = [0]
+    originals: dict[str, Any] = {
+        "run": Validator.run,
+        "batches": validation._batches,
+        "rate": optim.set_learning_rate,
+        "save": Checkpoints.save,
+    }
+
+    def ask(now: str) -> None:
+        if is_asked and now == phase and current[0] == step:
+            stop.note("SIGTERM")
+
+    def run(self: Validator, step: int) -> Evaluation | None:
+        current[0] = step
+        done = originals["run"](self, step)
+        ask("sample")  # the phase that follows
+        return done and dataclasses.replace(done, loss=LOSSES[step - 1])
+
+    def batches(*arguments: Any) -> Any:
+        for batch in originals["batches"](*arguments):
+            ask("validation")
+            yield batch
+
+    def set_learning_rate(*arguments: Any) -> None:
+        current[0] += 1
+        ask("step")
+        originals["rate"](*arguments)
+
+    def save(self: Checkpoints, at: int, *arguments: Any, **names: Any) -> None:
+        ask("save")
+        originals["save"](self, at, *arguments, **names)
+
+    patch.setattr(Validator, "run", run)
+    patch.setattr(validation, "_batches", batches)
+    patch.setattr(optim, "set_learning_rate", set_learning_rate)
+    patch.setattr(Checkpoints, "save", save)
+
+
+def train(
+    rank: int, folder: Path, patience: int, phase: str = "", step: int = 0, stop_after: int | None = None
+) -> Ended:
+    """One start; the request comes to rank 1 only."""
+    with pytest.MonkeyPatch.context() as patch:
+        ask_in(patch, phase, step, rank == 1)
+        return train_whole(rank, config(folder, patience), stop_after)
+
+
+def stopped_and_resumed(rank: int, folder: Path, phase: str, step: int, patience: int) -> list[Ended]:
+    in_validation = phase in ("twice", "killed")
+    starts = [train(rank, folder, patience, "validation" if in_validation else phase, step)]
+    if phase == "twice":
+        starts.append(train(rank, folder, patience, "validation", step))
+    if phase == "killed":
+        starts.append(train(rank, folder, patience, stop_after=step + 1))
+    return [*starts, train(rank, folder, patience)]
+
+
+def result(folder: Path) -> dict[str, Any]:
+    """Everything that validations left behind."""
+    checkpoints = folder / "checkpoint"
+    facts = manifest.read(checkpoints / f"step-{retention.steps(checkpoints)[-1]}").facts
+    samples = [json.loads(line)["step"] for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return {
+        "validations": (folder / "validation.jsonl").read_text(),
+        "pointer": read_pointer(checkpoints),
+        "best": facts["best"],
+        "owes": facts["owes_validation"],
+        "samples": samples,
+    }
+
+
+@pytest.mark.parametrize(("phase", "step", "patience"), cases(DEFAULT, [case for case in ALL if case not in DEFAULT]))
+def test_a_validation_that_a_request_cancels_is_repeated(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, phase: str, step: int, patience: int
+) -> None:
+    whole = made_once(tmp_path_factory, f"validated-{patience}", lambda: tmp_path_factory.mktemp("straight"))
+    straight = made_once(tmp_path_factory, f"run-{patience}", lambda: run_ranks(2, train, whole, patience)[0])
+    assert straight.error is None and straight.state["step"] == (PATIENCE_ENDS if patience else LAST)
+    assert len(result(whole)["validations"].splitlines()) == straight.state["step"]
+
+    starts = run_ranks(2, stopped_and_resumed, tmp_path, phase, step, patience)[0]
+    is_complete = phase in ("sample", "save") and step == straight.state["step"]
+    for start in starts[: 2 if phase == "twice" else 1]:
+        assert (start.error is None) if is_complete else (start.error is not None and start.error.exit_code == 75)
+        assert start.state["step"] == step or phase == "save"
+    assert starts[-1].error is None
+    assert starts[-1].state == straight.state
+    assert_bitwise(starts[-1].weights, straight.weights)
+    assert result(tmp_path) == result(whole)
