@@ -258,9 +258,10 @@ def _train(words: list[str]) -> int:
     if arguments.help:
         print(help_pages.train(), end="")
         return 0
-    from shardtrain.launch import agent, environment, nodes
+    from shardtrain.launch import agent, environment, failure, nodes
 
     loaded, arguments = _open(arguments, "train", keep_problems=True)
+    stop_status = failure.stop_status(loaded.config)
     if loaded.config.comm.mode == "fake_backend":
         return _module("shardtrain.train.simulated", "run")(loaded, arguments.nproc)
     if environment.is_rank(os.environ) and not arguments.nnodes:
@@ -279,13 +280,15 @@ def _train(words: list[str]) -> int:
             with local.storage_errors_in_exit_json(loaded):
                 preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
 
-        return agent.train(loaded, arguments, several, require)
-    return _train_here(loaded, arguments, words)
+        code = agent.train(loaded, arguments, several, require)
+    else:
+        code = _train_here(loaded, arguments, words)
+    return stop_status if code == failure.PREEMPTED else code
 
 
 def _train_rank(loaded: Loaded) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``_train_here`` as a fresh process."""
-    from shardtrain.launch import environment, local
+    from shardtrain.launch import environment, failure, local
     from shardtrain.train import preflight
 
     if "SHARDTRAIN_PARENT" in os.environ:
@@ -301,7 +304,8 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     with local.storage_errors_in_exit_json(loaded):
         preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
-    local.leave(local.run_rank(loaded, _trainer(), world_size))
+    code = local.run_rank(loaded, _trainer(), world_size)
+    local.leave(failure.stop_status(loaded.config) if code == failure.PREEMPTED else code)
 
 
 def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int:

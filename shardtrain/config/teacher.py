@@ -25,7 +25,6 @@ from shardtrain.utils import reading
 from shardtrain.utils.errors import Problem
 
 OPTION = "task.teacher_path"
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 _TOKENIZER = "tokenizer.json"
 _OTHER_TOKENIZERS = ("tokenizer.model",)
 _MAX_BYTES = 2**28

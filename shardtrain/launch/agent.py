@@ -23,7 +23,7 @@ from shardtrain import __version__
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config
 from shardtrain.launch import addresses, environment
-from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED
+from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED, SUPERVISED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes
 from shardtrain.launch.nodes import find as nodes_of_platform
@@ -100,6 +100,7 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     nodes = _with_address(nodes)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is reported by its rank
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
+    os.environ[SUPERVISED] = "1"
     if nodes.least < nodes.most:
         # or the first round alone publishes where its store is, and a node that joins a later one waits for ever
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -15,7 +15,7 @@ from shardtrain.config import presets
 from shardtrain.config.command_line import Option, split, take
 from shardtrain.config.machine import mesh_notes
 from shardtrain.config.schema.launch import Launch
-from shardtrain.launch import hostfile, job_status, launched
+from shardtrain.launch import failure, hostfile, job_status, launched
 from shardtrain.launch.job import Job, to_job, to_mount, without
 from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh
 from shardtrain.utils import own_file
@@ -147,7 +147,8 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
     if not _DRY_RUN.isdisjoint(rest):
         print(plan.text, end="")
         return 0
-    return plan.submit()
+    code = plan.submit()
+    return failure.stop_status(loaded.config) if code == failure.PREEMPTED else code
 
 
 def _note_unused(platform: str, loaded: config.Loaded) -> None:

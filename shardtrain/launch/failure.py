@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from shardtrain.checkpoint.storage import Place
+from shardtrain.config.schema import Config
 from shardtrain.utils import atomic_io
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError
@@ -34,6 +35,8 @@ MEANINGS = frozenset({0, 2, 3, 4, 5, PEER, OUT_OF_MEMORY, 8, PREEMPTED, NOT_SAVE
 """Statuses that say what happened, to people and to schedulers."""
 RETRYABLE = frozenset({6, 8, 75, 76})
 MESSAGE_LENGTH = 500
+SUPERVISED = "SHARDTRAIN_SUPERVISED"
+"""Variable of commands and ranks whose supervisor is another command or script of ours, which expects 75."""
 RESERVED = ".exit.json.reserved"
 _RESERVED_BYTES = 16 * 1024
 IN = "in "
@@ -110,6 +113,11 @@ def describe(error: BaseException, rank: int) -> Failure:
         is_sentence=isinstance(error, ShardtrainError),
         leaves_folder_alone=isinstance(error, FolderTaken),
     )
+
+
+def stop_status(config: Config) -> int:
+    """Return the status with which this process answers for a run that was asked to stop and has saved."""
+    return PREEMPTED if SUPERVISED in os.environ else config.checkpoint.stop_exit_code
 
 
 def killed(rank: int, signal_number: int, time_seconds: float) -> Failure:

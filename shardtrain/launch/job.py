@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from shardtrain import __version__
 from shardtrain.config import Loaded, presets
+from shardtrain.launch.failure import PREEMPTED
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import redact
 
@@ -77,6 +78,8 @@ class Job:
     retries: int = RETRIES
     grace_seconds: int = 30
     """Seconds from the request to stop to the last moment at which the platform may kill."""
+    stop_exit_code: int = PREEMPTED
+    """Status that the platform shows for a run that was asked to stop and has saved."""
     dump_folder: str = "./outputs"
     config_text: str | None = None
     """Text of the configuration file, for platforms that carry it to the nodes themselves."""
@@ -133,6 +136,7 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
         max_restarts=max_restarts,
         retries=0 if once else RETRIES,
         grace_seconds=loaded.config.checkpoint.grace_seconds + NOTICE_SECONDS,
+        stop_exit_code=loaded.config.checkpoint.stop_exit_code,
         dump_folder=loaded.config.job.dump_folder,
         config_text=text,
     )

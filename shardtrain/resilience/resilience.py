@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,10 +110,6 @@ class Resilience:
         """Count the time of the block for this phase."""
         return self.phases.within(name)
 
-    def read(self, action: Callable[[], T]) -> T | None:
-        """The result of ``action``, which waits for data; None if a request to stop ends the wait."""
-        return self.stop.read(action)
-
     def pack_flags(self) -> list[float]:
         """This rank's part of the all-reduce that begins a step: requests to stop, and the state of a save."""
         return [self.stop.flag(), *(self.saving.pack_flags() if self._save_has_flags else NOTHING)]
@@ -171,7 +167,3 @@ class Resilience:
         """For the record of a logged step: spikes, slow ranks and, on the first rank, the goodput."""
         counts = {"spikes": self.guard.spikes, "rewinds": len(self.guard.rewinds)}
         return {**counts, **progress.now().measures, **self.ledger.measures()}
-
-    def finish(self) -> None:
-        """After the last step and save: ignore requests to stop from now on."""
-        self.stop.close()

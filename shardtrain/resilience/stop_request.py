@@ -46,15 +46,8 @@ class Durations:
         """Note how long one took."""
         self._seconds.append(seconds)
 
-    def p95(self) -> float | None:
-        """What 95 of 100 did not exceed, the longest where there are few; None before the first."""
-        return self._quantile(0.95)
-
-    def p99(self) -> float | None:
-        """What 99 of 100 did not exceed."""
-        return self._quantile(0.99)
-
-    def _quantile(self, share: float) -> float | None:
+    def quantile(self, share: float = 0.95) -> float | None:
+        """Return what this share of the durations did not exceed: the longest of a few, None before the first."""
         ordered = sorted(self._seconds)
         return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
 
@@ -88,8 +81,8 @@ class StopRequest:
     @property
     def margin_seconds(self) -> float:
         """How long before the end of the job to stop: two saves and a step, as 95 of 100 took, once all know of it."""
-        save = self.saves.p95()
-        work = 2 * (self.assumed_save_seconds if save is None else save) + (self.steps.p95() or 0.0)
+        save = self.saves.quantile()
+        work = 2 * (self.assumed_save_seconds if save is None else save) + (self.steps.quantile() or 0.0)
         return LOOK_SECONDS + work
 
     def asked(self) -> bool:
@@ -112,7 +105,7 @@ class StopRequest:
         if not self.asked():
             return 0.0
         # one sum tells both: whether any rank was asked, and whether for any it is too late
-        return 1.0 + NOT_IN_TIME * ((self.saves.p95() or 0.0) > self.remaining_seconds())
+        return 1.0 + NOT_IN_TIME * ((self.saves.quantile() or 0.0) > self.remaining_seconds())
 
     def read(self, action: Callable[[], T]) -> T | None:
         """The result of a wait for data, or None where a request ends it, wherever ``action`` is by then."""

@@ -80,8 +80,8 @@ def save_after_step(run: Run, checkpoints: Checkpoints, pause: Callable[[], Abst
         if checkpoints.saving.writing is None:  # else it is known when all is on disk
             stop.saves.add(time.perf_counter() - started - checkpoints.export_seconds)
         # a request to stop lets the step in progress end and then saves; warn once if that cannot be done in time
-        step = stop.steps.p95() or 0.0
-        saving = stop.saves.p95() or 0.0
+        step = stop.steps.quantile() or 0.0
+        saving = stop.saves.quantile() or 0.0
         grace = run.config.checkpoint.grace_seconds
         if step + saving > grace and not stop.warned_of_grace:
             stop.warned_of_grace = True
@@ -157,7 +157,7 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
         in_time = written and run.resilience.stop_flag < NOT_IN_TIME
         if step > checkpoints.saved_step:
             # waiting for the save in the background has taken some of the time
-            late = (stop.saves.p95() or 0.0) > stop.remaining_seconds()
+            late = (stop.saves.quantile() or 0.0) > stop.remaining_seconds()
             if any_rank(late) or not in_time:
                 newest = signals.newest_checkpoint(folder)
                 raise NotSaved(

@@ -60,8 +60,9 @@ def main(loaded: Loaded) -> TrainState:
 def joined(loaded: Loaded, resilience: Resilience) -> Iterator[World]:
     """Join the process group with a watchdog beside it, check the configuration on all ranks, and open the log."""
     config = loaded.config
-    folder = Path(loaded.config.job.dump_folder)
-    os.environ.update(flight_recorder_environment(config, folder))  # read when the process group starts
+    os.environ.update(
+        flight_recorder_environment(config, Path(config.job.dump_folder))
+    )  # read when the process group starts
     model_check_lines: list[str] = []  # for the log, which opens once the ranks have joined
 
     def check_ranks(store: Store, rank: int, size: int) -> None:
@@ -156,11 +157,11 @@ def run_to_end(loaded: Loaded, world: World, run: Run, checkpoints: Checkpoints)
         while True:
             try:
                 # new after a rollback, which also rolls back the counts and files of the metrics
-                facts = run_facts(run, world)
-                reduce = ReduceOverMesh(run.mesh)
-                with Metrics(config, folder, facts, reduce, run.state.tokens_seen, phase=phase) as metrics:
+                with Metrics(
+                    config, folder, run_facts(run, world), ReduceOverMesh(run.mesh), run.state.tokens_seen, phase=phase
+                ) as metrics:
                     _steps(run, world, checkpoints, validator, samples, metrics)
-                    run.resilience.finish()
+                    run.resilience.stop.close()  # after the last step and save requests to stop are ignored
                 if world.rank == 0:
                     shutdown.log_best_step(run, checkpoints)
                 return run.state
@@ -353,7 +354,7 @@ def _read_step(run: Run) -> tuple[list[data.Batch], StepSums, float] | None:
         started = time.perf_counter()
         first_row = loader.samples_consumed
         try:
-            batches = resilience.read(lambda: [next(loader) for _ in range(loader.accumulation)])
+            batches = resilience.stop.read(lambda: [next(loader) for _ in range(loader.accumulation)])
         except StopIteration:
             return None
         if batches is None and loader.has_ended:

@@ -13,6 +13,7 @@ import patience
 import pytest
 import yaml
 
+from shardtrain.launch import command
 from shardtrain.launch.platforms import runai
 
 ROOT = Path(__file__).parents[2]
@@ -313,6 +314,13 @@ def test_an_id_is_followed_by_the_platforms_own_command(tmp_path):
         "scontrol --oneliner show job 12_3",
         "scancel 12_3",
     ]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(75, 3), (0, 0), (1, 1), (76, 76)])
+def test_launch_answers_for_a_stopped_run_with_the_configured_status(monkeypatch, code, expected):
+    """The commands of the hosts keep 75 for a saved stop."""
+    monkeypatch.setitem(command.PLATFORMS, "ssh", lambda asked: command.Plan("", lambda: code))
+    assert command.main(["ssh", "--checkpoint.stop_exit_code=3"]) == expected
 
 
 def test_launch_local_is_train_with_the_variables_of_launch(tmp_path):

@@ -17,6 +17,8 @@ from ports import free_port
 from tiers import cases
 from tiny import text_file
 
+from shardtrain.launch import failure
+
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 120
 
@@ -95,6 +97,39 @@ def test_a_signal_to_the_script_reaches_the_ranks_which_save(tmp_path):
         [(code, words)] = ended(process)
     assert code == 75, words
     assert newest(tmp_path / "run") > 0 and record(tmp_path / "run")["code"] == 75
+
+
+# how it is started -> options and variables; a node waits for nobody here
+STARTS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "forked ranks": (["--nproc", "2"], {}),
+    "one process": (["--nproc", "1"], {}),
+    "a node": (["--nnodes", "1", "--node_rank", "0", "--rdzv_endpoint", "127.0.0.1:PORT", "--nproc", "2"], {}),
+    "a rank of another launcher": (
+        [],
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+         "MASTER_PORT": "PORT"},
+    ),
+    "a command of our script": (["--nproc", "2"], {failure.SUPERVISED: "1"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", cases(["forked ranks"], nightly=[how for how in STARTS if how != "forked ranks"]))
+def test_the_status_of_a_stopped_run_is_the_configured_one(tmp_path, how):
+    words, names = STARTS[how]
+    port = str(free_port())
+    words = [word.replace("PORT", port) for word in words]
+    names = {name: value.replace("PORT", port) for name, value in names.items()}
+    more = {"checkpoint.enable": "true", "checkpoint.stop_exit_code": 3, "training.on_data_end": "repeat"}
+    command = [sys.executable, "-m", "shardtrain", "train", *words, *options(tmp_path / "run", 100_000, **more)]
+    process = start(command, bare(tmp_path, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names), forked.Popen)
+    try:
+        wait_for(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(losses(tmp_path / "run")) > 1)
+        process.send_signal(signal.SIGTERM)
+    finally:
+        [(code, said)] = ended(process)
+    assert code == (75 if failure.SUPERVISED in names else 3), said
+    assert "stopped[75]" in said and record(tmp_path / "run")["code"] == 75
+    assert newest(tmp_path / "run") > 0
 
 
 @pytest.mark.nightly(

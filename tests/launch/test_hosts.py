@@ -134,7 +134,8 @@ def test_slots_are_the_ranks_and_chosen_devices_are_the_visible_ones():
 
 def test_one_host_is_not_a_node_of_several():
     (plan,) = ssh.render(JOB, Launch(), [Host("a", "me", 22)], "a", "id")
-    assert not [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
+    own = [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
+    assert own == ["SHARDTRAIN_SUPERVISED"], "the launcher answers for its status"
     assert plan.ssh[-5:] == ("-p", "22", "--", "me@a", "exec python3 -m shardtrain.launch.remote_agent")
 
 

@@ -186,6 +186,34 @@ def test_a_job_that_was_signalled_before_it_could_hear_is_queued_again(tmp_path)
     assert done.returncode == 138 and f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
 
 
+@pytest.mark.parametrize("stop_exit_code", [75, 0, 3])
+@pytest.mark.parametrize("code", [75, 0, 1, 76])
+def test_a_stopped_job_is_queued_again_whatever_its_status_is(tmp_path, stop_exit_code, code):
+    """Within the job a saved stop has status 75, which the script translates at its end."""
+    python = tmp_path / "python"
+    supervised = "" if stop_exit_code == 75 else "1"
+    python.write_text(
+        f'#!/bin/bash\n[[ "$1" == -c ]] && exit; [[ "$SHARDTRAIN_SUPERVISED" == "{supervised}" ]] && exit {code}\n'
+    )
+    python.chmod(0o755)
+    batch = tmp_path / "batch"
+    batch.write_text(script(f"--launch.python={python}", f"--checkpoint.stop_exit_code={stop_exit_code}"))
+    done = shimmed(tmp_path, ["bash", str(batch)])
+    assert done.returncode == (stop_exit_code if code == 75 else code), done.stderr
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert (f"requeue {os.getpid()}" in calls) == (code == 75)
+
+
+@pytest.mark.parametrize("status", ["75", "3"])
+def test_the_script_at_the_root_translates_the_status_of_a_stopped_job(tmp_path, status):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\n[[ "$SHARDTRAIN_SUPERVISED" == 1 ]] && exit 75\n')
+    python.chmod(0o755)
+    done = shimmed(tmp_path, ["bash", str(ROOT / "multinode_trainer.slurm")], PYTHON=str(python), STOP_STATUS=status)
+    assert done.returncode == int(status), done.stderr
+    assert f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
+
+
 @pytest.mark.nightly(
     "the rendered script on a real Slurm",
     by="tests/launch/test_slurm.py::test_a_real_slurm_runs_it_on_two_nodes_and_queues_it_again_after_a_signal",

@@ -39,9 +39,9 @@ DEFAULT = [
 ALL = [
     (phase, step, patience)
     for phase in ("step", "validation", "twice", "killed", "sample", "save")
-    for step in (1, NEW_BEST - 1, NEW_BEST, PATIENCE_ENDS, LAST)
-    for patience in (0, 2)
-    if step <= (PATIENCE_ENDS if patience else LAST)
+    for patience, last in ((0, LAST), (2, PATIENCE_ENDS))
+    for step in (1, NEW_BEST - 1, NEW_BEST, last)
+    if phase != "save" or step != NEW_BEST - 1  # no checkpoint is due after that step
 ]
 
 

@@ -152,6 +152,7 @@ _RANGES: tuple[tuple[tuple[str, ...], Any, str, str], ...] = (
     (AT_LEAST_0, lambda v: v >= 0, "must not be negative", "use 0 or more"),
     (MINUS_1_OR_AT_LEAST_1, lambda v: v == -1 or v >= 1, "must be at least 1, or -1", "use 1 or more, or -1"),
     (ABOVE_0, lambda v: v > 0, "must be above 0", "use a positive number"),
+    (("checkpoint.stop_exit_code",), lambda v: 0 <= v <= 255, "must be from 0 to 255", "use for example 75"),
     (FROM_0_BELOW_1, lambda v: 0 <= v < 1, "must be at least 0 and below 1", "use for example 0.9"),
     (FROM_0_TO_1, lambda v: 0 <= v <= 1, "must lie between 0 and 1", "write a share: 10 % is 0.1"),
 )

@@ -93,6 +93,9 @@ class Checkpoint:
     grace_seconds: int = 30
     """Time from a request to stop (SIGTERM and others) to the end of the last process; a save that would take longer is
     skipped. Set what your platform allows (Kubernetes: 30 s), or less (shardtrain)."""
+    stop_exit_code: int = 75
+    """Exit status of the command if it was asked to stop and has saved everything: what your scheduler queues again, or
+    0 where a stop is no failure. exit.json has 75 in any case (shardtrain)."""
 
 
 @dataclass(frozen=True)

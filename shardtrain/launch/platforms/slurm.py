@@ -14,6 +14,7 @@ from pathlib import Path
 
 from shardtrain.config import presets
 from shardtrain.config.schema.launch import Launch
+from shardtrain.launch.failure import PREEMPTED, SUPERVISED
 from shardtrain.launch.job import (
     Job,
     folder_words,
@@ -76,8 +77,8 @@ exit 2
 """Runs that look, and says what it said, or why it did not start, with the name of the node."""
 
 _OF_THE_SCRIPT = (
-    "SHARDTRAIN_NNODES SHARDTRAIN_RDZV_ENDPOINT SHARDTRAIN_RDZV_ID SHARDTRAIN_HOST_SUFFIX hosts port command code look "
-    "on_node"
+    "SHARDTRAIN_NNODES SHARDTRAIN_RDZV_ENDPOINT SHARDTRAIN_RDZV_ID SHARDTRAIN_HOST_SUFFIX SHARDTRAIN_SUPERVISED hosts "
+    "port command code look on_node"
 )
 # those that bash does not let be set, sets again, or reads
 _OF_BASH = """
@@ -136,6 +137,10 @@ def render(job: Job, launch: Launch) -> str:
     container = _container(job, launch)
     lines += ["code=0", " ".join([*step, *map(shlex.quote, container), '"${command[@]}"', "|| code=$?"])]
     lines += [AGAIN.rstrip()] if slurm.requeue else []
+    if job.stop_exit_code != PREEMPTED:
+        # within the job the status stays 75, by which the script knows that the run has saved
+        lines.insert(lines.index("code=0"), f"export {SUPERVISED}=1")
+        lines.append(f"if ((code == {PREEMPTED})); then code={job.stop_exit_code}; fi")
     return "\n".join([*lines, 'exit "$code"', ""])
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shardtrain.config.schema.launch import Launch
+from shardtrain.launch.failure import SUPERVISED
 from shardtrain.launch.hostfile import Host
 from shardtrain.launch.job import Job, folder_words, require_nothing_lost
 from shardtrain.utils.errors import ConfigError, Problem
@@ -75,7 +76,7 @@ def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id
         ssh += ["-F", options.config_file] if options.config_file else []
         ssh += ["-p", str(host.port)] if host.port else []
         # the variables of one of several nodes: see nodes.py
-        own = {"PYTHONUNBUFFERED": "1"}
+        own = {"PYTHONUNBUFFERED": "1", SUPERVISED: "1"}
         if len(hosts) > 1:
             own |= {
                 "SHARDTRAIN_NNODES": str(len(hosts)),

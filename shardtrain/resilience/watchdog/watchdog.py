@@ -162,9 +162,9 @@ class Watchdog:
         if phase in COLD or place.compiling or self._moving.may_be_slow or self._moving.begun < 2:
             return max(hang, float(self._comm.init_timeout_seconds)), True
         if phase == "checkpoint":
-            save = self._stop.saves.p95()
+            save = self._stop.saves.quantile()
             return max(hang, STEPS_LONG * (self._stop.assumed_save_seconds if save is None else save)), False
-        usual = self._stop.steps.p99()
+        usual = self._stop.steps.quantile(0.99)
         # of the second step only the first is known, which was slower: it compiled and warmed up
         long = FIRST_STEPS_LONG * self._stop.first_step_seconds if usual is None else STEPS_LONG * usual
         return max(hang, long), False

@@ -17,7 +17,6 @@ LEAVES = frozenset(
 _HUB = Cannot("nothing is uploaded while it trains: `shardtrain export RUN --to HF_DIR --push ORG/NAME` does")
 _WATCH = Idle("what is printed or named, which changes no number")
 _LOADER = Idle("how batches reach the trainer, which changes no number")
-_EVAL = JOINED
 
 
 def looks(values: Mapping[str, Any]) -> bool:

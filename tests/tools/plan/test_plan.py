@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import patience
@@ -128,7 +129,7 @@ def test_tensor_parallelism_within_a_node_costs_less_than_across_nodes():
     device = hardware.find("h100")
     loaded = config.load("llama3_8b", ["--parallelism.tensor_parallel_degree", "8"]).config
     inside = planning.make(loaded, 16, device)
-    across = planning.make(loaded, 16, device.with_nodes_of(4))
+    across = planning.make(loaded, 16, replace(device, devices_per_node=4))
     assert across.time.costs["tensor parallel"] > 2 * inside.time.costs["tensor parallel"]
 
 
