@@ -516,7 +516,7 @@ def load(case: Case, more: Mapping[str, str] | None = None) -> Loaded:
         None, [*case.words(), *(word for name, value in more.items() for word in (f"--{name}", value))]
     )
     config.require(loaded, case.num_ranks, "cpu", 0)
-    for error in preflight.build(loaded.config)[0]:
+    for error in preflight.build(loaded.config, case.num_ranks)[0]:
         raise error
     return loaded
 

@@ -42,7 +42,7 @@ class WholeVocabulary:
     offset = 0
 
     def __init__(self, columns: int) -> None:
-        self.columns = columns
+        self.size = self.columns = columns
 
     def max(self, values: Tensor) -> Tensor:
         """The values."""

@@ -35,7 +35,7 @@ def needs(context: RankContext) -> Facts:
     from shardtrain.train.preflight import memory, model
 
     options = context.loaded.config
-    errors, parameters = model.build(options)
+    errors, parameters = model.build(options, context.size)
     if parameters is None:
         return {"problems": [redact(str(line)) for error in errors for line in getattr(error, "problems", [error])]}
     numbers = sum(one.num_elements for one in parameters)

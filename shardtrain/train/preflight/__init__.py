@@ -237,7 +237,7 @@ def _look_at_model(loaded: Loaded, machine: Machine, found: _Found) -> None:
         if not made:
             from shardtrain.train.preflight import model
 
-            errors, parameters = model.build(loaded.config)
+            errors, parameters = model.build(loaded.config, machine.world_size)
             found.take(errors)
             made.append(parameters)
         return made[0]

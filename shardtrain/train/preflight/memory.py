@@ -52,7 +52,7 @@ def only_building_tells(loaded: Loaded) -> bool:
         or c.model.name.endswith(".py")
         or c.task.name not in _TASKS_OF_RULES
         or bool(c.optimizer.no_weight_decay)
-        or c.optimizer.name == "Muon"
+        or c.optimizer.name in ("Muon", "AdamW8bit")
         or c.optimizer.name.endswith(".py")
         or (bool(c.compile.enable) and c.compile.backend not in _BACKENDS)
     )

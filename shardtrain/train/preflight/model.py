@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from types import ModuleType
+from typing import Any
+
 import torch
 from torch import nn
 
-from shardtrain import models, optim, tasks
+from shardtrain import distributed, models, optim, tasks
 from shardtrain.config import stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import float8, tensor_parallel
+from shardtrain.distributed import fake_backend, float8, tensor_parallel
 from shardtrain.layout import Layout, word_of
-from shardtrain.lora import spec
+from shardtrain.lora import quantize, spec
 from shardtrain.train.preflight import own_files
 from shardtrain.train.preflight.memory import Parameter
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
@@ -19,13 +23,16 @@ _SPLIT = ("embed", "colwise", "rowwise", "head", "per_head")
 """Words of a layout whose weights tensor parallelism splits."""
 
 
-def build(config: Config) -> tuple[list[ShardtrainError], list[Parameter] | None]:
-    """Build the model with its head and adapters and group its parameters, as a run would; no memory is taken.
+def build(config: Config, world_size: int | None = None) -> tuple[list[ShardtrainError], list[Parameter] | None]:
+    """Build the model with its head and adapters on the meta device, and the optimizer, as a run of so many ranks does.
 
-    Gives what a run would raise, or the parameters of the whole model.
+    Returns the errors that the run would raise, or the parameters of the unsharded model.
     """
     try:
-        return [], _parameters(config)
+        parameters = _parameters(config)
+        if config.optimizer.name == "AdamW8bit" and (world_size or 1) > 1 and "RANK" not in os.environ:
+            _build_on_ranks(config, world_size or 1)
+        return [], parameters
     except ShardtrainError as error:
         return [error], None
     except (Exception, SystemExit) as error:
@@ -39,12 +46,8 @@ def _parameters(config: Config) -> list[Parameter]:
         if backend not in known:
             rule = f"is not a backend of torch.compile in PyTorch {torch.__version__}"
             raise ConfigError(Problem("compile.backend", backend, rule, f"use one of {', '.join(known)}"))
-    task = tasks.open_task(config)
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    task, module, shape, model = _model(config)
     layout = module.LAYOUT
-    with torch.device("meta"):
-        model = task.adapt(models.build(module, shape), layout)
     split = config.parallelism.tensor_parallel_degree > 1 and not hasattr(model, "tensor_plan")
     if split and (problems := tensor_parallel.misnamed(model, layout)):
         raise ConfigError(problems)
@@ -59,7 +62,36 @@ def _parameters(config: Config) -> list[Parameter]:
     for name, parameter in named.items():
         word = word_of(layout, name.rpartition(".")[0])
         parameters.append(Parameter(parameter.numel(), word in _SPLIT, word == "expert", parameter.requires_grad))
+    quantize.take_out(model, layout, config.lora.base_dtype)
     return parameters
+
+
+def _model(config: Config) -> tuple[tasks.LanguageModel | tasks.RowTask, ModuleType, Any, nn.Module]:
+    """Return task, model file, shape, and the model with the task's head on the meta device."""
+    task = tasks.open_task(config)
+    module = models.find(config.model.name)
+    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    with torch.device("meta"):
+        return task, module, shape, task.adapt(models.build(module, shape), module.LAYOUT)
+
+
+def _build_on_ranks(config: Config, world_size: int) -> None:
+    """Build the optimizer of the first rank of each pipeline stage, on a fake process group and without memory.
+
+    Only the sharded parameters tell whether a block of the optimizer's state is cut. Not done in a rank of torchrun:
+    that process is about to join the real group.
+    """
+    stride = max(1, world_size // config.parallelism.pipeline_parallel_degree)
+    for rank in range(0, world_size, stride):
+        task, module, shape, model = _model(config)
+        spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
+        names = [name for name, _ in model.named_parameters()]
+        quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
+        with fake_backend.join(rank, world_size) as world:
+            mesh = distributed.build(config, world)
+            runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
+            with fake_backend.materialized(runner):
+                optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
 
 
 def _check_ranks(model: nn.Module, layout: Layout, config: Config) -> None:

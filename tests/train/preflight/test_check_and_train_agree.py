@@ -1,0 +1,108 @@
+"""A law about random configurations: if ``config check`` finds no error, ``train`` makes a step.
+
+Sizes, optimizers, adapters and meshes are drawn together, because each is accepted by itself. A rank may still reject
+their combination: tensor parallelism may cut a row of a weight within a block of the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from pathlib import Path
+
+import forked
+import patience
+import pytest
+from tiers import cases
+
+MESHES: dict[str, tuple[int, list[str]]] = {
+    "one process": (1, []),
+    "fsdp": (2, []),
+    "tp": (2, ["--parallelism.tensor_parallel_degree=2"]),
+    "pp": (2, ["--parallelism.pipeline_parallel_degree=2"]),
+    "zero-1": (2, ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.shard_optimizer_states"]),
+    "cp": (2, ["--parallelism.context_parallel_degree=2"]),
+}
+TARGETS = ["layers.*.attn.wq", "layers.*.attn.wo", "layers.*.w2"]
+
+
+def draw(seed: int) -> tuple[int, list[str]]:
+    """Return the number of processes and the flags of a random configuration."""
+    rng = random.Random(seed)
+    num_processes, words = MESHES[rng.choice(list(MESHES))]
+    num_kv_heads = rng.choice([1, 2, 3])
+    sizes = {
+        "head_dim": rng.choice([6, 8, 16, 64]),
+        "num_kv_heads": num_kv_heads,
+        "num_heads": num_kv_heads * rng.choice([1, 2, 4]),
+        "dim": rng.choice([36, 64, 96, 512]),
+        "ffn_dim": rng.choice([36, 100, 512, 768]),
+        "num_layers": rng.choice([1, 2]),
+    }
+    words = [*words, *(f"--model.overrides.{name}={size}" for name, size in sizes.items())]
+    words.append(f"--optimizer.name={rng.choice(['AdamW', 'Adam', 'AdamW8bit', 'AdamW8bit', 'Muon'])}")
+    words.append(f"--training.dtype={rng.choice(['float32', 'float32', 'bfloat16'])}")
+    if rng.random() < 0.5:
+        words += ["--lora.enable", "--lora.random_base", f"--lora.rank={rng.choice([1, 4])}"]
+        words += [f"--lora.target_modules={rng.choice(TARGETS)}"]
+        words += [f"--lora.base_dtype={rng.choice(['training', 'int8', 'nf4', 'nf4'])}"]
+    return num_processes, words
+
+
+SMALL = ["--model.overrides.dim=36", "--model.overrides.head_dim=6", "--model.overrides.ffn_dim=100"]
+WIDE = ["--model.overrides.dim=192", "--model.overrides.ffn_dim=768"]
+NF4 = ["--lora.enable", "--lora.random_base", "--lora.base_dtype=nf4", "--lora.target_modules=layers.*.attn.wq"]
+KNOWN: dict[str, tuple[int, list[str], str]] = {
+    "blocks of 8-bit states that tp cuts": (
+        2,
+        ["--optimizer.name=AdamW8bit", "--parallelism.tensor_parallel_degree=2", *WIDE],
+        'optimizer.name="AdamW8bit" keeps blocks of 256 numbers together',
+    ),
+    "weights that are no multiple of 64": (1, [*NF4, *SMALL], 'lora.base_dtype="nf4" keeps blocks of 64 weights'),
+}
+"""Configurations that failed after ranks had started, and the error that ``config check`` must report."""
+
+
+def shardtrain(folder: Path, *words: str) -> tuple[int, str]:
+    done = forked.run(
+        [sys.executable, "-m", "shardtrain", *words],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(100),
+    )
+    return done.returncode, str(done.stdout) + str(done.stderr)
+
+
+def common(num_processes: int) -> list[str]:
+    """Flags of a run of one step on CPUs that reads few rows and measures no kernels."""
+    rows = [f"--training.global_batch_size={2 * num_processes}", "--training.local_batch_size=2"]
+    length = ["--training.steps=1", "--training.seq_len=32", "--lr_scheduler.warmup_steps=0"]
+    device = ["--training.device=cpu", "--training.cpu_kernels=pytorch", "--compile.enable=false"]
+    quiet = ["--validation.enable=false", "--metrics.sample_prompt=", "--checkpoint.enable=false"]
+    return [*rows, *length, *device, *quiet, f"--nproc={num_processes}"]
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_check_reports_what_ranks_would_reject(tmp_path: Path, name: str) -> None:
+    num_processes, words, error = KNOWN[name]
+    code, said = shardtrain(tmp_path, "config", "check", "debug", *common(num_processes), *words)
+    assert code == 2 and error in said, said
+
+
+@pytest.mark.parametrize("seed", cases([0, 1, 2, 3], nightly=range(4, 60)))
+def test_a_configuration_without_errors_makes_a_step(tmp_path: Path, seed: int) -> None:
+    num_processes, words = draw(seed)
+    words = [*common(num_processes), *words]
+    code, said = shardtrain(tmp_path, "config", "check", "debug", *words)
+    assert code in (0, 2), said
+    if code == 2:
+        assert "error" in said
+        return
+    code, said = shardtrain(tmp_path, "train", "debug", *words, "--job.dump_folder=run")
+    assert code == 0, f"{words}\n{said[-2000:]}"
+    (line,) = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 1
