@@ -93,7 +93,7 @@ def test_the_check_reports_what_ranks_would_reject(tmp_path: Path, name: str) ->
     assert code == 2 and error in said, said
 
 
-@pytest.mark.parametrize("seed", cases([0, 1, 2, 3], nightly=range(4, 60)))
+@pytest.mark.parametrize("seed", cases([0, 2], nightly=[1, *range(3, 60)]))
 def test_a_configuration_without_errors_makes_a_step(tmp_path: Path, seed: int) -> None:
     num_processes, words = draw(seed)
     words = [*common(num_processes), *words]
