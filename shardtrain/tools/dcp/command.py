@@ -123,11 +123,13 @@ def to_dcp(words: Sequence[str]) -> int:
     loaded: Config | None = model.get("loaded")
     stored = manifest.read(checkpoint)
     adam = loaded is not None and loaded.optimizer.name in ("Adam", "AdamW")
-    if loaded and loaded.lr_scheduler.name.endswith(".py") and not found.config and not found.model_only:
-        rule = "is code that the folder of a run names, and the rate of a checkpoint depends on it"
-        fix = "give the run's TOML with --config if you trust that file, or --model-only"
-        raise ConfigError(Problem("lr_scheduler.name", loaded.lr_scheduler.name, rule, fix))
-    groups = _groups(loaded, stored.facts["state"]) if loaded and adam and not found.model_only else None
+    groups = None
+    if loaded and adam and not found.model_only:
+        if loaded.lr_scheduler.name.endswith(".py") and not found.config:
+            rule = "is code that the folder of a run names, and the rate of a checkpoint depends on it"
+            fix = "give the run's TOML with --config if you trust that file, or --model-only"
+            raise ConfigError(Problem("lr_scheduler.name", loaded.lr_scheduler.name, rule, fix))
+        groups = _groups(loaded, stored.facts["state"])
     count, whole = writing.to_dcp(checkpoint, found.output, model, found.names, groups)
     print(f"{found.output}: {count} tensors, each read back and equal")
     if not whole:

@@ -78,6 +78,21 @@ def test_what_comes_out_is_loaded_by_pytorch_to_the_bit(ranks: int, tmp_path: Pa
     }
 
 
+def test_a_schedule_file_that_a_run_names_is_not_run(tmp_path: Path, capsys: Any) -> None:
+    schedule = tmp_path / "my_schedule.py"
+    schedule.write_text("def factor(step, total_steps):\n    return 0.5\n")
+    options: dict[str, Any] = {"model": {"overrides": OVERRIDES}, "job": {"dump_folder": str(tmp_path / "run")}}
+    options["training"] = {"steps": 1, "local_batch_size": 1, "global_batch_size": 1}
+    options |= {"checkpoint": {"enable": True, "interval": 1}, "lr_scheduler": {"name": str(schedule)}}
+    assert run_ranks(1, train_whole, tiny_config(**options))[0].error is None
+
+    schedule.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{schedule.read_text()}")
+    words = ["checkpoint", "to-dcp", str(tmp_path / "run"), str(tmp_path / "dcp")]
+    assert cli.main(words) == 2 and not (tmp_path / "ran").exists()
+    assert "my_schedule.py" in (said := capsys.readouterr().err) and "--config" in said
+    assert cli.main([*words, f"--config={tmp_path / 'run/config.resolved.toml'}"]) == 0 and (tmp_path / "ran").exists()
+
+
 def test_there_and_back_changes_nothing_but_what_a_folder_cannot_hold(tmp_path: Path) -> None:
     folder = saved_one(tmp_path / "step-3")
     main = ["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), *words()]
