@@ -26,7 +26,6 @@ _STAND_IN = "shardtrain-stands-in-"
 _STAND_INS = re.compile(f"({_STAND_IN}[a-z]+-[0-9]+-(?:[0-9]+-)?)")
 _PIECES = re.compile(r"(<[^<>]*>|\s)")
 """Markup of special tokens, and spaces. A gap is cut between pieces, never within."""
-_THOUGHT = re.compile(r"(\s*<think>\s*)(.*?\S)(\s*</think>\s*)(.*)", re.DOTALL)
 
 
 class Leaf(NamedTuple):
@@ -68,11 +67,12 @@ def replace_texts(chat: Sequence[Message]) -> tuple[list[Message], dict[str, Lea
     for turn, message in enumerate(chat):
         message = copy.deepcopy(message)
         content = message.get("content", "")
-        thought = _THOUGHT.fullmatch(content)
-        if thought and message["role"] == "assistant":
-            opening, reasoning, closing, answer = thought.groups()
-            reasoning = stand_in(turn, "reasoning", reasoning)
-            message["content"] = f"{opening}{reasoning}{closing}{stand_in(turn, 'content', answer)}"
+        before, closing, answer = content.partition("</think>")
+        opening, _, thought = before.partition("<think>")
+        if message["role"] == "assistant" and closing and thought.strip() and not opening.strip():
+            thought = thought.replace(thought.strip(), stand_in(turn, "reasoning", thought.strip()), 1)
+            answer = answer.replace(answer.strip(), stand_in(turn, "content", answer), 1)
+            message["content"] = f"{opening}<think>{thought}</think>{answer}"
         elif content.strip() or "tool_calls" not in message:
             message["content"] = stand_in(turn, "content", content)
         if "reasoning_content" in message:
@@ -166,8 +166,9 @@ class Turns:
         ending = self._tail(place, place.turn + 1)
         shared = _common(gap, ending or "")
         if not shared and ending and gap:
-            # The last turn has an end of its own. Earlier ones may end as the messages before do.
-            others = [one for one in reversed(self._places or []) if one.turn < place.turn and one.kind == "content"]
+            # The last turn has an end of its own. Earlier ones may end as the messages of other roles before do.
+            earlier = [one for one in self._places or [] if one.turn < place.turn and one.kind == "content"]
+            others = {self._chat[one.turn]["role"]: one for one in earlier}.values()
             ends = (_common(gap, self._tail(one, one.turn + 1) or "") for one in others)
             shared = next(filter(None, ends), 0)
         is_known = shared or ending == "" or gap in ("", self._header)

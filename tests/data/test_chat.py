@@ -455,6 +455,11 @@ DROPPED = {
     "no tool result": (NO_TOOL, [USER, ANSWER, TOOL_RESULT, ANSWER], "the content of turn 3"),
     "marks around nothing": (EMPTY_MARKS, [USER, ANSWER], "the content of turn 2"),
     "no reasoning": (NO_REASONING, [USER, THOUGHT], "the reasoning of turn 2"),
+    "a thinking block of the last content": (
+        NO_REASONING.replace("m.content", "m.content.split('</think>')[-1]"),
+        [USER, {**ANSWER, "content": "<think>Hm.</think>Blue."}],
+        "the reasoning of turn 2",
+    ),
     "reasoning of the last turn only": (LAST_REASONING, [USER, THOUGHT, USER, THOUGHT], None),
     "an empty answer": (CHATML, [USER, {"role": "assistant", "content": ""}, USER, ANSWER], None),
 }

@@ -161,3 +161,11 @@ def test_turns_are_found_where_templates_write_turns_in_several_ways(
 ) -> None:
     written: Any = write(ChatTemplate(template, SPECIAL), messages_of(chat, "messages"))
     assert [written.text[start:stop] for start, stop in written.spans] == expected
+
+
+def test_a_hostile_thinking_block_costs_no_time() -> None:
+    """A pattern with two runs of spaces would need minutes."""
+    content = "<think>" + " " * 200_000
+    template = ChatTemplate("{% for m in messages %}" + LINE + "<|end|>{% endfor %}" + PROMPT, SPECIAL)
+    written = write(template, messages_of([ASK, {**SAY, "content": content}], "messages"))
+    assert [written.text[start:stop] for start, stop in written.spans] == [content + "<|end|>"]
