@@ -1,7 +1,7 @@
 """Names of older files: one table from old options to today's, and the few rules that need more than a name.
 
-Covers torchtrain of February 2024 and torchtitan from then to v0.2.2, its unreleased states included. Each use gives
-one notice; what their program dropped without a word is named and left out here too.
+Covers torchtrain of February 2024 and torchtitan from then to v0.2.2, its unreleased states included, and the command
+line of v0.3.0. Each use gives one notice; what their program dropped without a word is named and left out here too.
 """
 
 from __future__ import annotations
@@ -83,6 +83,20 @@ def _only_fsdp(value: str) -> None:
         raise Unfit('was "fsdp" or "ddp"', "remove it")
 
 
+def _rejected(accepted: Any, rule: str, fix: str) -> Callable[[Any], None]:
+    """Return a translation that drops one value and rejects all others."""
+
+    def translate(value: Any) -> None:
+        if value != accepted:
+            raise Unfit(rule, fix)
+
+    return translate
+
+
+def _config_file(folder: str) -> str:
+    return f"{folder}/job_config.json"
+
+
 def _same(prefix: str, new_prefix: str, kinds: Mapping[str, Any]) -> dict[str, Alias]:
     """Return the aliases of keys that moved to another section under the same name."""
     return {f"{prefix}.{key}": Alias(f"{new_prefix}.{key}", kind) for key, kind in kinds.items()}
@@ -112,6 +126,11 @@ _CUTS = Alias(
     "parallelism.module_fqns_per_model_part", list[str], _Cuts, why="each cut begins a stage, whose modules are listed"
 )
 _DROPPED = "torchtitan had no such option and left it out without a word"
+_PROFILER = {
+    **dict.fromkeys(("enable_profiling", "enable_memory_snapshot"), bool),
+    **dict.fromkeys(("save_traces_folder", "save_memory_snapshot_folder"), str),
+    **dict.fromkeys(("profile_freq", "profiler_active", "profiler_warmup"), int),
+}
 _MX = {"recipe_name": str, "mxfp8_dim1_cast_kernel_choice": str, "filter_fqns": list[str]}
 
 ALIASES: Mapping[str, Alias] = MappingProxyType(
@@ -165,6 +184,40 @@ ALIASES: Mapping[str, Alias] = MappingProxyType(
         "training.checkpoint_interval": Alias("checkpoint.interval", int),
         "training.checkpoint_interval_type": Alias("checkpoint.interval_type", str),
         "training.checkpoint_folder": Alias("checkpoint.folder", str),
+        "comm.timeout_seconds": Alias("comm.train_timeout_seconds", int),
+        "estimate.memory": Alias("memory_estimation.enable", bool),
+        "estimate.mode": Alias("memory_estimation.disable_fake_mode", str, {"fake": False, "real": True}.get),
+        "job.save_config_folder": Alias(
+            "job.save_config_file", str, _config_file, "the file was job_config.json in it"
+        ),
+        "metrics.disable_logging_from_checkpoint": Alias(
+            None, bool, why="metrics of earlier steps are not sent again when a run continues"
+        ),
+        "experimental.pipeline_parallel_split_mode": Alias(
+            None,
+            str,
+            _rejected("manual", "asked for stages cut by a tracer", 'remove it: stages are those of "manual"'),
+            "stages are cut by the model's LAYOUT",
+        ),
+        # the command line of v0.3.0
+        "hf_assets_path": Alias("model.hf_assets_path", str),
+        "dump_folder": Alias("job.dump_folder", str),
+        "debug.print_config": Alias("job.print_config", bool),
+        "debug.save_config_file": Alias("job.save_config_file", str),
+        "compile.enable_async_tensor_parallel": Alias("parallelism.enable_async_tensor_parallel", bool),
+        **_same("profiler", "profiling", _PROFILER),
+        "training.disable_cuda_graphs": Alias(None, bool, why="no CUDA graphs are recorded here"),
+        "parallelism.enable_sequence_parallel": Alias(
+            None,
+            bool,
+            _rejected(True, "asked for tensor parallelism with whole sequences", "remove it: sequences are split"),
+            "tensor parallelism splits sequences between layers",
+        ),
+        "parallelism.enable_fsdp_symm_mem": Alias(None, bool, why="FSDP uses PyTorch's own buffers"),
+        "parallelism.spmd_backend": Alias(None, str, why="DTensors are sharded by the model's LAYOUT"),
+        "debug.spmd_typechecking": Alias(None, bool, why="DTensors are sharded by the model's LAYOUT"),
+        "debug.detect_anomaly": Alias(None, bool, why="the module of a number that is not finite is always named"),
+        "debug.enable_structured_logging": Alias(None, bool, why="metrics.jsonl is always written"),
         "experimental.torch_spmd": Alias(None, bool, why="DTensors are sharded by the model's LAYOUT"),
         **_same("training", "parallelism", _MOVED),
         **_same("experimental", "parallelism", _MOVED),
