@@ -13,12 +13,13 @@ from typing import Any
 from shardtrain.config.rules.task import OF_TEXT
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.data.build_dataset import formats_of
 from shardtrain.data.encode import end_tokens
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.hf.config_json import CONFIG
 from shardtrain.hf.format import GENERATION_KEYS
 from shardtrain.hf.source import Source
-from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.errors import CheckpointError, ShardtrainError
 
 GENERATION = "generation_config.json"
 EOS = "eos_token_id"
@@ -81,8 +82,11 @@ def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]
     """
     if config.task.name not in OF_TEXT:
         return {} if tokenizer.pad_id in (None, tokenizer.eos_id) else {"pad_token_id": [tokenizer.pad_id]}
-    formats = {config.data.format, *(source.format for source in config.data.sources.values())}
-    has_conversations = config.task.name not in OF_NEXT_TOKENS or not formats <= {"text", None}
+    try:
+        formats = set(formats_of(config, config.training).values())
+    except ShardtrainError:  # prepared shards that have moved may be of conversations
+        formats = {"chat"}
+    has_conversations = config.task.name not in OF_NEXT_TOKENS or formats != {"text"}
     tokens: dict[str, list[int | None]] = {
         "bos_token_id": [tokenizer.bos_id],
         EOS: [*end_tokens(tokenizer, config.data, has_conversations)],

@@ -18,7 +18,8 @@ from tiny_tokenizers import bpe_folder
 
 from shardtrain.cli import main
 from shardtrain.config.schema import Config
-from shardtrain.hf.generation_config import GENERATION, read_settings, with_tokens
+from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.hf.generation_config import GENERATION, read_settings, trained_tokens, with_tokens
 from shardtrain.hf.model import recognise
 from shardtrain.hf.source import of_folder
 
@@ -202,3 +203,31 @@ def test_tokens_are_aligned_as_by_the_trainer_of_transformers(
     # A file without a change is the same bytes
     again, no_changes = with_tokens(aligned, {"bos_token_id": [BOS], "eos_token_id": [EOS], "pad_token_id": []})
     assert changes and again == aligned and not no_changes
+
+
+@pytest.mark.parametrize(
+    ("changed", "ends"),
+    [
+        ({}, [EOS]),
+        ({"data": {"format": "chat"}}, [EOS, TURN_END]),
+        ({"task": {"name": "preference"}}, [EOS, TURN_END]),
+        ({"data": {"add_eos": False, "separator": "<|im_start|>"}}, [EOS, START]),
+        ({"data": {"separator": "\n"}}, [EOS]),
+        ({"training": {"dataset": "tokens", "dataset_path": "/nowhere"}}, [EOS, TURN_END]),
+    ],
+    ids=["text", "chat", "pairs", "separator", "after eos", "moved shards"],
+)
+def test_end_tokens_are_those_of_the_rows(changed: dict[str, Any], ends: list[int], tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(str(base_tokenizer(tmp_path / "tokenizer")))
+    expected = {"bos_token_id": [BOS], "eos_token_id": ends, "pad_token_id": []}
+    assert trained_tokens(tokenizer, tiny_config(**changed)) == expected
+
+
+def test_prepared_conversations_are_recognized_by_their_shards(tmp_path: Path) -> None:
+    rows, shards = tmp_path / "rows.jsonl", tmp_path / "shards"
+    rows.write_text(json.dumps(ROWS["chat"]) + "\n")
+    folder = base_tokenizer(tmp_path / "tokenizer")
+    words = ["--model.hf_assets_path", str(folder), "--training.dataset", "jsonl", "--training.dataset_path", str(rows)]
+    assert main(["data", "prepare", "--output", str(shards), "--data.format", "chat", *words]) == 0
+    config = tiny_config(training={"dataset": "tokens", "dataset_path": str(shards)})
+    assert trained_tokens(open_tokenizer(str(folder)), config)["eos_token_id"] == [EOS, TURN_END]
