@@ -16,6 +16,7 @@ from lora_runs import adapter_config, train
 from tiers import cases
 from tiny import Ended
 
+from shardtrain import cli
 from shardtrain.config.schema import Config
 from shardtrain.tools.convert.command import export_main, import_main
 
@@ -73,10 +74,14 @@ def test_a_run_may_change_positions_and_window(way: str, field: str, tmp_path: P
     assert f"model.overrides.{field}={ACCEPTED[field]!r} is used" in log
 
 
-@pytest.mark.parametrize("way", ["in_hf", "import"])
+@pytest.mark.parametrize("way", cases(["in_hf", "import", "in_hf, adapters"], nightly=["import, adapters"]))
 def test_the_changed_value_is_that_of_the_exported_folder(way: str, tmp_path: Path, capsys: Any) -> None:
     assert run(config_of(way, "llama3", tmp_path, {"rope_theta": 1e6})).error is None
-    words = [str(tmp_path / "run"), "--to", str(tmp_path / "out"), "--check", "logits"]
+    trained = tmp_path / "run"
+    if "adapters" in way:
+        trained = tmp_path / "merged"
+        assert cli.main(["merge", str(tmp_path / "run"), "--to", str(trained)]) == 0
+    words = [str(trained), "--to", str(tmp_path / "out"), "--check", "logits"]
     assert export_main(words) == 0
     assert "transformers gives the same logits" in capsys.readouterr().out
     written = json.loads((tmp_path / "out/config.json").read_text())
