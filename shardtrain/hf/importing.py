@@ -13,6 +13,7 @@ from torch import Tensor
 from shardtrain import models
 from shardtrain.checkpoint import single_process_writer
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.config.schema import Config
 from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.model import HubModel, check_same, recognise, translation_of
@@ -128,6 +129,16 @@ def fill(
         _tell(mapping.check(translation, weights, passed_over))
         named = {name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()}
         fill_rows({name: named[name] for name in named.keys() & translation.sources.keys()}, translation, weights)
+
+
+def fill_as_configured(tensors: Mapping[str, Tensor], folder: Path, config: Config) -> None:
+    """Call ``fill`` with the model and the ``initial_load_*`` options of a run. Adapters never start from a pickle."""
+    module, shape = models.configured(config.model)
+    options = config.checkpoint
+    legacy_bin = options.initial_load_legacy_bin and not config.lora.enable
+    resize = options.initial_load_resize_embeddings
+    quantized = options.initial_load_in_hf_quantized
+    fill(tensors, folder, module, shape, quantized, resize, legacy_bin, config.model.overrides.keys())
 
 
 def sized_as(found: HubModel, config: Any) -> Any:

@@ -138,8 +138,7 @@ def check_noted(model: ModelOptions, path: Place) -> None:
         return  # of a run, or a model file of the user, whose fields may have any meaning
     noted = source.noted_model(Path(str(path)), stored)
     assert noted is not None
-    module = models.find(model.name)
-    config = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    module, config = models.configured(model)
     if as_is.is_as_is(module):
         as_is.check_same(config, Path(noted["overrides"]["path"]))
         return

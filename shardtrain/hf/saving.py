@@ -29,8 +29,7 @@ class HubSaves:
         model = config.model
         self._options = config.checkpoint
         self._logged_notice = False
-        module = models.find(model.name)
-        shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+        module, shape = models.configured(model)
         assets = tokenizer_folder(model.tokenizer_path or model.hf_assets_path)
         self._wanted = Export(
             Path(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,9 +87,7 @@ def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tens
     Raises:
         ConfigError, CheckpointError: as ``Frozen`` does.
     """
-    model = config.model
-    module = models.find(model.name)
-    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    module, shape = models.configured(config.model)
     path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
     packed_bytes = whole_bytes = 0
     with Frozen(path, module, shape, config) as weights:
@@ -128,16 +127,9 @@ def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
 
 
 def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    model = config.model
-    module = models.find(model.name)
-    quantized = config.checkpoint.initial_load_in_hf_quantized
-    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
     folder = Path(str(derived.initial_weights(config)))
     if tensors:
-        resize = config.checkpoint.initial_load_resize_embeddings
-        all_ranks(
-            lambda: importing.fill(tensors, folder, module, shape, quantized, resize, chosen=model.overrides.keys())
-        )
+        all_ranks(partial(importing.fill_as_configured, tensors, folder, config))
     # Each rank hashes a share of the files
     hashes: dict[str, str] = {}
     for share in all_ranks_gather(lambda: fingerprint(folder, True, dist.get_rank(), dist.get_world_size())):

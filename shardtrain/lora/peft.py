@@ -342,10 +342,7 @@ def load(run: Run, folder: Path) -> None:
         ConfigError: when rank, scale or modules are not those of ``[lora]``.
         CheckpointError: when the folder is damaged or of another model.
     """
-    model = run.config.model
-    module = models.find(model.name)
-    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-
+    module, shape = models.configured(run.config.model)
     labels = tasks.open_task(run.config).num_labels
 
     def fill() -> None:

@@ -71,6 +71,12 @@ def shape_of(module: ModuleType, flavor: str, overrides: Mapping[str, Any], norm
     return module.Config(**{**module.FLAVORS[flavor], **norm, **overrides, **whole})
 
 
+def configured(options: Any) -> tuple[ModuleType, Any]:
+    """Return the model file and the model's Config that the options of ``[model]`` name; raises ConfigError."""
+    module = find(options.name)
+    return module, shape_of(module, options.flavor, options.overrides, options.norm_type)
+
+
 def build(module: ModuleType, model_config: Any, num_labels: int = 0) -> nn.Module:
     """Build a model on the meta device (names and shapes, no memory) and check that its layout covers it.
 

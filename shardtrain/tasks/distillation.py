@@ -54,8 +54,7 @@ class Distillation(LanguageModel):
         super().check(stream, module, shape)
         teacher = self.teacher().model
         path = self.config.task.teacher_path
-        teacher_module = models.find(teacher.name)
-        teacher_shape = models.shape_of(teacher_module, teacher.flavor, teacher.overrides, teacher.norm_type)
+        teacher_module, teacher_shape = models.configured(teacher)
         if stream.masks_documents:
             try:
                 models.check_documents(teacher_module, teacher.name)

@@ -99,8 +99,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
     config = _without_compiler(config)
     # the model, cut and sharded as a run does it: train/model.py, without its draws
     mesh = distributed.build(config, world)
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    module, shape = models.configured(config.model)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
     layout = module.LAYOUT
     _, added = spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
@@ -138,8 +137,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
 
 def _frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch) -> Frozen:
     task = tasks.open_task(config)
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    module, shape = models.configured(config.model)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
     with fake_backend.materialized(runner):

@@ -43,8 +43,7 @@ def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> Built:
     With ``may_compile`` a long run is compiled where ``compile.enable`` leaves that open.
     """
     task = tasks.open_task(config)
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    module, shape = models.configured(config.model)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
     spec: adapters.Spec | None = None
     added: dict[str, Draw] = {}

@@ -71,11 +71,7 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
 def _fill(built: Built, config: Config, start: Place) -> None:
     weights = model_state_dict(built.runner)
     if config.checkpoint.initial_load_in_hf:
-        quantized = config.checkpoint.initial_load_in_hf_quantized
-        resize = config.checkpoint.initial_load_resize_embeddings
-        chosen = config.model.overrides.keys()
-        folder = Path(str(start))
-        all_ranks(lambda: importing.fill(weights, folder, built.module, built.shape, quantized, resize, chosen=chosen))
+        all_ranks(partial(importing.fill_as_configured, weights, Path(str(start)), config))
         return
 
     def verify() -> None:

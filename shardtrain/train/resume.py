@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardtrain import models
 from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
@@ -190,18 +190,8 @@ def load(run: Run, checkpoints: Checkpoints, path: Place, excluded: Set[str], ow
 
 def _load_hub(run: Run, folder: Place) -> None:
     """Start from the weights of a Hugging Face folder (a collective): all ranks do, or none."""
-    model = run.config.model
-    options = run.config.checkpoint
-    quantized = options.initial_load_in_hf_quantized
-    legacy = options.initial_load_legacy_bin
-    module = models.find(model.name)
-    shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-    tensors = weights(run)
-    resize = options.initial_load_resize_embeddings
-    tensors = base_weights.without_new_head(run.config, tensors)
-    path = Path(str(folder))
-    chosen = model.overrides.keys()
-    all_ranks(lambda: importing.fill(tensors, path, module, shape, quantized, resize, legacy, chosen))
+    tensors = base_weights.without_new_head(run.config, weights(run))
+    all_ranks(partial(importing.fill_as_configured, tensors, Path(str(folder)), run.config))
     logger.info(f"starting from the weights of {folder}")
 
 

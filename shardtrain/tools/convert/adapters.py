@@ -71,8 +71,7 @@ def _merge(found: Any, is_peft: bool) -> None:
         model = {"name": hub.name, "flavor": hub.flavor, "overrides": dict(hub.overrides)}
     else:
         config = load_config(where, found.config).config
-        module = models.find(config.model.name)
-        shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+        module, shape = models.configured(config.model)
         model = _model_facts(config)
 
     if adapters is None:

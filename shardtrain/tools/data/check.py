@@ -106,8 +106,7 @@ def examine(config: Config, world_size: int) -> Report:
     """Read all datasets of training, and of validation where it is enabled."""
     tokenizer = build_dataset.tokenizer_of(config)
     report = Report({}, [], [], [])
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    _, shape = models.configured(config.model)
     vocab_size = int(shape.vocab_size)
     if tokenizer.vocab_size > vocab_size:
         report.problems.append(

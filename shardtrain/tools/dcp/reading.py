@@ -53,8 +53,7 @@ def from_dcp(
         CheckpointError: when tensors are missing or of other shapes, or a file is damaged; nothing is written then.
         StorageError: when the checkpoint cannot be written.
     """
-    module = models.find(model.name)
-    config = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
+    module, config = models.configured(model)
     network = models.build(module, config)
     parameters = dict(network.named_parameters())
     shapes = {name: tuple(tensor.shape) for name, tensor in {**parameters, **dict(network.named_buffers())}.items()}

@@ -112,8 +112,7 @@ def open_model(
     if config.task.name not in OF_TEXT:
         rule = "predicts no next token, and there is no text to generate"
         raise ConfigError(Problem("task.name", config.task.name, rule, 'ask "shardtrain test" for its predictions'))
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    module, shape = models.configured(config.model)
     weights = _StoredWeights(path, step, config, module, shape, base, adapter)
     model = models.build(module, shape)
     if getattr(model, "kind", "causal") != "causal":

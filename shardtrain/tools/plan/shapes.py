@@ -138,8 +138,7 @@ def read(config: Config) -> ModelShape:
     Raises ConfigError where a model has no layers to plan with, which its LAYOUT must name.
     """
     task = tasks.open_task(config)
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    module, shape = models.configured(config.model)
     layout: Layout = module.LAYOUT
     with torch.device("meta"):
         model = task.adapt(models.build(module, shape), layout)

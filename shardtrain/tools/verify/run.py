@@ -78,8 +78,7 @@ def device_of(config: Config, rank: int) -> torch.device:
 
 def model_of(config: Config) -> tuple[Any, Any, nn.Module]:
     """The model's file, its shape, and the model on the meta device, its layout proved."""
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    module, shape = models.configured(config.model)
     return module, shape, models.build(module, shape)
 
 

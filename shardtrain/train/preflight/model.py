@@ -69,8 +69,7 @@ def _parameters(config: Config) -> list[Parameter]:
 def _model(config: Config) -> tuple[tasks.LanguageModel | tasks.RowTask, ModuleType, Any, nn.Module]:
     """Return task, model file, shape, and the model with the task's head on the meta device."""
     task = tasks.open_task(config)
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    module, shape = models.configured(config.model)
     with torch.device("meta"):
         return task, module, shape, task.adapt(models.build(module, shape), module.LAYOUT)
 

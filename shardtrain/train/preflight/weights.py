@@ -47,17 +47,10 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
         starts = [] if adapters is None or steps else [adapters]
         if named is not None and "://" not in named and (config.lora.enable or not steps):
             if options.initial_load_in_hf:
-                from shardtrain import models
                 from shardtrain.hf import importing
 
-                model = config.model
-                quantized = options.initial_load_in_hf_quantized
-                module = models.find(model.name)
-                shape = models.shape_of(module, model.flavor, model.overrides, model.norm_type)
-                resize = options.initial_load_resize_embeddings
-                legacy = options.initial_load_legacy_bin
                 # with no tensor to fill, this is all that a start from the folder checks
-                importing.fill({}, Path(named), module, shape, quantized, resize, legacy, model.overrides.keys())
+                importing.fill_as_configured({}, Path(named), config)
             else:
                 starts.insert(0, named)
         for start in starts:

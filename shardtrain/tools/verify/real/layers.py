@@ -204,8 +204,7 @@ def on_mesh(piece: Piece, degrees: Mapping[str, int]) -> Loaded:
 
 def build(config: Config, cut_embedding: bool) -> tuple[Any, Any, nn.Module]:
     """The model's file, its shape, and the model on the meta device; ``cut_embedding`` leaves it few rows."""
-    module = models.find(config.model.name)
-    shape = models.shape_of(module, config.model.flavor, config.model.overrides, config.model.norm_type)
+    module, shape = models.configured(config.model)
     model = models.build(module, shape)
     for path, one in list(model.named_modules()):
         if isinstance(one, nn.Dropout):
