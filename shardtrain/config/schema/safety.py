@@ -95,7 +95,7 @@ class Checkpoint:
     skipped. Set what your platform allows (Kubernetes: 30 s), or less (shardtrain)."""
     stop_exit_code: int = 75
     """Exit status of the command if it was asked to stop and has saved everything: what your scheduler queues again, or
-    0 where a stop is no failure. exit.json has 75 in any case (shardtrain)."""
+    0 for success. exit.json has 75 in any case (shardtrain)."""
 
 
 @dataclass(frozen=True)
