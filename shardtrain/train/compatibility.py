@@ -73,11 +73,11 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> int | None:
 
 
 def record(run: Run) -> dict[str, Any]:
-    """For the facts of a checkpoint: the options that matter, and every change of them that was accepted so far."""
-    return {
-        "config": changes.to_record(run.config, dist.get_world_size()),
-        "accepted_changes": run.accepted_changes,
-    }
+    """Return the facts of a checkpoint about its options: those that matter, and all changes accepted so far."""
+    options = changes.to_record(run.config, dist.get_world_size())
+    if not run.state.step:
+        del options[BATCH]  # nothing is trained yet, so a seed checkpoint starts a run of any batch size
+    return {"config": options, "accepted_changes": run.accepted_changes}
 
 
 def find_changes(run: Run, facts: Mapping[str, Any], excluded: Sequence[str]) -> list[Change]:

@@ -81,6 +81,14 @@ def test_a_damaged_checkpoint_does_not_hide_an_older_one(manifest: str, run: Pat
     assert kept(config(tmp_path), 1) == SAVED
 
 
+def test_a_seed_checkpoint_of_one_process_leaves_the_batch_size_to_the_mesh(tmp_path: Path) -> None:
+    """torchtitan's recipe for equal first weights: one process writes step 0, and any mesh trains from it."""
+    run_ranks(1, train_whole, config(tmp_path, checkpoint={"create_seed_checkpoint": True}))
+    assert kept(config(tmp_path), 2) == -1
+    ended = run_ranks(2, train_whole, config(tmp_path))[0]
+    assert ended.error is None and ended.state["samples_consumed"] == 8
+
+
 def kept(config: Config, ranks: int) -> int:
     """training.global_batch_size of the run, as its first rank decides."""
     world = World(0, ranks, 0, torch.device("cpu"))
