@@ -34,6 +34,8 @@ COMMANDS: dict[str, list[str]] = {
     "test": ["test", "RUN/config.resolved.toml", "--output", "NEW", "--nproc", "1"],
     "merge": ["merge", "ADAPTERS", "--to", "NEW"],
 }
+FIRST = [*((command, None) for command in COMMANDS), ("export", "latest"), ("generate", "1"), ("merge", "best")]
+REST = [(command, step) for command in COMMANDS for step in ("best", "latest", "1")]
 
 
 def train_with_losses(rank: int, config: Config) -> None:
@@ -83,11 +85,7 @@ def run(command: list[str], folders: dict[str, Path], tmp_path: Path, capfd: Any
 
 @pytest.mark.parametrize(
     ("command", "step"),
-    cases(
-        *[(command, None) for command in COMMANDS],
-        *[("export", "latest"), ("generate", "1"), ("test", "latest"), ("merge", "best")],
-        nightly=[(command, step) for command in COMMANDS for step in ("best", "latest", "1")],
-    ),
+    cases(FIRST, nightly=[case for case in REST if case not in FIRST]),
 )
 def test_every_command_opens_the_named_step_and_prints_it(
     command: str, step: str | None, folders: dict[str, Path], tmp_path: Path, capfd: Any
