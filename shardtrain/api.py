@@ -279,10 +279,12 @@ def generate(
     seed: int = 0,
     chat: bool = False,
     batch_size: int = 8,
+    no_cache: bool = False,
 ) -> list[str]:
     """Return the text that follows each prompt. With ``temperature`` 0 each token is the most likely one.
 
-    A plain str is one prompt, and one ``stop`` text.
+    A plain str is one prompt, and one ``stop`` text. With ``no_cache`` keys and values are computed again for each new
+    token, which every attention core allows.
     """
     texts = _as_list(prompts)
     if not texts:
@@ -294,7 +296,7 @@ def generate(
         output=None,
         field="prompt", prediction_field="prediction", chat=chat, add_bos=None, max_new_tokens=max_new_tokens,
         temperature=temperature, top_k=top_k, top_p=top_p, repetition_penalty=repetition_penalty, stop=stops,
-        seed=seed, batch_size=batch_size, dtype=None, device=None, nproc=1, no_cache=False,
+        seed=seed, batch_size=batch_size, dtype=None, device=None, nproc=1, no_cache=no_cache,
     )  # fmt: skip
     check(asked, has_source=False)
     rows = [

@@ -15,7 +15,8 @@ from tiny_tokenizers import bpe_folder
 
 import shardtrain
 from shardtrain import api, cli
-from shardtrain.utils.errors import ShardtrainError
+from shardtrain.tools.generate import cache
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 TINY = {
     "model.flavor": "debugmodel", "model.overrides.num_layers": 1, "model.hf_assets_path": "bytes",
@@ -239,3 +240,18 @@ def test_weights_open_without_a_tokenizer_and_only_text_asks_for_one(kind: str, 
     if kind != "a run":
         with_text = shardtrain.load_model(folder, tokenizer="bytes")
         assert len(shardtrain.generate(with_text, "mesh", max_new_tokens=2)) == 1
+
+
+def test_text_of_an_own_attention_core_needs_no_cache_and_the_message_begins_with_it(
+    model: Any, run: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(path: str, core: Any) -> None:
+        rule = "doubles its scores, so its keys and values cannot be kept"
+        raise ConfigError(Problem("LAYOUT.context", path, rule, "add --no_cache, or correct it"))
+
+    monkeypatch.setattr(cache, "_check_core", broken)
+    with pytest.raises(ShardtrainError, match=r'^LAYOUT\.context="layers\.0\.attn\.core": add no_cache, or correct'):
+        shardtrain.generate(model, "def")
+    assert len(shardtrain.generate(model, "def", max_new_tokens=2, no_cache=True)) == 1
+    assert cli.main(["generate", run, "--prompt", "def"]) == 2
+    assert 'LAYOUT.context="layers.0.attn.core": add --no_cache, or correct it; reason: ' in capsys.readouterr().err

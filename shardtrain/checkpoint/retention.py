@@ -57,7 +57,7 @@ def no_such_step(folder: Path | ObjectPath, wanted: int, found: Sequence[int]) -
     if not found:
         return CheckpointError(f"{rule}, nor any other; leave the option out to begin at step 0, or correct the folder")
     known = ", ".join(map(str, found))
-    return CheckpointError(f"{rule}; it has {known}; use one of those, or -1 for the newest")
+    return CheckpointError(f"{rule}; use one of {known}, or -1 for the newest")
 
 
 def unusable(path: Path | ObjectPath, damage: str) -> CheckpointError:

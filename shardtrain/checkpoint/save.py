@@ -38,7 +38,7 @@ from shardtrain.checkpoint.lease import Lease
 from shardtrain.checkpoint.manifest import Manifest, StoredFile
 from shardtrain.checkpoint.storage import Place, storage_of
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.utils.errors import CheckpointError, NumericalError, StorageError
+from shardtrain.utils.errors import CheckpointError, NumericalError, StorageError, fix_first
 from shardtrain.utils.log import logger
 
 FAILURES_IN_A_ROW = 2
@@ -331,16 +331,14 @@ class Saver:
             self.finish()
         # Rank 0 reads the folder for all: a shared folder may lag, and all must raise the same error.
         last_good = broadcast_json(self._newest_compared() if self._is_first and self._saves else None)
-        advice = "no checkpoint is known to be without it: start from scratch"
+        fix = "start from scratch"
+        good = "no checkpoint is known to be without it"
         if last_good is not None:
-            path = self._folder / f"step-{last_good}"
-            advice = (
-                f"the last checkpoint known to be without it is {path}: continue with checkpoint.load_step={last_good}"
-            )
-        raise NumericalError(
-            f"step {step}: {odd}, where equal bits were due: a device computes wrongly, or ranks ran other programs; "
-            f"nothing of it was saved; {advice}, without that device"
-        )
+            fix = f"continue with checkpoint.load_step={last_good}"
+            good = f"the last checkpoint known to be without it is {self._folder / f'step-{last_good}'}"
+        cause = "a device computes wrongly, or ranks ran other programs"
+        subject = f"step {step}: {odd}, where equal bits were due"
+        raise NumericalError(fix_first(subject, f"{fix}, without that device", cause, "nothing of it was saved", good))
 
     def _newest_compared(self) -> int | None:
         """The newest step of this run on disk whose manifest says that replicas were compared."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardtrain.config.schema import Config, Training
-from shardtrain.utils.errors import DataError
+from shardtrain.utils.errors import DataError, fix_first
 
 STEPS_WITHOUT_TARGETS = 10
 """A run ends after so many steps if none of them had a token with loss."""
@@ -38,7 +38,9 @@ def check_has_targets(config: Config, step: int, total_steps: int) -> None:
     if step < min(STEPS_WITHOUT_TARGETS, total_steps):
         return
     raise DataError(
-        f"the first {step} steps had no token with loss (training.seq_len={config.training.seq_len}, "
-        f'data.format="{config.data.format}"); where prompts fill the rows raise training.seq_len; look at '
-        "them with shardtrain data show"
+        fix_first(
+            f"the first {step} steps had no token with loss",
+            "look at the rows with shardtrain data show, and raise training.seq_len if prompts fill them",
+            f'training.seq_len={config.training.seq_len} and data.format="{config.data.format}" leave no target',
+        )
     )

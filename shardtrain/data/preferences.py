@@ -96,7 +96,7 @@ def _messages(
     elif has_prompt:
         raise Unusable(f"column {prompt_field!r} holds {kind(prompt)}, neither a text nor a list of messages")
     elif not common:
-        rule = "chosen and rejected begin with different messages, so that there is no prompt"
+        rule = "chosen and rejected begin with different messages, which leaves no prompt"
         raise Unusable(f"{rule}; give it a column ({prompt_field!r})")
     else:
         before = chosen[:common]

@@ -39,7 +39,7 @@ def check(model: nn.Module, layout: Layout, parts: Sequence[Sequence[str]], degr
     ends = (*layout.first, *layout.last)
     outside = [name for name, _ in model.named_parameters() if name.partition(".")[0] not in (*ends, layout.layers)]
     if outside:
-        rule = f"{outside[0]} belongs to no module of LAYOUT.first, layers or last, so every stage would have its own"
+        rule = f"needs each parameter in a module of LAYOUT.first, layers or last, and {outside[0]} is in none"
         raise _refusal(degree, rule, "move it into one of them")
     # two looks: at what flows between the modules, and at what stages with fewer layers are given
     features = _follow(model, layout, degree)

@@ -14,9 +14,22 @@ ShardtrainError
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+SENTENCES = re.compile(r", so (?!that)")
+"""Between the two sentences of a rule: a fact, and what follows from it."""
+
+
+def fix_first(subject: str, fix: str, *reasons: str) -> str:
+    """Write a message of several sentences: its subject, what to do, and after that why.
+
+    >>> fix_first("step 3: the loss is not finite", "lower optimizer.lr", "the weights are those of step 2")
+    'step 3: the loss is not finite: lower optimizer.lr; reason: the weights are those of step 2'
+    """
+    return f"{subject}: {fix}; reason: {'; '.join(reasons)}"
 
 
 @dataclass(frozen=True)
@@ -33,10 +46,16 @@ class Problem:
     where: str = ""
 
     def __str__(self) -> str:
-        """One line: ``run.toml:12: training.steps=0 must be at least 1; set it to ...``."""
+        """One line: ``run.toml:12: training.steps=0 must be at least 1; set it to ...``.
+
+        A rule of two sentences (``SENTENCES``) comes after the fix.
+        """
         origin = f"{self.where}: " if self.where else ""
         value = "" if self.value is None else f"={_toml_like(self.value)}"
-        text = f"{origin}{self.option}{value} {self.rule}; {self.fix}"
+        subject = f"{origin}{self.option}{value}"
+        text = f"{subject} {self.rule}; {self.fix}"
+        if SENTENCES.search(self.rule):
+            text = fix_first(subject, self.fix, f"it {self.rule}")
         # one line whatever the value holds, and nothing that a terminal would obey
         return "".join(char if char.isprintable() else "?" for char in text)
 

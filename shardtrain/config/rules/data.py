@@ -281,7 +281,7 @@ def check_templates(loaded: Loaded) -> Iterator[Problem]:
                 rule = f"has the entry {unknown[0]!r}, which is not a turn of a conversation"
                 yield Problem(f"{option}.template", None, rule, f"use {', '.join(known)}", where)
             elif "user" not in entries or "assistant" not in entries:
-                rule = "has no user or no assistant, so that there is nothing to answer or to learn"
+                rule = "has no user or no assistant, of which one is answered and one is learned"
                 yield Problem(f"{option}.template", None, rule, "give both", where)
             continue
         read = {"text": (text_field,), "prompt_completion": (data.prompt_field, data.completion_field)}.get(form, ())

@@ -131,7 +131,7 @@ class File:
         return (now.st_size, now.st_mtime_ns, now.st_ino) == (self.size, self.mtime_ns, self.inode)
 
     def _changed(self) -> ConfigError:
-        rule = "was changed since the run opened it, so what follows is not the data that the order was made of"
+        rule = "was changed since the run opened it"
         return ConfigError(Problem(self.option, self.path, rule, "put the file back, or begin a new run"))
 
     def _gone(self) -> ConfigError:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from shardtrain.utils.errors import CheckpointError, NumericalError
+from shardtrain.utils.errors import CheckpointError, NumericalError, fix_first
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
@@ -160,8 +160,12 @@ def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
             if near < training.max_rewinds:
                 raise RollbackRequested(f"step {step}: {spike}")
             raise NumericalError(
-                f"step {step}: {spike}, and the run went back from here {near} times (training.max_rewinds); the "
-                f"weights are still those of step {run.state.step}; lower optimizer.lr, or look at the data"
+                fix_first(
+                    f"step {step}: {spike}",
+                    "lower optimizer.lr, or look at the data",
+                    f"the run went back from here {near} times (training.max_rewinds)",
+                    f"the weights are still those of step {run.state.step}",
+                )
             )
         skips = training.spike_policy == "skip"
         logger.warning(f"step {step}: spike: {spike}{'; the update is skipped' if skips else ''}")

@@ -11,7 +11,7 @@ from shardtrain import data
 from shardtrain.distributed import process_group
 from shardtrain.resilience.guards import nonfinite_tensor
 from shardtrain.resilience.guards.loss_spikes import RECENT_STEPS
-from shardtrain.utils.errors import NumericalError
+from shardtrain.utils.errors import NumericalError, fix_first
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
             logger.warning(f"step {step}: {culprits} is not finite; {first}; {skipped}")
             return
     raise NumericalError(
-        f"step {step}: {culprits} is not finite; the weights are still those of step {step - 1}; {first}{bound}; "
-        f"{advice}{'' if bound else ', or set training.nonfinite_policy=skip'}"
+        fix_first(
+            f"step {step}: {culprits} is not finite",
+            f"{advice}{'' if bound else ', or set training.nonfinite_policy=skip'}",
+            f"the weights are still those of step {step - 1}",
+            f"{first}{bound}",
+        )
     )

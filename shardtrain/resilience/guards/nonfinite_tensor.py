@@ -20,7 +20,7 @@ from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.seeding import seed_step
-from shardtrain.utils.errors import NumericalError, StorageError
+from shardtrain.utils.errors import NumericalError, StorageError, fix_first
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
@@ -65,8 +65,11 @@ def refuse_to_save(run: Run, tensors: Mapping[str, Tensor], checkpoints: Saver) 
     saved = checkpoints.saved_step
     fix = f"continue from step {saved}" if saved else "start again"
     raise NumericalError(
-        f"step {run.state.step}: not finite after the update: {culprits}; nothing of it was saved; {fix}, with a lower "
-        "optimizer.lr"
+        fix_first(
+            f"step {run.state.step}: not finite after the update: {culprits}",
+            f"{fix}, with a lower optimizer.lr",
+            "nothing of it was saved",
+        )
     )
 
 

@@ -11,7 +11,7 @@ from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.holders import Held
 from shardtrain.checkpoint.save import Saver
 from shardtrain.distributed.grad_clip import NORMS_AGREE
-from shardtrain.utils.errors import NumericalError
+from shardtrain.utils.errors import NumericalError, fix_first
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
@@ -72,7 +72,10 @@ def refuse_norms(run: Run, norm: Tensor) -> None:
     else:
         who = ", ".join(f"{value:.6g} on rank {rank}" for rank, value in enumerate(norms[:8]))
     raise NumericalError(
-        f"step {step}: the gradient norm is {who}, where all ranks must have the same; the weights are still those of "
-        f"step {step - 1}. At the first step the model's LAYOUT is to be suspected (shardtrain verify names what "
-        "differs), later a device that computes wrongly: continue from the last checkpoint without it"
+        fix_first(
+            f"step {step}: the gradient norm is {who}, where all ranks must have the same",
+            "at the first step correct the model's LAYOUT (shardtrain verify names what differs), later continue from "
+            "the last checkpoint without the device that computes wrongly",
+            f"the weights are still those of step {step - 1}",
+        )
     )

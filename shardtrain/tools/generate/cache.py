@@ -277,8 +277,8 @@ def installed(model: nn.Module, layout: Layout) -> Iterator[Cache]:
     """
     paths = [path for path, _ in model.named_modules() if layout.context and matches(path, layout.context)]
     if not paths:
-        rule = "needs to know the attention core, which LAYOUT.context of the model does not name"
-        raise ConfigError(Problem("shardtrain generate", None, rule, "name it there, or give --no_cache"))
+        rule = "names no attention core, so its keys and values cannot be kept"
+        raise ConfigError(Problem("LAYOUT.context", None, rule, "add --no_cache, or name the core"))
     owned = [model.get_submodule(path) for path in paths]
     for path, core in zip(paths, owned, strict=True):
         _check_core(path, core)
@@ -300,5 +300,5 @@ def _check_core(path: str, core: nn.Module) -> None:
         return
     broken = broken_when_split(core, None, seq_len=0)  # to keep keys and values asks of a core what splitting does
     if broken:
-        rule = f"{broken.rule}, so its keys and values cannot be kept for it"
-        raise ConfigError(Problem("LAYOUT.context", path, rule, f"{broken.fix}, or give --no_cache"))
+        rule = f"{broken.rule}, so its keys and values cannot be kept"
+        raise ConfigError(Problem("LAYOUT.context", path, rule, f"add --no_cache, or {broken.fix}"))

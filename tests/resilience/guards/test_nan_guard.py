@@ -84,7 +84,8 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(runs: list[
     for rank in runs:
         error, good = rank["stop"].error, rank["good"]
         assert isinstance(error, NumericalError) and error.exit_code == 4
-        assert str(error).startswith("step 3: the loss of rank 1 is not finite; the weights are still those of step 2")
+        assert str(error).startswith("step 3: the loss of rank 1 is not finite: suspect the device, or ")
+        assert "; reason: the weights are still those of step 2; " in str(error)
         assert "\n" not in str(error)
         assert_bitwise(rank["stop"].weights, good.weights)
         assert_bitwise(rank["stop"].optimizer, good.optimizer)

@@ -132,7 +132,7 @@ def test_no_bad_number_reaches_the_weights_and_each_is_named(mesh: str) -> None:
             assert "\n" not in message and message.startswith("step 2: ")
             assert "the weights are still those of step 1" in message
             if place == "parameter":
-                assert f".ffn.w1.weight (rank {culprit}) itself is not finite; continue from" in message
+                assert f".ffn.w1.weight (rank {culprit}) itself is not finite" in message
             elif place == "gradient":
                 assert message.startswith("step 2: a gradient is not finite")
                 assert "the first gradient that is not finite is that of embed.weight (rank" in message
@@ -142,5 +142,5 @@ def test_no_bad_number_reaches_the_weights_and_each_is_named(mesh: str) -> None:
             elif place == "activation":
                 assert f".ffn (rank {culprit})" in message
             elif place == "transient":
-                assert "a second forward pass of the same rows was finite; suspect the device" in message
+                assert "a second forward pass of the same rows was finite" in message
     assert all(rank == results[0] or [r[4] for r in rank] == [r[4] for r in results[0]] for rank in results)

@@ -220,7 +220,10 @@ def test_a_core_that_is_something_else_is_refused_and_works_without_a_cache():
     model, layout = tiny("llama3")
     for layer in model.layers.values():
         layer.attn.core = Doubled()
-    with pytest.raises(ConfigError, match=r"layers\.0\.attn\.core.*--no_cache"), installed(model, layout):
+    with (
+        pytest.raises(ConfigError, match=r'^LAYOUT\.context="layers\.0\.attn\.core": add --no_cache, or .*; reason: '),
+        installed(model, layout),
+    ):
         pass
     assert not any(isinstance(module, CachedCore) for module in model.modules())
     assert len(Generator(model, layout, use_cache=False).generate(prompts(3), 4)[0]) == 4

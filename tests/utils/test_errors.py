@@ -1,0 +1,81 @@
+"""Messages: one line, and the fix first where there is more than one sentence to say."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardtrain
+from shardtrain.utils.errors import SENTENCES, ConfigError, Problem, fix_first
+
+PACKAGE = Path(shardtrain.__file__).parent
+
+
+PROBLEMS = [
+    (Problem("a.b", 0, "must be at least 1", "use 1 or more"), "a.b=0 must be at least 1; use 1 or more"),
+    (Problem("a.b", None, "is empty, so that none fits", "fill it"), "a.b is empty, so that none fits; fill it"),
+    (
+        Problem("LAYOUT.context", "core", "doubles its scores, so its keys cannot be kept", "add --no_cache"),
+        'LAYOUT.context="core": add --no_cache; reason: it doubles its scores, so its keys cannot be kept',
+    ),
+    (
+        Problem("--from", "hf", "is not a folder here, so nothing is read", "download it", "command line"),
+        'command line: --from="hf": download it; reason: it is not a folder here, so nothing is read',
+    ),
+]
+
+
+@pytest.mark.parametrize(("problem", "text"), PROBLEMS)
+def test_a_rule_of_several_sentences_comes_after_the_fix(problem: Problem, text: str) -> None:
+    assert str(problem) == str(ConfigError(problem)) == text
+
+
+def test_a_message_without_an_option_has_the_same_order() -> None:
+    text = fix_first("step 3: the loss is not finite", "lower optimizer.lr", "the weights are kept", "rank 1")
+    assert text == "step 3: the loss is not finite: lower optimizer.lr; reason: the weights are kept; rank 1"
+
+
+def _text(node: ast.expr) -> str:
+    """The text of a literal, with {} for each value in it; empty for anything else."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return ""
+
+
+def _messages() -> Iterator[tuple[str, str, str]]:
+    """Every literal text of an error in the package, and every rule of a problem: kind, place, text."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            place = f"{path.relative_to(PACKAGE)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "rule":
+                yield "rule", place, _text(node.value)
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name == "Problem" and len(node.args) > 2:
+                    yield "rule", place, _text(node.args[2])
+                if name.endswith("Error") and node.args:
+                    yield "error", place, _text(node.args[0])
+
+
+MESSAGES = [message for message in _messages() if message[2]]
+
+
+def test_a_rule_of_the_package_with_several_sentences_is_printed_after_its_fix() -> None:
+    rules = [text for kind, _, text in MESSAGES if kind == "rule"]
+    assert len(rules) > 500
+    for rule in filter(SENTENCES.search, rules):
+        assert str(Problem("option", 1, rule, "FIX")).startswith("option=1: FIX; reason: it ")
+
+
+def test_an_error_with_more_than_a_fact_and_a_fix_uses_fix_first() -> None:
+    """A text without ``Problem`` or ``fix_first`` has at most two parts: a fact, and what to do."""
+    errors = [(place, text) for kind, place, text in MESSAGES if kind == "error"]
+    assert len(errors) > 300
+    long = [f"{place}: {text}" for place, text in errors if len(re.findall(r"[.;] ", text)) > 1]
+    assert long == []
