@@ -124,7 +124,7 @@ def test_a_step_can_be_chosen_and_a_missing_one_is_refused(tmp_path: Path) -> No
     save(tmp_path, 0, 5, 10)
     assert checkpoints(tmp_path, load_step=5).to_continue() == tmp_path / "checkpoint/step-5"
     assert checkpoints(tmp_path, load_step=0).to_continue() == tmp_path / "checkpoint/step-0"
-    with pytest.raises(CheckpointError, match=r"checkpoint\.load_step=7: .* has no such step; it has 0, 5, 10; use"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.load_step=7: .* no such step; use one of 0, 5, 10"):
         checkpoints(tmp_path, load_step=7).to_continue()
     with pytest.raises(CheckpointError, match="has no such step, nor any other"):
         checkpoints(tmp_path / "empty", load_step=7).to_continue()

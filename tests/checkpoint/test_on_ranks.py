@@ -117,7 +117,7 @@ def runs(root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
 REFUSED = {
     "shard cut": "rank-00001.bin has 1000 bytes instead of",
     "shard missing": "rank-00001.bin cannot be read",
-    "manifest missing": "has no such step; it has 2;",
+    "manifest missing": "has no such step; use one of 2,",
     "other data": "was trained on other data",
     "other seed": "was trained on other data",
     "other width": "of shape [128, 64], and this run has [64, 64]",
