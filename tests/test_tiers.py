@@ -124,6 +124,14 @@ def test_what_failed_is_written_once_with_its_reason(folder, workers):
     assert "assert 1 == 2" in failures
 
 
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+def test_a_file_that_cannot_be_imported_fails_the_run(folder, workers):
+    """Workers are forks of a process that has imported the file before: its rest there must not pass for the file."""
+    (folder / "test_broken.py").write_text("import nothing_of_this_name\n\ndef test_a():\n    pass\n")
+    status, _, said = run(folder, *workers, "--import-mode=importlib")
+    assert status != 0 and "No module named 'nothing_of_this_name'" in said
+
+
 def test_what_tests_share_is_imported_once(folder):
     tests = folder / "tests"
     tests.mkdir()

@@ -128,7 +128,19 @@ def _collect(arguments: list[str]) -> None:
 
 
 class _Forgetful:
-    """Drop what was collected, which imported modules hold through their loader: each worker collects once more."""
+    """Drop what was collected, which imported modules hold through their loader: each worker collects once more.
+
+    A file that cannot be imported leaves an empty module: it goes, too, or workers would find no test in the file and
+    no error.
+    """
+
+    @staticmethod
+    def pytest_collectreport(report: pytest.CollectReport) -> None:
+        if report.failed:
+            path = os.path.abspath(report.nodeid.partition("::")[0])
+            for name, module in list(sys.modules.items()):
+                if getattr(module, "__file__", None) == path:
+                    del sys.modules[name]
 
     @staticmethod
     def pytest_sessionfinish(session: pytest.Session) -> None:
