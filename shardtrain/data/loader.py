@@ -137,6 +137,11 @@ class DataLoader:
 
     hash_rows = staticmethod(hash_rows)
 
+    @property
+    def sequence_lengths(self) -> Mapping[int, int]:
+        """Number of sequences of each length; empty if all are as long as ``seq_len``."""
+        return {}
+
     def __init__(
         self, opened: DataPipeline, share: RankSlice, options: DataLoaderOptions, samples_consumed: int
     ) -> None:

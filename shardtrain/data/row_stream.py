@@ -10,8 +10,10 @@ N rounded up, or down, to whole steps. A step lies within one epoch, and what is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -46,7 +48,7 @@ class RowBatch:
     num_targets: int
     """What the sum of the loss is divided by, over all batches of a step."""
     num_tokens: int
-    """Tokens that the model computes with, without filler, estimated from the mean of the rows."""
+    """Tokens that the model computes with, without filler."""
 
     def __getitem__(self, name: str) -> Tensor:
         """The tensor of a name."""
@@ -111,7 +113,7 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
         self._feed = stream.feed
         self._collate = stream.collate
         self._count = stream.count_targets
-        self._tokens_per_target = stream.tokens_per_target
+        self._lengths = stream.lengths
         self._share = stream.share
         self._end = stream.end
         self._start = samples_consumed
@@ -131,7 +133,9 @@ class RowBatches(torch.utils.data.Dataset[BatchWithCursors | ShardtrainError]):
         except ShardtrainError as error:
             return error
         ids = torch.tensor(numbers or [-1], dtype=torch.int64)
-        return RowBatch(tensors, ids, targets, round(targets * self._tokens_per_target)), []  # type: ignore[return-value]
+        # A task that does not know the lengths of its rows has as many tokens as targets.
+        num_tokens = sum(sum(self._lengths(self._feed.rows[number])) for number in numbers) or targets
+        return RowBatch(tensors, ids, targets, num_tokens), []  # type: ignore[return-value]
 
     def _positions(self, place: int) -> range:
         """Positions, in the order of rows, of the batch at a place of the stream; none where the data have ended."""
@@ -158,16 +162,16 @@ class RowDataLoader(DataLoader):
         feed: RowFeed,
         collate: Collate,
         count_targets: Callable[[Mapping[str, Tensor]], int],
+        lengths: Callable[[Any], Sequence[int]],
         share: RankSlice,
         options: DataLoaderOptions,
         vocab: int = 0,
         last_batch: str = "rollover",
-        tokens_per_target: float = 1.0,
     ) -> None:
         self.feed = feed
         self.collate = collate
         self.count_targets = count_targets
-        self.tokens_per_target = tokens_per_target
+        self.lengths = lengths
         self.share = share
         self.vocab = vocab
         self.pad_id = 0
@@ -201,6 +205,16 @@ class RowDataLoader(DataLoader):
     def hash_rows(self, batch: RowBatch, first_position: int) -> int:  # type: ignore[override]
         """What the order hash takes of a batch: rows by number, as the fingerprint holds what they are."""
         return checksum.hash_numbers(batch.sample_ids_B.tolist(), first_position)
+
+    @cached_property
+    def sequence_lengths(self) -> Counter[int]:
+        """Number of sequences of each length in an epoch; empty if the task does not know the lengths of its rows."""
+        counts = Counter[int]()
+        for row in self.feed.rows:
+            counts.update(lengths := self.lengths(row))
+            if not lengths:
+                break
+        return counts
 
     def _epochs_after(self, rows: list[int]) -> list[int]:
         return [self.feed.epoch_after(-(-count * self.feed.num_rows // self.places_per_epoch)) for count in rows]

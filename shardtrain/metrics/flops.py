@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from shardtrain.layout import Layout, matches
@@ -24,8 +26,8 @@ def flops_per_token(
     return 6 * num_params_without_embedding + 12 * num_layers * num_heads * head_dim * seq_len
 
 
-def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: int) -> tuple[int, int]:
-    """Parameters of a whole model, and its FLOPs per token at a sequence length.
+def count_model(model: nn.Module, layout: Layout, model_config: Any) -> tuple[int, Callable[[int], int]]:
+    """Return the parameters of an unsharded model, and the function from a sequence length to its FLOPs per token.
 
     The input embedding is a look-up and costs none, unless it is also the output head. Of the experts, the share that
     a token uses counts (top_k of num_experts). A frozen weight costs 4 and not 6: it has no gradient of its own.
@@ -51,13 +53,16 @@ def count_model(model: nn.Module, layout: Layout, model_config: Any, seq_len: in
     num_heads = int(getattr(model_config, "num_heads", 0))
     head_dim = int(getattr(model_config, "head_dim", 0))
     cores = [core for path, core in model.named_modules() if layout.context and matches(path, layout.context)]
-    attended = num_layers * seq_len
+    reaches = [math.inf] * num_layers
     if len(cores) == num_layers:
-        attended = 0
-        for core in cores:
-            limits = [int(getattr(core, name, 0) or 0) or seq_len for name in ("window", "chunk")]
-            attended += min(seq_len, *limits)
-    return total, flops_per_token(used, 1, num_heads, head_dim, attended) - 2 * frozen
+        limits = [[getattr(core, name, 0) or math.inf for name in ("window", "chunk")] for core in cores]
+        reaches = list(map(min, limits))
+
+    def per_token(seq_len: int) -> int:
+        attended = int(sum(min(seq_len, reach) for reach in reaches))
+        return flops_per_token(used, 1, num_heads, head_dim, attended) - 2 * frozen
+
+    return total, per_token
 
 
 def _idle_in_experts(model: nn.Module, layout: Layout, model_config: Any, trained: bool = False) -> int:

@@ -138,9 +138,11 @@ class PairTask(AnswerTask):
         cut = sum(len(side.tokens) == num_targets for side in sides)
         logger.info(described(self.tokenizer, self.config.data))
         logger.info(f"{split}: {len(pairs)} pairs of answers, of which {cut} are as long as seq_len or were cut to it")
-        if split == "train" and pairs:
-            self.tokens_per_target = sum(len(side.tokens) for side in sides) / len(pairs)
         return pairs
+
+    def lengths(self, row: Pair) -> list[int]:
+        """Return the tokens of both sides."""
+        return [len(side.tokens) + self.reads_last_token for side in (row.chosen, row.rejected)]
 
     def collate(self, rows: list[Pair]) -> dict[str, Tensor]:
         """Tokens and targets (B, 2, T), the chosen first; T is that of the longest answer with its prompt."""

@@ -101,9 +101,11 @@ class KTO(AnswerTask):
         bad = len(rows) - good
         logger.info(described(self.tokenizer, self.config.data))
         logger.info(f"{split}: {good} good and {bad} bad answers, in {len(groups)} groups of up to {self._size}")
-        if split == "train" and rows:
-            self.tokens_per_target = sum(len(answer.cut_side.tokens) for answer in rows) / len(rows)
         return groups
+
+    def lengths(self, row: Group) -> list[int]:
+        """Return the tokens of each answer with its prompt, without those that only estimate KL."""
+        return [len(answer.cut_side.tokens) for answer in row]
 
     def collate(self, rows: list[Group]) -> dict[str, Tensor]:
         """Tokens and targets (B, 2N, T), those of N rows and then those that estimate KL, and labels (B, N)."""

@@ -26,7 +26,6 @@ class LanguageModel:
     loss = None
     num_labels = 0
     sequences_per_row = 1
-    tokens_per_target = 1.0
 
     def __init__(self, config: Config) -> None:
         self.config = config

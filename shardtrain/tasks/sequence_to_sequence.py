@@ -55,6 +55,10 @@ class SequenceToSequence(ExampleTask):
             "targets_BS": _padded(targets, IGNORE),
         }
 
+    def lengths(self, row: Example) -> list[int]:
+        """Return the tokens of source and target."""
+        return [row.label, len(row.tokens) - row.label]
+
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:
         """Tokens of targets."""
         return int((batch["targets_BS"] != IGNORE).sum())

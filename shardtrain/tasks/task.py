@@ -54,6 +54,10 @@ class RowTask:
         """What the loss of a batch is a sum over: its rows, unless overridden."""
         return len(next(iter(batch.values())))
 
+    def lengths(self, row: Any) -> list[int]:
+        """Tokens of each sequence of a row, for throughput and FLOPs. Empty: a row has as many tokens as targets."""
+        return []
+
     def forward(self, model: nn.Module, batch: RowBatch) -> Any:
         """Outputs of the model for a batch on its device."""
         raise self._lacks("forward")
@@ -99,8 +103,6 @@ class RowTask:
     """Rows of the model's head, which takes the place of that to the vocabulary; 0 leaves the model as it is."""
     sequences_per_row: int = 1
     """Sequences of a row that the model computes with gradients, for a dry run."""
-    tokens_per_target: float = 1.0
-    """Tokens that the model computes per target, on average, for throughput and the count of FLOPs."""
 
     # What the trainer asks of it
 
@@ -158,7 +160,7 @@ class RowTask:
         share = RankSlice(section.local_batch_size, batch_rank, num_batch_ranks, accumulation)
         last = self.config.training.last_batch if section is self.config.training else "rollover"
         return RowDataLoader(
-            feed, self.collate, self.num_targets, share, section.dataloader, self.vocab, last, self.tokens_per_target
+            feed, self.collate, self.num_targets, self.lengths, share, section.dataloader, self.vocab, last
         )
 
     def feed(self, rows: Rows, seed: int | None, passes: int | None) -> RowFeed:

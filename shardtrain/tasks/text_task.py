@@ -69,9 +69,11 @@ class ExampleTask(TextTask):
         cut = sum(len(row.tokens) == section.seq_len for row in rows)
         logger.info(described(self.tokenizer, self.config.data))
         logger.info(f"{split}: {len(rows)} rows of {num_tokens} tokens, {cut} as long as seq_len")
-        if split == "train" and rows:
-            self.tokens_per_target = num_tokens / len(rows)
         return rows
+
+    def lengths(self, row: Example) -> list[int]:
+        """Return the tokens of its texts, which are one sequence."""
+        return [len(row.tokens)]
 
     def shown(self, row: Example) -> list[Shown]:
         """Its text, and what is to be found of it: nothing of the text itself is learned."""

@@ -84,8 +84,14 @@ def build(config: Config, world: World) -> Run:
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left
-    num_params, flops = built.num_params, built.flops_per_token
-    run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, num_params, flops)
+    # Mean over the tokens: attention reaches over the length of a sequence, which differs between rows of a task.
+    num_tokens = flops = 0
+    for length, count in (stream.sequence_lengths or {training.seq_len: 1}).items():
+        num_tokens += length * count
+        flops += length * count * built.flops_per_token(length)
+    run = Run(
+        config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops / num_tokens
+    )
     run.names = tuple(built.names)
     run.adapters = built.adapters
     return run

@@ -103,7 +103,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
     model = task.adapt(models.build(module, shape), module.LAYOUT)
     layout = module.LAYOUT
     _, added = spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
-    num_params, flops = count_model(model, layout, shape, config.training.seq_len)
+    num_params, flops = count_model(model, layout, shape)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]
     quantize.take_out(model, layout, config.lora.base_dtype)
@@ -131,7 +131,17 @@ def build(config: Config, world: process_group.World) -> DryRun:
     batch = tuple(describe_model(config, mesh, num_params))
     states_bytes = (bytes_of_parameters, bytes_of_gradients, bytes_of_states)
     return DryRun(
-        mesh.sizes, place, batch, num_params, flops, held, *states_bytes, traced, frozen, low_bits, bool(accumulated)
+        mesh.sizes,
+        place,
+        batch,
+        num_params,
+        flops(config.training.seq_len),
+        held,
+        *states_bytes,
+        traced,
+        frozen,
+        low_bits,
+        bool(accumulated),
     )
 
 

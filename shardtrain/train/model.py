@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -33,7 +34,8 @@ class Built:
     runner: Runner
     names: list[str]
     num_params: int
-    flops_per_token: int
+    flops_per_token: Callable[[int], int]
+    """A function of the sequence length."""
     adapters: adapters.Spec | None = None
 
 
@@ -50,7 +52,7 @@ def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> Built:
     if config.lora.enable:
         spec, added = adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
     # counted while the model is whole, on the meta device
-    num_params, flops = count_model(model, module.LAYOUT, shape, config.training.seq_len)
+    num_params, flops = count_model(model, module.LAYOUT, shape)
     names = [name for name, _ in model.named_parameters()]
     own = [name for name in names if name not in added]
     # how each parameter is drawn: by its name in the whole model, so that a mesh changes no number
@@ -61,7 +63,7 @@ def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> Built:
         quantize.check_installed(config.lora.base_dtype)
         quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
     if may_compile and not expert_parallel.has_experts([model]):
-        config = compile.decided(config, mesh, flops * task.tokens_per_target)
+        config = compile.decided(config, mesh, flops(config.training.seq_len))
     # cut and sharded, still without memory
     runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
     # the loss of the task in place of that of the next token

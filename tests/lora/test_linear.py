@@ -90,14 +90,14 @@ def test_a_frozen_weight_costs_four_operations_and_a_trained_one_six():
     config = deep_config(lora=ON)
     shape = shape_of(llama3, "debugmodel", config.model.overrides, "rmsnorm")
     model = build(llama3, shape)
-    total, before = count_model(model, llama3.LAYOUT, shape, 64)
+    total, before = count_model(model, llama3.LAYOUT, shape)
     spec.adapt(model, llama3, shape, config.lora)
-    with_adapters, after = count_model(model, llama3.LAYOUT, shape, 64)
+    with_adapters, after = count_model(model, llama3.LAYOUT, shape)
     added = with_adapters - total
     assert added == 4 * 4 * (4 * 64 + 64 + 2 * 32 + 64)  # layers x rank x (inputs of four, outputs of q, k and v, o)
     used = total - 512 * 64
-    assert before == flops_per_token(used, 4, 4, 16, 64)
-    assert after == before + 6 * added - 2 * used
+    assert before(64) == flops_per_token(used, 4, 4, 16, 64)
+    assert after(64) == before(64) + 6 * added - 2 * used
 
 
 def not_finite(rank, config):
@@ -209,10 +209,10 @@ def test_idle_experts_cost_no_flops_with_adapters_either() -> None:
     sizes = {"vocab_size": 512, "dim": 64, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
     shape = shape_of(mixtral, "debugmodel", sizes | {"moe_ffn_dim": 32, "num_experts": 4, "top_k": 2}, "rmsnorm")
     model = build(mixtral, shape)
-    _, before = count_model(model, mixtral.LAYOUT, shape, 64)
+    _, before = count_model(model, mixtral.LAYOUT, shape)
     options = Lora(enable=True, rank=4, target_parameters=["experts.gate_up_proj"])
     spec.adapt(model, mixtral, shape, options)
-    _, after = count_model(model, mixtral.LAYOUT, shape, 64)
+    _, after = count_model(model, mixtral.LAYOUT, shape)
     added = 4 * 4 * (64 + 2 * 32) // 2
-    used = (before - 12 * 1 * 4 * 16 * 64) // 6
-    assert after == before - 2 * used + 6 * added
+    used = (before(64) - 12 * 1 * 4 * 16 * 64) // 6
+    assert after(64) == before(64) - 2 * used + 6 * added

@@ -111,7 +111,7 @@ def test_attention_within_a_window_costs_the_window() -> None:
     flops = {}
     for window in (0, 100, 300):
         shape = shape_of(module, "debugmodel", {"sliding_window": window}, "rmsnorm")
-        flops[window] = count_model(build(module, shape), module.LAYOUT, shape, 200)[1]
+        flops[window] = count_model(build(module, shape), module.LAYOUT, shape)[1](200)
     assert flops[0] == flops[300]
     assert flops[0] - flops[100] == 12 * 6 * 16 * 16 * 100
 

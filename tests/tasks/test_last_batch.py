@@ -13,9 +13,10 @@ from tiers import cases
 from tiny import assert_same_numbers, run_tiny
 
 from shardtrain.config import Loaded, check
-from shardtrain.config.schema import DataLoaderOptions
+from shardtrain.config.schema import Config, DataLoaderOptions
 from shardtrain.data.loader import RankSlice
 from shardtrain.data.row_stream import RowDataLoader, RowFeed
+from shardtrain.tasks import RowTask
 from shardtrain.utils.errors import ConfigError
 
 
@@ -24,9 +25,11 @@ def stream(
 ) -> RowDataLoader:
     feed = RowFeed(list(range(rows)), 1, epochs)
     share = RankSlice(batch, rank, ranks, accumulation)
+    task = RowTask(Config())
     return RowDataLoader(
-        feed, lambda found: {"rows": torch.tensor(found)}, lambda t: len(t["rows"]), share, DataLoaderOptions(), 0, last
-    )
+        feed, lambda found: {"rows": torch.tensor(found)}, task.num_targets, task.lengths, share,
+        DataLoaderOptions(), 0, last,
+    )  # fmt: skip
 
 
 def steps(of: list[RowDataLoader]) -> list[list[int]]:

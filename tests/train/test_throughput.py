@@ -1,4 +1,4 @@
-"""Throughput counts the tokens that a step computes, whatever their share of targets, and no filler."""
+"""Throughput and FLOPs count the tokens that a step computes, whatever their share of targets, and no filler."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from ranks import run_ranks
 from tiny import tiny_config, train_whole
 
+from shardtrain import models, tasks
 from shardtrain.utils.checked_json import record_of
 
 PROMPT, COMPLETION = "hello world " * 2, "!"
@@ -51,3 +52,57 @@ def test_the_same_texts_have_the_same_number_of_tokens(
     assert record["target_share"] == pytest.approx(targets / (LENGTH - 1))
     assert record["tps"] == pytest.approx(record["tokens_per_second"] / ranks)
     assert record["tokens_seen"] == NUM_ROWS * targets
+
+
+# -- tasks of rows -----------------------------------------------------------------------------------------------------
+
+SHORT, LONG = "ab", "hello world " * 2
+SPECIAL = 2
+"""Tokens of bos and eos."""
+LENGTHS = {
+    "classification": [len(SHORT) + SPECIAL, len(LONG) + SPECIAL],
+    "masked_language_model": [len(SHORT) + SPECIAL, len(LONG) + SPECIAL],
+    # of an answer the last token is only a target, unless a model scores it
+    "preference": [len(answer) + 1 + 1 for answer in (SHORT, LONG) for _ in range(2)],
+    "orpo": [len(answer) + 1 + 1 for answer in (SHORT, LONG) for _ in range(2)],
+    "reward_model": [len(answer) + 1 + SPECIAL for answer in (SHORT, LONG) for _ in range(2)],
+    "kto": [len(answer) + 1 + 1 for answer in (SHORT, LONG)],
+}
+"""Lengths of the sequences of two rows that the model computes with gradients."""
+OPTIONS = {
+    "classification": {"num_labels": 2},
+    "kto": {"group_size": 2},
+    "masked_language_model": {"options": {"mask_token_id": 300, "mask_fraction": 0.3}},
+}
+
+
+@pytest.mark.parametrize("seq_len", [64, 512])
+@pytest.mark.parametrize("task", LENGTHS)
+def test_a_task_of_rows_counts_tokens_and_flops_of_its_rows(tmp_path: Path, task: str, seq_len: int) -> None:
+    """6 N per token, and 12 L H head_dim l per token of a sequence of l tokens, whatever ``seq_len`` is."""
+    rows = []
+    for label, text in enumerate((SHORT, LONG)):
+        answers = {"prompt": "?", "completion": text, "chosen": text, "rejected": text[::-1]}
+        rows.append({"text": text, "label": bool(label) if task == "kto" else label, **answers})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batch = 1 if task == "kto" else 2
+    training = {
+        "dataset": "jsonl", "dataset_path": str(tmp_path / "rows.jsonl"), "seq_len": seq_len, "steps": 1,
+        "local_batch_size": batch, "global_batch_size": batch, "on_data_end": "repeat",
+    }  # fmt: skip
+    name = "encoder" if task == "masked_language_model" else "llama3"
+    sizes = {"vocab_size": 512, "dim": 64, "num_layers": 1, "num_heads": 4, "head_dim": 16, "ffn_dim": 128}
+    config = tiny_config(
+        job={"dump_folder": str(tmp_path / "run")}, training=training, metrics={"log_freq": 1},
+        model={"name": name, "overrides": sizes},
+        task={"name": task, **OPTIONS.get(task, {})},
+    )  # fmt: skip
+    run_ranks(1, train_whole, config)
+    record = dict(record_of((tmp_path / "run/metrics.jsonl").read_bytes().splitlines()[0]))
+    lengths = LENGTHS[task]
+    assert record["tokens_per_second"] * record["step_seconds"] == pytest.approx(sum(lengths), rel=1e-6)
+    module, shape = models.configured(config.model)
+    model = tasks.open_task(config).adapt(models.build(module, shape), module.LAYOUT)
+    N = sum(p.numel() for name, p in model.named_parameters() if not name.startswith("embed."))
+    flops = sum(6 * N * length + 12 * 1 * 4 * 16 * length**2 for length in lengths)
+    assert record["tflops"] * record["step_seconds"] == pytest.approx(flops / 1e12, rel=1e-6)

@@ -146,7 +146,7 @@ def read(config: Config) -> ModelShape:
         from shardtrain.lora import quantize, spec  # brings DTensor, half a second
 
         spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
-    num_params, flops = count_model(model, layout, shape, config.training.seq_len)
+    num_params, flops = count_model(model, layout, shape)
     base_dtype = config.lora.base_dtype if config.lora.enable else "training"
     if base_dtype != "training":
         quantize.take_out(model, layout, base_dtype)
@@ -184,7 +184,8 @@ def read(config: Config) -> ModelShape:
     dim = int(getattr(shape, "dim", 0)) or kinds[0].parameters[0].shape[-1]
     label = derived.model_label(config.model, num_params)
     columns = task.num_outputs(shape) or int(getattr(shape, "vocab_size", 1))
-    return ModelShape(label, tuple(kinds), first, last, dim, columns, tied, num_params, flops)
+    flops_per_token = flops(config.training.seq_len)
+    return ModelShape(label, tuple(kinds), first, last, dim, columns, tied, num_params, flops_per_token)
 
 
 def decoder(
