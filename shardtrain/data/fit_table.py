@@ -44,12 +44,14 @@ class BlockFit:
     order: the pieces in the order of their rows; empty where each has a row of its own.
     ends:  pieces up to the end of each row; empty likewise.
     cut, dropped: documents that lost their end, or that were left out because they are too long.
+    single: documents without a target, because they have one token.
     """
 
     num_rows: int
     num_targets: int
     cut: int
     dropped: int
+    single: int
     order: Order
     ends: Order
 
@@ -70,7 +72,7 @@ def table_name(packing: Packing) -> str:
 class FitTable:
     """An opened table; ``order_of`` reads one block. Forked processes may share one.
 
-    num_rows, num_targets, cut, dropped: of the whole dataset.
+    num_rows, num_targets, cut, dropped, single: of the entire dataset.
     rows_up_to: rows of all blocks before each, and of all, int64 (blocks + 1,).
     """
 
@@ -82,6 +84,7 @@ class FitTable:
         self.num_targets = int(facts["num_targets"])
         self.cut = int(facts["cut"])
         self.dropped = int(facts["dropped"])
+        self.single = int(facts["single"])
         self.rows_up_to = np.concatenate([np.zeros(1, np.int64), blocks["rows_up_to"].astype(np.int64)])
         self._descriptor: int | None = None
 
@@ -156,8 +159,8 @@ def _facts(file: BinaryIO, path: Path, option: str) -> Mapping[str, Any]:
     try:
         if digest != hashlib.sha256(text).hexdigest().encode():
             raise ValueError("its checksum differs")
-        facts = json.loads(text)
-        numbers = ("block_documents", "num_blocks", "num_rows", "num_targets", "cut", "dropped")
+        facts = {"single": 0, **json.loads(text)}  # tables of earlier versions do not count them
+        numbers = ("block_documents", "num_blocks", "num_rows", "num_targets", "cut", "dropped", "single")
         whole = all(type(facts[name]) is int and 0 <= facts[name] < 2**63 for name in numbers)
         if facts["format_version"] != VERSION or not whole or not isinstance(facts["table_sha256"], str):
             raise ValueError("another version, or counts that are not whole numbers")
@@ -181,13 +184,13 @@ class FitTableWriter:
         self._block_documents = block_documents
         self._temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         self._blocks = np.zeros(num_blocks, _BLOCK)
-        self._next = self._num_targets = self._cut = self._dropped = 0
+        self._next = self._num_targets = self._cut = self._dropped = self._single = 0
         self._file = self._temporary.open("wb")
         self._offset = _HEADER_BYTES + self._blocks.nbytes
         self._file.seek(self._offset)
 
     def add(self, fits: Iterable[tuple[Mapping[str, int], bytes]]) -> None:
-        """The next blocks: counts (num_rows, num_targets, cut, dropped) and what ``BlockFit.to_bytes`` gave."""
+        """The next blocks: counts (num_rows, num_targets, cut, dropped, single) and what ``BlockFit.to_bytes`` gave."""
         for counts, content in fits:
             before = int(self._blocks[self._next - 1]["rows_up_to"]) if self._next else 0
             self._blocks[self._next] = (before + counts["num_rows"], self._offset, len(content), zlib.crc32(content))
@@ -196,6 +199,7 @@ class FitTableWriter:
             self._num_targets += counts["num_targets"]
             self._cut += counts["cut"]
             self._dropped += counts["dropped"]
+            self._single += counts["single"]
             self._next += 1
 
     def finish(self) -> int:
@@ -206,7 +210,7 @@ class FitTableWriter:
             "format_version": VERSION, "kind": self._packing.kind, "seq_len": self._packing.seq_len,
             "long_documents": self._packing.long_documents, "fingerprint": self._fingerprint,
             "block_documents": self._block_documents, "num_blocks": len(self._blocks), "num_rows": num_rows,
-            "num_targets": self._num_targets, "cut": self._cut, "dropped": self._dropped,
+            "num_targets": self._num_targets, "cut": self._cut, "dropped": self._dropped, "single": self._single,
             "table_sha256": hashlib.sha256(content).hexdigest(),
         }  # fmt: skip
         # The name comes last, when all is on disk: a table that was cut short has another one.

@@ -25,7 +25,18 @@ MAX_DOCUMENTS = 100_000_000
 
 def pack(line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> Rows:
     """The rows of a line of documents; ``table`` knows how those of prepared shards are fitted."""
-    return ConcatRows(line, packing) if packing.kind == "concat" else FittedRows(line, packing, table)
+    if packing.kind != "concat":
+        return FittedRows(line, packing, table)
+    rows = ConcatRows(line, packing)
+    if packing.masked:
+        rows.single = sum(_num_single(line, block) for block in range(num_blocks(line)))
+    return rows
+
+
+def _num_single(line: TokenBuffer, block: int) -> int:
+    """Number of documents of a block that have no target, because they have a single token."""
+    starts, stops = documents_of_block(line, block)
+    return int((stops - starts < 2).sum())
 
 
 @dataclass(frozen=True)
@@ -85,15 +96,16 @@ def fit_block(line: TokenBuffer, block: int, packing: Packing) -> BlockFit:
     lengths = pieces.stops - pieces.starts - 1
     num_targets = int(lengths.sum())
     num_dropped = len(pieces.dropped)
+    num_single = _num_single(line, block)
     if packing.kind == "padded":
-        return BlockFit(len(lengths), num_targets, pieces.num_cut, num_dropped, NO_ORDER, NO_ORDER)
+        return BlockFit(len(lengths), num_targets, pieces.num_cut, num_dropped, num_single, NO_ORDER, NO_ORDER)
     rows = first_fit(lengths, packing.seq_len)
     num_rows = int(rows.max()) + 1 if len(rows) else 0
     # A block has 8,192 documents, of which a long one may be many pieces.
     small = np.uint16 if len(rows) < 2**16 else np.uint32
     order: Order = np.argsort(rows, kind="stable").astype(small)
     ends: Order = np.cumsum(np.bincount(rows, minlength=num_rows)).astype(small)
-    return BlockFit(num_rows, num_targets, pieces.num_cut, num_dropped, order, ends)
+    return BlockFit(num_rows, num_targets, pieces.num_cut, num_dropped, num_single, order, ends)
 
 
 def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
@@ -205,14 +217,16 @@ class FittedRows:
             self._rows_up_to = table.rows_up_to
             self.cut = table.cut
             self.dropped = table.dropped
+            self.single = table.single
             return
-        self.num_targets = self.cut = self.dropped = 0
+        self.num_targets = self.cut = self.dropped = self.single = 0
         rows_up_to = [0]
         for block in range(num_blocks(line)):
             fit = fit_block(line, block, packing)
             self.num_targets += fit.num_targets
             self.cut += fit.cut
             self.dropped += fit.dropped
+            self.single += fit.single
             rows_up_to.append(rows_up_to[-1] + fit.num_rows)
             if packing.kind == "first_fit":
                 self._fits.append(fit)

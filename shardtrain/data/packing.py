@@ -71,6 +71,7 @@ class Rows(Protocol):
 
     num_targets:  targets of all rows, learned or not.
     cut, dropped: documents that were truncated or left out because they are longer than a row.
+    single:      documents of one token that have no target, because no other document follows in their row or is seen.
     """
 
     num_rows: int
@@ -78,6 +79,7 @@ class Rows(Protocol):
     packing: Packing
     cut: int
     dropped: int
+    single: int
 
     def write(self, row: int, out: Sequences, slot: int) -> None:
         """Fill row ``slot`` of ``out`` with row ``row``, 0..num_rows-1."""
@@ -85,11 +87,12 @@ class Rows(Protocol):
 
 
 def lost_documents(rows: Rows, num_documents: int) -> list[str]:
-    """Describe the documents that were cut or left out because they are longer than a row."""
+    """Describe the documents that were cut, left out because they are longer than a row, or have no target."""
     most = rows.packing.seq_len + 1
     is_cut = rows.packing.long_documents == "cut"
     reason = "have no target in their first" if is_cut else "are longer than"
     fates = [(rows.cut, f"are cut to {most} tokens"), (rows.dropped, f"{reason} {most} tokens and are left out")]
+    fates.append((rows.single, "have a single token, and so no target"))
     return [f"{count} of {num_documents} documents {fate}" for count, fate in fates if count]
 
 
@@ -98,7 +101,7 @@ class ConcatRows:
     input, and the first input of row i + 1. The last row is padded.
     """
 
-    cut = dropped = 0
+    cut = dropped = single = 0
 
     def __init__(self, tokens: TokenBuffer, packing: Packing) -> None:
         self._tokens = tokens

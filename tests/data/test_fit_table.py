@@ -38,7 +38,7 @@ def written(line, packing):
     writer = FitTableWriter(line.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, fitted.num_blocks(line))
     for block in range(fitted.num_blocks(line)):
         fit = fitted.fit_block(line, block, packing)
-        counts = {name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped")}
+        counts = {name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped", "single")}
         writer.add([(counts, fit.to_bytes())])
     writer.finish()
     return line.folder / fit_table.table_name(packing)
@@ -57,7 +57,7 @@ def test_rows_by_a_table_are_the_rows_that_are_fitted_at_the_start(line, packing
     assert table_of(line, packing, "o") is None
     written(line, packing)
     by_table = pack(line, packing, table_of(line, packing, "o"))
-    for name in ("num_rows", "num_targets", "cut", "dropped"):
+    for name in ("num_rows", "num_targets", "cut", "dropped", "single"):
         assert getattr(by_table, name) == getattr(at_start, name), name
     one, other = rows_of(at_start, packing), rows_of(by_table, packing)
     for name in ("tokens_BT", "targets_BT", "positions_BT", "documents_BT", "lengths_B"):

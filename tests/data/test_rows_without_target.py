@@ -158,3 +158,35 @@ def test_the_share_of_rows_left_out_has_a_limit_whose_advice_works(
     assert "dataset jsonl: 2 of 3 documents have no target in their first 17 tokens and are left out" in caplog.text
     assert check.main(words) == 0
     assert "2 of 3 documents have no target in their first 17 tokens and are left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(
+    ("packing", "mask", "lost"),
+    [("padded", "auto", 5), ("first_fit", "auto", 5), ("concat", "on", 5), ("concat", "off", 0)],
+)
+def test_documents_of_a_single_token_are_counted_where_they_have_no_target(
+    tmp_path: Path, packing: str, mask: str, lost: int, prepared: bool,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    texts = [*"abcde", "the cat", "a dog lay by"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    words = ["--training.dataset=jsonl", f"--training.dataset_path={tmp_path / 'rows.jsonl'}"]
+    words += [f"--training.seq_len={SEQ_LEN}", "--model.hf_assets_path=bytes", "--data.add_eos=false"]
+    words += ["--data.add_bos=false", f"--data.packing={packing}", f"--data.document_mask={mask}"]
+    words += ["--training.local_batch_size=1"]
+    if prepared:
+        monkeypatch.setattr(prepare, "FIT_DOCUMENTS", 1)  # so that a table holds the count
+        assert prepare.main([*words, "--output", str(tmp_path / "shards")]) == 0
+        words = ["--training.dataset=tokens", f"--training.dataset_path={tmp_path / 'shards'}", *words[2:]]
+    count = sum(map(len, texts)) - (len(texts) if mask == "auto" or lost else 1)
+    with caplog.at_level(logging.WARNING):
+        stream = open_dataloader(
+            load(None, words).config, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
+        )
+    assert sum(batch.num_targets for batch in stream) == count
+    line = "5 of 7 documents have a single token, and so no target"
+    assert (line in caplog.text) == bool(lost)
+    capsys.readouterr()
+    assert check.main(words) == 0
+    assert (line in capsys.readouterr().out) == bool(lost)

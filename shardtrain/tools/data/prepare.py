@@ -189,7 +189,7 @@ def _fit(job: Job, processes: int) -> list[str]:
         return {
             "blocks": [
                 {
-                    **{name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped")},
+                    **{name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped", "single")},
                     "order": base64.b64encode(fit.to_bytes()).decode(),
                 }
                 for fit in fits
