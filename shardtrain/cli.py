@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardtrain import __version__
 from shardtrain.config import help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
-from shardtrain.utils import garbage_collection, process
+from shardtrain.utils import garbage_collection, process, python_child
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -348,7 +348,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     elif forks:
         code = local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts)
     else:
-        command = (sys.executable, "-m", "shardtrain", "train", *words)
+        command = python_child.command("shardtrain", "train", *words)
         code = local.launch(loaded, choice.count, command=command, max_restarts=restarts)
 
     # after the run: what the plan makes of it, a sample, and commands that may come next

@@ -20,6 +20,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.command_line import Option, split, take
 from shardtrain.resilience import signals
 from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
+from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -153,7 +154,7 @@ def _here(request: Request, words: list[str]) -> int:
 
             status = local.launch(launched, choice.count, main=lambda _: _run(request))
         else:
-            command = (sys.executable, "-m", "shardtrain", "doctor", *words)
+            command = python_child.command("shardtrain", "doctor", *words)
             status = local.launch(launched, choice.count, command=command)
         report = folder / REPORT
         if status or not report.is_file():
