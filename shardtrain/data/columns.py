@@ -86,6 +86,16 @@ def text(row: Mapping[str, Any], path: str) -> str:
     raise Unusable(f"column {path!r} holds {kind(value)}, not a text")
 
 
+def label(row: Mapping[str, Any], path: str) -> Any:
+    """Label in a column. Floats without a fraction become ints: integer columns that hold nulls arrive as floats.
+
+    Raises:
+        Unusable: when the row has no such column.
+    """
+    value = column(row, path)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def check_text(value: str, what: str) -> str:
     """Give back a text that UTF-8 can hold.
 

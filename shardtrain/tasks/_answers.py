@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -121,8 +121,7 @@ class PairTask(AnswerTask):
     def read_rows(self, split: str) -> _files.FileRows[Pair]:
         """Read the files of a split; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)
-        num_targets = section.seq_len - 1 if self.reads_last_token else section.seq_len
-        pairs = _files.read(self.config, split, lambda rows: self._pairs(rows, num_targets))
+        pairs: _files.FileRows[Pair] = _files.read(self.config, split, partial(self.encode, split=split))
         sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
 
         # Where the loss compares with the weights that a run begins with, they are part of what its data are: a run
@@ -135,7 +134,7 @@ class PairTask(AnswerTask):
             content = digest(content, *margins)
         pairs.fingerprint = digest(self.encoder.fingerprint, section.seq_len, *start.values(), content)
 
-        cut = sum(len(side.tokens) == num_targets for side in sides)
+        cut = sum(len(side.tokens) == section.seq_len - self.reads_last_token for side in sides)
         logger.info(described(self.tokenizer, self.config.data))
         logger.info(f"{split}: {len(pairs)} pairs of answers, of which {cut} are as long as seq_len or were cut to it")
         return pairs
@@ -166,12 +165,16 @@ class PairTask(AnswerTask):
         """Both sides."""
         return [row.chosen.shown("chosen"), row.rejected.shown("rejected")]
 
-    def _pairs(self, rows: Sequence[Mapping[str, Any] | BadRow], seq_len: int) -> Iterator[Pair | BadRow]:
+    def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Pair | BadRow]:
+        """Tokenize both answers of rows. Yield a Pair or a BadRow for each."""
+        section, _ = _files.section_of(self.config, split)
+        num_targets = section.seq_len - self.reads_last_token
+
         def encode(splits: list[tuple[list[dict[str, Any]], float]]) -> Iterator[Pair | BadRow]:
             # All prompts with an answer are tokenized together, two for each row.
             documents = iter(self.encoder.encode([answer for answers, _ in splits for answer in answers]))
             for _, margin in splits:
-                pair = side_of(next(documents), seq_len), side_of(next(documents), seq_len)
+                pair = side_of(next(documents), num_targets), side_of(next(documents), num_targets)
                 bad = next((side for side in pair if isinstance(side, BadRow)), None)
                 yield Pair(*pair, margin) if bad is None else bad  # type: ignore[arg-type]
 

@@ -49,9 +49,11 @@ class Classification(ExampleTask):
 
     def is_labelled(self, split: str) -> bool:
         """Whether the rows of a split have a label: those of a test set by the first of them that can be read."""
-        if split != "test":
-            return True
-        rows = (row for _, row in every_row(_files.open_files(self.config, split)) if not isinstance(row, BadRow))
+        return split != "test" or self._is_test_set_labelled
+
+    @cached_property
+    def _is_test_set_labelled(self) -> bool:
+        rows = (row for _, row in every_row(_files.open_files(self.config, "test")) if not isinstance(row, BadRow))
         first = next(rows, None)
         return first is None or columns.find(first, self.config.task.label_field) is not None
 
@@ -126,7 +128,7 @@ class Classification(ExampleTask):
         texts = [columns.text(row, field) for field in fields]
         if not labelled:
             return texts, IGNORE
-        value = columns.column(row, task.label_field)
+        value = columns.label(row, task.label_field)
         # Not isinstance: True is an int too, and not the name of a label.
         name = str(value) if type(value) in (int, str) else None
         if name not in self._numbers:

@@ -15,6 +15,7 @@ group as others have in a batch, the loss is theirs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,7 +79,8 @@ class KTO(AnswerTask):
     def read_rows(self, split: str) -> _files.FileRows[Group]:
         """Read the files of a split and put rows into groups; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)
-        rows = _files.read(self.config, split, lambda rows: self._answers(rows, section.seq_len))
+        lone: _files.FileRows[Group] = _files.read(self.config, split, partial(self.encode, split=split))
+        rows = [answer for (answer,) in lone]
 
         # Groups are made here, of rows in an order that the seed alone decides: who is in a group with whom decides KL.
         order = np.arange(len(rows))
@@ -88,7 +90,7 @@ class KTO(AnswerTask):
 
         # The weights that a run begins with are the reference, and part of what its data are.
         start = self.start()
-        groups.files = {**rows.files, **start}
+        groups.files = {**lone.files, **start}
         content: list[bytes | bool] = []
         for group in groups:
             for answer in group:
@@ -191,8 +193,11 @@ class KTO(AnswerTask):
         """Each row of a group, by its label."""
         return [one.cut_side.shown("good" if one.is_good else "bad") for one in row]
 
-    def _answers(self, rows: Sequence[Mapping[str, Any] | BadRow], seq_len: int) -> Iterator[Answer | BadRow]:
-        def encode(answers: list[tuple[dict[str, Any], bool]]) -> Iterator[Answer | BadRow]:
+    def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Group | BadRow]:
+        """Tokenize rows. Yield a group of one answer or a BadRow for each."""
+        seq_len = _files.section_of(self.config, split)[0].seq_len
+
+        def encode(answers: list[tuple[dict[str, Any], bool]]) -> Iterator[Group | BadRow]:
             documents = self.encoder.encode([texts for texts, _ in answers])
             for document, (_, is_good) in zip(documents, answers, strict=True):
                 cut = side_of(document, seq_len)
@@ -201,7 +206,7 @@ class KTO(AnswerTask):
                     continue
                 whole = side_of(document, len(document.tokens))
                 assert isinstance(whole, Side), "its first tokens have a target"
-                yield Answer(whole, is_good, seq_len)
+                yield (Answer(whole, is_good, seq_len),)
 
         return around_bad_rows([attempt(self._read, row) for row in rows], encode)
 
@@ -210,7 +215,7 @@ class KTO(AnswerTask):
         field = self.config.task.label_field
         prompt = columns.column(row, data.prompt_field)
         completion = columns.column(row, data.completion_field)
-        label = columns.column(row, field)
+        label = columns.label(row, field)
         if isinstance(prompt, list | tuple) and isinstance(completion, str):
             completion = [{"role": "assistant", "content": completion}]
         word = str(label).lower() if isinstance(label, bool | int | str) else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ from shardtrain import models
 from shardtrain.config.schema import Config, Training, Validation
 from shardtrain.data.loader import DataLoader, RankSlice
 from shardtrain.data.row_stream import RowBatch, RowDataLoader, RowFeed, Rows
+from shardtrain.data.sources import BadRow
 from shardtrain.layout import Layout
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
@@ -45,6 +46,13 @@ class RowTask:
         The rows of "test" may come without what is to be predicted: see ``is_labelled``.
         """
         raise self._lacks("read_rows")
+
+    def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterable[Any]:
+        """Turn rows of the files of a split into rows of the task, or into a BadRow, one after the other.
+
+        ``data check`` calls it, and ``read_rows`` of the tasks of this package.
+        """
+        raise self._lacks("encode")
 
     def collate(self, rows: list[Any]) -> dict[str, Tensor]:
         """Named tensors of some rows, at least one; what it pads must count for nothing in ``loss_sum``."""

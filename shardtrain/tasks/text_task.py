@@ -58,8 +58,7 @@ class ExampleTask(TextTask):
     def read_rows(self, split: str) -> _files.FileRows[Example]:
         """Read the files of a split; raises what ``_files.read`` does."""
         section, _ = _files.section_of(self.config, split)
-        labelled = self.is_labelled(split)
-        rows = _files.read(self.config, split, lambda rows: self._examples(rows, labelled, section.seq_len))
+        rows: _files.FileRows[Example] = _files.read(self.config, split, partial(self.encode, split=split))
         task = self.config.task
         facts = (self.tokenizer.fingerprint, section.seq_len, self.labels, task.label_field, task.pair_field)
         content = (part for row in rows for part in (row.tokens.tobytes(), row.label))
@@ -80,13 +79,15 @@ class ExampleTask(TextTask):
         name = self.labels[row.label] if self.labels and row.label != IGNORE else "text"
         return [Shown(name, row.tokens.tolist(), None)]
 
-    def _examples(
-        self, rows: Sequence[Mapping[str, Any] | BadRow], labelled: bool, seq_len: int
-    ) -> Iterator[Example | BadRow]:
+    def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Example | BadRow]:
+        """Tokenize the texts of rows. Yield an Example or a BadRow for each."""
+        section, _ = _files.section_of(self.config, split)
+        labelled = self.is_labelled(split)
+
         def encode(found: list[tuple[list[str], int]]) -> Iterator[Example | BadRow]:
             batch = iter(self.tokenizer.encode_batch([text for texts, _ in found for text in texts]))
             for texts, number in found:
-                yield self._example([next(batch) for _ in texts], number, seq_len)
+                yield self._example([next(batch) for _ in texts], number, section.seq_len)
 
         return around_bad_rows([attempt(partial(self._read, labelled), row) for row in rows], encode)
 

@@ -209,6 +209,20 @@ def test_a_row_without_a_label_is_named(row: dict[str, Any], told: str, tmp_path
         KTO(config(path, "kto")).read_rows("train")
 
 
+@pytest.mark.parametrize(
+    ("label", "is_good"), [(True, True), (1, True), (1.0, True), (0.0, False), ("false", False), (0.5, None)]
+)
+def test_a_label_of_kto_may_be_a_number(tmp_path: Path, label: Any, is_good: bool | None) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "a", "completion": "b", "label": label}) + "\n")
+    if is_good is not None:
+        ((answer,),) = KTO(config(path, "kto")).read_rows("train")
+        assert answer.is_good == is_good
+        return
+    with pytest.raises(DataError, match="label '0.5' in column 'label' is neither true nor false"):
+        KTO(config(path, "kto")).read_rows("train")
+
+
 def test_preferences_of_a_chat_are_read_in_every_shape() -> None:
     """One file with a row of each shape gives the same pair each time."""
     ask = {"role": "user", "content": "the cat"}

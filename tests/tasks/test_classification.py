@@ -163,6 +163,25 @@ def test_a_wrong_row_is_named_by_file_and_line(tmp_path: Path, line: str, said: 
     assert f"{path}:2: {said}" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("label", "number"), [(1, 1), (1.0, 1), (0.0, 0), ("1", 1), (0.5, None), (True, None), (None, None), ("1.0", None)]
+)
+def test_a_whole_number_is_a_label_in_any_type(tmp_path: Path, label: Any, number: int | None) -> None:
+    """Integer columns that hold nulls arrive as floats."""
+    path = tmp_path / "train.jsonl"
+    path.write_text(json.dumps({"text": "good", "label": label}) + "\n")
+    one = config(
+        data={"text_field": "text"},
+        task={"label_field": "label"},
+        training={"dataset": "jsonl", "dataset_path": str(path)},
+    )
+    if number is not None:
+        assert [row.label for row in Classification(one).read_rows("train")] == [number]
+        return
+    with pytest.raises(DataError, match="in column 'label' is not one of 0, 1"):
+        Classification(one).read_rows("train")
+
+
 def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) -> None:
     path = tmp_path / "train.tsv"
     path.write_text("sentence\tscore\ngood\t1\n")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +15,17 @@ from shardtrain import models, tasks
 from shardtrain.config import Config, check, derived, load, machine_notes
 from shardtrain.config.command_line import Option, number_of, take
 from shardtrain.config.schema import Training, Validation
+from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.data import build_dataset, sources
+from shardtrain.data.bad_rows import attempt
+from shardtrain.data.document import Document, Encoder
 from shardtrain.data.encode import open_encoder
 from shardtrain.data.mix import Mixture
 from shardtrain.data.packing import Packing, lost_documents
 from shardtrain.data.read_documents import BadRows, as_limit
+from shardtrain.data.row_template import template_of
 from shardtrain.data.shards import ShardTokenBuffer
-from shardtrain.data.sources import Table
+from shardtrain.data.sources import BadRow, Table
 from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.launch import environment
 from shardtrain.tools.data.progress import Progress
@@ -38,8 +43,6 @@ Prepared shards are verified byte by byte.
 
 Exit status: 0 usable, 3 bad rows or nothing usable, 2 something to correct in the configuration.
 """
-OF_DOCUMENTS = ("language_model", "distillation")
-"""Tasks whose rows are packed documents; those of others are rows of the files."""
 DUPLICATES_WARN = 0.01
 """Share of duplicates above which they are worth a warning."""
 
@@ -117,18 +120,21 @@ def examine(config: Config, world_size: int) -> Report:
     training = list(surveys(config, config.training, tokenizer))
     packings = _packings(config, config.training, tokenizer)
     for survey, epoch in zip(training, _epochs(config, training, packings, world_size), strict=True):
-        packing = packings[survey.name]
+        packing = packings.get(survey.name)
         report.tables[survey.name] = _facts(survey, packing) | epoch
-        _judge(survey, config, vocab_size, packing, report)
+        _judge(survey, config, vocab_size, packing, BadRows.of(config.data), report)
 
     # Validation, and its documents that training has too.
     if config.validation.enable:
         packings = _packings(config, config.validation, tokenizer)
         for survey in surveys(config, config.validation, tokenizer):
-            packing = packings[survey.name]
+            packing = packings.get(survey.name)
             name = f"validation: {survey.name}"
-            report.tables[name] = _facts(survey, packing) | {"sequences per pass": survey.rows(packing).num_rows}
-            _judge(survey, config, vocab_size, packing, report)
+            count = survey.rows(packing).num_rows if packing else survey.tally.documents
+            report.tables[name] = _facts(survey, packing) | {"sequences per pass": count}
+            # Each row of a held-out set of a task counts: none may be left out.
+            policy = BadRows.of(config.data) if packing else BadRows()
+            _judge(survey, config, vocab_size, packing, policy, report)
             count, examples = survey.shared_with(training)
             if count:
                 report.warnings.append(
@@ -139,7 +145,9 @@ def examine(config: Config, world_size: int) -> Report:
 
 
 def _packings(config: Config, section: Training | Validation, tokenizer: Tokenizer) -> dict[str, Packing]:
-    """How the rows of each source are made, by its name."""
+    """Return the packing of each source, by its name. A task of rows has none."""
+    if config.task.name not in OF_NEXT_TOKENS:
+        return {}
     every = build_dataset.named_sources(config, section)
     return {named.name: build_dataset.packing_of(config, section, tokenizer, named) for named in every}
 
@@ -156,11 +164,40 @@ def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer
                 yield survey_line(named.name, line, _Ticker(progress, line.num_documents))
             continue
         source = module.open_source(request)
-        encoder = open_encoder(tokenizer, config.data, named.source)
+        encoder: Encoder
+        if config.task.name in OF_NEXT_TOKENS:
+            encoder = open_encoder(tokenizer, config.data, named.source)
+        else:
+            encoder = _TaskEncoder(config, "train" if section is config.training else "validation", tokenizer)
         build_dataset.check_template(source, encoder, named)
         num_rows = source.num_rows if isinstance(source, Table) else None
         with Progress(f"checking {named.name}", source.total_bytes) as progress:
             yield survey_rows(named.name, source, encoder, _Ticker(progress, num_rows))
+
+
+class _TaskEncoder:
+    """Encoder of the rows of a task: all texts of a row, end to end, are its document."""
+
+    fingerprint = ""
+
+    def __init__(self, config: Config, split: str, tokenizer: Tokenizer) -> None:
+        task = tasks.open_task(config)
+        assert isinstance(task, tasks.RowTask)
+        self.tokenizer = tokenizer
+        self._task = task
+        self._split = split
+        self._template = template_of(config.data, None, "row")
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
+        """Encode rows as training does. Return one document per row, or the reason why it has none."""
+        completed = rows if self._template is None else [attempt(self._template.row, row) for row in rows]
+        encoded = self._task.encode(completed, self._split)
+        return [one if isinstance(one, BadRow) else self._document(one) for one in encoded]
+
+    def _document(self, row: Any) -> Document:
+        texts = self._task.shown(row)
+        learned = np.concatenate([text.learned or np.zeros(len(text.tokens), bool) for text in texts])
+        return Document(np.concatenate([text.tokens for text in texts]).astype(np.int32), learned)
 
 
 class _Ticker:
@@ -176,7 +213,7 @@ class _Ticker:
         self._progress.show(self._read / self._total if self._total else 0.0, 0)
 
 
-def _facts(survey: Survey, packing: Packing) -> dict[str, Any]:
+def _facts(survey: Survey, packing: Packing | None) -> dict[str, Any]:
     """Counts of one dataset, by the words that are printed."""
     tally = survey.tally
     lengths = survey.lengths
@@ -194,7 +231,7 @@ def _facts(survey: Survey, packing: Packing) -> dict[str, Any]:
         "shortest document": shape[0],
         "median document": shape[1],
         "longest document": shape[2],
-        "longer than seq_len": int((lengths - 1 > packing.seq_len).sum()),
+        **({"longer than seq_len": int((lengths - 1 > packing.seq_len).sum())} if packing else {}),
         "duplicates": num_duplicates,
         "first duplicates": [f"{again} = {first}" for again, first in examples],
         "largest id": survey.max_id,
@@ -217,6 +254,8 @@ def _epochs(
     with the weights and stages of the configuration; none where it never comes.
     """
     batch = derived.global_batch_size(config, world_size)
+    if not packings:
+        return [_row_epochs(config, surveys[0], world_size)]
     packed = [survey.rows(packings[survey.name]) for survey in surveys]
     rows = [one.num_rows for one in packed]
     ends: list[int | None] = list(rows)
@@ -224,14 +263,6 @@ def _epochs(
         feeds = [_Counted(one.num_targets / one.num_rows) for one in packed]
         mixture = Mixture(build_dataset.stages_of(config, feeds))
         ends = [mixture.first_position_beyond(index, count) for index, count in enumerate(rows)]
-    elif config.task.name not in OF_DOCUMENTS:
-        # rows of a task: the last step of an epoch is as training.last_batch says
-        stream = tasks.open_task(config).open_dataloader(
-            batch_rank=0,
-            num_batch_ranks=derived.data_parallel_degree(config, world_size),
-            accumulation=derived.accumulation_steps(config, world_size),
-        )
-        ends = [int(stream.places_per_epoch or 0)]
     tables = []
     for count, end in zip(rows, ends, strict=True):
         table: dict[str, Any] = {"sequences per epoch": count, "sequences per step": batch}
@@ -241,10 +272,28 @@ def _epochs(
     return tables
 
 
-def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, report: Report) -> None:
+def _row_epochs(config: Config, survey: Survey, world_size: int) -> dict[str, Any]:
+    """Return the rows of a task in an epoch, and its steps: the last one depends on ``training.last_batch``."""
+    table = {"sequences per epoch": 0, "sequences per step": derived.global_batch_size(config, world_size)}
+    if survey.tally.documents:
+        every_good_row = dataclasses.replace(
+            config.data, bad_rows="skip", bad_rows_max_fraction=1.0, long_rows_max_fraction=1.0
+        )
+        stream = tasks.open_task(dataclasses.replace(config, data=every_good_row)).open_dataloader(
+            batch_rank=0,
+            num_batch_ranks=derived.data_parallel_degree(config, world_size),
+            accumulation=derived.accumulation_steps(config, world_size),
+        )
+        table["sequences per epoch"] = stream.num_samples or 0
+        table["steps per epoch"] = -(-(stream.places_per_epoch or 0) // stream.global_batch)
+    return table
+
+
+def _judge(
+    survey: Survey, config: Config, vocab_size: int, packing: Packing | None, policy: BadRows, report: Report
+) -> None:
     """Enter what is wrong with one dataset into the report."""
     tally = survey.tally
-    policy = BadRows.of(config.data)
     report.bad.extend(survey.damage)
 
     # Bad rows, as data.bad_rows says: none are let through, or a share of them.
@@ -254,22 +303,23 @@ def _judge(survey: Survey, config: Config, vocab_size: int, packing: Packing, re
         if tally.num_bad == tally.rows:
             fix = "see whether the dataset, data.format and the names of its columns are right"
         report.bad.append(f"dataset {survey.name} has {tally.num_bad} bad of {tally.rows} rows; {fix}")
-    packed = survey.rows(packing)
+    packed = survey.rows(packing) if packing else None
     try:
         if policy.skip or not tally.num_bad:
             policy.judge(tally, f"dataset {survey.name}")
-        if packing.long_documents == "cut":
+        if packed and packed.packing.long_documents == "cut":
             policy.judge_long(packed.dropped, tally.documents, f"dataset {survey.name}")
     except DataError as error:
         report.bad.append(str(error))
 
     # Nothing to learn, or nothing left of it once it is packed.
-    if tally.documents and not tally.learned and not survey.damage:
+    if packed and tally.documents and not tally.learned and not survey.damage:
         report.bad.append(f"dataset {survey.name} has no token that is learned; see data.format")
-    elif tally.documents and not survey.damage and not packed.num_rows:
-        rule = f"gives no sequence with packing {packing.kind}, and seq_len {packing.seq_len}"
+    elif packed and tally.documents and not survey.damage and not packed.num_rows:
+        rule = f"gives no sequence with packing {packed.packing.kind}, and seq_len {packed.packing.seq_len}"
         report.bad.append(f"dataset {survey.name} {rule}; see data.long_documents, and documents of one token")
-    report.warnings.extend(f"dataset {survey.name}: {lost}" for lost in lost_documents(packed, tally.documents))
+    if packed:
+        report.warnings.extend(f"dataset {survey.name}: {lost}" for lost in lost_documents(packed, tally.documents))
     if survey.max_id >= vocab_size:
         report.problems.append(
             f"dataset {survey.name} has the id {survey.max_id}, and the model's vocabulary is {vocab_size}; set "

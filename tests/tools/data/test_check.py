@@ -12,6 +12,7 @@ import pytest
 from shardtrain.config import Config, derived, load
 from shardtrain.data import open_dataloader, read_documents
 from shardtrain.data.packing import Packing
+from shardtrain.tasks import open_task
 from shardtrain.tools.data import check, prepare
 from shardtrain.tools.data.check import examine
 from shardtrain.tools.data.survey import Survey
@@ -266,8 +267,74 @@ def test_where_no_row_can_be_read_skipping_is_not_advised(tmp_path: Path, capsys
 def test_steps_of_a_task_of_rows_are_those_of_its_stream(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], last_batch: str, steps: int
 ) -> None:
-    pairs = [{"prompt": "a", "chosen": f"good {number}", "rejected": "bad", "text": "x y"} for number in range(10)]
+    pairs = [{"prompt": "a", "chosen": f"good {number}", "rejected": "bad"} for number in range(10)]
     words = words_for(jsonl(tmp_path / "a.jsonl", pairs), "--task.name", "orpo", "--training.local_batch_size", "2")
     words += ["--training.last_batch", last_batch]
     _, report = run(capsys, *words, "--world_size", "2")
     assert report["datasets"]["jsonl"]["steps per epoch"] == steps
+
+
+ROWS_OF_TASKS: dict[str, tuple[dict[str, Any], list[Any], list[str]]] = {
+    "classification": (
+        {"text": "a text", "label": 1},
+        [{"text": "a text", "label": 2}, {"text": "a text"}, {"text": 7, "label": 1}],
+        ["--task.num_labels=2"],
+    ),
+    "masked_language_model": (
+        {"text": "a text"}, [{"text": None}, {"other": ""}, "[]\n"],
+        ["--task.options.mask_token_id=257", "--model.name=encoder"],
+    ),
+    "preference": (
+        {"prompt": "p", "chosen": "good", "rejected": "bad"},
+        [{"prompt": "p", "chosen": "good"}, {"prompt": "p", "chosen": 1, "rejected": "bad"}, {"text": "a text"}],
+        [],
+    ),
+    "kto": (
+        {"prompt": "p", "completion": "good", "label": True},
+        [{"prompt": "p", "completion": "good", "label": "maybe"}, {"prompt": "p", "label": True}, "{broken\n"],
+        ["--task.group_size=3"],
+    ),
+}  # fmt: skip
+"""By task: a good row, three bad ones, and options."""
+TOKENS_OF_TASKS = {
+    "classification": len("a text") + 2,
+    "masked_language_model": len("a text") + 2,
+    "preference": 2 * (len("p") + 2) + len("good") + len("bad"),
+    "kto": len("p") + len("good") + 2,
+}
+
+
+@pytest.mark.parametrize("task", ROWS_OF_TASKS)
+def test_rows_of_a_task_are_checked_as_the_task_reads_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    good, wrong, options = ROWS_OF_TASKS[task]
+    words = words_for(jsonl(tmp_path / "a.jsonl", [good] * 30), f"--task.name={task}", *options)
+    words += ["--training.local_batch_size=1"]
+    code, report = run(capsys, *words, "--world_size", "2")
+    table = report["datasets"]["jsonl"]
+    stream = open_task(load(None, words).config).open_dataloader(batch_rank=0, num_batch_ranks=2, accumulation=1)
+    assert (code, report["problems"]) == (0, [])
+    assert (table["rows"], table["documents"], table["bad rows"], table["duplicates"]) == (30, 30, 0, 29)
+    assert table["tokens"] == 30 * TOKENS_OF_TASKS[task]
+    assert table["sequences per epoch"] == stream.num_samples == (10 if task == "kto" else 30)
+    assert table["steps per epoch"] == stream.num_samples // 2
+
+    jsonl(tmp_path / "a.jsonl", [*[good] * 30, *wrong])
+    code, report = run(capsys, *words)
+    table = report["datasets"]["jsonl"]
+    assert code == 3 and "has 3 bad of 33 rows" in report["problems"][0]
+    assert (table["rows"], table["documents"], table["bad rows"]) == (33, 30, 3)
+    assert table["sequences per epoch"] == stream.num_samples
+    assert all(f"a.jsonl:{line}" in "\n".join(table["reasons"]) for line in (31, 32, 33))
+    words += ["--data.bad_rows=skip", "--data.bad_rows_max_fraction=0.1"]
+    assert run(capsys, *words)[0] == 0
+    # no row of a held-out set may be left out
+    words += ["--validation.enable=true", "--validation.dataset=jsonl", f"--validation.dataset_path={tmp_path}/a.jsonl"]
+    code, report = run(capsys, *words)
+    assert code == 3 and "has 3 bad of 33 rows" in report["problems"][0]
+    assert report["datasets"]["validation: jsonl"]["sequences per pass"] == 30
+
+    jsonl(tmp_path / "a.jsonl", wrong)
+    code, report = run(capsys, *words)
+    assert code == 3 and report["datasets"]["jsonl"]["sequences per epoch"] == 0
