@@ -164,7 +164,8 @@ class PipelineRunner(Runner):
         if self._has_experts:
             expert_parallel.before_step(self.parts, weight)
         self._weight = weight
-        self.token_metrics.start()
+        if self.token_metrics:
+            self.token_metrics.start()
         self._ties.copy_weights(self.parts)
         if self._before_pass:
             self._before_pass()
@@ -198,7 +199,8 @@ class PipelineRunner(Runner):
         return torch.stack([loss.detach() for loss in losses]).sum(dtype=torch.float64)
 
     def _loss(self, logits_BtV: Tensor, targets_Bt: Tensor) -> Tensor:
-        self.token_metrics.add(logits_BtV, targets_Bt, self._vocabulary)
+        if self.token_metrics:
+            self.token_metrics.add(logits_BtV, targets_Bt, self._vocabulary)
         return cross_entropy_sum(logits_BtV, targets_Bt, self._weight, self._vocabulary, self._chunk_loss)
 
     def _build_schedule(self) -> Any:

@@ -66,7 +66,8 @@ class Runner(ABC):
         self._split_states: SplitStates | None = None
         self._before_pass: float8.BeforePass | None = None
         self._in_backward: UpdateInBackward | None = None
-        self.token_metrics = TokenMetrics(parts.config.metrics.token_metrics, parts.mesh)
+        metrics = parts.config.metrics.token_metrics
+        self.token_metrics = TokenMetrics(metrics, parts.mesh) if metrics else None
 
     @abstractmethod
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ class Runner(ABC):
     def measures(self) -> dict[str, float]:
         """Metrics of the model itself of the last ``forward_backward``, equal on all ranks (a collective)."""
         of_experts = expert_parallel.measure(self.parts, self._mesh) if self._has_experts else {}
-        return {**of_experts, **self.token_metrics.means()}
+        return {**of_experts, **(self.token_metrics.means() if self.token_metrics else {})}
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates: the parameters, or with ZeRO-1 this replica's slices of them."""
@@ -193,7 +194,8 @@ class PlainRunner(Runner):
             expert_parallel.before_step(self.parts, weight)
         if self._before_pass:
             self._before_pass()
-        self.token_metrics.start()
+        if self.token_metrics:
+            self.token_metrics.start()
         # float64: hundreds of micro-batches, and then ranks, are added one by one
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         try:
@@ -226,7 +228,9 @@ class PlainRunner(Runner):
         if num_tokens not in self._loss_at_head:
             self._loss_at_head[num_tokens] = loss_at_head.saves(model, num_tokens, self._mesh, self._config)
         if self._loss_at_head[num_tokens]:
-            chunk = self.token_metrics.measuring(self._chunk_loss)
+            chunk = self._chunk_loss
+            if self.token_metrics:
+                chunk = self.token_metrics.measuring(chunk)
             with loss_at_head.in_place_of_logits(model, targets_Bt, weight, chunk):
                 return model(tokens_Bt, positions_Bt, **documents)  # type: ignore[no-any-return]
 
@@ -237,5 +241,6 @@ class PlainRunner(Runner):
             rule = f"gives {given} for tokens of shape {tuple(targets_Bt.shape)}"
             fix = "return one tensor of logits, (B, T, V)"
             raise ConfigError(Problem("model.name", self._config.model.name, rule, fix))
-        self.token_metrics.add(out, targets_Bt, self._vocabulary)
+        if self.token_metrics:
+            self.token_metrics.add(out, targets_Bt, self._vocabulary)
         return cross_entropy_sum(out, targets_Bt, weight, self._vocabulary, self._chunk_loss)

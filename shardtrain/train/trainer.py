@@ -194,7 +194,8 @@ def _steps(
             if run.contents.problem:
                 raise run.contents.problem
 
-            run.runner.token_metrics.is_on = metrics.is_log_step(state.step + 1)
+            if run.runner.token_metrics:
+                run.runner.token_metrics.is_on = metrics.is_log_step(state.step + 1)
             try:
                 with resilience.watch_step(state):
                     outcome = step(run)
