@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sandbox, shared_opening, sources, token_cache
+from shardtrain.data.chat_messages import messages_column
 from shardtrain.data.columns import find
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.encode import open_encoder
@@ -164,13 +165,13 @@ def format_of_rows(config: Config, section: Training | Validation) -> str:
     module = sources.find(named.source.dataset, option=named.dataset_option)
     if options.template or hasattr(module, "open_line"):
         return options.format
+    rows = itertools.islice(every_row(module.open_source(request_for(config, named))), _FIRST_ROWS)
+    first = next((row for _, row in rows if not isinstance(row, BadRow)), {})
     columns_of = {
         "text": (options.text_field,),
         "prompt_completion": (options.prompt_field, options.completion_field),
-        "chat": (options.messages_field,),
+        "chat": (messages_column(first, options.messages_field),),
     }
-    rows = itertools.islice(every_row(module.open_source(request_for(config, named))), _FIRST_ROWS)
-    first = next((row for _, row in rows if not isinstance(row, BadRow)), {})
     fitting = [form for form, names in columns_of.items() if all(find(first, name) is not None for name in names)]
     return options.format if options.format in fitting or not fitting else fitting[0]
 

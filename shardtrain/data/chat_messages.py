@@ -39,15 +39,18 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 def conversation(row: Mapping[str, Any], messages_field: str, tools_field: str) -> tuple[list[Message], Variables]:
     """Return the messages of a row, and the variables of the chat template.
 
-    A row without the column of messages but with one called "conversations" is taken as ShareGPT's.
-
     Raises:
         Unusable: when it has no conversation, or one that makes no sense.
     """
-    if messages_field == "messages" and "messages" not in row and "conversations" in row:
-        messages_field = "conversations"
+    messages_field = messages_column(row, messages_field)
     messages = messages_of(column(row, messages_field), messages_field)
     return messages, template_variables(row, tools_field)
+
+
+def messages_column(row: Mapping[str, Any], messages_field: str) -> str:
+    """Return the column of the conversation: ShareGPT's "conversations" if a row has it instead of "messages"."""
+    is_sharegpt = messages_field == "messages" and "messages" not in row and "conversations" in row
+    return "conversations" if is_sharegpt else messages_field
 
 
 def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, Any]:

@@ -120,6 +120,7 @@ class DataLoader:
     vocab:           token ids are in 0..vocab-1.
     files:           name of each file -> a fingerprint of its content, to name the one that differs.
     num_samples:     rows of one epoch, over all ranks; None for mixtures, and where it is not known before reading.
+    num_documents:   rows of the dataset with a target; None like num_samples.
     places_per_epoch: how far samples_consumed advances in one epoch: num_samples, or whole steps where epochs end at
                      the border of a step (training.last_batch).
     end:             samples after which the data end; None where they repeat, or where it is not known before reading.
@@ -148,6 +149,7 @@ class DataLoader:
         self.tokenizer = opened.tokenizer
         self.vocab = opened.tokenizer.vocab_size
         self.num_samples = opened.feeds[0].num_rows if len(opened.feeds) == 1 else None
+        self.num_documents = opened.feeds[0].num_documents if len(opened.feeds) == 1 else None
         self.places_per_epoch: int | None = self.num_samples
         self.end = opened.end
         self.global_batch = share.global_batch

@@ -43,7 +43,7 @@ _LOOK_EVERY = 1024
 class StreamFeed:
     """A feed of streams; ``num_readers`` is V, ``passes`` None repeats."""
 
-    num_rows = None
+    num_rows = num_documents = None
     ends_without_notice = True
 
     def __init__(

@@ -116,7 +116,8 @@ def measure(opened: OpenedModel, section: Validation, read: Read | None = None) 
         "bits_per_byte": loss.item() / math.log(2) / size if size else None,
         "tokens": tokens,
         "bytes": size,
-        "rows": rows,
+        "rows": stream.num_documents,
+        "sequences": rows,
     }
 
 

@@ -28,7 +28,8 @@ ROWS: dict[str, dict[str, Any]] = {
     "prompt_completion": {"prompt": "hi", "completion": " there"},
     "chat": {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": " there"}]},
 }
-FIRST_TARGET = {"text": 1, "prompt_completion": len("_hi"), "chat": len("uhi;a")}
+ROWS["sharegpt"] = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": " there"}]}
+FIRST_TARGET = {"text": 1, "prompt_completion": len("_hi"), "chat": len("uhi;a"), "sharegpt": len("uhi;a")}
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,19 @@ def test_the_loss_is_that_of_each_row_by_itself_in_any_order(opened: OpenedModel
         assert found["loss"] == pytest.approx(expected, rel=1e-6)
         assert found["tokens"] == sum(count for _, count in sums)
         assert found["bytes"] == sum(len(text.encode()) for text in TEXTS)
+        lengths = [len(text.encode()) + 1 for text in TEXTS]
+        assert (found["rows"], found["sequences"]) == (len(TEXTS), sum(-(-length // SEQ_LEN) for length in lengths))
+
+
+@pytest.mark.parametrize("packing", ["padded", "first_fit"])
+def test_rows_without_a_target_do_not_count(
+    opened: OpenedModel, tmp_path: Path, packing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"text": "a"}, {"text": "the cat"}, {"text": ""}, {"text": "x" * 60}])
+    options = {"data.add_bos": False, "data.add_eos": False, "data.packing": packing}
+    found = api.evaluate(opened, path, seq_len=SEQ_LEN, options=options)
+    assert (found["rows"], found["tokens"]) == (2, len("the cat") - 1 + 60 - 1)
+    assert "1 of 3 documents have a single token, and so no target" in caplog.text
 
 
 def test_the_packed_form_is_an_option_and_depends_on_the_order(opened: OpenedModel, tmp_path: Path) -> None:
@@ -92,10 +106,10 @@ def test_the_format_of_rows_is_detected_by_their_columns(
     template.write_text(TEMPLATE)
     path = jsonl(tmp_path / "rows.jsonl", [ROWS[form]] * 2)
     words = ["evaluate", "--from", str(folder), "--tokenizer", "bytes", "--data", f"set={path}"]
-    words += ["--data.chat_template", str(template)] if form == "chat" else []
+    words += ["--data.chat_template", str(template)] if form in ("chat", "sharegpt") else []
     assert cli.main(words) == 0
     found = json.loads(capfd.readouterr().out)["sets"]["set"]
-    whole = [*b"uhi;a there;"] if form == "chat" else [BOS, *b"hi there", EOS]
+    whole = [*b"uhi;a there;"] if form in ("chat", "sharegpt") else [BOS, *b"hi there", EOS]
     total, count = loss_of(build("llama3").double(), whole, FIRST_TARGET[form])
     assert found["loss"] == pytest.approx(total / count, rel=1e-6) and found["tokens"] == 2 * count
     assert found["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
