@@ -8,6 +8,7 @@ writes for parts of the conversation (``chat_turns.py``). A turn that cannot be 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,15 +16,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.chat_messages import NO_VARIABLES, Message, Variables, called_functions, with_object_arguments
+from shardtrain.data.chat_messages import (
+    NO_VARIABLES,
+    Message,
+    Variables,
+    called_functions,
+    joined,
+    with_object_arguments,
+)
 from shardtrain.data.chat_template import ChatTemplate, Span
-from shardtrain.data.chat_turns import Turns, replace_texts
+from shardtrain.data.chat_turns import Leaf, Turns, replace_texts
 from shardtrain.data.columns import UNUSED_KEYS, Unusable, UnusedNames
 from shardtrain.data.document import Document
 from shardtrain.data.tokenizer import Ids, Spans, Tokenizer
 from shardtrain.utils.log import logger
 
 _STAND_IN = "shardtrain-stands-in-for-a-turn"
+_MARKUP = re.compile(r"[<\[◁][^<>\[\]◁▷]*[>\]▷]|(?:^|\s)/\w+")
+"""Tags such as </think>, and commands such as /no_think. A template may write them in another form."""
 _UNSURE = (
     "the assistant's turn {} cannot be told apart in what the chat template writes; set data.chat_template to a "
     "version that marks what the assistant says with {{% generation %}} and {{% endgeneration %}}: TRL has one of most "
@@ -55,7 +65,7 @@ def write(
     if not any(message["role"] == "assistant" for message in messages[first_learned:]):
         raise Unusable("the conversation has no turn of the assistant")
     chat, text = _render(template, messages, variables, prompt=False)
-    check_nothing_is_dropped(template, chat, variables)
+    check_nothing_is_dropped(template, chat, variables, text)
     # A template that marks what the assistant says is believed; in all others its turns are searched for.
     if template.marks:
         return _marked(template, chat, variables, first_learned)
@@ -74,7 +84,7 @@ def _render(
     template: ChatTemplate, messages: Sequence[Message], variables: Variables, prompt: bool
 ) -> tuple[list[Message], str]:
     """Text of a conversation, and the messages as the template wants them."""
-    chat = list(messages)
+    chat = list(messages) if template.reads_parts else [joined(message) for message in messages]
     text = template.render(chat, variables, prompt)
     arguments = [function.get("arguments") for function in called_functions(chat)]
     if any(isinstance(one, str) and json.dumps(one, ensure_ascii=False) in text for one in arguments):
@@ -85,62 +95,90 @@ def _render(
 
 
 def find_content_form(template: ChatTemplate) -> None:
-    """Let a template that skips contents of type str get them as lists of parts, if it writes those.
+    """Find out whether a template reads contents as texts, as lists of parts, or both.
 
     Templates of vision-language models (SmolVLM, Idefics3) loop over the parts of a content. Over a str they loop as
-    well, letter by letter, and write nothing.
+    well, letter by letter, and write nothing. Other templates write a list as Python does, in quotes.
     """
-    question, answer = f"{_STAND_IN}-question", f"{_STAND_IN}-answer"
-    chat: list[Message] = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    for as_parts in (False, True):
-        template.content_as_parts = as_parts
-        try:
-            text = template.render(chat)
-        except Unusable:
-            continue
-        if question in text and answer in text:
-            return
-    template.content_as_parts = False
+    texts = [f"{_STAND_IN}-{number}-" for number in range(4)]
+    parts = [{"type": "text", "text": text} for text in texts]
+    forms: list[tuple[Any, Any]] = [
+        ("".join(texts[:2]), "".join(texts[2:])),
+        (parts[:1], parts[2:3]),
+        (parts[:2], parts[2:]),
+    ]
+    is_read = []
+    for question, answer in forms:
+        chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        written = template.try_render(chat)
+        is_whole = all(text in written for text in texts if text in str(chat))
+        is_read.append(is_whole and not re.search(f"""['"]{_STAND_IN}""", written))
+    reads_text, reads_one_part, template.reads_parts = is_read
+    template.content_as_parts = reads_one_part and not reads_text
 
 
-def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], variables: Variables) -> None:
-    """Reject a conversation of which the template drops a content, a tool call or the last turn's reasoning.
+def check_nothing_is_dropped(template: ChatTemplate, chat: Sequence[Message], variables: Variables, text: str) -> None:
+    """Reject a conversation if the template drops a content, a tool call or the last turn's reasoning in ``text``.
 
     The model would be trained on an empty question, or learn only the ends of its turns. Stand-ins replace the texts,
     because a short text may occur in the conversation for other reasons. The answer depends on the shape of the
-    conversation, so each shape is rendered once. Reasoning of earlier turns may be dropped: many templates do so.
+    conversation, so each shape is rendered once. Then the texts themselves are searched in ``text``, because a template
+    may cut some of them. Reasoning of earlier turns may be dropped: many templates do so.
 
     Raises:
         Unusable: names the turn.
     """
     others = {name: value for name, value in variables.items() if name != "tools"}
+    replaced, leaves = replace_texts(chat, arguments=True)
     shape = (
         bool(variables.get("tools")),
         json.dumps(others, sort_keys=True),
-        *(_shape(message) for message in chat),
+        *(message["role"] for message in chat),
+        *((name, bool(leaf.value.strip())) for name, leaf in leaves.items()),
     )
+    last = len(chat) - 1
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.kind != "reasoning" or leaf.turn == last}
     if shape not in template.dropped:
-        template.dropped[shape] = _find_dropped(template, chat, variables)
+        template.dropped[shape] = _find_dropped(template, replaced, variables, wanted)
     if reason := template.dropped[shape]:
         raise Unusable(f"the chat template drops {reason}; use one that writes it")
 
+    squeezed = _squeeze(text)
+    for leaf in wanted.values():
+        is_earlier = chat[leaf.turn]["role"] == "assistant" and leaf.turn < last
+        if leaf.kind != "argument" and not _is_written(leaf.value, squeezed, only_end=is_earlier):
+            raise Unusable(f"the chat template drops a part of {leaf.description}; use one that writes it")
 
-def _shape(message: Message) -> tuple[Any, ...]:
-    content = message.get("content", "")
-    parts = bool(content.strip()), "</think>" in content
-    return message["role"], parts, len(message.get("tool_calls", ())), "reasoning_content" in message
 
-
-def _find_dropped(template: ChatTemplate, chat: Sequence[Message], variables: Variables) -> str:
+def _find_dropped(
+    template: ChatTemplate, replaced: list[Message], variables: Variables, wanted: dict[str, Leaf]
+) -> str:
     """Describe the first text that the template does not write, or return ""."""
-    replaced, leaves = replace_texts(chat)
-    try:
-        text = template.render(replaced, variables)
-    except Unusable:
-        return ""  # a template that reads the names of calls or the contents writes them
-    last = len(chat) - 1
-    wanted = {name: leaf for name, leaf in leaves.items() if leaf.kind != "reasoning" or leaf.turn == last}
-    return next((leaf.description for name, leaf in wanted.items() if leaf.value.strip() and name not in text), "")
+    # A template that refuses the stand-ins reads the names of calls or the contents, and writes them.
+    text = template.try_render(replaced, variables)
+    missing = (leaf for name, leaf in wanted.items() if text and leaf.value.strip() and name not in text)
+    return next((leaf.description for leaf in missing), "")
+
+
+def _is_written(value: str, squeezed: str, only_end: bool) -> bool:
+    """True if a squeezed text contains a value, markup and spaces aside. ``only_end``: what follows its last markup.
+
+    A template may drop the beginning of an earlier answer, where the reasoning is.
+    """
+    for form in (value, json.dumps(value, ensure_ascii=False)):  # templates write some results of tools as JSON
+        place = 0
+        for piece in _MARKUP.split(form.strip('"'))[-1 if only_end else 0 :]:
+            place = squeezed.find(_squeeze(piece), place)
+            if place < 0:
+                break
+        else:
+            return True
+    return False
+
+
+def _squeeze(text: str) -> str:
+    """Remove spaces and case."""
+    return "".join(text.casefold().split())
 
 
 def _marked(template: ChatTemplate, chat: list[Message], variables: Variables, first_learned: int) -> Written:
@@ -212,16 +250,13 @@ class Conversations:
             raise Unusable("the conversation ends with the assistant's turn, which leaves nothing to answer")
         template = self._template_of(variables)
         chat, text = _render(template, messages, variables, prompt=True)
-        check_nothing_is_dropped(template, chat, variables)
+        check_nothing_is_dropped(template, chat, variables, text)
         return self._tokenizer.encode_spans([text])[0][0]
 
     def turn_end(self) -> int | None:
         """Return the special token that ends an answer, by the template or by ``data.turn_end``; None without one."""
-        try:
-            chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
-            text = self._template.render(chat)
-        except Unusable:
-            return None
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
+        text = self._template.try_render(chat)
         after = (text.rpartition(_STAND_IN)[2] if _STAND_IN in text else "") + self._turn_end
         tokens = self._tokenizer.encode_spans([after])[0][0].tolist()
         return next((token for token in tokens if token in self._tokenizer.special_ids), None)

@@ -33,7 +33,8 @@ _SPEAKERS = {
 KWARGS = "chat_template_kwargs"
 _RESERVED = {"messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message"}
 """Arguments of ``apply_chat_template`` that a row may not set."""
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message under which templates and tables have the reasoning."""
 
 
 def conversation(row: Mapping[str, Any], messages_field: str, tools_field: str) -> tuple[list[Message], Variables]:
@@ -73,10 +74,10 @@ def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, An
 
 
 def messages_of(value: Any, name: str) -> list[Message]:
-    """Messages with a role and a text each, of a list of {role, content} or {from, value} objects.
+    """Check a list of {role, content} or {from, value} objects, and return messages as chat templates want them.
 
-    Parts of a content, ``[{"type": "text", "text": ...}]``, become one text; what is null is left out; a reasoning
-    under any of its names is given under the two that templates read.
+    A content is a text, or a list of at least two parts ``{"type": "text", "text": ...}``. Keys that are null are
+    removed. A reasoning under one of its names is copied to the others, because templates read different ones.
 
     Raises:
         Unusable: naming the column and the message that is wrong.
@@ -153,25 +154,33 @@ def _message(value: Any, where: str) -> Message:
         message["content"] = _content(message["content"], where)
     elif "tool_calls" not in message:
         raise Unusable(f"{where} has neither content nor tool_calls")
-    # Templates read the reasoning of a turn under one of two names: it is given under both.
-    reasoning = next((message[key] for key in _REASONING if key in message), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    given = [message[key] for key in REASONING if key in message]
+    for value in given:
+        if not isinstance(value, str):
+            raise Unusable(f"{where} has a reasoning that is {kind(value)}, not a text")
+    # An empty reasoning counts as absent: tables of Arrow have every key in every message.
+    reasoning = next(filter(None, given), None)
+    return message if reasoning is None else message | dict.fromkeys(REASONING, reasoning)
 
 
-def _content(value: Any, where: str) -> str:
+def joined(message: Message) -> Message:
+    """Replace the parts of a content by one text."""
+    parts = message.get("content")
+    return message | {"content": "".join(part["text"] for part in parts)} if isinstance(parts, list) else message
+
+
+def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise Unusable(f"{where} has a content that is {kind(value)}, not a text")
-    texts: list[str] = []
     for part in value:
         if not isinstance(part, Mapping) or part.get("type", "text") != "text":
             part_type = part.get("type") if isinstance(part, Mapping) else kind(part)
             raise Unusable(f"{where} has a part of type {str(part_type)[:40]!r}; only text can be trained")
         if not isinstance(part.get("text"), str):
             raise Unusable(f"{where} has a part of type 'text' without a text")
-        texts.append(part["text"])
-    return "".join(texts)
+    return value if len(value) > 1 else "".join(part["text"] for part in value)
 
 
 def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:

@@ -38,6 +38,8 @@ class ChatTemplate:
         """``file`` is the value of data.chat_template; None for a tokenizer's own template."""
         self.marks = False
         """Whether the template marks what the assistant says with {% generation %}."""
+        self.reads_parts = False
+        """True if the template reads a content that is a list of parts. Set by ``chat.find_content_form``."""
         self.content_as_parts = False
         """True to pass each content as ``[{"type": "text", "text": ...}]``, for templates that read only this form."""
         self.dropped: dict[tuple[Any, ...], str] = {}
@@ -59,6 +61,15 @@ class ChatTemplate:
             Unusable: when the template refuses the conversation or fails on it.
         """
         return self._write(messages, variables, prompt)
+
+    def try_render(
+        self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES, prompt: bool = False
+    ) -> str:
+        """Render a conversation, or return "" if the template refuses it: some reject half a conversation."""
+        try:
+            return self._write(messages, variables, prompt)
+        except Unusable:
+            return ""
 
     def render_marked(
         self, messages: Sequence[Message], variables: Mapping[str, Any] = NO_VARIABLES

@@ -18,12 +18,12 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardtrain.data.chat_messages import Message, Variables, called_functions
+from shardtrain.data.chat_messages import REASONING, Message, Variables, called_functions
 from shardtrain.data.chat_template import ChatTemplate, Span
-from shardtrain.data.columns import Unusable
 
 _STAND_IN = "shardtrain-stands-in-"
 _STAND_INS = re.compile(f"({_STAND_IN}[a-z]+-[0-9]+-(?:[0-9]+-)?)")
+_PLAIN = {"role": "assistant", "content": f"{_STAND_IN}plain-0-"}
 _PIECES = re.compile(r"(<[^<>]*>|\s)")
 """Markup of special tokens, and spaces. A gap is cut between pieces, never within."""
 
@@ -38,7 +38,8 @@ class Leaf(NamedTuple):
     @property
     def description(self) -> str:
         """The text, as error messages name it."""
-        return f"the {'tool call' if self.kind == 'call' else self.kind} of turn {self.turn + 1}"
+        words = {"call": "the tool call", "argument": "an argument of the tool calls"}
+        return f"{words.get(self.kind, f'the {self.kind}')} of turn {self.turn + 1}"
 
 
 class _Place(NamedTuple):
@@ -51,35 +52,44 @@ class _Place(NamedTuple):
     stop: int
 
 
-def replace_texts(chat: Sequence[Message]) -> tuple[list[Message], dict[str, Leaf]]:
+def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[list[Message], dict[str, Leaf]]:
     """Replace the content, the reasoning and the names of tool calls of each message by stand-ins.
 
-    A thinking block within a content is replaced apart from what follows it.
+    A thinking block within a content and the text after it get separate stand-ins, as do the parts of a content.
+    ``arguments`` also replaces the arguments of tool calls.
     """
     leaves: dict[str, Leaf] = {}
 
-    def stand_in(turn: int, kind: str, value: str, number: int = 0) -> str:
-        name = f"{_STAND_IN}{kind}-{turn}-{number}-"
+    def stand_in(turn: int, kind: str, value: str) -> str:
+        name = f"{_STAND_IN}{kind}-{turn}-{len(leaves)}-"
         leaves[name] = Leaf(turn, kind, value)
         return name
 
     replaced: list[Message] = []
     for turn, message in enumerate(chat):
         message = copy.deepcopy(message)
-        content = message.get("content", "")
+        parts = message.get("content", "")
+        content = parts if isinstance(parts, str) else ""
         before, closing, answer = content.partition("</think>")
         opening, _, thought = before.partition("<think>")
         if message["role"] == "assistant" and closing and thought.strip() and not opening.strip():
             thought = thought.replace(thought.strip(), stand_in(turn, "reasoning", thought.strip()), 1)
             answer = answer.replace(answer.strip(), stand_in(turn, "content", answer), 1)
             message["content"] = f"{opening}<think>{thought}</think>{answer}"
+        elif isinstance(parts, list):
+            for part in parts:
+                part["text"] = stand_in(turn, "content", part["text"])
         elif content.strip() or "tool_calls" not in message:
             message["content"] = stand_in(turn, "content", content)
-        if "reasoning_content" in message:
-            reasoning = stand_in(turn, "reasoning", message["reasoning_content"], 1)
-            message |= {key: reasoning for key in ("thinking", "reasoning_content") if key in message}
-        for number, function in enumerate(called_functions([message])):
-            function["name"] = stand_in(turn, "call", function["name"], number)
+        if message.get("reasoning_content"):
+            message |= dict.fromkeys(REASONING, stand_in(turn, "reasoning", message["reasoning_content"]))
+        for function in called_functions([message]):
+            function["name"] = stand_in(turn, "call", function["name"])
+            given = function.get("arguments") if arguments else None
+            if isinstance(given, str):
+                function["arguments"] = stand_in(turn, "argument", given)
+            elif isinstance(given, dict):
+                function["arguments"] = {key: stand_in(turn, "argument", str(value)) for key, value in given.items()}
         replaced.append(message)
     return replaced, leaves
 
@@ -108,10 +118,10 @@ class Turns:
         grown = self._rendered(self._chat[: turn + 1])
         if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt) > 0):
             return None
-        # Without a generation prompt, the growth would contain the name of the speaker. So it must begin with the
-        # content, or there must be a generation prompt.
-        content = self._chat[turn].get("content", "").strip()
-        begins = bool(content) and grown[len(prompt) :].lstrip().startswith(content)
+        # Without a generation prompt, the growth would contain the name of the speaker, unless the template writes
+        # a plain answer without one. A stand-in shows this, because an answer may begin as the name does.
+        plain = self._rendered([*self._chat[:turn], _PLAIN])
+        begins = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(_STAND_IN)
         return (len(prompt), len(grown)) if begins or prompt != self._rendered(self._chat[:turn]) else None
 
     def _by_stand_ins(self, turn: int) -> list[Span]:
@@ -121,20 +131,14 @@ class Turns:
             first = next(i for i, message in enumerate(self._chat) if message["role"] == "assistant")
             asked = self._rendered(self._replaced[:first], prompt=True)
             self._header = asked[_common(asked, self._rendered(self._replaced[:first])) :]
-        places = self._places
+        neighbours = [None, *self._places, None]
         spans: list[Span] = []
-        for i, place in enumerate(places):
+        for before, place, after in zip(neighbours, self._places, neighbours[2:], strict=False):
             if place.turn != turn:
                 continue
-            before = places[i - 1] if i else None
-            after = places[i + 1] if i + 1 < len(places) else None
-            stop = place.stop
-            if after is None or after.turn != turn:
-                stop = self._stop(place, after)
-            if before is not None and before.turn == turn:
-                start, _ = spans.pop()
-            else:
-                start = self._start(before, place, is_first=not spans)
+            stop = place.stop if after and after.turn == turn else self._stop(place, after)
+            continues = before and before.turn == turn
+            start = spans.pop()[0] if continues else self._start(before, place, is_first=not spans)
             if start < 0 or stop < 0:
                 return []
             spans.append((start, stop))
@@ -151,11 +155,12 @@ class Turns:
                 shared += len(self._header)
             if shared or not asked:
                 return begin + shared
+        if is_first and asked and gap.startswith(asked) and gap[len(asked) :].isspace():
+            return begin + len(asked)  # the template writes only a space before an answer
         if place.kind == "content":
             return place.start
         # A thinking block or a tool call comes first. The header is what precedes the content of a plain answer.
-        plain = {"role": "assistant", "content": f"{_STAND_IN}plain-0-"}
-        header = self._tail(before, place.turn, more=[plain])
+        header = self._tail(before, place.turn, more=[_PLAIN])
         return begin + len(header) if header and gap.startswith(header) else -1
 
     def _stop(self, place: _Place, after: _Place | None) -> int:
@@ -188,10 +193,7 @@ class Turns:
         return _STAND_INS.split(rest)[0] if found else None
 
     def _rendered(self, chat: list[Message], prompt: bool = False) -> str:
-        try:
-            return self._template.render(chat, self._variables, prompt)
-        except Unusable:
-            return ""  # some templates reject half a conversation
+        return self._template.try_render(chat, self._variables, prompt)
 
 
 def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: str) -> list[_Place]:

@@ -53,8 +53,14 @@ def _continue(tokenizer: Tokenizer, prompt_ids: Ids, completion: str, joined_ids
         anchored_ids = tokenizer.encode(anchor + completion)
         if starts_with(anchored_ids, anchor_ids):
             candidates.append(anchored_ids[len(anchor_ids) :])
-    for candidate in candidates:
-        if tokenizer.decode(np.concatenate((prompt_ids, candidate)), keep_special=True) == wanted:
+    written = [tokenizer.decode(np.concatenate((prompt_ids, one)), keep_special=True) for one in candidates]
+    if wanted in written:
+        return candidates[written.index(wanted)]
+    # The joined text has other characters: a normalizer composes some across the seam (NFC), or a word is a special
+    # token only if no letter follows it. The completion must not get a space that nobody wrote. A tokenizer whose
+    # decoder joins words with spaces (WordPiece) always writes one.
+    seam = len(tokenizer.decode(prompt_ids, keep_special=True))
+    for candidate, text in zip(candidates, written, strict=True):
+        if text[seam : seam + 1].isspace() == completion[:1].isspace():
             return candidate
-    # A tokenizer whose decoder joins words with spaces (WordPiece) cannot write half a word.
     return by_itself

@@ -216,26 +216,27 @@ def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
     """
     template, tool_template = _templates(tokenizer, data)
     if template is None:
-        rule = "is not set, and the tokenizer has no chat template"
         fix = "name the file of a Jinja template, or use the tokenizer of a chat model"
-        raise ConfigError(Problem("data.chat_template", None, rule, fix))
+        raise ConfigError(
+            Problem("data.chat_template", None, "is not set, and the tokenizer has no chat template", fix)
+        )
     special = tokenizer.special_tokens
     compiled = ChatTemplate(template, special, data.chat_template)
     tools = None if tool_template is None else ChatTemplate(tool_template, special)
     if data.learn_turn_separator and (compiled.marks or (tools is not None and tools.marks)):
         rule = "has no effect: the chat template marks what is learned with {% generation %}"
-        fix = "move the line end into the marks, or remove the option"
-        raise ConfigError(Problem("data.learn_turn_separator", True, rule, fix))
+        raise ConfigError(
+            Problem("data.learn_turn_separator", True, rule, "move the line end into the marks, or remove the option")
+        )
     conversations = Conversations(tokenizer, compiled, tools, data.learn_turn_separator, data.turn_end or "")
     if data.turn_end is not None:
         ids = tokenizer.encode_spans([data.turn_end])[0][0].tolist()
         if len(ids) != 1 or ids[0] not in tokenizer.special_ids:
-            rule, fix = f"is not a special token of the tokenizer {tokenizer.spec}", "name one, such as its end token"
-            raise ConfigError(Problem("data.turn_end", data.turn_end, rule, fix))
+            rule = f"is not a special token of the tokenizer {tokenizer.spec}"
+            raise ConfigError(Problem("data.turn_end", data.turn_end, rule, "name one, such as its end token"))
         if (written := Conversations(tokenizer, compiled, tools).turn_end()) is not None:
-            rule = (
-                f"has no effect: the chat template ends a turn with {tokenizer.decode([written], keep_special=True)!r}"
-            )
+            end = tokenizer.decode([written], keep_special=True)
+            rule = f"has no effect: the chat template ends a turn with {end!r}"
             raise ConfigError(Problem("data.turn_end", data.turn_end, rule, "remove it"))
     return conversations
 

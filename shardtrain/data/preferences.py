@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.data.chat_messages import Message, messages_of
+from shardtrain.data.chat_messages import Message, joined, messages_of
 from shardtrain.data.columns import Unusable, check_text, column, kind
 
 Part = str | list[Message]
@@ -67,45 +67,36 @@ def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected
 def _messages(
     prompt: Any, has_prompt: bool, chosen: list[Message], rejected: list[Message], prompt_field: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
-    """Lists of messages to a prompt and two answers; each side keeps one message at least, as its answer."""
-    # How many messages both begin with. The last message of a side is never counted: it is an answer.
+    """Split lists of messages into a prompt and two answers. An answer has at least one message."""
+    # Number of messages that both begin with. The last message of a side is an answer, and not counted.
     common = 0
     while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
         common += 1
+    before = chosen[:common]
     if isinstance(prompt, list | tuple):
-        # A list: answers that repeat it are cut, both or none.
+        # A list: it is cut off if both answers repeat it.
         before = messages_of(prompt, prompt_field)
-        n = len(before)
-        repeats = [side[:n] == before and len(side) > n for side in (chosen, rejected)]
-        if all(repeats):
-            chosen = chosen[n:]
-            rejected = rejected[n:]
-        elif any(repeats):
+        repeats = [side[: len(before)] == before and len(side) > len(before) for side in (chosen, rejected)]
+        common = len(before) if all(repeats) else 0
+        if any(repeats) and not all(repeats):
             raise Unusable(f"one answer repeats the messages of column {prompt_field!r} and the other does not")
     elif isinstance(prompt, str):
         # A text: of answers alone it is the user's turn; whole conversations have it among the messages in common.
-        before = chosen[:common]
         if not before and chosen[0]["role"] == rejected[0]["role"] == "assistant":
             before = [{"role": "user", "content": check_text(prompt, f"column {prompt_field!r}")}]
-        elif not any(message.get("content", "").strip() == prompt.strip() for message in before):
+        elif not any(joined(message).get("content", "").strip() == prompt.strip() for message in before):
             raise Unusable(
                 f"the text of column {prompt_field!r} is not one of the messages that both answers begin with"
             )
-        chosen = chosen[common:]
-        rejected = rejected[common:]
     elif has_prompt:
         raise Unusable(f"column {prompt_field!r} holds {kind(prompt)}, neither a text nor a list of messages")
     elif not common:
         rule = "chosen and rejected begin with different messages, which leaves no prompt"
         raise Unusable(f"{rule}; give it a column ({prompt_field!r})")
-    else:
-        before = chosen[:common]
-        chosen = chosen[common:]
-        rejected = rejected[common:]
     for name, side in (("chosen", chosen), ("rejected", rejected)):
-        if side[0]["role"] != "assistant":
-            raise Unusable(f"the {name} answer begins with a turn of {side[0]['role']!r}, not of the assistant")
-    return before, chosen, rejected
+        if side[common]["role"] != "assistant":
+            raise Unusable(f"the {name} answer begins with a turn of {side[common]['role']!r}, not of the assistant")
+    return before, chosen[common:], rejected[common:]
 
 
 def _end_of_prompt(chosen: str, rejected: str) -> int:

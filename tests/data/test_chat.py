@@ -317,6 +317,7 @@ BAD = {
     "call": ({"conversations": [{"from": "function_call", "value": "x"}]}, "is not a JSON object with name"),
     "tool call": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "without the name of a function"),
     "tool calls": ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "tool_calls that are not a list"),
+    "reasoning": ({"messages": [USER, {**USER, "thinking": 0}]}, "message 2 of column 'messages' has a reasoning"),
     "tools": ({"messages": TURNS, "tools": "x"}, "column 'tools' holds a text that is not a JSON list"),
     "tools type": ({"messages": TURNS, "tools": [3]}, "column 'tools' holds a list, not a list of tools"),
     "bytes": ({"messages": [{"role": "user", "content": b"x"}]}, "holds a bytes, which is not JSON"),
@@ -439,7 +440,12 @@ NO_REASONING = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|eot|>{% 
 LAST_REASONING = """\
 {% for m in messages %}<|{{ m.role }}|>{% if loop.last and m.reasoning_content is defined %}\
 <think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}<|eot|>{% endfor %}"""
+LAST_OF_THINKING = NO_REASONING.replace("m.content", "m.content.split('</think>')[-1]")
+CUT = NO_REASONING.replace("m.content", "m.content[:60]")
+NO_COMMAND = NO_REASONING.replace("m.content", "m.content | replace('/no_think', '')")
+NAMES_OF_CALLS = NO_REASONING.replace("<|eot|>", "{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}<|eot|>")
 ANSWER = {"role": "assistant", "content": "Blue."}
+TEXT_CALL = {"function": {"name": "get_weather", "arguments": '{"city": "Paris"}'}}
 THOUGHT = {**ANSWER, "reasoning_content": "Water is blue."}
 TOOL_RESULT = {"role": "tool", "content": "18 degrees"}
 DROPPED = {
@@ -456,9 +462,48 @@ DROPPED = {
     "marks around nothing": (EMPTY_MARKS, [USER, ANSWER], "the content of turn 2"),
     "no reasoning": (NO_REASONING, [USER, THOUGHT], "the reasoning of turn 2"),
     "a thinking block of the last content": (
-        NO_REASONING.replace("m.content", "m.content.split('</think>')[-1]"),
+        LAST_OF_THINKING,
         [USER, {**ANSWER, "content": "<think>Hm.</think>Blue."}],
         "the reasoning of turn 2",
+    ),
+    "a thought of the last content without an opening tag": (
+        LAST_OF_THINKING,
+        [USER, {**ANSWER, "content": "Hm.</think>Blue."}],
+        "a part of the content of turn 2",
+    ),
+    "a text before a thinking block": (
+        LAST_OF_THINKING,
+        [USER, {**ANSWER, "content": "Well. <think>Hm.</think>Blue."}],
+        "a part of the content of turn 2",
+    ),
+    "a thought of an earlier content": (
+        LAST_OF_THINKING,
+        [USER, {**ANSWER, "content": "Hm.</think>Blue."}, USER, ANSWER],
+        None,
+    ),
+    "the end of a question": (CUT, [{**USER, "content": "a" * 61}, ANSWER], "a part of the content of turn 1"),
+    "the end of an answer": (CUT, [USER, {**ANSWER, "content": "a" * 61}], "a part of the content of turn 2"),
+    "the end of an earlier answer": (
+        CUT,
+        [USER, {**ANSWER, "content": "a" * 61}, USER, ANSWER],
+        "a part of the content of turn 2",
+    ),
+    "contents that are not cut": (CUT, [{**USER, "content": "a" * 60}, ANSWER], None),
+    "a command to the template": (NO_COMMAND, [{**USER, "content": "a /no_think"}, ANSWER], None),
+    "the arguments of a tool call": (
+        NAMES_OF_CALLS,
+        [USER, {**ANSWER, "tool_calls": [CALL]}],
+        "an argument of the tool calls of turn 2",
+    ),
+    "the arguments of a tool call as text": (
+        NAMES_OF_CALLS,
+        [USER, {**ANSWER, "tool_calls": [TEXT_CALL]}],
+        "an argument of the tool calls of turn 2",
+    ),
+    "a tool call without arguments": (
+        NAMES_OF_CALLS,
+        [USER, {**ANSWER, "tool_calls": [{"function": {"name": "now", "arguments": {}}}]}],
+        None,
     ),
     "reasoning of the last turn only": (LAST_REASONING, [USER, THOUGHT, USER, THOUGHT], None),
     "an empty answer": (CHATML, [USER, {"role": "assistant", "content": ""}, USER, ANSWER], None),
@@ -480,7 +525,71 @@ def test_a_conversation_of_which_the_template_drops_a_text_is_a_bad_row(tmp_path
         return
     assert isinstance(result, Document), result
     assert "Blue." in tokenizer.decode(result.tokens[result.learned])
-    assert all(message["content"] in tokenizer.decode(result.tokens) for message in messages)
+    wanted = [message["content"].split("</think>")[-1].removesuffix("/no_think") for message in messages]
+    assert all(one in tokenizer.decode(result.tokens) for one in wanted)
+
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+@pytest.mark.parametrize("read", REASONING)
+@pytest.mark.parametrize("given", REASONING)
+def test_a_reasoning_reaches_templates_that_read_another_name(tmp_path, given, read):
+    """Tables of Arrow have every name in every message: an empty reasoning is none, and hides none."""
+    path = folder_of(
+        tmp_path, LAST_REASONING.replace("reasoning_content is defined", read).replace("reasoning_content", read)
+    )
+    tokenizer = open_tokenizer(str(path))
+    thought, none = ({**ANSWER, **dict.fromkeys(REASONING, ""), given: text} for text in ("Water is blue.", ""))
+    rows = [{"messages": [USER, one]} for one in (thought, none, thought)]
+    documents = open_encoder(tokenizer, Data(format="chat")).encode(rows)
+    expected = ["<think>Water is blue.</think>Blue.", "Blue.", "<think>Water is blue.</think>Blue."]
+    assert [tokenizer.decode(one.tokens[one.learned]).removesuffix("<|eot|>") for one in documents] == expected
+
+
+def test_an_empty_reasoning_is_accepted_by_a_template_that_writes_none(tmp_path):
+    encoder = open_encoder(open_tokenizer(str(folder_of(tmp_path, NO_REASONING))), Data(format="chat"))
+    thought, empty = encoder.encode([{"messages": [USER, {**ANSWER, "reasoning_content": one}]} for one in ("Hm.", "")])
+    assert isinstance(thought, BadRow) and isinstance(empty, Document)
+
+
+# In the style of Gemma 3, and of templates that put each part on a line of its own
+TRIMMED_PARTS = """\
+{% for m in messages %}<|{{ m.role }}|>{% if m.content is string %}{{ m.content | trim }}{% else %}\
+{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endif %}<|eot|>{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+LINES = TRIMMED_PARTS.replace("part.text | trim }}", "part.text }}{{ '\\n' if not loop.last }}")
+FIRST_PART = SMOLVLM.replace("{% for part in message.content %}", "{% for part in message.content[:1] %}")
+PARTS = {
+    "trimmed": (TRIMMED_PARTS, "xyz"),
+    "lines": (LINES, "x \n y\n\nz"),
+    "parts only": (SMOLVLM, "x  y\nz"),
+    "the first part only": (FIRST_PART, "x  y\nz"),
+    "texts only": (NO_REASONING, "x  y\nz"),
+}
+
+
+@pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+@pytest.mark.parametrize(("template", "learned"), PARTS.values(), ids=PARTS.keys())
+def test_several_parts_of_a_content_are_written_as_in_transformers(tmp_path, template, learned, form):
+    """A template that reads no list, or only its first part, gets them joined. transformers would lose the others."""
+    transformers = pytest.importorskip("transformers")
+    path = folder_of(tmp_path, template)
+    question, answer = (
+        [{"type": "text", "text": text} for text in texts] for texts in (("a ", " b\n"), ("x ", " y\n", "z"))
+    )
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    row = {"messages": chat, "prompt": chat[:1], "completion": chat[1:]}
+    tokenizer = open_tokenizer(str(path))
+    (document,) = open_encoder(tokenizer, Data(format=form)).encode([row])
+    if template in (NO_REASONING, FIRST_PART):
+        for message in chat:
+            text = "".join(part["text"] for part in message["content"])
+            message["content"] = text if template == NO_REASONING else [{"type": "text", "text": text}]
+    reference = transformers.PreTrainedTokenizerFast.from_pretrained(str(path))
+    assert document.tokens.tolist() == reference.apply_chat_template(chat)["input_ids"]
+    found = tokenizer.decode(document.tokens[document.learned], keep_special=True)
+    assert found in (learned + "<|eot|>", learned + "<|im_end|>")
 
 
 def test_a_prompt_of_which_the_template_drops_a_text_is_not_answered(tmp_path):

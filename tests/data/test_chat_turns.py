@@ -27,6 +27,7 @@ THEN = {"role": "assistant", "content": "Then red."}
 EMPTY = {"role": "assistant", "content": ""}
 FUNCTION = {"name": "get_weather", "arguments": {"city": "Paris"}}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": FUNCTION}]}
+BARE_CALL = {**CALL, "tool_calls": [{"type": "function", "function": {"name": "get_weather", "arguments": {}}}]}
 RESULT = {"role": "tool", "name": "get_weather", "content": '{"degrees": "21 C"}'}
 PARAMETERS = {
     "type": "object", "properties": {"city": {"type": "string", "description": "c"}}, "required": ["city"],
@@ -103,6 +104,14 @@ def _header(template: ChatTemplate) -> list[str]:
 
 PROMPT = "{% if add_generation_prompt %}<|h|>assistant<|/h|>{% endif %}"
 LINE = "<|h|>{{ m.role }}<|/h|>{{ m.content }}"
+VICUNA = (
+    "{% for m in messages %}{% if m.role == 'user' %}USER: {{ m.content }} "
+    "{% else %}ASSISTANT: {{ m.content }}</s>{% endif %}{% endfor %}"
+)
+INST = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
+)
 OWN: dict[str, tuple[str, list[Message], list[str]]] = {
     "an end token after the last turn only": (
         "{% for m in messages %}" + LINE + "<|end|>\n{% endfor %}"
@@ -135,7 +144,7 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
         "{% elif m.tool_calls is defined %}<|call|>{{ m.tool_calls[0].function.name }}<|/call|>"
         "<|response|>{{ (messages[loop.index] | default({})).content }}<|/response|>{{ m.content }}"
         "{% elif m.role == 'assistant' %}{{ m.content }}<|end|>{% endif %}{% endfor %}",
-        [ASK, {**CALL, "content": "Let me see."}, RESULT, SAY],
+        [ASK, {**BARE_CALL, "content": "Let me see."}, RESULT, SAY],
         ["<|call|>get_weather<|/call|><|response|>", "Let me see.", "It is blue.<|end|>"],
     ),
     "the name of a call twice, and its result as JSON": (
@@ -143,14 +152,32 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
         "{{ '<think></think>' if loop.last }}to={{ m.tool_calls[0].function.name }}<|call|>"
         "{{ m.tool_calls[0].function.name }}(){{ m.content }}{% elif m.role == 'tool' %}{{ m.content | tojson }}"
         "{% else %}{{ m.content }}{% endif %}<|end|>{% endfor %}" + PROMPT,
-        [ASK, CALL, RESULT, SAY],
+        [ASK, BARE_CALL, RESULT, SAY],
         ["to=get_weather<|call|>get_weather()<|end|>", "It is blue.<|end|>"],
     ),
     "a call without a generation prompt": (
         "{% for m in messages %}<|h|>{{ m.role }}<|/h|>{% if m.tool_calls is defined %}"
         "<|call|>{{ m.tool_calls[0].function.name }}{% endif %}{{ m.content }}<|end|>{% endfor %}",
-        [ASK, CALL, RESULT, SAY],
+        [ASK, BARE_CALL, RESULT, SAY],
         ["<|call|>get_weather<|end|>", "It is blue.<|end|>"],
+    ),
+    "an answer that the speaker's name begins with": (VICUNA, [ASK, {**SAY, "content": "A"}], ["A</s>"]),
+    "an answer that is the speaker's name": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>\n{% endfor %}",
+        [ASK, {**SAY, "content": "assistant"}, MORE, {**SAY, "content": "a"}],
+        ["assistant</s>\n", "a</s>\n"],
+    ),
+    "an answer that the header begins with": (
+        "{% for m in messages %}" + LINE + "<|end|>{% endfor %}",
+        [ASK, {**SAY, "content": "<|h|>"}],
+        ["<|h|><|end|>"],
+    ),
+    "an empty answer without a generation prompt": (VICUNA, [ASK, EMPTY, MORE, EMPTY], ["</s>", "</s>"]),
+    "an empty answer after a space": (INST, [ASK, EMPTY, MORE, THEN], [" </s>", " Then red.</s>"]),
+    "a space before each answer, and earlier questions in another form": (
+        INST.replace("{{ m.content }} [", "{{ 'Be brief. ' if loop.index > messages | length - 2 }}{{ m.content }} ["),
+        [ASK, SAY, MORE, EMPTY],
+        [" It is blue.</s>", " </s>"],
     ),
 }
 

@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 import tokenizers_of_kinds
 from tiny import tiny_config
+from tokenizers import normalizers
 
 from shardtrain.config.schema import Data
 from shardtrain.data.continuation import encode_pairs
 from shardtrain.data.document import Document
 from shardtrain.data.encode import HAS_BEGINNING, HAS_END, SHARED_TOKEN, PromptEncoder, TextEncoder
-from shardtrain.data.tokenizer import ByteTokenizer
+from shardtrain.data.tokenizer import ByteTokenizer, open_tokenizer
 from shardtrain.tasks import open_task
 
 PAIRS = {
@@ -44,6 +46,30 @@ def test_tokens_decode_to_exactly_the_prompt_and_the_completion(kind: str, pair:
     assert shared is (joined[: len(prompt_ids)].tolist() != prompt_ids.tolist())
     if not shared:
         assert ids.tolist() == joined.tolist()
+
+
+SEAMS = {
+    # what the tokenizer has more, and a pair whose joined text has other characters or tokens than its halves
+    "a normalizer that composes characters": (True, ("gro", "\u0308\u00dfer")),
+    "a token that only a whole word becomes": (False, ("hello", "world")),
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in tokenizers_of_kinds.KINDS if kind != "sentencepiece"])
+@pytest.mark.parametrize(("has_nfc", "pair"), SEAMS.values(), ids=SEAMS.keys())
+def test_no_space_is_put_where_the_joined_text_has_other_characters(kind, has_nfc, pair, tmp_path) -> None:
+    file = tokenizers_of_kinds.write(kind, tmp_path) / "tokenizer.json"
+    changed = tokenizers.Tokenizer.from_file(str(file))
+    if has_nfc:
+        others = [changed.normalizer] if changed.normalizer else []
+        changed.normalizer = normalizers.Sequence([normalizers.NFC(), *others])
+    else:
+        changed.add_tokens([tokenizers.AddedToken("hello", single_word=True, normalized=False)])
+    changed.save(str(file))
+    tokenizer = open_tokenizer(str(tmp_path))
+    ((prompt_ids, completion_ids, shared),) = encode_pairs(tokenizer, [pair])
+    text = tokenizer.decode(np.concatenate((prompt_ids, completion_ids)), keep_special=True)
+    assert shared and text.strip().replace("<unk>", "\u0308") == "".join(pair)
 
 
 def test_a_word_split_by_the_end_of_the_prompt_is_noted() -> None:
