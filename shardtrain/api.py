@@ -6,7 +6,6 @@ instead of ending the process. The trainer knows nothing of this file.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -24,7 +23,6 @@ from torch import nn
 from shardtrain import config as configs
 from shardtrain.checkpoint.choice import step_name
 from shardtrain.config import Loaded
-from shardtrain.config.schema import Validation
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.facts.file_kinds import known_endings
@@ -35,7 +33,7 @@ from shardtrain.tools.evaluate import sets
 from shardtrain.tools.evaluate.request import data_options
 from shardtrain.tools.generate.answer import Answers
 from shardtrain.tools.generate.opening import OpenedModel, open_model
-from shardtrain.tools.generate.prompts import Row
+from shardtrain.tools.generate.prompts import read_row
 from shardtrain.tools.generate.request import Request, check
 from shardtrain.tools.plan import hardware, planning
 from shardtrain.tools.plan.planning import Plan
@@ -77,7 +75,7 @@ def _as_list(texts: str | Sequence[str]) -> list[str]:
 def _loaded(config: Loaded | str | Path | None, options: Mapping[str, Any] | None) -> Loaded:
     """The configuration that an argument names, or is."""
     if not isinstance(config, Loaded):
-        return load_config(config, options)
+        return configs.load(config, _arguments(options))
     if options:
         rule = "cannot be given beside a configuration that is loaded"
         fix = "give them to load_config"
@@ -300,7 +298,8 @@ def generate(
     )  # fmt: skip
     check(asked, has_source=False)
     rows = [
-        Row(f"prompts[{number}]", json.dumps({"prompt": text}), {"prompt": text}) for number, text in enumerate(texts)
+        read_row(json.dumps({asked.field: text}).encode(), f"prompts[{number}]", asked.field, asked.prediction_field)
+        for number, text in enumerate(texts)
     ]
     return Answers(asked, model, is_first=False).of(rows)
 
@@ -324,11 +323,8 @@ def evaluate(
         ConfigError, DataError: when the set cannot be opened, or has nothing to predict.
     """
     if isinstance(dataset, Mapping):
-        known = [field.name for field in dataclasses.fields(Validation)]
-        if unknown := sorted(set(map(str, dataset)) - set(known)):
-            fix = f"known are {', '.join(known)}"
-            raise ConfigError(Problem("dataset", unknown[0], "is not an option of [validation]", fix))
-        section = Validation(**{"seq_len": seq_len, **dataset})
+        of_validation = {"validation": {"seq_len": seq_len, **dataset}}
+        section = configs.load(None, _arguments(of_validation)).config.validation
     else:
         path = Path(dataset)
         if not path.exists():
@@ -351,6 +347,8 @@ def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report
         ConfigError: when a folder is not one of a run.
     """
     folders = [runs] if isinstance(runs, str | Path) else list(runs)
+    if not folders:
+        raise ConfigError(Problem("runs", folders, "must have at least one folder", "name that of a run"))
     path = Path(output)
     if not path.parent.is_dir():
         raise ConfigError(Problem("output", str(output), "is in a folder that does not exist", "create the folder"))
@@ -409,6 +407,8 @@ def verify(
         ConfigError: when a mesh is not possible, or a promise of the model file is broken.
     """
     given = [str(path)] if path is not None else []
+    if given and given[0].startswith("-"):
+        given = [f"./{given[0]}"]  # a file, and not an option of the command
     words = [
         *given,
         "--json",

@@ -42,7 +42,6 @@ class Feed(Protocol):
     fingerprint:  SHA-256 in hex of all that decides the rows and their order.
     files:        name of each file -> fingerprint of its content, to name the one that differs.
     passes:       passes after which the data end; None repeats them.
-    num_documents: documents with a target; None where it is not known before reading.
     """
 
     mean_targets: float
@@ -51,7 +50,11 @@ class Feed(Protocol):
     fingerprint: str
     files: Mapping[str, str]
     passes: int | None
-    num_documents: int | None
+
+    @property
+    def num_documents(self) -> int | None:
+        """Documents with a target; None where it is not known before reading."""
+        ...
 
     @property
     def num_rows(self) -> int | None:
@@ -130,7 +133,7 @@ class IndexedFeed:
         self.passes = passes
         self.num_rows: int = self.rows.num_rows
         self.num_tokens = tokens.num_tokens
-        self.num_documents: int | None = tokens.num_documents - self.rows.dropped - self.rows.single
+        self.num_documents = tokens.num_documents - self.rows.dropped - self.rows.single
         if self.num_rows < 1:
             rule = f"has no row with a target in the first {packing.seq_len + 1} tokens of its documents"
             fix = 'raise seq_len, use other data, or set data.long_documents="split"'

@@ -20,6 +20,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 COMMAND_LINE = "command line"
 PARAMETERS = {"from": "path"}
 """Flags whose parameter has another name."""
+OPTIONS = {
+    "path": "job.config_file",
+    "config": "job.config_file",
+    "tokenizer": "model.hf_assets_path",
+    "batch_size": "validation.local_batch_size",
+    "seq_len": "validation.seq_len",
+}
+"""Options that a parameter sets. An error about such an option names the parameter if the value came from it."""
 _VALUE = r'[ =](?:\d[\w.]*|"[^"]*"|[^\s,;:)]*/[^\s,;:)]*|[\w.-]+\.toml)|=(?!true|false)[a-z]\w*'
 """A value that can be told from the next word: a number, a quoted text, a path, a word after "="."""
 _FLAG = re.compile(rf"(?<![\w-])--([a-z_][\w.]*\w)({_VALUE})?")
@@ -46,7 +54,7 @@ def python_function(function: F) -> F:
         try:
             return function(*arguments, **named)
         except ShardtrainError as error:
-            raise translated(error) from error
+            raise translated(error, bound.arguments) from error
 
     return typing.cast(F, call)
 
@@ -100,18 +108,24 @@ def article(name: str) -> str:
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def translated(error: ShardtrainError) -> ShardtrainError:
-    """The same error with parameters instead of flags."""
+def translated(error: ShardtrainError, arguments: Mapping[str, Any]) -> ShardtrainError:
+    """Return the same error with parameters instead of flags. ``arguments`` are those of the call."""
     if not isinstance(error, ConfigError):
         return type(error)(_parameters(str(error)))
+    # option and value -> parameter
+    parameters = {(OPTIONS[name], str(value)): name for name, value in arguments.items() if name in OPTIONS}
     problems: list[Problem | str] = []
     for problem in error.problems:
         if isinstance(problem, str):
+            for (option, value), name in parameters.items():
+                problem = problem.replace(f'{option}="{value}"', f'{name}="{value}"')
             problems.append(_parameters(problem))
             continue
         option = problem.option.removeprefix("--")
         where = "" if problem.where == COMMAND_LINE else problem.where
-        name = PARAMETERS.get(option, option) if problem.option.startswith("--") else option
+        name = parameters.get((option, str(problem.value)), option)
+        if problem.option.startswith("--"):
+            name = PARAMETERS.get(option, option)
         rule, fix = _parameters(problem.rule), _parameters(problem.fix)
         problems.append(dataclasses.replace(problem, option=name, rule=rule, fix=fix, where=where))
     return type(error)(problems)

@@ -24,6 +24,8 @@ from shardtrain.train.open_together import together
 from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Problem
 
 _TOKENS_AT_ONCE = 2**22
+_MOST_TOKENS = 2**26
+"""Most tokens of a batch. They take 1.5 GiB before the model sees them."""
 
 
 @dataclass
@@ -81,6 +83,10 @@ def measure(opened: OpenedModel, section: Validation, read: Read | None = None) 
     if section.seq_len % opened.width:
         rule = f"is not a multiple of the {opened.width} ranks, over which sequences are split"
         raise ConfigError(Problem("validation.seq_len", section.seq_len, rule, "give --data and --seq_len"))
+    if section.seq_len * section.local_batch_size > _MOST_TOKENS:
+        rule = f"with {section.local_batch_size} rows at once is more than {_MOST_TOKENS:,} tokens"
+        fix = "use a smaller one, or fewer rows at once"
+        raise ConfigError(Problem("validation.seq_len", section.seq_len, rule, fix))
     config = dataclasses.replace(opened.config, validation=section)
     with together(config):
         stream = data.open_dataloader(

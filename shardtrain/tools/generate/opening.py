@@ -100,9 +100,9 @@ def open_model(
 
     ``dtype`` is the type to hold and compute in; that in which the run computed unless given. The model is on the
     device of ``world``, and with more than one rank each layer is split over all (a collective); else on the CPU.
-    ``tokenizer_path`` is for a Hugging Face folder without a tokenizer. Unless ``needs_text``, the tokenizer is opened
-    when it is first used. ``base`` is where the weights beside a run's adapters are now, ``adapter`` a folder of PEFT
-    to add to a whole model.
+    ``tokenizer_path`` is for a Hugging Face folder without a tokenizer. Unless ``needs_text``, the model's own
+    tokenizer is opened when it is first used. ``base`` is where the weights beside a run's adapters are now,
+    ``adapter`` a folder of PEFT to add to a model.
 
     Raises:
         ConfigError: when the configuration is missing or does not fit.
@@ -121,7 +121,7 @@ def open_model(
     weights.adapt(model)
 
     open_tokenizer = functools.cache(functools.partial(_open_tokenizer, path, config, shape.vocab_size))
-    if needs_text:
+    if needs_text or tokenizer_path is not None:
         open_tokenizer()
 
     # On the meta device: the type, the kernels, and this rank's part of each layer. Buffers keep their type, since

@@ -49,13 +49,14 @@ def read_rows(path: Path, field: str, prediction_field: str) -> list[Row]:
     rows = []
     for number, data in enumerate(content.split(b"\n"), start=1):
         if data.strip():
-            rows.append(_row(data, f"{path}:{number}", field, prediction_field))
+            rows.append(read_row(data, f"{path}:{number}", field, prediction_field))
     if not rows:
         raise DataError(f"{path} has no rows; each line is to be a JSON object with the field {field!r}")
     return rows
 
 
-def _row(data: bytes, place: str, field: str, prediction_field: str) -> Row:
+def read_row(data: bytes, place: str, field: str, prediction_field: str) -> Row:
+    """Read one line of JSON. Raise DataError, which begins with ``place``, if it has no prompt."""
     try:
         line = data.decode("utf-8-sig").strip()
         values = json.loads(line)
