@@ -85,13 +85,9 @@ def build(config: Config, world: World) -> Run:
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left
     # Mean over the tokens: attention reaches over the length of a sequence, which differs between rows of a task.
-    num_tokens = flops = 0
-    for length, count in (stream.sequence_lengths or {training.seq_len: 1}).items():
-        num_tokens += length * count
-        flops += length * count * built.flops_per_token(length)
-    run = Run(
-        config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops / num_tokens
-    )
+    tokens_of = {length: length * count for length, count in stream.sequence_lengths.items()} or {training.seq_len: 1}
+    flops = sum(count * built.flops_per_token(length) for length, count in tokens_of.items()) / sum(tokens_of.values())
+    run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops)
     run.names = tuple(built.names)
     run.adapters = built.adapters
     return run
