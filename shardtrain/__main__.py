@@ -1,7 +1,5 @@
 """``python -m shardtrain`` is the ``shardtrain`` command."""
 
-from __future__ import annotations
-
 import sys
 
 from shardtrain.cli import main

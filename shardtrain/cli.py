@@ -288,18 +288,13 @@ def _train(words: list[str]) -> int:
 
 def _train_rank(loaded: Loaded) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``_train_here`` as a fresh process."""
-    from shardtrain.launch import environment, failure, local
+    from shardtrain.launch import failure, local
     from shardtrain.train import preflight
 
-    if "SHARDTRAIN_PARENT" in os.environ:
-        local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
-    environment.adopt_slurm(os.environ)
+    if local.become_rank():
+        local.leave(local.run_child(loaded, _trainer()))
     world_size = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    environment.set_allocator_default(os.environ)
-    environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
-    if "SHARDTRAIN_PARENT" in os.environ:
-        local.leave(local.run_child(loaded, _trainer()))
     # all ranks looking at the same files would be a burst on the storage of a large run
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     with local.storage_errors_in_exit_json(loaded):

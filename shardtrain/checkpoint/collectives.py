@@ -33,35 +33,31 @@ _KINDS: dict[str, type[ShardtrainError]] = {
 
 
 def all_gather_json(value: Any) -> list[Any]:
-    """What every rank says, by rank (a collective); values are JSON. A process without peers needs no process group."""
-    if _is_alone():
-        return [json.loads(json.dumps(value))]
-    # Sizes first: all tensors of an all-gather have one shape, so shorter texts are filled up.
-    data = bytearray(json.dumps(value).encode())
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    dist.all_gather(list(sizes.view(-1, 1)), torch.tensor([len(data)]))
-    longest = int(sizes.max())
-    own = torch.zeros(longest, dtype=torch.uint8)
-    own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    texts = torch.empty(len(sizes), longest, dtype=torch.uint8)
-    dist.all_gather(list(texts), own)
-    return [json.loads(bytes(text[:size].numpy())) for text, size in zip(texts, sizes.tolist(), strict=True)]
+    """Gather a JSON value of every rank, in order of rank (a collective). One process needs no process group."""
+    return [json.loads(text) for text in _all_texts(value)]
 
 
 def gather_json(value: Any) -> list[Any]:
-    """What every rank says, by rank, on the first one; nothing on the others (a collective)."""
-    if _is_alone():
-        return [json.loads(json.dumps(value))]
+    """Gather a JSON value of every rank on the first one, and an empty list on the others (a collective)."""
+    texts = _all_texts(value)
+    return [json.loads(text) for text in texts] if _own_rank() == 0 else []
+
+
+def _all_texts(value: Any) -> list[bytes]:
+    """Gather the JSON text of every rank, padded with blanks to the longest one (a collective)."""
     data = bytearray(json.dumps(value).encode())
+    if _is_alone():
+        return [bytes(data)]
+    # The longest first, because all tensors of an all-gather have one shape.
     longest = torch.tensor([len(data)])
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
     own = torch.full((int(longest),), ord(" "), dtype=torch.uint8)  # JSON may end in blanks
     own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
-    # Not a gather to the first rank, which would need a connection to every other: in an all-gather each rank gets all
-    # texts from its neighbour in a ring.
+    # Not a gather to the first rank, which would need a connection to every other rank: in an all-gather each rank gets
+    # all texts from its neighbour in a ring.
     texts = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
     dist.all_gather(list(texts), own)
-    return [json.loads(bytes(text)) for text in texts.numpy()] if _own_rank() == 0 else []
+    return [bytes(text) for text in texts.numpy()]
 
 
 def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:

@@ -194,45 +194,37 @@ def unlink_all(paths: Sequence[ObjectPath]) -> None:
         path.unlink(missing_ok=True)
 
 
-def open_address(address: str, option: str = "checkpoint.folder") -> ObjectPath:
+def open_address(address: str) -> ObjectPath:
     """An address such as ``s3://bucket/run``. Credentials come from the environment, as each store's library reads it.
 
     Raises:
-        ConfigError: when fsspec or what it needs for this store is not installed, or knows no such store.
+        ConfigError: fsspec or the library of this store is not installed, or fsspec knows no such store.
     """
-    scheme = address.partition(MARK)[0]
-    try:
+    with _naming_option(address):
         import fsspec
-    except ImportError:
-        raise ConfigError(_not_installed(option, address, "fsspec")) from None
-    try:
+
         store, _ = fsspec.url_to_fs(address, use_listings_cache=False)
-    except ImportError as error:
-        raise ConfigError(_not_installed(option, address, f"{scheme} ({error})")) from error
-    except ValueError as error:
-        raise ConfigError(_unknown_store(option, address, error)) from error
     return ObjectPath(store, address.rstrip("/"))
 
 
-def refuse_unknown_store(address: str, option: str = "checkpoint.folder") -> None:
-    """Raise what ``open_address`` would for want of a library, without opening anything. Raises ConfigError."""
-    scheme = address.partition(MARK)[0]
-    try:
+def refuse_unknown_store(address: str) -> None:
+    """Raise the ConfigError of ``open_address`` for a missing library or an unknown store, without opening anything."""
+    with _naming_option(address):
         import fsspec
-    except ImportError:
-        raise ConfigError(_not_installed(option, address, "fsspec")) from None
+
+        fsspec.get_filesystem_class(address.partition(MARK)[0])
+
+
+@contextlib.contextmanager
+def _naming_option(address: str) -> Iterator[None]:
+    """Turn the errors of fsspec, and its absence, into a ConfigError of checkpoint.folder."""
     try:
-        fsspec.get_filesystem_class(scheme)
+        yield
     except ImportError as error:
-        raise ConfigError(_not_installed(option, address, f"{scheme} ({error})")) from error
+        missing = "fsspec" if error.name == "fsspec" else f"{address.partition(MARK)[0]} ({error})"
+        fix = f'pip install "shardtrain[{EXTRA}]"'
+        raise ConfigError(Problem("checkpoint.folder", address, f"needs {missing}, not installed", fix)) from error
     except ValueError as error:
-        raise ConfigError(_unknown_store(option, address, error)) from error
-
-
-def _unknown_store(option: str, address: str, error: ValueError) -> Problem:
-    rule = f"names a store that fsspec does not know: {error}"
-    return Problem(option, address, rule, "use for example s3:// or gs://, or a folder")
-
-
-def _not_installed(option: str, address: str, what: str) -> Problem:
-    return Problem(option, address, f"needs {what}, not installed", f'pip install "shardtrain[{EXTRA}]"')
+        rule = f"names a store that fsspec does not know: {error}"
+        fix = "use for example s3:// or gs://, or a folder"
+        raise ConfigError(Problem("checkpoint.folder", address, rule, fix)) from error

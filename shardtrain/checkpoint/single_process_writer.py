@@ -15,7 +15,7 @@ from shardtrain import __version__
 from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint.grids import Grid
 from shardtrain.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest, StoredTensor
-from shardtrain.utils.errors import ConfigError, StorageError
+from shardtrain.utils.errors import StorageError, require_new
 
 
 def write(
@@ -38,8 +38,7 @@ def write(
         ConfigError: when ``folder`` exists.
         StorageError: when it cannot be written; then nothing is left of it.
     """
-    if folder.exists():
-        raise ConfigError(f"{folder} exists; give a new folder")
+    require_new(folder)
     # Where each tensor lies is known before one is read: all in one file, by their names.
     temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
     tensors: dict[str, StoredTensor] = {}

@@ -34,7 +34,7 @@ from shardtrain.layout import Draw
 from shardtrain.ops import init_weights
 from shardtrain.ops.cross_entropy import ChunkFunction, Vocabulary, cross_entropy_sum
 from shardtrain.ops.targets import IGNORE
-from shardtrain.ops.tied import tie, tied_names
+from shardtrain.ops.tied import to_empty
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -107,9 +107,7 @@ class Runner(ABC):
         """Allocate the parameters and initialize them, with the same values on every mesh."""
         offload = fsdp.offloads(self._config, self._mesh.device)
         for part in self.parts:
-            ties = tied_names(part)
-            part.to_empty(device="cpu" if offload else self._mesh.device)
-            tie(part, ties)  # to_empty gives each module its own parameter
+            to_empty(part, "cpu" if offload else self._mesh.device)
             for module in part.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     module._buffers[name] = torch.zeros_like(buffer, device=self._mesh.device)  # see LAYOUT.buffers

@@ -10,6 +10,7 @@ commands DIR  write ``deepspeed`` and ``torchrun`` into a folder for PATH, and p
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -31,53 +32,20 @@ def _dispatch(words: list[str]) -> int:
         fix = f"use one of {', '.join(PROGRAMS)}"
         rule = "needs a program" if name is None else "is not one of its programs"
         raise ConfigError(Problem("shardtrain.fmengine", name, rule, fix, "command line"))
-    return PROGRAMS[name](rest)
+    module, function = PROGRAMS[name]
+    program: Callable[[list[str]], int] = getattr(importlib.import_module(f"shardtrain.fmengine.{module}"), function)
+    return program(rest)
 
 
-def _train(words: list[str]) -> int:
-    from shardtrain.fmengine import launching
-
-    return launching.train(words)
-
-
-def _deepspeed(words: list[str]) -> int:
-    from shardtrain.fmengine import launching
-
-    return launching.deepspeed(words)
-
-
-def _torchrun(words: list[str]) -> int:
-    from shardtrain.fmengine import launching
-
-    return launching.torchrun(words)
-
-
-def _commands(words: list[str]) -> int:
-    from shardtrain.fmengine import launching
-
-    return launching.commands(words)
-
-
-def _to_hf_format(words: list[str]) -> int:
-    from shardtrain.fmengine import command
-
-    return command.to_hf_format(words)
-
-
-def _from_hf(words: list[str]) -> int:
-    from shardtrain.fmengine import command
-
-    return command.from_hf(words)
-
-
-PROGRAMS: dict[str, Callable[[list[str]], int]] = {
-    "train": _train,
-    "deepspeed": _deepspeed,
-    "torchrun": _torchrun,
-    "to_hf_format": _to_hf_format,
-    "from_hf": _from_hf,
-    "commands": _commands,
+PROGRAMS = {
+    "train": ("launching", "train"),
+    "deepspeed": ("launching", "deepspeed"),
+    "torchrun": ("launching", "torchrun"),
+    "to_hf_format": ("command", "to_hf_format"),
+    "from_hf": ("command", "from_hf"),
+    "commands": ("launching", "commands"),
 }
+"""Module and function of each program. The module is imported when its program runs."""
 
 if __name__ == "__main__":
     sys.exit(main())

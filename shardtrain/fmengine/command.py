@@ -11,7 +11,7 @@ from pathlib import Path
 from shardtrain.checkpoint import choice, manifest
 from shardtrain.hf.opening import is_hub_folder
 from shardtrain.utils.arguments import Arguments
-from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
 
 def main(words: Sequence[str]) -> int:
@@ -37,8 +37,7 @@ def from_fmengine(words: Sequence[str]) -> int:
     found = parser.read(list(words))
     if found is None:
         return 0
-    if found.output.exists():
-        raise ConfigError(f"{found.output} exists; give a new folder")
+    require_new(found.output)
     if found.adapter or found.lora_alpha is not None:
         return _adapters(found.folder, found.output, found.step, found.lora_alpha, found.adapter, found.base_model)
     from shardtrain.fmengine import folders
@@ -68,8 +67,7 @@ def to_fmengine(words: Sequence[str]) -> int:
     found = parser.read(list(words))
     if found is None:
         return 0
-    if found.output.exists():
-        raise ConfigError(f"{found.output} exists; give a new folder")
+    require_new(found.output)
     from shardtrain.fmengine import folders
 
     # A checkpoint is exported first, into a folder that is there within the block.
@@ -141,8 +139,7 @@ def to_hf_format(words: Sequence[str]) -> int:
         elif adapters_alone:
             status = _adapters(found.in_model_path, output, name, found.lora_alpha, True, base)
         else:
-            if output.exists():
-                raise ConfigError(f"{output} exists; give a new folder")
+            require_new(output)
             with folders.staged(found.in_model_path, base, name, output) as folder:
                 status = _export(folder, output, None, False)
         if status:

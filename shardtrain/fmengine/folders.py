@@ -21,7 +21,7 @@ from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.layer_files import LATEST, LayerWeights, family_of
 from shardtrain.hf.model import recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
-from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, ShardtrainError, StorageError
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, ShardtrainError, StorageError, require_new
 
 _STEP = "global_step001"
 _MAX_SHARDS = 256
@@ -38,8 +38,7 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
         CheckpointError: when tensors are missing, surplus or of other shapes, or a file is damaged.
         StorageError: when the folder cannot be written.
     """
-    if output.exists():
-        raise ConfigError(f"{output} exists; give a new folder")
+    require_new(output)
     if not 1 <= num_shards <= _MAX_SHARDS:
         raise ConfigError(
             Problem("--mp_world_size", num_shards, f"must lie between 1 and {_MAX_SHARDS}", "use 1", "command line")
@@ -164,8 +163,7 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: st
     """
     from safetensors.torch import save_file
 
-    if output.exists():
-        raise ConfigError(f"{output} exists; give a new folder")
+    require_new(output)
     where = _step(folder, step)
 
     # Layers count from the embedding, which is file 0: the first layer of the model is in file 1.

@@ -22,7 +22,7 @@ from shardtrain.hf import architecture
 from shardtrain.hf.format import CHANGEABLE, Hub, Merged
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.weights import HubWeights
-from shardtrain.ops.tied import tie, tied_names
+from shardtrain.ops.tied import tied_names, to_empty
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger
 
@@ -208,9 +208,7 @@ def both_logits(model: Any, read: Mapping[str, Tensor], folder: Path, tokens_BT:
     """Logits of random tokens from weights of ours and from an exported folder, both in float32 on the CPU."""
     import transformers
 
-    ties = tied_names(model)
-    model.to_empty(device="cpu")
-    tie(model, ties)
+    to_empty(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         tensor.copy_(read[name])
     theirs = getattr(transformers, type(model.hf).__name__)

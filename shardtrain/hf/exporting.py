@@ -32,7 +32,7 @@ from shardtrain.hf.model import hub_of, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import TOKENIZERS, Source
 from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
-from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
+from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError, require_new
 
 SHARD_BYTES = 5 * 10**9
 TYPES = ("float32", "float16", "bfloat16")
@@ -228,8 +228,7 @@ def export(wanted: Export) -> tuple[list[str], str]:
         CheckpointError: when the checkpoint is damaged, or what was read back differs.
         StorageError: when the folder cannot be written.
     """
-    if wanted.output.exists():
-        raise ConfigError(f"{wanted.output} exists; give a new folder")
+    require_new(wanted.output)
     writer = Writer(wanted)
     temporary = wanted.output.with_name(f"{wanted.output.name}.tmp-{secrets.token_hex(6)}")
     try:

@@ -358,6 +358,18 @@ def run_child(loaded: Loaded, main: Main) -> int:
     return 0
 
 
+def become_rank() -> bool:
+    """Prepare this process as one of several ranks. True if this command started it, False for torchrun and srun."""
+    parent = os.environ.get("SHARDTRAIN_PARENT")
+    if parent:
+        detach(int(parent))
+    environment.adopt_slurm(os.environ)
+    environment.set_allocator_default(os.environ)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
+    return bool(parent)
+
+
 def detach(parent: int) -> None:
     """Leave the terminal's process group, so that Ctrl-C arrives once, from the parent; and die when the parent dies.
 

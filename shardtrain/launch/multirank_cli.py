@@ -67,13 +67,7 @@ def start(verb: Verb) -> int:
 
 def _as_rank(verb: Verb) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``start`` as a fresh process."""
-    has_parent = "SHARDTRAIN_PARENT" in os.environ
-    if has_parent:
-        local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
-    environment.adopt_slurm(os.environ)
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    environment.set_allocator_default(os.environ)
-    environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
+    has_parent = local.become_rank()
     action = verb.load()
     folder = Path(tempfile.mkdtemp(prefix=f"shardtrain-{verb.name}-"))
     local.prepare(folder)

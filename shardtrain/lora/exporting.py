@@ -17,7 +17,7 @@ from shardtrain.lora import peft
 from shardtrain.lora.merging import Adapters
 from shardtrain.lora.targets import linears_of, their_names
 from shardtrain.ops.tied import tied_names
-from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
+from shardtrain.utils.errors import CheckpointError, StorageError, require_new
 
 
 def export(
@@ -32,8 +32,7 @@ def export(
     """
     from safetensors.torch import save
 
-    if output.exists():
-        raise ConfigError(f"{output} exists; give a new folder")
+    require_new(output)
     adapters = Adapters(checkpoint)
     labels = adapters.num_labels(module)
     names = peft.names_of(adapters.spec, module, shape, labels)

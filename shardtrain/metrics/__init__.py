@@ -67,7 +67,6 @@ class Metrics:
         self._losses: list[tuple[int, float]] = []
         self._steps_without_targets = 0
         self._step = facts.start_step
-        self._start_tokens = tokens_seen
         self._sinks = list(open_sinks(config, self._run_folder, facts))
 
         # One guard each, so that a sink that fails is one warning, and the others are written.

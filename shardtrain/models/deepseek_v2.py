@@ -4,8 +4,6 @@ The published models keep the load even by losses alone; ``load_balance_coeff`` 
 which their file format has no place.
 """
 
-from __future__ import annotations
-
 from shardtrain.hf.deepseek_v2 import HUB
 from shardtrain.models.deepseek_v3 import LAYOUT, Config, Model, initial
 

@@ -4,8 +4,6 @@
 (Zhang et al. 2024).
 """
 
-from __future__ import annotations
-
 from shardtrain.models.llama import HUB, LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]

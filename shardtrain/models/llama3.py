@@ -3,8 +3,6 @@
 Llama 3 itself is the same without the scaled rotary angles: ``model.overrides.rope_scaling = "none"``.
 """
 
-from __future__ import annotations
-
 from shardtrain.models.llama import HUB, LAYOUT, Config, Model, initial
 
 __all__ = ["FLAVORS", "HUB", "LAYOUT", "Config", "Model", "initial"]

@@ -3,8 +3,6 @@
 Later versions and Nemo have no window. ``sliding_window`` counts the tokens that a token sees, itself among them.
 """
 
-from __future__ import annotations
-
 from shardtrain.hf.mistral import HUB
 from shardtrain.models.llama import LAYOUT, Config, Model, initial
 

@@ -4,8 +4,6 @@ The sizes are those of the base models; 14B and larger instruction models have `
 uses the sliding window that their file format has room for.
 """
 
-from __future__ import annotations
-
 from shardtrain.hf.qwen2 import HUB
 from shardtrain.models.llama import LAYOUT, Config, Model, initial
 

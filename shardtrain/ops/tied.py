@@ -1,7 +1,8 @@
-"""Parameters that two modules share. Some PyTorch calls silently part them; these two functions join them again."""
+"""Parameters that two modules share. Some PyTorch calls silently untie them; these functions tie them again."""
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 
@@ -21,3 +22,10 @@ def tie(model: nn.Module, groups: list[list[str]]) -> None:
             if model.get_parameter(name) is not parameter:
                 owner, _, leaf = name.rpartition(".")
                 setattr(model.get_submodule(owner), leaf, parameter)
+
+
+def to_empty(model: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Allocate the memory of a model on the meta device. ``nn.Module.to_empty`` alone would untie its parameters."""
+    ties = tied_names(model)
+    model.to_empty(device=device)
+    tie(model, ties)

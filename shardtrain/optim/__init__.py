@@ -1,7 +1,5 @@
 """Optimizers, which parameters they decay, their state by name, and the loss scale of float16."""
 
-from __future__ import annotations
-
 from shardtrain.optim.build import build, decides_on_device, state_tensors
 from shardtrain.optim.grad_scaler import LossScaler
 from shardtrain.optim.lr_scheduler import set_learning_rate

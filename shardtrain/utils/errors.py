@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 SENTENCES = re.compile(r", so (?!that)")
@@ -130,6 +131,12 @@ class NotSaved(ShardtrainError):
     """The run was asked to stop and had no time to save."""
 
     exit_code = 76
+
+
+def require_new(path: Path) -> None:
+    """Raise ConfigError if a folder to be written exists."""
+    if path.exists():
+        raise ConfigError(f"{path} exists; give a new folder")
 
 
 def _toml_like(value: Any) -> str:

@@ -73,11 +73,6 @@ def locate(frame: FrameType, device_type: str = "cpu") -> Place:
     )
 
 
-def is_waiting(frame: FrameType, device_type: str = "cpu") -> bool:
-    """Whether the thread with this innermost frame waits for other ranks."""
-    return bool(_collective(frame, device_type))
-
-
 def _collective(frame: FrameType, device_type: str) -> str:
     """The collective among the innermost frames, those of PyTorch before the first of anybody else."""
     collective = ""

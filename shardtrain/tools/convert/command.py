@@ -14,7 +14,7 @@ from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.tools.convert.checkpoint import KEEP_HELP, model_options, step_of, tokens_of_run
 from shardtrain.utils.arguments import Arguments
-from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
     from shardtrain.hf.exporting import Export
@@ -43,8 +43,7 @@ def import_main(words: Sequence[str]) -> int:
     from shardtrain.hf import importing
     from shardtrain.hf.exporting import Export
 
-    if found.to.exists():
-        raise ConfigError(f"{found.to} exists; give a new folder")
+    require_new(found.to)
     _check_tokenizer(found.folder, found.vocab_size)
     model = importing.to_checkpoint(found.folder, found.to, found.dtype, found.vocab_size, found.legacy_bin)
     if found.check != "weights":

@@ -250,7 +250,7 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
     from shardtrain import models
     from shardtrain.layout import Draw
     from shardtrain.ops import init_weights
-    from shardtrain.ops.tied import tie, tied_names
+    from shardtrain.ops.tied import to_empty
 
     module = models.find(config.model.name)
     models.check_documents(module, config.model.name)
@@ -261,9 +261,7 @@ def _model(config: Any) -> tuple[nn.Module, bool]:
         rule = f"has {count / 1e9:.1f} billion parameters, more than the {MAX_PARAMETERS / 1e9:.0f} that probe runs"
         fix = "give a smaller flavor, or --model.overrides.num_layers 2, with the same [data]: they mask alike"
         raise ConfigError(Problem("model.flavor", config.model.flavor, rule, fix))
-    ties = tied_names(model)
-    model.to_empty(device="cpu")
-    tie(model, ties)
+    to_empty(model)
     for buffer in model.buffers():
         buffer.zero_()
     for name, parameter in model.named_parameters():

@@ -14,7 +14,7 @@ from shardtrain.config.schema import Config
 from shardtrain.optim import lr_scheduler
 from shardtrain.tools.dcp.naming import NAMINGS, TORCHTITAN
 from shardtrain.utils.arguments import Arguments
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
     from shardtrain.tools.dcp.writing import Options
@@ -77,8 +77,7 @@ def from_dcp(words: Sequence[str]) -> int:
             "shardtrain checkpoint from-dcp: it needs DCP and DIR, and may name a CONFIG.toml; see --help"
         )
     folder, output = map(Path, rest[:2])
-    if output.exists():
-        raise ConfigError(f"{output} exists; give a new folder")
+    require_new(output)
     loaded = configs.load(rest[2] if count == 3 else None, rest[count:])
     model = loaded.config.model
     seq_len = loaded.config.training.seq_len if loaded.is_set("training.seq_len") else None
@@ -113,8 +112,7 @@ def to_dcp(words: Sequence[str]) -> int:
     found = parser.read(list(words))
     if found is None:
         return 0
-    if found.output.exists():
-        raise ConfigError(f"{found.output} exists; give a new folder")
+    require_new(found.output)
     from shardtrain.tools.convert.checkpoint import model_options, step_of
     from shardtrain.tools.dcp import writing
 

@@ -28,7 +28,7 @@ from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
 from shardtrain.tools.dcp.naming import OWN, Naming, naming
 from shardtrain.tools.dcp.reading import MOMENTS
 from shardtrain.tools.dcp.stored import DcpFolder
-from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
+from shardtrain.utils.errors import CheckpointError, StorageError, require_new
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +62,7 @@ def to_dcp(
         CheckpointError: when the checkpoint is damaged, holds adapters, or is of another model.
         StorageError: when the folder cannot be written.
     """
-    if output.exists():
-        raise ConfigError(f"{output} exists; give a new folder")
+    require_new(output)
     stored = manifest.read(checkpoint)
     for file in stored.files:
         if damage := files.find_damage(checkpoint, file):

@@ -5,8 +5,6 @@ Each area is one file with two functions: ``collect`` notes plain facts on every
 the ranks.
 """
 
-from __future__ import annotations
-
 from shardtrain.tools.doctor.command import main
 
 __all__ = ["main"]

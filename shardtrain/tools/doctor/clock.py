@@ -6,10 +6,9 @@ import ctypes
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, Verdict, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, Verdict, each, kernel_text
 
 AREA = "clock"
 
@@ -24,19 +23,12 @@ _TIME_ERROR = 5
 
 def collect(context: RankContext, facts: Facts) -> None:
     """Note the time of this rank at moments at which all ranks meet."""
-    facts["source"] = _text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+    facts["source"] = kernel_text("/sys/devices/system/clocksource/clocksource0/current_clocksource")
     facts["synchronized"] = synchronized()
     facts["moments"] = []
     for number in range(ROUNDS if context.size > 1 else 0):
         context.line.meet(f"clock {number}")
         facts["moments"].append(time.time())
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def synchronized() -> bool | None:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_numbers, warn_if
 
 AREA = "hosts"
 
@@ -25,7 +25,7 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["hostname"] = name
     facts["architecture"] = platform.machine()
     facts["local_size"] = context.local_size
-    facts["port_range"] = _numbers("/proc/sys/net/ipv4/ip_local_port_range")
+    facts["port_range"] = kernel_numbers("/proc/sys/net/ipv4/ip_local_port_range")
     facts["in_job"] = "SHARDTRAIN_DOCTOR" not in os.environ and context.size > 1
     facts["port"] = TORCHRUN_PORT
     facts["port_busy"] = not is_free(TORCHRUN_PORT)
@@ -35,14 +35,6 @@ def collect(context: RankContext, facts: Facts) -> None:
     except OSError as error:
         facts["addresses"] = []
         facts["resolve_error"] = str(error.strerror or error)
-
-
-def _numbers(path: str) -> list[int]:
-    try:
-        with open(path, encoding="ascii") as file:
-            return [int(word) for word in file.read().split()]
-    except (OSError, ValueError):
-        return []
 
 
 def is_free(port: int) -> bool:
@@ -121,13 +113,11 @@ def _ports(facts: Facts) -> Judged | None:
     fix = "widen it: sysctl -w net.ipv4.ip_local_port_range='32768 60999'"
     text = f"{low} to {high}"
     expected = f"{LEAST_PORTS} or more"
-    return ("warn", text, expected, fix) if high - low < LEAST_PORTS else ("pass", text, expected, "")
+    return warn_if(high - low < LEAST_PORTS, text, expected, fix)
 
 
 def _port(facts: Facts) -> Judged:
-    text = f"port {facts['port']}"
+    text = f"port {facts['port']} is {'busy' if facts['port_busy'] else 'free'}"
     expected = "free, for a torchrun without --rdzv-endpoint"
     fix = "end the process that listens there (ss -ltnp shows it), or give torchrun --rdzv-endpoint HOST:PORT"
-    return (
-        ("warn", f"{text} is busy", expected, fix) if facts["port_busy"] else ("pass", f"{text} is free", expected, "")
-    )
+    return warn_if(facts["port_busy"], text, expected, fix)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_text, warn_if
 from shardtrain.utils.units import GIB, format_bytes
 
 AREA = "limits"
@@ -30,13 +30,13 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["cores"] = usable_cores()
     facts["quota"] = cpu_quota()
     facts["load"] = os.getloadavg()[0]
-    facts["governor"] = _text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
-    facts["huge_pages"] = _chosen(_text("/sys/kernel/mm/transparent_hugepage/enabled"))
-    facts["core_pattern"] = _text("/proc/sys/kernel/core_pattern")
+    facts["governor"] = kernel_text("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
+    facts["huge_pages"] = _chosen(kernel_text("/sys/kernel/mm/transparent_hugepage/enabled"))
+    facts["core_pattern"] = kernel_text("/proc/sys/kernel/core_pattern")
     facts["infiniband"] = os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
     # Steal, the eighth number of the first line: the share of CPU time since boot that other guests of this machine's
     # host took.
-    words = _text("/proc/stat").split("\n")[0].split()[1:]
+    words = kernel_text("/proc/stat").split("\n")[0].split()[1:]
     times: list[int] = [int(word) for word in words[:8]]
     total = sum(times)
     facts["steal"] = times[7] / total if len(times) == 8 and total else 0.0
@@ -65,17 +65,10 @@ def cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float:
     """CPUs that the cgroup of this process allows (version 2, then 1), or 0 without a quota."""
     # version 2 has both numbers in one file, "max 100000" without a quota; version 1 has -1 for none
     for quota, period in (("cpu.max", ""), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
-        words = _text(root / quota).split() + (_text(root / period).split() if period else [])
+        words = kernel_text(root / quota).split() + (kernel_text(root / period).split() if period else [])
         if len(words) == 2 and words[0] not in ("max", "-1") and int(words[1]):
             return int(words[0]) / int(words[1])
     return 0.0
-
-
-def _text(path: str | Path) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 def _chosen(text: str) -> str:
@@ -110,7 +103,7 @@ def _files(facts: Facts) -> Judged | None:
     expected = f"{FEW_FILES} or more"
     if 0 <= value < TOO_FEW_FILES:
         return "fail", text, expected, fix
-    return ("warn", text, expected, fix) if 0 <= value < FEW_FILES else ("pass", text, expected, "")
+    return warn_if(0 <= value < FEW_FILES, text, expected, fix)
 
 
 def _processes(facts: Facts) -> Judged | None:
@@ -120,7 +113,7 @@ def _processes(facts: Facts) -> Judged | None:
     text = "unlimited" if value < 0 else str(value)
     expected = f"{FEW_PROCESSES} or more"
     fix = "raise it: ulimit -u 65536 (LimitNPROC, or the container)"
-    return ("warn", text, expected, fix) if 0 <= value < FEW_PROCESSES else ("pass", text, expected, "")
+    return warn_if(0 <= value < FEW_PROCESSES, text, expected, fix)
 
 
 def _locked(facts: Facts) -> Judged | None:
@@ -159,7 +152,7 @@ def _quota(facts: Facts) -> Judged | None:
         return "pass", f"none; {cores} cores", "none, or all cores", ""
     text = f"{quota:g} of {cores} cores"
     fix = "raise the container's CPU limit, or start fewer ranks and threads"
-    return ("warn", text, "none, or all cores", fix) if quota < cores else ("pass", text, "none, or all cores", "")
+    return warn_if(quota < cores, text, "none, or all cores", fix)
 
 
 def _load(facts: Facts) -> Judged:
@@ -167,9 +160,8 @@ def _load(facts: Facts) -> Judged:
     cores = facts["cores"]
     expected = "below the number of cores"
     text = f"{load:.1f} on {cores} cores (last minute)"
-    if load > 1.5 * cores:
-        return "warn", text, expected, "end other processes of this host, or wait for them: top shows them"
-    return "pass", text, expected, ""
+    fix = "end other processes of this host, or wait for them: top shows them"
+    return warn_if(load > 1.5 * cores, text, expected, fix)
 
 
 def _governor(facts: Facts) -> Judged | None:
@@ -177,16 +169,14 @@ def _governor(facts: Facts) -> Judged | None:
     if not value:
         return None
     fix = "cpupower frequency-set -g performance"
-    return ("warn", value, "performance", fix) if value == "powersave" else ("pass", value, "performance", "")
+    return warn_if(value == "powersave", value, "performance", fix)
 
 
 def _stolen(facts: Facts) -> Judged | None:
     value = facts["steal"]
     text = f"{100 * value:.1f} % since boot"
     expected = f"below {100 * STEAL:.0f} %"
-    if value > STEAL:
-        return "warn", text, expected, "move to a host that is not oversold"
-    return "pass", text, expected, ""
+    return warn_if(value > STEAL, text, expected, "move to a host that is not oversold")
 
 
 def _pages(facts: Facts) -> Judged | None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtrain.tools.doctor.result import Facts, Reports
+from shardtrain.tools.doctor.result import Facts, Reports, kernel_text
 
 GIGA = 1e9
 
@@ -32,29 +32,22 @@ def network_cards(root: Path = Path("/sys/class")) -> list[Facts]:
     found: list[Facts] = []
     behind: set[str] = set()
     for port in sorted(root.glob("infiniband/*/ports/*")):
-        state = _text(port / "state")
-        speed = re.match(r"([\d.]+) Gb", _text(port / "rate"))
+        state = kernel_text(port / "state")
+        speed = re.match(r"([\d.]+) Gb", kernel_text(port / "rate"))
         card = port.parents[1]
         behind.update(path.name for path in card.glob("device/net/*"))
         up = "ACTIVE" in state
         rate = float(speed[1]) * GIGA / 8 if speed and up else 0.0
         found.append({"name": f"{card.name}:{port.name}", "kind": "infiniband", "up": up, "rate": rate})
     for card in sorted(root.glob("net/*")):
-        speed = re.match(r"\d+$", _text(card / "speed"))
+        speed = re.match(r"\d+$", kernel_text(card / "speed"))
         # bridges, loopback and other interfaces of software have no device behind them
         if card.name in behind or not (card / "device").exists():
             continue
-        up = _text(card / "operstate") == "up"
+        up = kernel_text(card / "operstate") == "up"
         rate = float(speed[0]) * 1e6 / 8 if speed and up else 0.0
         found.append({"name": card.name, "kind": "ethernet", "up": up, "rate": rate})
     return found
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
 
 
 def device_rate(facts: Facts) -> tuple[float, str]:

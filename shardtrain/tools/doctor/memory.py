@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, warn_if
 from shardtrain.train.preflight.machine import cgroup_memory, host_memory
 from shardtrain.utils.units import GIB, MIB, format_bytes
 
@@ -74,9 +74,8 @@ def _host(facts: Facts, needs: int) -> Judged:
         expected = f"{format_bytes(needed)} or more for model and optimizer"
         return "fail", text, expected, "use more hosts, a smaller model, or bfloat16 with training.dtype"
     expected = f"{SPARE_SHARE:.0%} free" if not needed else f"{format_bytes(needed)} or more for model and optimizer"
-    if free < SPARE_SHARE * total:
-        return "warn", text, expected, "end other processes of this host, or raise the container's limit"
-    return "pass", text, expected, ""
+    fix = "end other processes of this host, or raise the container's limit"
+    return warn_if(free < SPARE_SHARE * total, text, expected, fix)
 
 
 def _kills(facts: Facts) -> Judged | None:

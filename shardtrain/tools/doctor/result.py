@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 Verdict = Literal["pass", "warn", "fail"]
@@ -97,6 +98,27 @@ def _ranks(ranks: Collection[int]) -> str:
 
 Judged = tuple[Verdict, str, str, str]
 """Verdict, measured, expected, fix."""
+
+
+def warn_if(is_bad: bool, measured: str, expected: str, fix: str) -> Judged:
+    """Return a warning with its fix if ``is_bad``, or else a pass."""
+    return ("warn", measured, expected, fix) if is_bad else ("pass", measured, expected, "")
+
+
+def kernel_text(path: str | Path) -> str:
+    """Return the text of a file of the kernel, or an empty text if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def kernel_numbers(path: str) -> list[int]:
+    """Return the numbers in a file of the kernel; an empty list if it holds anything else or cannot be read."""
+    try:
+        return [int(word) for word in kernel_text(path).split()]
+    except ValueError:
+        return []
 
 
 def each(reports: Reports, area: str, subject: str, judge: Callable[[Facts], Judged | None]) -> Iterator[Finding]:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
-from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each
+from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, kernel_numbers, warn_if
 
 AREA = "size"
 
@@ -33,20 +32,15 @@ def collect(context: RankContext, facts: Facts) -> None:
     facts["tracked"] = _number("/proc/sys/net/netfilter/nf_conntrack_max")
     facts["tracked_now"] = _number("/proc/sys/net/netfilter/nf_conntrack_count")
     facts["neighbours"] = _number("/proc/sys/net/ipv4/neigh/default/gc_thresh3")
-    try:
-        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text(encoding="ascii").split())
-        facts["ports"] = high - low
-    except (OSError, ValueError):
-        facts["ports"] = -1
+    ports = kernel_numbers("/proc/sys/net/ipv4/ip_local_port_range")
+    facts["ports"] = ports[1] - ports[0] if len(ports) == 2 else -1
     facts["cores"] = os.cpu_count() or 1
 
 
 def _number(path: str) -> int:
-    """A number of the kernel, -1 where there is none."""
-    try:
-        return int(Path(path).read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return -1
+    """Return a number of the kernel, or -1 if it does not exist."""
+    numbers = kernel_numbers(path)
+    return numbers[0] if len(numbers) == 1 else -1
 
 
 def judge(reports: Reports) -> Iterator[Finding]:
@@ -62,7 +56,7 @@ def _verdict(value: int, needed: int, what: str, fix: str) -> Judged | None:
     if value < 0:
         return None
     expected = f"{needed:,} or more, for {what}"
-    return ("pass", f"{value:,}", expected, "") if value >= needed else ("warn", f"{value:,}", expected, fix)
+    return warn_if(value < needed, f"{value:,}", expected, fix)
 
 
 def _peers(facts: Facts) -> int:

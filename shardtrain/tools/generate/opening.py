@@ -35,7 +35,7 @@ from shardtrain.hf.opening import is_hub_folder
 from shardtrain.layout import Layout
 from shardtrain.lora import frozen, spec
 from shardtrain.lora.peft import PeftFolder
-from shardtrain.ops.tied import tie, tied_names
+from shardtrain.ops.tied import to_empty
 from shardtrain.tools.generate.locate_checkpoint import find_checkpoint, load_config
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.python_api import python_function
@@ -135,10 +135,8 @@ def open_model(
     if world is not None and world.size > 1:
         _split(model, module.LAYOUT, config, getattr(shape, "num_experts", 0), world)
 
-    # Memory, which unties what was tied, and the weights.
-    ties = tied_names(model)
-    model.to_empty(device=device)
-    tie(model, ties)
+    # Memory, and the weights.
+    to_empty(model, device)
     for owner, name, buffer in buffers:
         owner._buffers[name] = torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
     weights.fill(model)

@@ -4,8 +4,6 @@
 that is read runs code, and no torch is imported. Only the command line imports this room.
 """
 
-from __future__ import annotations
-
 from shardtrain.tools.migrate.reading import FOREIGN_ENDINGS, Migration, load, load_flags, migrate, open_file
 from shardtrain.tools.migrate.report import ThisMachine
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.config.coerce import Unfit
 from shardtrain.tools.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
 from shardtrain.utils.errors import Problem
 
@@ -21,12 +20,6 @@ def looks(values: Mapping[str, Any]) -> bool:
     """Whether this is such a file."""
     marks = {"train_micro_batch_size_per_gpu", "zero_optimization", "train_batch_size", "steps_per_print"}
     return bool(marks & values.keys()) and "distributed_type" not in values
-
-
-def _offload(value: str) -> bool:
-    if value not in ("cpu", "none", "nvme"):
-        raise Unfit('must be "cpu", "nvme" or "none"', "correct it")
-    return value != "none"
 
 
 KEYS: Mapping[str, Rule] = {

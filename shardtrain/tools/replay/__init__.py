@@ -93,13 +93,9 @@ def _start(loaded: Loaded, found: Plan, request: _Request, command: Sequence[str
 
     # One rank of a launcher's: of our own, which is then its parent, or of torchrun or srun.
     if environment.is_rank(os.environ):
-        environment.adopt_slurm(os.environ)
-        count = int(os.environ["WORLD_SIZE"])
-        environment.set_process_defaults(os.environ, int(os.environ.get("LOCAL_WORLD_SIZE", "1")), cores, alone=False)
-        if "SHARDTRAIN_PARENT" in os.environ:
-            local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
+        if local.become_rank():
             local.leave(local.run_child(loaded, rank))
-        local.leave(local.run_rank(loaded, rank, count))
+        local.leave(local.run_rank(loaded, rank, int(os.environ["WORLD_SIZE"])))
 
     # As many ranks as the run had, if they can be had here.
     accelerators = environment.count_accelerators(loaded.config.training.device)

@@ -80,14 +80,8 @@ def _as_rank(asked: Request) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``main`` as a fresh process."""
     from shardtrain.launch import environment, local
 
-    has_parent = "SHARDTRAIN_PARENT" in os.environ
-    if has_parent:
-        local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
-    environment.adopt_slurm(os.environ)
+    has_parent = local.become_rank()
     size = int(os.environ["WORLD_SIZE"])
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    environment.set_allocator_default(os.environ)
-    environment.set_process_defaults(os.environ, local_ranks, environment.usable_cores(), alone=False)
     from shardtrain.tools.test import run
 
     if has_parent:

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 from shardtrain import models
 from shardtrain.config import Config
 from shardtrain.layout import Layout, matches, word_of
-from shardtrain.ops.tied import tie, tied_names
+from shardtrain.ops.tied import tied_names, to_empty
 from shardtrain.ops.user_state import trial
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.meshes import OPTIONS
@@ -58,9 +58,7 @@ class Found:
 
 def fill(model: nn.Module) -> None:
     """Memory and random weights at unit gain, so that every part shows; buffers start at zero, as the trainer's do."""
-    ties = tied_names(model)
-    model.to_empty(device="cpu")
-    tie(model, ties)
+    to_empty(model)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for buffer in model.buffers():

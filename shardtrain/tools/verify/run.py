@@ -33,7 +33,7 @@ from shardtrain.lora import spec
 from shardtrain.lora.linear import is_adapter
 from shardtrain.ops import accelerator, init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
-from shardtrain.ops.tied import tie, tied_names
+from shardtrain.ops.tied import to_empty
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.batches import SyntheticStream
 from shardtrain.tools.verify.shrink import Task
@@ -407,9 +407,7 @@ def plain_model(config: Config, weights: Mapping[str, Tensor]) -> nn.Module:
     """The whole model on this process's CPU with given weights: no mesh, no runner."""
     module, shape, model = model_of(config)
     spec.adapt(model, module, shape, config.lora)
-    ties = tied_names(model)
-    model.to_empty(device="cpu")
-    tie(model, ties)
+    to_empty(model)
     with torch.no_grad():
         for buffer in model.buffers():
             buffer.zero_()

@@ -23,7 +23,7 @@ from shardtrain.distributed.process_group import World
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.seeding import set_determinism
-from shardtrain.ops.tied import tie, tied_names
+from shardtrain.ops.tied import tied_names, to_empty
 from shardtrain.tools.verify.batches import SyntheticStream, whole_batch
 from shardtrain.tools.verify.meshes import changed
 from shardtrain.tools.verify.real import float64, tile
@@ -275,9 +275,7 @@ def reference(rank: int, num_ranks: int, piece: Piece, path: str) -> dict[str, f
     if config.debug.deterministic:
         set_determinism(config.debug.deterministic_warn_only)
     module, shape, model = build(config, piece.cut_embedding)
-    ties = tied_names(model)
-    model.to_empty(device="cpu")
-    tie(model, ties)
+    to_empty(model)
     for _, buffer in model.named_buffers():
         buffer.zero_()
     fill(dict(model.named_parameters()), module, shape, len(getattr(model, module.LAYOUT.layers)))
