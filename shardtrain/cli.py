@@ -25,7 +25,8 @@ from shardtrain import __version__
 from shardtrain.config import help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
 from shardtrain.utils import garbage_collection, process, python_child
-from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.utils.arguments import help_if_asked
+from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import heartbeat
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
         process.own_process()
     try:
         # flush here, where a full disk or a closed pipe becomes one line
-        code = action(words)
+        code = _status(action, words)
         if arguments is None:
             sys.stdout.flush()
         return code
@@ -109,6 +110,13 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
         )
     except OSError as error:
         return _print_system_error(error)
+
+
+def _status(action: Callable[[list[str]], int], words: list[str]) -> int:
+    try:
+        return action(words)
+    except HelpPrinted:
+        return 0
 
 
 def _print_system_error(error: OSError) -> int:
@@ -471,9 +479,7 @@ def _completion(words: list[str]) -> int:
     """Print what a shell reads to complete the command."""
     from shardtrain.config import completion
 
-    if words[:1] in (["--help"], ["-h"]):
-        print(help_pages.COMPLETION, end="")
-        return 0
+    help_if_asked(words[:1], help_pages.COMPLETION)
     if len(words) != 1 or words[0] not in completion.SHELLS:
         rule = "is not a shell that is known" if len(words) == 1 else "takes the name of one shell"
         fix = 'write eval "$(shardtrain completion bash)" into ~/.bashrc; zsh alike; for fish pipe it to source'

@@ -14,6 +14,7 @@ from typing import Any
 
 from shardtrain.config.options import sections
 from shardtrain.config.settings import COMMAND_LINE
+from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -58,11 +59,14 @@ class Taken:
         return files[0] if files else None, overrides
 
 
-def take(words: Sequence[str], options: Mapping[str, Option], flags: Sequence[str] = ()) -> Taken:
+def take(
+    words: Sequence[str], options: Mapping[str, Option], flags: Sequence[str] = (), usage: str | None = None
+) -> Taken:
     """Take a verb's own ``options`` (``--nproc 2`` or ``--nproc=2``) and ``flags`` out of its words.
 
     Raises:
         ConfigError: an option has no value, or one that its reader refuses, or is given twice and may not be.
+        HelpPrinted: the help was asked for, and ``usage`` is its text.
 
     >>> take(["run.toml", "--processes", "4", "--training.seq_len", "8"], {"--processes": Option(int)})
     Taken(own={'--processes': 4}, rest=('run.toml', '--training.seq_len', '8'), help=False)
@@ -73,6 +77,8 @@ def take(words: Sequence[str], options: Mapping[str, Option], flags: Sequence[st
     while remaining:
         word = remaining.pop(0)
         if word in ("--help", "-h"):
+            if usage is not None:
+                help_if_asked([word], usage)
             return Taken(help=True)
         name, equals, value = word.partition("=")
         if word in flags:

@@ -34,9 +34,7 @@ def from_fmengine(words: Sequence[str]) -> int:
     adapter = "write the adapters alone, as a folder that PEFT and lora.initial_load_path open"
     parser.add_argument("--adapter", action="store_true", help=adapter)
     parser.add_argument("--lora_alpha", type=float, help="with --adapter: lora_alpha of the JSON, which is in no file")
-    found = parser.read(list(words))
-    if found is None:
-        return 0
+    found = parser.read(words)
     require_new(found.output)
     if found.adapter or found.lora_alpha is not None:
         return _adapters(found.folder, found.output, found.step, found.lora_alpha, found.adapter, found.base_model)
@@ -64,9 +62,7 @@ def to_fmengine(words: Sequence[str]) -> int:
     parser.add_argument("--mp_world_size", type=int, default=1, help="model-parallel ranks (default: %(default)s)")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
     parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")
-    found = parser.read(list(words))
-    if found is None:
-        return 0
+    found = parser.read(words)
     require_new(found.output)
     from shardtrain.fmengine import folders
 
@@ -107,8 +103,6 @@ def to_hf_format(words: Sequence[str]) -> int:
     parser.add_argument("--is-lora-tuned", nargs="?", const="true", default="false", help="write the adapters alone")
     parser.add_argument("--lora_alpha", type=float, help="lora_alpha of the JSON, for adapters that FMEngine trained")
     found = parser.read([_dashed(word) for word in words])
-    if found is None:
-        return 0
     adapters = str(found.is_lora_tuned).lower()
     if adapters not in ("true", "false", "yes", "no", "1", "0"):
         raise ConfigError(
@@ -153,9 +147,7 @@ def from_hf(words: Sequence[str]) -> int:
     parser.add_argument("--model_name_or_path", required=True, metavar="HF_DIR", help="config.json and safetensors")
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--mp_world_size", default="1", metavar="N", help="model-parallel ranks")
-    found = parser.read(list(words))
-    if found is None:
-        return 0
+    found = parser.read(words)
     folder = found.model_name_or_path
     if not is_hub_folder(Path(folder)):
         rule = "is not a Hugging Face folder here; nothing is fetched"

@@ -10,7 +10,14 @@ import difflib
 from collections.abc import Sequence
 from typing import NoReturn
 
-from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.errors import ConfigError, HelpPrinted
+
+
+def help_if_asked(words: Sequence[str], text: str) -> None:
+    """Print a help text if the words ask for it, and raise HelpPrinted."""
+    if "--help" in words or "-h" in words:
+        print(text, end="")
+        raise HelpPrinted
 
 
 def truth(word: str) -> bool:
@@ -50,15 +57,14 @@ class Arguments(argparse.ArgumentParser):
         fix = f"write it like: {self._example}" if self._example else f"{self.prog} --help lists the options"
         raise ConfigError(f"{self.prog}: {message}; {fix}")
 
-    def read(self, words: Sequence[str]) -> argparse.Namespace | None:
-        """Options, or None where the help was asked for and has been printed.
+    def read(self, words: Sequence[str]) -> argparse.Namespace:
+        """Return the options.
 
         Raises:
-            ConfigError: at an unknown option, a missing or a wrong value.
+            ConfigError: an option is unknown, or a value is missing or wrong.
+            HelpPrinted: the help was asked for.
         """
-        if "--help" in words or "-h" in words:
-            self.print_help()
-            return None
+        help_if_asked(words, self.format_help())
         if self._first and words and not words[0].startswith("-") and self._first not in words:
             words = [self._first, *words]
-        return self.parse_args(words)
+        return self.parse_args(list(words))

@@ -133,6 +133,10 @@ class NotSaved(ShardtrainError):
     exit_code = 76
 
 
+class HelpPrinted(Exception):
+    """The help of a command was asked for and is printed. ``cli.run`` ends the command with status 0."""
+
+
 def require_new(path: Path) -> None:
     """Raise ConfigError if a folder to be written exists."""
     if path.exists():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import MEANINGS, Account, Attempt, account, attempts_of
+from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """\
@@ -25,9 +26,7 @@ _MEANING_COLUMN = 37
 
 def main(words: Sequence[str]) -> int:
     """Print the table of a run folder; raises ConfigError and DataError."""
-    if any(word in ("--help", "-h") for word in words):
-        print(USAGE, end="")
-        return 0
+    help_if_asked(words, USAGE)
     if len(words) != 1 or words[0].startswith("-"):
         given = " ".join(words) or None
         fix = "write it like shardtrain goodput outputs"

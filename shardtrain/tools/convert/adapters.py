@@ -31,9 +31,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
     parser.add_argument("--config", type=Path, help="the run's TOML; found beside the checkpoint unless given")
     parser.add_argument("--dtype", choices=DTYPES, default="", help="type of the sum (default: that of the weights)")
-    found = parser.read(list(words))
-    if found is None:
-        return 0
+    found = parser.read(words)
     from shardtrain.hf.opening import is_hub_folder
     from shardtrain.lora import peft
     from shardtrain.tools.convert.checkpoint import step_of

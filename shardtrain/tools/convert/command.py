@@ -36,9 +36,7 @@ def import_main(words: Sequence[str]) -> int:
     parser.add_argument("--vocab_size", type=int, default=0, help="let the vocabulary grow to so many rows")
     parser.add_argument("--legacy_bin", action="store_true", help="read pytorch_model.bin, as data: see docs/hub.md")
     parser.add_argument("--check", choices=CHECKS, default="auto", help="compare logits with transformers: docs/hub.md")
-    found = parser.read(list(words))
-    if found is None:
-        return 0
+    found = parser.read(words)
     from shardtrain import models
     from shardtrain.hf import importing
     from shardtrain.hf.exporting import Export
@@ -106,9 +104,7 @@ def export_main(words: Sequence[str]) -> int:
     overwrite = "with --push, replace a card in the repository that somebody wrote or changed"
     rarer.add_argument("--overwrite_card", action="store_true", help=overwrite)
     _refuse_token(words)
-    found = parser.read(list(words))
-    if found is None:
-        return 0
+    found = parser.read(words)
     for option in ("private", "overwrite_card"):
         if getattr(found, option) and not found.push:
             raise ConfigError(Problem(f"--{option}", True, "has no effect without --push", "name the repository there"))

@@ -71,12 +71,8 @@ class Report:
 
 def main(words: list[str]) -> int:
     """Run the verb; returns the exit status."""
-    found = take(
-        words, {name: Option(number_of(), "8", once=True) for name in ("--world_size", "--nproc")}, ("--json",)
-    )
-    if found.help:
-        print(USAGE, end="")
-        return 0
+    options = {name: Option(number_of(), "8", once=True) for name in ("--world_size", "--nproc")}
+    found = take(words, options, ("--json",), USAGE)
     loaded = load(*found.configuration())
     world_size = found.own.get("--world_size") or found.own.get("--nproc")
     problems = list(check(loaded))

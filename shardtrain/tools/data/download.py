@@ -68,8 +68,6 @@ def main(words: list[str]) -> int:
     """
     _refuse_token(words)
     options = _parser().read(words)
-    if options is None:
-        return 0
     options.assets = list(dict.fromkeys(ASSETS if options.all else options.assets))
     if options.tokenizer_path and options.assets != ["tokenizer"]:
         raise ConfigError(

@@ -82,10 +82,8 @@ def main(words: list[str]) -> int:
             "--processes": Option(number_of(), "4", once=True),
             "--shard_tokens": Option(number_of(), "100_000_000", once=True),
         },
+        usage=USAGE,
     )
-    if found.help:
-        print(USAGE, end="")
-        return 0
     if not found.own.get("--output"):
         raise ConfigError(Problem("--output", None, "is not given", "write --output FOLDER", COMMAND_LINE))
     loaded = load(*found.configuration())

@@ -74,10 +74,7 @@ def main(words: list[str]) -> int:
         ConfigError: the configuration is wrong, its documents are not kept apart, or its model is too large.
         DataError: no sequence of the data has two documents.
     """
-    found = take(words, {})
-    if found.help:
-        print(USAGE, end="")
-        return 0
+    found = take(words, {}, usage=USAGE)
     from shardtrain import config as configs
 
     loaded = configs.load(*found.configuration())

@@ -94,10 +94,7 @@ def main(words: list[str]) -> int:
     """Print the sequences of a step; gives the exit status."""
     names = ("--step", "--rows", "--world_size", "--nproc")
     numbers = {name: Option(number_of(), "4", once=True) for name in names}
-    taken = take(words, numbers, ["--json"])
-    if taken.help:
-        print(USAGE, end="")
-        return 0
+    taken = take(words, numbers, ["--json"], USAGE)
     config, world_size = _open(*taken.configuration(), taken.own.get("--world_size") or taken.own.get("--nproc"))
     batch_size = derived.global_batch_size(config, world_size)
     first = (taken.own.get("--step", 1) - 1) * batch_size

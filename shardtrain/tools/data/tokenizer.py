@@ -19,7 +19,7 @@ from shardtrain.data.bad_rows import attempt
 from shardtrain.data.columns import text
 from shardtrain.data.sources import Request, every_row, find, place_of
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import Arguments, help_if_asked
 from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
 
 PROGRAM = "shardtrain data tokenizer train"
@@ -102,15 +102,11 @@ def main(words: list[str]) -> int:
         DataError: at a row without a text.
         StorageError: where the folder cannot be written.
     """
+    help_if_asked(words, _parser().format_help())
     if not words or words[0] != "train":
-        if words and words[0] in ("--help", "-h"):
-            _parser().print_help()
-            return 0
         problem = Problem("shardtrain data tokenizer", words[0] if words else None, "needs an action", "use train")
         raise ConfigError(problem)
     options = _parser().read(words[1:])
-    if options is None:
-        return 0
     special = _check(options)
     folder = Path(options.output)
     texts = Texts(options.input, options.dataset, options.text_field, options.skip_bad_rows)

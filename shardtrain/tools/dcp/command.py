@@ -13,7 +13,7 @@ from shardtrain.checkpoint.choice import HELP, step_name
 from shardtrain.config.schema import Config
 from shardtrain.optim import lr_scheduler
 from shardtrain.tools.dcp.naming import NAMINGS, TORCHTITAN
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import Arguments, help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
@@ -55,10 +55,7 @@ def main(words: Sequence[str]) -> int:
 
 def from_dcp(words: Sequence[str]) -> int:
     """Run ``from-dcp``; gives the exit status."""
-    if "--help" in words or "-h" in words:
-        print(_FROM_USAGE, end="")
-        return 0
-
+    help_if_asked(words, _FROM_USAGE)
     # --optimizer is ours; all other options are overrides of the configuration.
     rest = list(words)
     wanted: bool | None = None
@@ -109,9 +106,7 @@ def to_dcp(words: Sequence[str]) -> int:
     parser.add_argument("--names", choices=NAMINGS, default=TORCHTITAN, help="of tensors (default: %(default)s)")
     parser.add_argument("--model-only", action="store_true", help="leave the optimizer's state out")
     parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")
-    found = parser.read(list(words))
-    if found is None:
-        return 0
+    found = parser.read(words)
     require_new(found.output)
     from shardtrain.tools.convert.checkpoint import model_options, step_of
     from shardtrain.tools.dcp import writing

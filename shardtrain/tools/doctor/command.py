@@ -21,6 +21,7 @@ from shardtrain.config.command_line import Option, split, take
 from shardtrain.resilience import signals
 from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
 from shardtrain.utils import python_child
+from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -77,9 +78,7 @@ def main(words: Sequence[str]) -> int:
     """Run the verb; gives the status, see USAGE. Raises ConfigError."""
     from shardtrain.launch import agent, environment
 
-    if any(word in ("--help", "-h") for word in words):
-        print(USAGE, end="")
-        return 0
+    help_if_asked(words, USAGE)
     request = read(words)
     if environment.is_rank(os.environ):
         _as_rank(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from shardtrain.tools.evaluate import request
 
@@ -10,8 +11,6 @@ from shardtrain.tools.evaluate import request
 def main(words: list[str]) -> int:
     """Measure what the words ask for; gives the exit status."""
     asked = request.read(words)
-    if asked is None:
-        return 0
     from shardtrain.launch.multirank_cli import Verb, start
     from shardtrain.tools.generate import prompts
 
@@ -20,8 +19,5 @@ def main(words: list[str]) -> int:
 
         return lambda: run.run(asked)
 
-    def check_output() -> None:
-        if asked.output is not None:
-            prompts.check_output(asked.output)
-
+    check_output = partial(prompts.check_output, asked.output)
     return start(Verb("evaluate", words, asked.nproc, asked.device or "auto", load, check_output))

@@ -45,15 +45,14 @@ class Request:
     nproc: int
 
 
-def read(words: list[str]) -> Request | None:
-    """Read the words, or print the help and give None.
+def read(words: list[str]) -> Request:
+    """Read the words of a command line.
 
     Raises:
-        ConfigError: with all that is wrong.
+        ConfigError: all problems of the words.
+        HelpPrinted: the help was asked for.
     """
     found = _arguments().read(words)
-    if found is None:
-        return None
     sets, problems = _sets(found.data)
     tasks = tuple(name.strip() for name in (found.tasks or "").split(",") if name.strip())
     values = vars(found)

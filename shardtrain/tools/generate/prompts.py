@@ -111,8 +111,10 @@ class Encoder:
         return ids
 
 
-def check_output(path: Path) -> None:
-    """Refuse, before any work, an output that exists or cannot be written."""
+def check_output(path: Path | None) -> None:
+    """Refuse, before any work, an output that exists or cannot be written. None is stdout."""
+    if path is None:
+        return
     if path.exists():
         raise ConfigError(Problem("--output", str(path), "exists", "name another file"))
     if not path.parent.is_dir() or not os.access(path.parent, os.W_OK):

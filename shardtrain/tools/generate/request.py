@@ -45,15 +45,14 @@ class Request:
     no_cache: bool
 
 
-def read(words: list[str]) -> Request | None:
-    """Read the words, or print the help and give None.
+def read(words: list[str]) -> Request:
+    """Read the words of a command line.
 
     Raises:
-        ConfigError: with all that is wrong.
+        ConfigError: all problems of the words.
+        HelpPrinted: the help was asked for.
     """
     found = _arguments().read(words)
-    if found is None:
-        return None
     values = {**vars(found), "stop": tuple(found.stop)}
     request = Request(**values)
     check(request)

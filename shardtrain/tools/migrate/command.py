@@ -9,6 +9,7 @@ from pathlib import Path
 from shardtrain import config
 from shardtrain.config import json_schema
 from shardtrain.tools.migrate.reading import Migration, migrate, unnamed
+from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
 
 USAGE = """\
@@ -35,9 +36,7 @@ def main(words: Sequence[str]) -> int:
         place = words.index("--")
         flags = words[place + 1 :]
         words = words[:place]
-    if any(word in ("--help", "-h") for word in words):
-        print(USAGE, end="")
-        return 0
+    help_if_asked(words, USAGE)
     files: list[Path] = []
     output: Path | None = None
     nproc: int | None = None

@@ -36,8 +36,6 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--top", type=int, default=10, metavar="N", help="how many operations (10)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     asked = parser.read(words)
-    if asked is None:
-        return 0
     if asked.top < 1:
         raise ConfigError(Problem("--top", asked.top, "must be at least 1", "leave it out for ten", "command line"))
     files = _files(Path(asked.run), asked.step)

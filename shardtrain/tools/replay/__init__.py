@@ -21,6 +21,7 @@ from shardtrain.config.command_line import Option, number_of, take
 from shardtrain.launch import environment, local
 from shardtrain.tools.replay.plan import RESOLVED_CONFIG, Plan, config_of, plan
 from shardtrain.utils import python_child
+from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -58,9 +59,7 @@ def main(words: Sequence[str]) -> int:
         ConfigError: a word or the configuration is wrong.
         CheckpointError: no checkpoint before the step can be used.
     """
-    if {"--help", "-h"} & set(words):
-        print(USAGE, end="")
-        return 0
+    help_if_asked(words, USAGE)
     request = _read(words)
     loaded = _load(request)
     with heartbeat("looking for a checkpoint before the step"):  # its thread has ended when ranks are forked

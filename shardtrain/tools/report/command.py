@@ -24,8 +24,6 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("runs", nargs="*", metavar="RUN_FOLDER", help="the job.dump_folder of a run")
     parser.add_argument("-o", "--output", default="report.html", metavar="FILE", help="default: report.html")
     asked = parser.read(words)
-    if asked is None:
-        return 0
     if not 1 <= len(asked.runs) <= _MOST_RUNS:
         given = len(asked.runs) or None
         fix = "write it like shardtrain report outputs -o report.html"

@@ -52,8 +52,6 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("folder", nargs="?", default=".", metavar="FOLDER", help="default: this one")
     parser.add_argument("--json", action="store_true", help="one JSON object per run")
     asked = parser.read(words)
-    if asked is None:
-        return 0
     root = Path(asked.folder)
     if not root.is_dir():
         raise ConfigError(

@@ -45,9 +45,6 @@ Opener = Callable[[CommandLine], tuple[Loaded, CommandLine]]
 def main(words: list[str], open_config: Opener | None = None) -> int:
     """Test what the words ask for; gives the exit status."""
     asked = _read(words, open_config or _open_toml)
-    if asked is None:
-        print(HELP, end="")
-        return 0
     from shardtrain.launch import agent, environment, local
 
     if environment.is_rank(os.environ):
@@ -101,12 +98,10 @@ def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
     return configs.load(arguments.path, arguments.overrides), arguments
 
 
-def _read(words: list[str], open_config: Opener) -> Request | None:
-    """The request, or None where help was asked for. Raises ConfigError."""
+def _read(words: list[str], open_config: Opener) -> Request:
+    """Read the words of a command line. Raises ConfigError, and HelpPrinted if the help was asked for."""
     options = {"--step": Option(step_name, "best"), "--checkpoint": Option(), "--output": Option(example="FOLDER")}
-    taken = take(words, options)
-    if taken.help:
-        return None
+    taken = take(words, options, usage=HELP)
     own = taken.own
     arguments = split(taken.rest)
     loaded, arguments = open_config(arguments)

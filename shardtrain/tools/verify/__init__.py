@@ -21,7 +21,7 @@ from shardtrain.config import Config, Loaded
 from shardtrain.tools.verify import meshes, report, shrink, workers
 from shardtrain.tools.verify.meshes import Plan
 from shardtrain.tools.verify.report import Row
-from shardtrain.tools.verify.request import USAGE, Request, read
+from shardtrain.tools.verify.request import Request, read
 from shardtrain.tools.verify.shrink import Task
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
@@ -39,9 +39,6 @@ def main(words: Sequence[str]) -> int:
         ConfigError: a word, the configuration, a mesh asked for, or a promise of the model file is wrong.
     """
     request = read(words)
-    if request.help:
-        print(USAGE, end="")
-        return 0
     loaded = load(request)
     if request.real:
         from shardtrain.tools.verify import real

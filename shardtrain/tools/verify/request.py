@@ -46,7 +46,6 @@ class Request:
     full: bool = False
     json: bool = False
     allow_impossible: bool = False
-    help: bool = False
     real: bool = False
     memory_gib: float = 0.0
     overrides: tuple[str, ...] = ()
@@ -58,9 +57,7 @@ def read(words: Sequence[str]) -> Request:
     Raises:
         ConfigError: an option lacks its value or has no effect, or ``--steps`` is not a whole number above 0.
     """
-    taken = take(words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible"))
-    if taken.help:
-        return Request(help=True)
+    taken = take(words, OPTIONS, ("--full", "--json", "--real", "--allow-impossible"), USAGE)
     own = taken.own
     if "--memory" in own and "--real" not in own:
         raise ConfigError(Problem("--memory", None, "has no effect without --real", "leave it out", "command line"))

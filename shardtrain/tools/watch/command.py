@@ -43,8 +43,6 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--once", action="store_true", help="print one frame and end, as without a terminal")
     parser.add_argument("--interval_seconds", type=float, default=1.0, metavar="S", help="between two frames (1)")
     asked = parser.read(words)
-    if asked is None:
-        return 0
     if not 0.1 <= asked.interval_seconds <= 3600:
         rule = "must be 0.1 to 3600 seconds"
         fix = "leave it out for one frame a second"

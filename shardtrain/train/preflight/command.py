@@ -31,11 +31,8 @@ _MACHINE = Option(example="h100, or none, or here")
 
 def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, CommandLine]]) -> int:
     """Run the verb; gives the exit status. ``open_config`` reads the configuration as ``train`` does."""
-    taken = take(words, {_OPTION: _MACHINE, _OPTION.replace("-m", "_m"): _MACHINE})
+    taken = take(words, {_OPTION: _MACHINE, _OPTION.replace("-m", "_m"): _MACHINE}, usage=USAGE)
     arguments = split(taken.rest)
-    if taken.help:
-        print(USAGE, end="")
-        return 0
     loaded, arguments = open_config(arguments)
     name = next(iter(taken.own.values()), "here")
     target = None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from shardtrain import cli
 from shardtrain.config import Config, derived, load
 from shardtrain.data import open_dataloader, read_documents
 from shardtrain.data.packing import Packing
@@ -237,7 +238,7 @@ def test_steps_are_those_of_the_mesh_where_no_world_size_is_given(
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert check.main(["--help"]) == 0
+    assert cli.main(["data", "check", "--help"]) == 0
     assert "--world_size" in capsys.readouterr().out
 
 

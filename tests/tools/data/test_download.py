@@ -20,6 +20,7 @@ import pytest
 from hub_server import COMMIT, FILES, LARGE, TOKEN, WEIGHTS, FakeHub, Handler, served
 from huggingface_hub import constants
 
+from shardtrain import cli
 from shardtrain.tools.data import download
 from shardtrain.utils.errors import ConfigError, DataError, ShardtrainError, StorageError
 
@@ -409,7 +410,7 @@ def test_two_at_once_do_not_mix_their_files(hub, tmp_path):
 
 
 def test_help_names_every_option(capsys):
-    assert download.main(["--help"]) == 0
+    assert cli.main(["data", "download", "--help"]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("--repo_id", "--assets", "HF_TOKEN", "--tokenizer_path"))
 

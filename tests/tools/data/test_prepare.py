@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtrain import cli
 from shardtrain.config import load
 from shardtrain.data import build_dataset, sources
 from shardtrain.data.encode import open_encoder
@@ -212,7 +213,7 @@ def test_wrong_words_are_reported_in_one_line(words: list[str], match: str) -> N
 
 
 def test_help_needs_no_output(capsys: pytest.CaptureFixture[str]) -> None:
-    assert prepare.main(["--help"]) == 0
+    assert cli.main(["data", "prepare", "--help"]) == 0
     assert "--shard_tokens" in capsys.readouterr().out
 
 

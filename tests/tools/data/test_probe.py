@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardtrain import models
+from shardtrain import cli, models
 from shardtrain.data.batch import IGNORE, Batch
 from shardtrain.layout import Draw
 from shardtrain.ops import init_weights
@@ -215,7 +215,7 @@ def test_the_verb_refuses_a_model_too_large_to_run_here(words: list[str]) -> Non
 
 
 def test_the_verb_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
+    assert cli.main(["data", "probe", "--help"]) == 0
     assert "shardtrain data probe" in capsys.readouterr().out
 
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 import tokenizers_of_kinds
 
+from shardtrain import cli
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.data.tokenizer import ByteTokenizer
 from shardtrain.tools.data import show
@@ -108,7 +109,7 @@ def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
 
 
 def test_help_explains_the_marks(capsys):
-    assert show.main(["--help"]) == 0
+    assert cli.main(["data", "show", "--help"]) == 0
     assert "learned text is between « and »" in capsys.readouterr().out
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardtrain import cli
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.tools.data import tokenizer as tool
 from shardtrain.utils.errors import ConfigError, DataError
@@ -165,7 +166,8 @@ def test_a_bad_row_stops_with_its_place_unless_it_may_be_skipped(tmp_path, capsy
 
 
 def test_help_names_every_option(capsys):
-    assert tool.main(["--help"]) == 0 == tool.main(["train", "--help"])
+    for words in (["--help"], ["train", "--help"]):
+        assert cli.main(["data", "tokenizer", *words]) == 0
     printed = capsys.readouterr().out
     assert all(word in printed for word in ("--input", "--vocab_size", "--output", "--special", "--force"))
 

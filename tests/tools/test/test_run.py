@@ -30,7 +30,7 @@ from shardtrain.distributed.process_group import World
 from shardtrain.tools.test import command
 from shardtrain.tools.test import run as testing
 from shardtrain.train.model import build_model
-from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.errors import CheckpointError, HelpPrinted
 
 ROOT = Path(__file__).parents[3]
 OVERRIDES = {"lr": 3e-3, "eps": 1e-8}
@@ -159,7 +159,8 @@ def main(words: list[str], said: Path) -> None:
 def test_a_config_without_a_held_out_set_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(configs.ConfigError, match=r"validation.dataset.*task.test_dataset_path"):
         command._read(["--task.name", "classification"], command._open_toml)
-    assert command._read(["--help"], command._open_toml) is None
+    with pytest.raises(HelpPrinted):
+        command._read(["--help"], command._open_toml)
 
 
 def test_a_language_model_is_tested_by_its_loss() -> None:
