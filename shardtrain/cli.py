@@ -240,9 +240,7 @@ def _load_flags(arguments: CommandLine) -> Loaded:
     if world.isdecimal():
         return migrate.load_flags(arguments.overrides, int(world))
     loaded = migrate.load_flags(arguments.overrides, arguments.nproc)
-    accelerators = environment.count_accelerators(loaded.config.training.device)
-    cores = environment.usable_cores()
-    choice = environment.choose_processes(loaded.config, arguments.nproc, os.environ, accelerators, cores)
+    choice = environment.choose_processes_here(loaded.config, arguments.nproc)
     return migrate.load_flags(arguments.overrides, choice.count)
 
 
@@ -318,8 +316,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
 
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
-    cores = environment.usable_cores()
-    choice = environment.choose_processes(loaded.config, arguments.nproc, os.environ, accelerators, cores)
+    choice = environment.choose_processes_here(loaded.config, arguments.nproc)
     restarts = arguments.max_restarts or 0
 
     # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
@@ -328,7 +325,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     machine = preflight.this_machine(loaded, None, choice.count, choice.count)
 
     # before torch is imported, which reads them then
-    environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
+    environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
     # check everything; in a child process if ranks are forked, so that this one starts no threads
     if forks:
         from shardtrain import config

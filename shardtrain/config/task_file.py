@@ -9,6 +9,7 @@ from typing import Any
 
 from shardtrain.config.options import nearest
 from shardtrain.config.schema import Config
+from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
@@ -62,7 +63,7 @@ def read_task_file(name: str) -> TaskFacts:
 
 def has_task(name: str) -> bool:
     """Whether the file of a task may define one, as its text tells; raises ConfigError as ``read_task_file``."""
-    return any(_names_a_task(node) for node in ast.walk(_parse(name)))
+    return any(own_file.binds(node, "Task") for node in ast.walk(_parse(name)))
 
 
 def _parse(name: str) -> ast.Module:
@@ -89,12 +90,3 @@ def best_mode(config: Config) -> str:
     if config.checkpoint.best_mode != "auto":
         return config.checkpoint.best_mode
     return read_task_file(config.task.name).metrics.get(best_metric(config), "min")
-
-
-def _names_a_task(node: ast.AST) -> bool:
-    """Whether a statement, wherever it is, may bind the name Task."""
-    if isinstance(node, ast.ImportFrom | ast.Import):
-        return any((alias.asname or alias.name) in ("Task", "*") for alias in node.names)
-    if isinstance(node, ast.ClassDef):
-        return node.name == "Task"
-    return isinstance(node, ast.Name) and node.id == "Task" and isinstance(node.ctx, ast.Store)

@@ -25,7 +25,7 @@ from shardtrain.config.schema import Config
 from shardtrain.launch import addresses, environment
 from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED, SUPERVISED
 from shardtrain.launch.job import NOTICE_SECONDS
-from shardtrain.launch.nodes import Nodes, choose_processes
+from shardtrain.launch.nodes import Nodes, choose_processes_here
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.launch.restart import RESTARTABLE
 from shardtrain.utils import python_child
@@ -51,13 +51,11 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
         PeerError: too few nodes came in time, or the one that hosts the rendezvous is gone.
     """
     environment.set_allocator_default(os.environ)
-    accelerators = environment.count_accelerators(loaded.config.training.device)
-    cores = environment.usable_cores()
-    choice = choose_processes(loaded.config, arguments.nproc, os.environ, nodes, accelerators, cores)
+    choice = choose_processes_here(loaded.config, arguments.nproc, nodes)
     # of an elastic run nobody knows how many nodes will come
     world_size = choice.count * nodes.most if nodes.least == nodes.most else None
     require(world_size, choice.count)
-    environment.set_process_defaults(os.environ, choice.count, cores, alone=False)
+    environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=False)
     number = "" if nodes.node_rank is None else f" {nodes.node_rank}"
     print(
         f"shardtrain {__version__}: node{number} of {nodes.reason.partition('=')[2]} ({nodes.reason.partition('=')[0]})"
@@ -76,9 +74,7 @@ def run_verb(
     several = nodes_of_platform(arguments or split([]), os.environ)
     if several is None:
         return None
-    accelerators = environment.count_accelerators(config.training.device)
-    cores = environment.usable_cores()
-    choice = choose_processes(config, nproc, os.environ, several, accelerators, cores)
+    choice = choose_processes_here(config, nproc, several)
     return run(several, choice.count, [verb, *words], grace_seconds=0)
 
 

@@ -255,6 +255,11 @@ def choose_processes(
     return ProcessCount(_fit_batch(config, count, multiple), f"no accelerator found, {cores} CPU cores")
 
 
+def choose_processes_here(config: Config, requested: int | None) -> ProcessCount:
+    """Decide how many ranks to start on this machine; see ``choose_processes``."""
+    return choose_processes(config, requested, os.environ, count_accelerators(config.training.device), usable_cores())
+
+
 def asked_processes(requested: int | None, environment: Mapping[str, str]) -> ProcessCount | None:
     """The number of ranks that ``--nproc`` or the environment asks for on this machine; None where nothing does.
 

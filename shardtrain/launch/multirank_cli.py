@@ -41,9 +41,8 @@ def start(verb: Verb) -> int:
     if environment.is_rank(os.environ):
         _as_rank(verb)
     verb.check_output()
-    cores = environment.usable_cores()
     environment.set_allocator_default(os.environ)
-    environment.set_process_defaults(os.environ, verb.nproc, cores, alone=True)
+    environment.set_process_defaults(os.environ, verb.nproc, environment.usable_cores(), alone=True)
     with heartbeat("importing PyTorch"):  # its thread has ended when ranks are forked
         # imported once: forks share what is there
         run = verb.load()

@@ -6,6 +6,7 @@ Kubeflow sets), what Run:ai and PyTorchJob set besides, Slurm, SkyPilot, an inde
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -215,6 +216,12 @@ def _number(
 
 def _at(name: str) -> str:
     return "command line" if name.startswith("-") else "environment"
+
+
+def choose_processes_here(config: Config, requested: int | None, nodes: Nodes) -> ProcessCount:
+    """Decide how many ranks this node starts; see ``choose_processes``."""
+    accelerators = environment.count_accelerators(config.training.device)
+    return choose_processes(config, requested, os.environ, nodes, accelerators, environment.usable_cores())
 
 
 def choose_processes(

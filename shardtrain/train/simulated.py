@@ -12,12 +12,10 @@ from shardtrain.utils.heartbeat import heartbeat
 
 def run(loaded: Loaded, nproc: int | None) -> int:
     """Check the configuration for any number of ranks, and build one rank's share of it without memory."""
-    accelerators = environment.count_accelerators(loaded.config.training.device)
-    cores = environment.usable_cores()
-    size = environment.choose_processes(loaded.config, nproc, os.environ, accelerators, cores).count
+    size = environment.choose_processes_here(loaded.config, nproc).count
     rank = environment.simulated_rank(os.environ, size)
     notices = config.require_to_build(loaded, size)  # of this machine's devices and files nothing is asked
-    environment.set_process_defaults(os.environ, 1, cores, alone=True)
+    environment.set_process_defaults(os.environ, 1, environment.usable_cores(), alone=True)
     with heartbeat("importing PyTorch"):  # once the configuration has been found to work
         from shardtrain.train import dry_run
 

@@ -26,7 +26,7 @@ def fault(path: str, names: Sequence[str], fix: str) -> tuple[str, str] | None:
         module = parse(path)
     except (SyntaxError, ValueError, OSError) as error:
         return f"cannot be read as Python ({error})", "correct the file"
-    missing = [name for name in names if not any(_binds(node, name) for node in ast.walk(module))]
+    missing = [name for name in names if not any(binds(node, name) for node in ast.walk(module))]
     return (f"has no {' and no '.join(missing)}", fix) if missing else None
 
 
@@ -89,7 +89,7 @@ class _FromSource(importlib.machinery.SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
-def _binds(node: ast.AST, name: str) -> bool:
+def binds(node: ast.AST, name: str) -> bool:
     """Whether a statement, wherever it is, may bind a name."""
     if isinstance(node, ast.ImportFrom | ast.Import):
         return any((alias.asname or alias.name) in (name, "*") for alias in node.names)

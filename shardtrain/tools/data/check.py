@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,9 +82,7 @@ def main(words: list[str]) -> int:
 
     # Ranks decide the steps of an epoch: those that train would start on this machine, unless the user names them.
     if not world_size:
-        accelerators = environment.count_accelerators(loaded.config.training.device)
-        cores = environment.usable_cores()
-        world_size = environment.choose_processes(loaded.config, None, os.environ, accelerators, cores).count
+        world_size = environment.choose_processes_here(loaded.config, None).count
     report = examine(loaded.config, world_size)
 
     if "--json" in found.own:

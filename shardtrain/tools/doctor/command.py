@@ -133,10 +133,9 @@ def _here(request: Request, words: list[str]) -> int:
     environment.set_allocator_default(os.environ)
     loaded = request.loaded
     accelerators = environment.count_accelerators(loaded.config.training.device)
-    cores = environment.usable_cores()
-    choice = environment.choose_processes(loaded.config, request.nproc, os.environ, accelerators, cores)
+    choice = environment.choose_processes_here(loaded.config, request.nproc)
     os.environ.setdefault(*_OWN_WORDS)
-    environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
+    environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
     ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
     print(f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
 

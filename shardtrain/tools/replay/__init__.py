@@ -88,7 +88,6 @@ def _start(loaded: Loaded, found: Plan, request: _Request, command: Sequence[str
         run.main(replayed, found)
 
     environment.set_allocator_default(os.environ)
-    cores = environment.usable_cores()
 
     # One rank of a launcher's: of our own, which is then its parent, or of torchrun or srun.
     if environment.is_rank(os.environ):
@@ -98,11 +97,10 @@ def _start(loaded: Loaded, found: Plan, request: _Request, command: Sequence[str
 
     # As many ranks as the run had, if they can be had here.
     accelerators = environment.count_accelerators(loaded.config.training.device)
-    asked = request.nproc or found.world_size
-    count = environment.choose_processes(loaded.config, asked, os.environ, accelerators, cores).count
+    count = environment.choose_processes_here(loaded.config, request.nproc or found.world_size).count
     device = environment.device_type(loaded.config.training.device, accelerators)
     configs.require(loaded, world_size=count, device=device, num_devices=accelerators)
-    environment.set_process_defaults(os.environ, count, cores, alone=True)
+    environment.set_process_defaults(os.environ, count, environment.usable_cores(), alone=True)
     if count == 1:
         local.prepare(Path(loaded.config.job.dump_folder))
         return local.run_rank(loaded, rank)

@@ -57,10 +57,9 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
     environment.set_allocator_default(os.environ)
     config = asked.loaded.config
     accelerators = environment.count_accelerators(config.training.device)
-    cores = environment.usable_cores()
-    choice = environment.choose_processes(config, asked.nproc, os.environ, accelerators, cores)
+    choice = environment.choose_processes_here(config, asked.nproc)
     _require(asked.loaded, choice.count, accelerators)
-    environment.set_process_defaults(os.environ, choice.count, cores, alone=True)
+    environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
     with heartbeat("importing PyTorch"):  # before a fork, so that no rank pays for the imports again
         from shardtrain.tools.test import run
 

@@ -56,9 +56,7 @@ def _here(loaded: Loaded, arguments: CommandLine) -> Machine:
     several = nodes.find(arguments, os.environ)
     if several is None:
         return machine.this_machine(loaded, arguments.nproc)
-    accelerators = environment.count_accelerators(loaded.config.training.device)
-    cores = environment.usable_cores()
-    count = nodes.choose_processes(loaded.config, arguments.nproc, os.environ, several, accelerators, cores).count
+    count = nodes.choose_processes_here(loaded.config, arguments.nproc, several).count
     return machine.this_machine(loaded, None, count * several.most if several.least == several.most else None, count)
 
 

@@ -65,8 +65,7 @@ def this_machine(
     config = loaded.config
     accelerators = environment.count_accelerators(config.training.device)
     if local_ranks is None:
-        cores = environment.usable_cores()
-        local_ranks = environment.choose_processes(config, nproc, os.environ, accelerators, cores).count
+        local_ranks = environment.choose_processes_here(config, nproc).count
         world_size = local_ranks
     device = environment.device_type(config.training.device, accelerators)
     name, memory = _gpu() if device != "cpu" and accelerators else _host()
