@@ -24,7 +24,7 @@ from typing import Any
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.errors import ConfigError, FolderTaken
 from shardtrain.utils.log import logger
 
@@ -263,8 +263,7 @@ def read(path: Path | ObjectPath) -> dict[str, Any]:
 def _read(path: Path | ObjectPath) -> dict[str, Any]:
     if isinstance(path, ObjectPath):
         return parse(path.read_bytes()[:4096])
-    with open(path, "rb", opener=atomic_io.without_waiting) as file:
-        return parse(file.read(4096))
+    return parse(reading.start(path, 4096))
 
 
 def parse(data: bytes) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -229,8 +229,7 @@ class Contents:
         if self._notes is None:
             return {}
         try:
-            with open(self._notes, "rb", opener=atomic_io.without_waiting) as file:
-                mark, _, text = file.read(_MAX_NOTES_BYTES).partition(b"\n")
+            mark, _, text = reading.start(self._notes, _MAX_NOTES_BYTES).partition(b"\n")
             # Damaged notes would blame the data, so they carry a checksum.
             notes = json.loads(text) if mark == _mark(text) else {}
         except (OSError, ValueError, RecursionError):

@@ -1,1 +1,4 @@
-"""Facts that several parts of the package need: file kinds and accelerators. Standard library only."""
+"""Facts that several parts of the package need. Standard library only.
+
+File kinds, accelerators, learning-rate schedules, and sizes in memory.
+"""

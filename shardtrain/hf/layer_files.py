@@ -19,7 +19,7 @@ from torch import Tensor
 from shardtrain.checkpoint.torch_file import Stored, TorchFile
 from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
-from shardtrain.utils import atomic_io
+from shardtrain.utils import reading
 from shardtrain.utils.errors import CheckpointError
 
 LATEST = "latest"
@@ -117,8 +117,7 @@ def step_of(folder: Path) -> Path:
     """The step that ``latest`` names, or the last; raises CheckpointError where there is none."""
     steps = steps_of(folder)
     try:
-        with open(folder / LATEST, "rb", opener=atomic_io.without_waiting) as file:
-            name = file.read(200).decode("ascii", "replace").strip()
+        name = reading.start(folder / LATEST, 200).decode("ascii", "replace").strip()
     except OSError:
         name = ""
     if name and steps != [folder]:

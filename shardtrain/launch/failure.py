@@ -21,7 +21,7 @@ from typing import Any
 
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError
 from shardtrain.utils.redact import one_line, redact, visible
@@ -288,10 +288,8 @@ def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: O
 def last_step(metrics: Path) -> int | None:
     """The step of the last whole line of ``metrics.jsonl``, or None; reads the end of the file alone."""
     try:
-        with open(metrics, "rb", opener=atomic_io.without_waiting) as file:
-            # the file of a long run is large, and a line of it is not
-            file.seek(max(0, os.fstat(file.fileno()).st_size - 65_536))
-            tail: Sequence[bytes] = file.read().splitlines()
+        # the file of a long run is large, and a line of it is not
+        tail: Sequence[bytes] = reading.end(metrics, 65_536).splitlines()
     except OSError:
         return None
     # the last line may be half written

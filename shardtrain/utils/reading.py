@@ -74,6 +74,19 @@ def whole(path: str | os.PathLike[str], most: int) -> bytes:
         return file.read(size)
 
 
+def start(path: str | os.PathLike[str], most: int) -> bytes:
+    """The first bytes of a regular file, at most ``most``. Raises OSError."""
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
+        return file.read(most)
+
+
+def end(path: str | os.PathLike[str], most: int) -> bytes:
+    """The last bytes of a regular file, at most ``most``. Raises OSError."""
+    with open(path, "rb", opener=atomic_io.without_waiting) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        return file.read(most)
+
+
 def check_regular(path: str | os.PathLike[str]) -> None:
     """Raise OSError where a library would wait for a pipe, or read a device, which has no end."""
     os.close(atomic_io.without_waiting(os.fspath(path), os.O_RDONLY))

@@ -12,6 +12,7 @@ from shardtrain.config.options import nearest
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config, LRScheduler
 from shardtrain.facts import lr_schedules
+from shardtrain.facts.memory_sizes import OPTIMIZER_STATES
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import Problem
 
@@ -25,7 +26,7 @@ TOKEN_METRIC = ("measure", "define measure(logits, targets) that returns a value
 TOKENIZER = (("Tokenizer",), "define a class Tokenizer with encode, decode and vocab_size, as docs/extend.md shows")
 """What a file must define, and the fix if it does not."""
 
-OPTIMIZERS = ("AdamW", "Adam", "AdamW8bit", "Muon")
+OPTIMIZERS = tuple(OPTIMIZER_STATES)
 SCHEDULE_OPTIONS = tuple(field.name for field in fields(LRScheduler) if field.name not in ("name", "total_steps"))
 """Options of [lr_scheduler] that a schedule may read; ``total_steps`` is an argument of every schedule."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import atomic_io
+from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 # used only when no file says which token begins a document, which ends it, and which fills a row
@@ -134,8 +134,7 @@ def read_text(file: Path, option: str) -> str:
         ConfigError: when it cannot be read or is not UTF-8.
     """
     try:
-        with open(file, "rb", opener=atomic_io.without_waiting) as opened:
-            content = opened.read(_MAX_FILE_BYTES + 1)
+        content = reading.start(file, _MAX_FILE_BYTES + 1)
         if len(content) > _MAX_FILE_BYTES:
             raise ConfigError(Problem(option, str(file), f"is larger than {_MAX_FILE_BYTES} bytes", _FIX))
         return content.decode("utf-8-sig")

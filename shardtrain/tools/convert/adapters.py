@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtrain.checkpoint.choice import HELP, reject_step, step_name
-from shardtrain.tools.convert.checkpoint import KEEP_HELP
+from shardtrain.tools.convert.checkpoint import DTYPES, KEEP_HELP
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardtrain.config import Config
-
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 def main(words: Sequence[str]) -> int:

@@ -12,14 +12,13 @@ from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.config_json import CONFIG, read_json
-from shardtrain.tools.convert.checkpoint import KEEP_HELP, model_options, step_of, tokens_of_run
+from shardtrain.tools.convert.checkpoint import DTYPES, KEEP_HELP, model_options, step_of, tokens_of_run
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
     from shardtrain.hf.exporting import Export
 
-DTYPES = ("float32", "float16", "bfloat16")
 CHECKS = ("auto", "logits", "weights")
 
 

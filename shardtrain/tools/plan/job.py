@@ -9,10 +9,7 @@ from typing import Literal
 from shardtrain.config import derived, stages
 from shardtrain.config.schema import Config, Parallelism
 from shardtrain.config.schema.task import Task
-
-WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
-STATES = {"AdamW": 2, "Adam": 2, "AdamW8bit": 2, "Muon": 1}
-"""Tensors of the size of a parameter that an optimizer keeps of it."""
+from shardtrain.facts.memory_sizes import DTYPE_BYTES, OPTIMIZER_STATES
 
 
 @dataclass(frozen=True)
@@ -176,7 +173,7 @@ def of_config(
         cp_method = "ulysses"
     elif p.context_parallel_rotate_method == "allgather":
         cp_method = "allgather"
-    state_width = 2 if config.optimizer.state_dtype == "bfloat16" else WIDTH[training.dtype]
+    state_width = 2 if config.optimizer.state_dtype == "bfloat16" else DTYPE_BYTES[training.dtype]
     if config.optimizer.name == "AdamW8bit":
         state_width = 1
     return Job(
@@ -196,10 +193,10 @@ def of_config(
         reshard=p.fsdp_reshard_after_forward,
         shard_states=p.shard_optimizer_states and p.data_parallel_replicate_degree > 1,
         loss_parallel=not p.disable_loss_parallel,
-        stored_width=WIDTH[training.dtype],
-        compute_width=WIDTH[compute],
-        reduce_width=WIDTH[training.mixed_precision_reduce],
-        states=STATES.get(config.optimizer.name, 2),
+        stored_width=DTYPE_BYTES[training.dtype],
+        compute_width=DTYPE_BYTES[compute],
+        reduce_width=DTYPE_BYTES[training.mixed_precision_reduce],
+        states=OPTIMIZER_STATES.get(config.optimizer.name, 2),
         state_width=state_width,
         early_step=config.optimizer.early_step_in_backward,
         fsdp=has_work_for_fsdp and not derived.does_without_fsdp(config, world_size, has_experts),

@@ -18,7 +18,7 @@ from typing import Any
 
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import Account, account, attempts_of
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
@@ -176,8 +176,7 @@ def read_options(path: Path) -> dict[str, Any]:
                 found[f"{prefix}{name}"] = value
 
     try:
-        with open(path, "rb", opener=atomic_io.without_waiting) as file:
-            add("", tomllib.loads(file.read(_CONFIG_BYTES).decode()))
+        add("", tomllib.loads(reading.start(path, _CONFIG_BYTES).decode()))
     except (OSError, ValueError, RecursionError):
         return {}
     return found
@@ -186,10 +185,7 @@ def read_options(path: Path) -> dict[str, Any]:
 def _alerts(path: Path) -> list[str]:
     """The last warnings and errors of the first rank's log, each once."""
     try:
-        with open(path, "rb", opener=atomic_io.without_waiting) as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _LOG_BYTES))
-            text = file.read(_LOG_BYTES).decode(errors="replace")
+        text = reading.end(path, _LOG_BYTES).decode(errors="replace")
     except OSError:
         return []
     lines = [line[:500] for line in text.splitlines() if " WARNING " in line[:40] or " ERROR " in line[:40]]
@@ -198,8 +194,7 @@ def _alerts(path: Path) -> list[str]:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        with open(path, "rb", opener=atomic_io.without_waiting) as file:
-            found = json.loads(file.read(_LINE_BYTES))
+        found = json.loads(reading.start(path, _LINE_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.tools.report.chart import format_number
-from shardtrain.utils import atomic_io
+from shardtrain.utils import reading
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, Problem
@@ -122,9 +122,7 @@ def _modified(path: Path) -> float:
 
 def _tail(path: Path) -> bytes:
     try:
-        with open(path, "rb", opener=atomic_io.without_waiting) as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            return file.read(_TAIL_BYTES)
+        return reading.end(path, _TAIL_BYTES)
     except OSError:
         return b""
 

@@ -13,13 +13,11 @@ from typing import Any
 from shardtrain.config import Loaded, derived
 from shardtrain.config.rules.model import model_shape
 from shardtrain.config.schema import Config
+from shardtrain.facts.memory_sizes import DTYPE_BYTES, OPTIMIZER_STATES
 from shardtrain.train.preflight.machine import Machine
 from shardtrain.utils.errors import Problem
 from shardtrain.utils.units import format_bytes
 
-_STATES = {"AdamW": 2, "Adam": 2, "AdamW8bit": 2, "Muon": 1}
-"""Tensors of an optimizer for each weight, at least."""
-_WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ID_BYTES = 16
 """Of a token in a batch: its id and its target."""
 _SMALL = 0.5
@@ -60,13 +58,13 @@ def only_building_tells(loaded: Loaded) -> bool:
 
 def _states(optimizer: str) -> int:
     """Tensors like the parameter that an optimizer keeps of it, at least."""
-    return _STATES.get(optimizer, 0 if optimizer.endswith(".py") else 1)
+    return OPTIMIZER_STATES.get(optimizer, 0 if optimizer.endswith(".py") else 1)
 
 
 def _width_of_states(config: Config) -> float:
     if config.optimizer.name == "AdamW8bit":
         return 1.0
-    return 2.0 if config.optimizer.state_dtype == "bfloat16" else _WIDTH.get(config.training.dtype, 4)
+    return 2.0 if config.optimizer.state_dtype == "bfloat16" else DTYPE_BYTES.get(config.training.dtype, 4)
 
 
 def surely_fits(loaded: Loaded, machine: Machine) -> bool:
@@ -106,7 +104,7 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
 def state_bytes(config: Config, world_size: int, parameters: list[Parameter]) -> int:
     """Bytes of weights, gradients and optimizer state of the rank that holds most, at least."""
     p = config.parallelism
-    width = _WIDTH.get(config.training.dtype, 4)
+    width = DTYPE_BYTES.get(config.training.dtype, 4)
     states = _states(config.optimizer.name)
     state_width = _width_of_states(config)
     # FSDP shards over context-parallel ranks as well; a split over tp comes on top
@@ -126,7 +124,7 @@ def checkpoint_bytes(config: Config, parameters: list[Parameter]) -> int:
     """Bytes of a checkpoint: weights and the optimizer's state of those that learn; beside adapters nothing else."""
     if config.lora.enable:
         parameters = [one for one in parameters if one.trained]
-    width = _WIDTH.get(config.training.dtype, 4)
+    width = DTYPE_BYTES.get(config.training.dtype, 4)
     states = _states(config.optimizer.name)
     states_bytes = states * _width_of_states(config)
     return int(sum(one.num_elements * (width + states_bytes * one.trained) for one in parameters))
@@ -144,7 +142,7 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
     activations = 0
     if isinstance(dim, int) and p.pipeline_parallel_degree == 1:
         shares = max(1, p.context_parallel_degree) * max(1, p.tensor_parallel_degree)
-        activations = tokens * dim * _WIDTH.get(derived.compute_dtype(config), 2) // shares
+        activations = tokens * dim * DTYPE_BYTES.get(derived.compute_dtype(config), 2) // shares
     passes = max(1, derived.accumulation_steps(config, machine.world_size))
     needed = activations + (_ID_BYTES * tokens * passes if machine.device == "cpu" else 0)
     if machine.device == "cpu":
