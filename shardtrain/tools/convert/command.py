@@ -13,6 +13,7 @@ from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.tools.convert.checkpoint import DTYPES, KEEP_HELP, model_options, step_of, tokens_of_run
+from shardtrain.tools.data.download import refuse_token
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
@@ -102,7 +103,7 @@ def export_main(words: Sequence[str]) -> int:
     rarer.add_argument("--private", action="store_true", help="with --push, create a private repository")
     overwrite = "with --push, replace a card in the repository that somebody wrote or changed"
     rarer.add_argument("--overwrite_card", action="store_true", help=overwrite)
-    _refuse_token(words)
+    refuse_token(words, "shardtrain export")
     found = parser.read(words)
     for option in ("private", "overwrite_card"):
         if getattr(found, option) and not found.push:
@@ -119,12 +120,6 @@ def export_main(words: Sequence[str]) -> int:
         address = push.send(found.to or found.checkpoint)
         print(f"{address} holds them; every file was compared with its hash there")
     return status
-
-
-def _refuse_token(words: Sequence[str]) -> None:
-    from shardtrain.tools.data.download import _refuse_token as refuse
-
-    refuse(words, "shardtrain export")
 
 
 def _to_folder(found: Any, push: Any) -> int:

@@ -66,7 +66,7 @@ def main(words: list[str]) -> int:
         DataError: when what arrives is not what the hub promised.
         StorageError: when the hub cannot be reached, or a file cannot be written.
     """
-    _refuse_token(words)
+    refuse_token(words)
     options = _parser().read(words)
     options.assets = list(dict.fromkeys(ASSETS if options.all else options.assets))
     if options.tokenizer_path and options.assets != ["tokenizer"]:
@@ -418,7 +418,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _refuse_token(words: Sequence[str], program: str = PROGRAM) -> None:
+def refuse_token(words: Sequence[str], program: str = PROGRAM) -> None:
+    """Raise ConfigError if a word of a command line holds a token of the hub."""
     if any(word.partition("=")[0].replace("-", "_") in ("__hf_token", "__token") for word in words):
         rule = "would show the token to everyone on this machine, and leave it in the shell's history"
         fix = "set the environment variable HF_TOKEN, or log in once with hf auth login"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.tools.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
+from shardtrain.tools.migrate.report import JOINED, Cannot, Found, Idle, Rule, To, answer_offload
 
 SYSTEM = "accelerate"
 OPEN = ""
@@ -152,8 +152,6 @@ def finish(found: Found) -> None:
     if backend.upper() not in ("NO", "FALSE"):
         found.set("dynamo_backend", "compile.enable", True)
     found.answer("dynamo_backend", "ignored", "nothing is compiled")
-    for key in list(found.values):
-        found.answer(key, "ignored", "it is read together with keys that this file does not have")
 
 
 def _precision(found: Found) -> None:
@@ -233,10 +231,5 @@ def _zero(found: Found, count: int | None) -> None:
     found.answer(key, "unsupported", "stages are 0 to 3")
     for name in ("offload_optimizer", "offload_param"):
         for place in (f"deepspeed_config\0{name}_device", f"deepspeed_config\0zero_optimization\0{name}\0device"):
-            device = found.get(place, str)
-            if device == "cpu":
-                found.set(place, "training.enable_cpu_offload", True, "parameters, gradients and state together")
-            elif device == "nvme":
-                found.answer(place, "unsupported", "host memory is the nearest: training.enable_cpu_offload")
-            found.answer(place, "ignored", "nothing is offloaded")
+            answer_offload(found, place)
     found.answer("distributed_type", "honoured", "ZeRO is sharding of parameters, gradients and state: [parallelism]")

@@ -306,8 +306,6 @@ def finish(found: Found) -> None:
         found.answer(key, "ignored", "it is empty")
     asks_of_peft = _asks(found.values.get("peft"))
     found.answer("peft", "unsupported" if asks_of_peft else "ignored", "weights of adapters start as lora.init says")
-    for key in list(found.values):
-        found.answer(key, "ignored", "it is read together with keys that this file does not have")
 
 
 def _asks(value: Any) -> bool:

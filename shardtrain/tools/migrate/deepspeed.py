@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.tools.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
+from shardtrain.tools.migrate.report import (
+    JOINED,
+    Cannot,
+    Found,
+    Idle,
+    Rule,
+    To,
+    answer_offload,
+    default_to_constant_rate,
+)
 from shardtrain.utils.errors import Problem
 
 SYSTEM = "DeepSpeed"
@@ -165,8 +174,6 @@ def finish(found: Found) -> None:
             ["q_proj", "k_proj", "v_proj", "o_proj"],
             "FMEngine's of Llama; Mistral's are q_proj and v_proj",
         )
-    for key in list(found.values):
-        found.answer(key, "ignored", "it is read together with keys that this file does not have")
 
 
 def _batches(found: Found) -> None:
@@ -311,10 +318,7 @@ def _schedule(found: Found) -> None:
                 key, "unsupported", f"DeepSpeed's {kind} is not here: schedules are those of lr_scheduler.name"
             )
     elif found.has(_k("optimizer.type")):
-        found.default("lr_scheduler.name", "transformers", "without a scheduler the rate stays as it is")
-        found.default("lr_scheduler.warmup_steps", 0)
-        found.default("lr_scheduler.warmup_proportion", 0.0)
-        found.default("lr_scheduler.min_lr_factor", 1.0)
+        default_to_constant_rate(found, "without a scheduler the rate stays as it is")
 
 
 def _warmup(found: Found) -> None:
@@ -416,13 +420,7 @@ def _zero(found: Found) -> None:
         found.answer(key, "unsupported", "stages are 0 to 3")
 
     for name in ("offload_optimizer", "offload_param"):
-        key = _k(f"zero_optimization.{name}.device")
-        device = found.get(key, str)
-        if device == "cpu":
-            found.set(key, "training.enable_cpu_offload", True, "parameters, gradients and state together")
-        elif device == "nvme":
-            found.answer(key, "unsupported", "host memory is the nearest: training.enable_cpu_offload")
-        found.answer(key, "ignored", "nothing is offloaded")
+        answer_offload(found, _k(f"zero_optimization.{name}.device"))
     if found.get(_k("zero_optimization.cpu_offload"), bool, False):
         found.set(_k("zero_optimization.cpu_offload"), "training.enable_cpu_offload", True)
 

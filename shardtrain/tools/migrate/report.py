@@ -207,6 +207,24 @@ class Found:
             self.set("", option, value, why or f"what {self.system} does unless told otherwise")
 
 
+def answer_offload(found: Found, key: str) -> None:
+    """Answer for the device of ``offload_optimizer`` or ``offload_param`` of DeepSpeed."""
+    device = found.get(key, str)
+    if device == "cpu":
+        found.set(key, "training.enable_cpu_offload", True, "parameters, gradients and state together")
+    elif device == "nvme":
+        found.answer(key, "unsupported", "host memory is the nearest: training.enable_cpu_offload")
+    found.answer(key, "ignored", "nothing is offloaded")
+
+
+def default_to_constant_rate(found: Found, why: str) -> None:
+    """Default to a learning rate that stays as it is, for systems that have no schedule unless one is named."""
+    found.default("lr_scheduler.name", "transformers", why)
+    found.default("lr_scheduler.warmup_steps", 0)
+    found.default("lr_scheduler.warmup_proportion", 0.0)
+    found.default("lr_scheduler.min_lr_factor", 1.0)
+
+
 def _dotted(key: str) -> str:
     return key.replace("\0", ".")
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.tools.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
+from shardtrain.tools.migrate.report import JOINED, Cannot, Found, Idle, Rule, To, default_to_constant_rate
 from shardtrain.tools.migrate.training_arguments import accumulate, model_folder
 
 SYSTEM = "torchtune"
@@ -198,8 +198,6 @@ def finish(found: Found) -> None:
         )
     for name in ("warmup_steps", "active_steps", "wait_steps"):
         found.answer(f"profiler\0{name}", "ignored", "nothing is profiled")
-    for key in list(found.values):
-        found.answer(key, "ignored", "it is read together with keys that this file does not have")
 
 
 def _model(found: Found) -> None:
@@ -325,7 +323,4 @@ def _optimizer(found: Found) -> None:
     elif name is not None:
         found.answer("lr_scheduler\0_component_", "unsupported", "schedules are those of lr_scheduler.name")
     else:
-        found.default("lr_scheduler.name", "transformers", "without a schedule the rate stays as it is")
-        found.default("lr_scheduler.warmup_steps", 0)
-        found.default("lr_scheduler.warmup_proportion", 0.0)
-        found.default("lr_scheduler.min_lr_factor", 1.0)
+        default_to_constant_rate(found, "without a schedule the rate stays as it is")

@@ -233,8 +233,6 @@ def finish(found: Found) -> None:
         found.answer("deepspeed", "honoured", "give that file beside this one, and both are read")
     found.answer("deepspeed", "ignored", "it is empty")
     found.answer("fsdp", "honoured", "parameters are sharded over the ranks")
-    for key in list(found.values):
-        found.answer(key, "ignored", "it is read together with keys that this file does not have")
 
 
 def _length(found: Found) -> None:
