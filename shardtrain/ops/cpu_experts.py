@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from shardtrain.ops.row_order import inverse_of
 
-_SMALL_EXPERT = 1 << 17
+SMALL_EXPERT_NUMEL = 1 << 17
 """Numbers in the three weights of an expert up to which sorting experts saves more than copying their weights takes."""
 _MANY_ROWS = 64
 """Rows of an expert, on average, below which PyTorch's ``grouped_mm`` is done sooner, as when tokens are generated."""
@@ -49,7 +49,7 @@ def takes(x_SD: Tensor, top_k: int, num_experts: int) -> bool:
 def mix(x_SD: Tensor, choice: Choice, w1_EFD: Tensor, w2_EDF: Tensor, w3_EFD: Tensor) -> Tensor:
     """The sum (S, D) over the experts of each token of weight times w2(silu(w1 x) * w3 x)."""
     is_16_bit = x_SD.element_size() < 4
-    by_size = is_16_bit and 3 * w1_EFD[0].numel() <= _SMALL_EXPERT
+    by_size = is_16_bit and 3 * w1_EFD[0].numel() <= SMALL_EXPERT_NUMEL
     places = Places(choice.expert_SK, w1_EFD.size(0), roomy=is_16_bit, by_size=by_size)
     return _Mix.apply(x_SD, choice.weights_SK, w1_EFD, w2_EDF, w3_EFD, places)  # type: ignore[no-any-return]
 

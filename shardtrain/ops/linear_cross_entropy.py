@@ -34,7 +34,7 @@ def saved_bytes(tokens: int, dim: int, vocabulary: int, element_bytes: int) -> i
     apart = 2 * tokens * vocabulary * element_bytes + 8 * usual_rows * vocabulary
 
     # Together: the same of one chunk alone, and the gradient of the weight in float32
-    rows = _rows(tokens, vocabulary)
+    rows = rows_of_chunk(tokens, vocabulary)
     together = 2 * rows * vocabulary * element_bytes + 8 * rows * vocabulary + 4 * vocabulary * dim
     return apart - together
 
@@ -52,8 +52,8 @@ def linear_cross_entropy_sum(
     return _LinearCrossEntropySum.apply(hidden_ND, weight_VD, targets_N, weight, chunk or chunk_loss)  # type: ignore[no-any-return]
 
 
-def _rows(tokens: int, vocabulary: int) -> int:
-    """Tokens of a chunk."""
+def rows_of_chunk(tokens: int, vocabulary: int) -> int:
+    """Number of tokens per chunk."""
     return min(tokens, max(-(-tokens // CHUNKS), cross_entropy.CHUNK_NUMEL // vocabulary, 1))
 
 
@@ -72,7 +72,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         is_short = hidden_ND.dtype in (torch.bfloat16, torch.float16)
         adds_in_one_kernel = is_short and device_kernels.has_matmul_into_float32(weight_VD.device)
 
-        rows = _rows(len(hidden_ND), len(weight_VD))
+        rows = rows_of_chunk(len(hidden_ND), len(weight_VD))
         for start in range(0, len(hidden_ND), rows):
             hidden_nD = hidden_ND[start : start + rows]
             chunk_sum, gradient_nV = chunk(hidden_nD @ weight_VD.t(), targets_N[start : start + rows], weight)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shardtrain.ops.targets import IGNORE
 
-_MOST_KEPT = 1 << 24
+MOST_KEPT_NUMEL = 1 << 24
 """Exponentials that are kept beside logits of 16 bits: 64 MiB."""
 
 
@@ -58,7 +58,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
         exponentials_Nv = None
         if gradient_Nv is not None and logits_Nv.dtype == torch.float32:
             exponentials_Nv = gradient_Nv
-        elif needs_gradient and logits_Nv.device.type == "cpu" and logits_Nv.numel() <= _MOST_KEPT:
+        elif needs_gradient and logits_Nv.device.type == "cpu" and logits_Nv.numel() <= MOST_KEPT_NUMEL:
             exponentials_Nv = torch.empty_like(logits_Nv, dtype=torch.float32)
         own_3N = torch.zeros(3, num_tokens, dtype=torch.float32, device=logits_Nv.device)
         lowest = torch.finfo(torch.float32).min

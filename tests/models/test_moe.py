@@ -199,7 +199,7 @@ def test_experts_as_one_function_round_no_worse_in_16_bits(sizes: tuple[int, int
     Errors are those of some thousand numbers each, rounded to 2^-9 at random, and so alike to a few percent.
     """
     expert_SK = torch.rand(256, EXPERTS, generator=torch.Generator().manual_seed(6)).argsort(1)[:, :2]
-    assert (3 * sizes[0] * sizes[1] <= cpu_experts._SMALL_EXPERT) == (sizes == (64, 32))
+    assert (3 * sizes[0] * sizes[1] <= cpu_experts.SMALL_EXPERT_NUMEL) == (sizes == (64, 32))
 
     def step_by_step(x_SD: Tensor, choice: Choice, *weights: Tensor) -> Tensor:
         moe = MoE(sizes[0], sizes[1], Routing(EXPERTS, 2))

@@ -219,7 +219,7 @@ def _check_split(rank: int, num_ranks: int) -> None:
         columns = slice(vocabulary.offset, min(vocab, vocabulary.offset + -(-vocab // num_ranks)))
         # ranks of fewer columns take more tokens a chunk; exponentials are kept for the gradient, or computed again
         for chunk_numel, kept in ((12, 0), (31, 1 << 24), (1 << 24, 0)):
-            cross_entropy.CPU_CHUNK_NUMEL, split_cross_entropy._MOST_KEPT = chunk_numel, kept
+            cross_entropy.CPU_CHUNK_NUMEL, split_cross_entropy.MOST_KEPT_NUMEL = chunk_numel, kept
             for dtype, atol in GRADIENT_ATOL.items():
                 logits, targets = example(dtype, vocab=vocab)
                 expected, expected_gradient = float64_reference(logits, targets, 0.5)

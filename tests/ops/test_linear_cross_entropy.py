@@ -15,7 +15,6 @@ from shardtrain.distributed import loss_at_head
 from shardtrain.ops import cross_entropy, linear_cross_entropy
 from shardtrain.ops.cross_entropy import IGNORE, cross_entropy_sum
 from shardtrain.ops.linear_cross_entropy import linear_cross_entropy_sum, saved_bytes
-from shardtrain.tools.plan import memory
 
 TOKENS, DIM, VOCABULARY = 30, 24, 50
 
@@ -96,12 +95,11 @@ def test_logits_of_more_than_a_chunk_never_exist() -> None:
 @pytest.mark.parametrize("tokens", [1, 4096, 8192])
 @pytest.mark.parametrize("dim", [256, 4096])
 @pytest.mark.parametrize("vocabulary", [2048, 128256])
-def test_the_plan_counts_alike(tokens: int, dim: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_logits_are_worth_it(tokens: int, dim: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    found = saved_bytes(tokens, dim, vocabulary, 2)
-    assert memory.saved_at_head(tokens, dim, vocabulary, 2) == found
+    saved = saved_bytes(tokens, dim, vocabulary, 2)
     # logits of 4,096 tokens and more of a large vocabulary weigh more than the head itself
-    assert (found >= linear_cross_entropy.WORTH_IT_BYTES) == (vocabulary > 2048 and tokens > dim)
+    assert (saved >= linear_cross_entropy.WORTH_IT_BYTES) == (vocabulary > 2048 and tokens > dim)
 
 
 def at_head(rank: int, config: Any) -> tuple[Result, int]:

@@ -16,26 +16,14 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from shardtrain.ops import cpu_experts, cross_entropy, rms_norm, split_cross_entropy
+from shardtrain.ops.linear_cross_entropy import WORTH_IT_BYTES, rows_of_chunk, saved_bytes
 from shardtrain.tools.plan import schedule
 from shardtrain.tools.plan.job import Job
 from shardtrain.tools.plan.schedule import Action
 from shardtrain.tools.plan.shapes import Experts, Layer, ModelShape, Parameter
 
 Kernels = Literal["cpu", "cpu by rows", "cuda"]
-CHUNK_NUMEL = 1 << 24
-"""Logits that the loss handles at a time, as ops/cross_entropy.py."""
-CPU_CHUNK_NUMEL = 1 << 18
-"""The same on a CPU."""
-SMALL_EXPERT_NUMEL = 1 << 17
-"""ops/cpu_experts.py: numbers of an expert's weights up to which they are copied."""
-MOST_EXPONENTIALS_NUMEL = 1 << 24
-"""As ops/split_cross_entropy.py."""
-BY_ROWS_NUMEL = 1 << 13
-"""As ops/rms_norm.py."""
-CHUNKS = 8
-"""As ops/linear_cross_entropy.py."""
-WORTH_IT_BYTES = 1 << 28
-"""As ops/linear_cross_entropy.py."""
 
 
 @dataclass(frozen=True)
@@ -354,14 +342,14 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
         columns = -(-model.vocab // job.tp) if job.loss_parallel else model.vocab
         logits = tokens * columns * c
         small = kernels != "cuda" and not job.fused
-        rows = min(tokens, max(1, (CPU_CHUNK_NUMEL if small else CHUNK_NUMEL) // columns))
+        rows = min(tokens, max(1, (cross_entropy.CPU_CHUNK_NUMEL if small else cross_entropy.CHUNK_NUMEL) // columns))
         is_split = job.tp > 1 and job.loss_parallel
         copies = 1 + (c < 4) + is_split + (rows < tokens)  # the last: of the chunk before
         chunk = rows * columns * 4 * copies
         # ops/split_cross_entropy.py keeps exponentials, in the gradient's own memory if that is float32
         if is_split and c == 4:
             chunk = rows * columns * 4
-        elif is_split and kernels != "cuda" and tokens * columns <= MOST_EXPONENTIALS_NUMEL:
+        elif is_split and kernels != "cuda" and tokens * columns <= split_cross_entropy.MOST_KEPT_NUMEL:
             chunk = (tokens + rows) * columns * 4
         ends = norm_bytes(split * model.dim, split, job, kernels, model.layers[-1].layer_norm) + _input(job, stream)
         if job.loss == "fused":
@@ -370,8 +358,8 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
             chunk = tokens * columns * 4 * (2 if job.fused else 3)
         # the loss at the head makes the gradients of the head's weight and input at once, and never has all logits
         products = 0
-        if job.loss == "at head" and saved_at_head(tokens, model.dim, model.vocab, c) >= WORTH_IT_BYTES:
-            rows = _rows_at_head(tokens, model.vocab)
+        if job.loss == "at head" and saved_bytes(tokens, model.dim, model.vocab, c) >= WORTH_IT_BYTES:
+            rows = rows_of_chunk(tokens, model.vocab)
             logits = rows * columns * c
             chunk = rows * columns * 4 * 2
             of_weight = columns * model.dim * 4 if any(one.trained for one in model.last) else 0
@@ -435,7 +423,7 @@ def _is_one_function(experts: Experts, tokens: int, job: Job, kernels: Kernels) 
 
 def _is_one_kernel(numel: int, job: Job, kernels: Kernels) -> bool:
     """Whether an RMSNorm saves its input alone; by rows where it is not compiled and has more than a few numbers."""
-    by_rows = kernels == "cpu by rows" and not job.fused and numel >= BY_ROWS_NUMEL
+    by_rows = kernels == "cpu by rows" and not job.fused and numel >= rms_norm.SMALLEST_NUMEL
     return by_rows or kernels == "cuda"
 
 
@@ -503,7 +491,7 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
         numbers = 3 * few.ffn * dim
         if c < 4:
             rows += few.count * (1 << max(1, rows // (8 * few.count)).bit_length() - 1) // 2
-        if c < 4 and numbers <= SMALL_EXPERT_NUMEL:  # the gate is also held in the product of gate and up
+        if c < 4 and numbers <= cpu_experts.SMALL_EXPERT_NUMEL:  # the gate is also held in the product of gate and up
             ffn += few.count * numbers * c + rows * few.ffn * c
         ffn += split * dim * 4 + rows * dim * c + 4 * rows * few.ffn * c + split * few.count * 4 + rows * 24
         hidden += 2 * rows * few.ffn * c + rows * dim * c
@@ -642,15 +630,3 @@ class _Gathered:
 def trained(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
     """Those that learn."""
     return tuple(one for one in parameters if one.trained)
-
-
-def saved_at_head(tokens: int, dim: int, vocabulary: int, element_bytes: int) -> int:
-    """What it saves to compute the loss with the head: ``ops.linear_cross_entropy.saved_bytes``, without torch."""
-    rows = _rows_at_head(tokens, vocabulary)
-    usual = min(tokens, max(1, CHUNK_NUMEL // vocabulary))
-    logits = 2 * (tokens - rows) * vocabulary * element_bytes + 8 * (usual - rows) * vocabulary
-    return logits - 4 * vocabulary * dim
-
-
-def _rows_at_head(tokens: int, vocabulary: int) -> int:
-    return min(tokens, max(-(-tokens // CHUNKS), CHUNK_NUMEL // vocabulary, 1))
