@@ -42,9 +42,6 @@ def check_checkpoint(loaded: Loaded) -> Iterator[Problem]:
         # Whoever wrote down that checkpoints are off, as torchtitan's files do, gets a note and no error
         rule = "loads nothing while checkpoints are off"
         yield problem(loaded, "checkpoint.initial_load_path", rule, "set checkpoint.enable = true, or remove it")
-    if options.interval_type == "automatic" and options.enable and loaded.is_set("checkpoint.interval"):
-        rule = 'is not used with checkpoint.interval_type = "automatic"'
-        yield problem(loaded, "checkpoint.interval", rule, "remove it")
 
 
 def _check_hub(loaded: Loaded) -> Iterator[Problem]:

@@ -62,10 +62,6 @@ def _linear(loaded: Loaded) -> Iterator[Problem]:
     if options.enable_fsdp_float8_all_gather and loaded.config.training.enable_cpu_offload:
         rule = "rounds weights on the device, and training.enable_cpu_offload keeps them in host memory"
         yield problem(loaded, gather, rule, "set one of the two to false")
-    if options.precompute_float8_dynamic_scale_for_fsdp and not options.enable_fsdp_float8_all_gather:
-        option = f"{LINEAR}.precompute_float8_dynamic_scale_for_fsdp"
-        rule = "has no effect without enable_fsdp_float8_all_gather"
-        yield problem(loaded, option, rule, "set that too, or remove it")
 
 
 def _grouped(loaded: Loaded) -> Iterator[Problem]:

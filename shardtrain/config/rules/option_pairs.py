@@ -252,6 +252,21 @@ WITHOUT_EFFECT: tuple[Rule, ...] = (
         'set metrics.sample_prompt = "Once upon a time", or remove it',
     ),
     (
+        "checkpoint.interval",
+        lambda c: c.checkpoint.enable and c.checkpoint.interval_type == "automatic",
+        'is not used with checkpoint.interval_type = "automatic"',
+        "remove it",
+    ),
+    (
+        "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp",
+        lambda c: (
+            "quantize.linear.float8" in c.model.converters
+            and not c.quantize.linear.float8.enable_fsdp_float8_all_gather
+        ),
+        "has no effect without enable_fsdp_float8_all_gather",
+        "set quantize.linear.float8.enable_fsdp_float8_all_gather = true, or remove it",
+    ),
+    (
         "training.steps",
         lambda c: c.training.epochs is not None,
         "is set beside training.epochs, which decides the number of steps",
@@ -342,7 +357,8 @@ def check_schedule(loaded: Loaded) -> Iterator[Problem]:
         if key in options_read or not loaded.is_set(option) or _is_default(loaded, option):
             continue
         users = [other for other in SCHEDULES if key in (schedule_options(other) or ())]
-        yield problem(loaded, option, f"has no effect with lr_scheduler.name = {name}", f"use {users[0]}, or remove it")
+        fix = f'set lr_scheduler.name = "{users[0]}", or remove it'
+        yield problem(loaded, option, f"has no effect with lr_scheduler.name = {name}", fix)
 
 
 def check_spikes(loaded: Loaded) -> Iterator[Problem]:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
 
 from shardtrain.config.load import Loaded
-from shardtrain.config.options import nearest
+from shardtrain.config.options import nearest, options
 from shardtrain.config.settings import Value
 from shardtrain.utils.errors import Problem
 
 
 def problem(loaded: Loaded, option: str, rule: str, fix: str) -> Problem:
-    """Return a problem of an option with its present value and origin."""
+    """Return a problem of an option with its present value and origin.
+
+    A user cannot remove an option of a preset: the fix names its default instead.
+    """
+    if loaded.is_from_preset(option):
+        fix = fix.replace("remove it", f"set it to {json.dumps(options()[option].default)}")
     return Problem(option, loaded.value(option), rule, fix, loaded.where(option))
 
 
