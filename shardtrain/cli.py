@@ -14,6 +14,7 @@ import importlib
 import io
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import traceback
@@ -384,15 +385,24 @@ def _show_sample(loaded: Loaded) -> None:
         return
     from shardtrain.tools.generate import command
 
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
     print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)
     words = ["--from", config.job.dump_folder, *_own_code(config), "--prompt", prompt, "--max_new_tokens", "160"]
+    # the run has ended and is saved: a signal that comes now ends the text, and not the command's status of 0
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         command.main([*words, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("\nnote: the sample was stopped by a signal; the run had ended", file=sys.stderr)
     except (ShardtrainError, OSError) as error:
         if error is process.lost_output():
             _discard_output()
         print(f"note: no sample: {error}", file=sys.stderr)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _own_code(config: Config) -> list[str]:

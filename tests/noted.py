@@ -34,7 +34,7 @@ def command_of(folder: Path, line: str, **names: str) -> tuple[list[str], dict[s
     """Words after ``python`` or ``torchrun`` in which a command line ends run in ``folder``; its environment."""
     notes = folder / ".noted"
     (notes / "bin").mkdir(parents=True, exist_ok=True)
-    real = f'[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"'
+    real = f'[ "$1" != -P ] || shift\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"'
     write = f"printf '%s\\n' \"$@\" > {notes}/words\nenv -0 > {notes}/environment\n"
     (notes / "bin/python").write_text(f"#!/bin/sh\n{real}\n{write}")
     (notes / "bin/torchrun").write_text(f"#!/bin/sh\n{write}")

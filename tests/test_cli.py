@@ -18,6 +18,7 @@ import pytest
 
 from shardtrain import __version__, cli
 from shardtrain.config import command_line, presets
+from shardtrain.config.load import load
 from shardtrain.config.options import options
 from shardtrain.launch import environment
 from shardtrain.tools.data import command
@@ -361,3 +362,13 @@ def test_ranks_share_the_cores_before_torch_counts_them(monkeypatch, tmp_path, n
     monkeypatch.setattr(cli, "_trainer", trainer)
     with pytest.raises(ImportsTorchError, match=rf"^{threads}$"):
         cli._train(["debug", "--nproc", str(nproc), "--job.dump_folder", str(tmp_path)])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_closing_sample_ends_the_text_alone(monkeypatch, capsys, tmp_path, number):
+    """The run has ended and is saved: its status stays 0."""
+    monkeypatch.setattr("shardtrain.tools.generate.command.main", lambda words: signal.raise_signal(number))
+    before = signal.getsignal(signal.SIGTERM)
+    cli._show_sample(load("debug", [f"--job.dump_folder={tmp_path}", "--checkpoint.enable"]))
+    assert "stopped by a signal" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before

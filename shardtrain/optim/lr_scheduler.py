@@ -50,17 +50,19 @@ def learning_rate(
 
 
 def check_own(optimizer: Optimizer, scheduler: LRScheduler, steps: int) -> None:
-    """Ask a user's schedule for up to 1,000 steps in order, and again in reverse order.
+    """Ask a user's schedule for up to 1,000 steps in order, and in reverse order after its file has been run again.
+
+    A resumed run begins in the middle, without what the file has remembered of the steps before.
 
     Raises:
         ConfigError: a step has another rate the second time, so that a resumed run would differ, or the share is not
             a number between 0 and 1.
     """
-    schedule = find(scheduler.name)
+    schedule, again = find(scheduler.name), find(scheduler.name)
     asked = range(0, steps, max(1, steps // _CHECKED_STEPS))
     rates = {step: learning_rate(optimizer, scheduler, steps, step, schedule) for step in asked}
     for step in reversed(asked):
-        if learning_rate(optimizer, scheduler, steps, step, schedule) != rates[step]:
+        if learning_rate(optimizer, scheduler, steps, step, again) != rates[step]:
             rule = f"returns another share when step {step} is asked for again, so a resumed run would differ"
             raise ConfigError(Problem("lr_scheduler.name", scheduler.name, rule, "compute it from the arguments only"))
 

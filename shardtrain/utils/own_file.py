@@ -54,10 +54,10 @@ def load(path: str, kind: str, option: str, names: Sequence[str], fix: str) -> M
 def load_function(path: str, kind: str, option: str, name: str, fix: str) -> Callable[..., Any]:
     """Return a function of a file, which must accept two positional arguments; raises ConfigError as ``load`` does."""
     function: Callable[..., Any] = getattr(load(path, kind, option, (name,), fix), name)
-    try:
-        inspect.signature(function).bind_partial(None, None)
-    except TypeError:
-        raise ConfigError(Problem(option, path, f"has {name} that takes fewer than two arguments", fix)) from None
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if sum(kind in by_position for kind in kinds) < 2:
+        raise ConfigError(Problem(option, path, f"has {name} that takes fewer than two arguments", fix))
     return function
 
 

@@ -69,6 +69,13 @@ def test_a_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_pat
             "the parameter warmup, which is not an option",
         ),
         ("def factor(step): ...", "takes fewer than two arguments"),
+        ("def factor(*given): ...", "the parameter given, which is not an option"),
+        ("def factor(step, *, total_steps): ...", "takes fewer than two arguments"),
+        ("def factor(step, total_steps, **given): ...", "the parameter given, which is not an option"),
+        (
+            "x = {}\ndef factor(step, total_steps):\n    x[step] = 0.9 * x.get(step - 1, 1.0)\n    return x[step]",
+            "a resumed run would differ",
+        ),
         ("def factor(step, total_steps):\n    return step / 0", "fails (line 2): division by zero"),
         ("def factor(step, total_steps):\n    return step", "returns 2 at step 2 of 200; return the share of the peak"),
         ("def factor(step, total_steps):\n    return float('nan')", "returns nan at step 0"),

@@ -81,8 +81,10 @@ def schedule_options(name: str) -> tuple[str, ...] | None:
         return None
     for node in own_file.parse(name).body:
         if isinstance(node, ast.FunctionDef) and node.name == "factor":
-            names = [argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)]
-            return tuple(names[2:])
+            given = node.args
+            by_name = [*given.posonlyargs, *given.args, *given.kwonlyargs][2:]
+            several = [argument for argument in (given.vararg, given.kwarg) if argument]  # *args and **kwargs
+            return tuple(argument.arg for argument in (*by_name, *several))
     return None
 
 
