@@ -34,24 +34,29 @@ _KINDS: dict[str, type[ShardtrainError]] = {
 
 def all_gather_json(value: Any) -> list[Any]:
     """Gather a JSON value of every rank, in order of rank (a collective). One process needs no process group."""
-    return [json.loads(text) for text in _all_texts(value)]
+    if _is_alone():
+        return [json.loads(json.dumps(value))]
+    # Sizes by an all-gather: beside a rank that is in an all-reduce, its numbers would pass for a size.
+    data = bytearray(json.dumps(value).encode())
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    dist.all_gather(list(sizes.view(-1, 1)), torch.tensor([len(data)]))
+    return [json.loads(text) for text in _padded_texts(data, int(sizes.max()))]
 
 
 def gather_json(value: Any) -> list[Any]:
     """Gather a JSON value of every rank on the first one, and an empty list on the others (a collective)."""
-    texts = _all_texts(value)
+    if _is_alone():
+        return [json.loads(json.dumps(value))]
+    data = bytearray(json.dumps(value).encode())
+    longest = torch.tensor([len(data)])
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    texts = _padded_texts(data, int(longest))
     return [json.loads(text) for text in texts] if _own_rank() == 0 else []
 
 
-def _all_texts(value: Any) -> list[bytes]:
-    """Gather the JSON text of every rank, padded with blanks to the longest one (a collective)."""
-    data = bytearray(json.dumps(value).encode())
-    if _is_alone():
-        return [bytes(data)]
-    # The longest first, because all tensors of an all-gather have one shape.
-    longest = torch.tensor([len(data)])
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    own = torch.full((int(longest),), ord(" "), dtype=torch.uint8)  # JSON may end in blanks
+def _padded_texts(data: bytearray, longest: int) -> list[bytes]:
+    """Gather the JSON text of every rank, padded with blanks to the length of the longest one (a collective)."""
+    own = torch.full((longest,), ord(" "), dtype=torch.uint8)  # JSON may end in blanks
     own[: len(data)] = torch.frombuffer(data, dtype=torch.uint8)
     # Not a gather to the first rank, which would need a connection to every other rank: in an all-gather each rank gets
     # all texts from its neighbour in a ring.

@@ -15,8 +15,8 @@ from tiers import cases
 NAN, INFINITY = float("nan"), float("inf")
 COLUMNS = {
     "a text": ({"text": [NAN, NAN, 1.0]}, {}),
-    "a label": ({"text": ["a", "b", "c"], "label": [0.0, 1.0, NAN]}, {"task.name": "classification"}),
-    "a label without end": ({"text": ["a", "b", "c"], "label": [1.0, 0.0, -INFINITY]}, {"task.name": "classification"}),
+    "a label": ({"text": ["a", "b", "c"], "label": [NAN, 0.0, 1.0]}, {"task.name": "classification"}),
+    "a label without end": ({"text": ["a", "b", "c"], "label": [-INFINITY, 1.0, 0.0]}, {"task.name": "classification"}),
 }
 VARIABLES = {
     "NGPU": {},

@@ -117,6 +117,11 @@ class Device:
             network=of(self.network),
         )
 
+    def with_nodes_of(self, per_node: int, link: str | None = None) -> Device:
+        """Return the device in nodes of another size, which another link of devices.toml may connect."""
+        found = self.link if link is None else _link(link, devices.table()["links"], "link", "devices.toml")
+        return replace(self, devices_per_node=per_node, link=found)
+
 
 def find(name: str, option: str = "--device") -> Device:
     """Return a known device, or the only one of a TOML file. ``option`` is where the name was given.
