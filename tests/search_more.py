@@ -605,7 +605,6 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
     "blocks of 32, which the small sizes here do not divide: tests/distributed/test_float8_mx.py": (
         "quantize.linear.mx.",
     ),
-    "a limit that ends the run: tests/tasks/test_rows_left_out.py": ("data.long_rows_max_fraction",),
     "the exit status of a command that was asked to stop: tests/launch": ("checkpoint.stop_exit_code",),
     "read by shardtrain launch alone": ("launch.",),
     "read by shardtrain test alone": ("task.test_dataset_path", "task.test_split"),

@@ -296,6 +296,7 @@ def _data(rng: random.Random, so_far: Mapping[str, str]) -> dict[str, str]:
         options["data.document_mask"] = rng.choice(("on", "off"))
     if rng.random() < 0.2:
         options["data.format"] = "prompt_completion"
+    options["data.long_rows_max_fraction"] = "1"  # short sequences have no room for most prompts
     if rng.random() < 0.1:
         options["data.mode"] = "stream"
         options["data.readers"] = rng.choice(("4", "16"))
