@@ -11,12 +11,9 @@
 Importing this package imports neither torch nor any optional library; a name brings what it needs when it is used.
 """
 
+from __future__ import annotations
+
 import sys as _sys
-
-# `python -m shardtrain`: leave out the current directory before anything else is imported, or its json.py would be
-if _sys.argv[:1] == ["-m"] and not _sys.flags.safe_path:
-    del _sys.path[0]
-
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 

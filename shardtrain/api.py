@@ -40,7 +40,7 @@ from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.report import page, reading
 from shardtrain.tools.verify.report import Row as MeshResult
 from shardtrain.train import compatibility, preflight, shutdown, trainer
-from shardtrain.utils import atomic_io, log, python_child
+from shardtrain.utils import atomic_io, log
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError, StorageError
 from shardtrain.utils.python_api import python_function
 
@@ -417,7 +417,7 @@ def verify(
         *(("--mesh", *_as_list(meshes)) if meshes else ()),
         *_arguments(options),
     ]
-    command = python_child.command("shardtrain", "verify", *words)
+    command = [sys.executable, "-m", "shardtrain", "verify", *words]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": _path()})
     # 4 says that a mesh differs: that is an answer, and the table is there
     if done.returncode not in (0, 4):

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardtrain import __version__
 from shardtrain.config import help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
-from shardtrain.utils import garbage_collection, process, python_child
+from shardtrain.utils import garbage_collection, process
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import heartbeat
@@ -349,7 +349,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     elif forks:
         code = local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts)
     else:
-        command = python_child.command("shardtrain", "train", *words)
+        command = (sys.executable, "-m", "shardtrain", "train", *words)
         code = local.launch(loaded, choice.count, command=command, max_restarts=restarts)
 
     # after the run: what the plan makes of it, a sample, and commands that may come next

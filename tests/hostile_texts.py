@@ -82,7 +82,7 @@ def job_of(many: Sequence[str], launch: Launch | None = None) -> Job:
     variables = {f"V{number}": one for number, one in enumerate(many)}
     wanted = replace(launch or Launch(), nodes=2, image="image", env=variables)
     job = to_job(Loaded(replace(Config(), launch=wanted)), ["--job.description", *many])
-    assert job.command[6:] == tuple(many) and dict(job.environment) == variables, "nothing is refused or changed"
+    assert job.command[5:] == tuple(many) and dict(job.environment) == variables, "nothing is refused or changed"
     return job
 
 

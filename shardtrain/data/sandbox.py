@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import python_child
 from shardtrain.utils.errors import ShardtrainError
 
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
@@ -89,7 +88,7 @@ def prove(kind: str, request: Mapping[str, Any], key: str) -> None:
 def _ask(request: Mapping[str, Any]) -> str:
     """Start a child that opens the artefact; gives what is wrong with it, empty where nothing is."""
     global _spent
-    command = python_child.command("shardtrain.data.sandbox")
+    command = [sys.executable, "-P", "-m", "shardtrain.data.sandbox"]
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
     package = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH", "")]))

@@ -13,7 +13,6 @@ from shardtrain import cli, config
 from shardtrain.config.command_line import Option, take
 from shardtrain.tools import migrate
 from shardtrain.tools.migrate.fmengine import FLAG
-from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError, Problem, StorageError
 
 HOSTFILE = "/job/hostfile"
@@ -75,7 +74,7 @@ def torchrun(words: list[str]) -> int:
         words = [*words[:at], "-m", "shardtrain.fmengine", "train", *words[at + 1 :]]
     # this process becomes PyTorch's launcher: signals and the exit status are its own, and nothing is flushed later
     sys.stdout.flush()
-    os.execv(sys.executable, python_child.command("torch.distributed.run", *words))
+    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
 
 
 def commands(words: list[str]) -> int:
@@ -90,7 +89,7 @@ def commands(words: list[str]) -> int:
         raise ConfigError(Problem("shardtrain.fmengine commands", None, rule, fix, "command line"))
     folder = Path(words[0]).expanduser().absolute()
     for name in ("deepspeed", "torchrun"):
-        text = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -P -m shardtrain.fmengine {name} "$@"\n'
+        text = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m shardtrain.fmengine {name} "$@"\n'
         path = folder / name
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,6 @@ from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.launch.restart import RESTARTABLE
-from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET
 
@@ -230,7 +229,7 @@ def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int,
         local_world_size=ranks,
         entrypoint=sys.executable,
         # PyTorch replaces ${local_rank} in arguments, and two dollars by one
-        args=(*python_child.OPTIONS, "shardtrain", *(word.replace("$", "$$") for word in command)),
+        args=("-m", "shardtrain", *(word.replace("$", "$$") for word in command)),
         rdzv_handler=signed_meeting.handler(parameters),
         max_restarts=nodes.max_restarts,
         local_addr=nodes.local_address,

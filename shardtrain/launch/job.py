@@ -13,7 +13,6 @@ from types import MappingProxyType
 from shardtrain import __version__
 from shardtrain.config import Loaded, presets
 from shardtrain.launch.failure import PREEMPTED
-from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import redact
 
@@ -100,7 +99,7 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
         ConfigError: an argument could not be handed on as it is, or would show a secret.
     """
     launch = loaded.config.launch
-    words = [launch.python, *python_child.OPTIONS, "shardtrain", verb]
+    words = [launch.python, "-m", "shardtrain", verb]
     where = path or (presets.name_of(loaded.path) if loaded.path else "")
     # Path has taken the "./" away from which a name that begins with a dash was known to be no option
     words += [f"./{where}" if where.startswith("-") else where] if where else []

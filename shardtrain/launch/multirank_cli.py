@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain.launch import environment, local
-from shardtrain.utils import python_child
 from shardtrain.utils.heartbeat import heartbeat
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def start(verb: Verb) -> int:
     if environment.count_accelerators(verb.device) == 0 and sys.platform == "linux":
         code = local.launch(loaded, verb.nproc, main=lambda _: run())
     else:
-        code = local.launch(loaded, verb.nproc, command=python_child.command("shardtrain", verb.name, *verb.words))
+        code = local.launch(loaded, verb.nproc, command=(sys.executable, "-m", "shardtrain", verb.name, *verb.words))
     if code == 0:  # else the traces of the ranks are there
         shutil.rmtree(folder, ignore_errors=True)
     return code

@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import torch.distributed as dist
 
 from shardtrain import config as configs
 from shardtrain.config.schema import Config
-from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError
 
 LIMIT_SECONDS = 240
@@ -91,7 +91,7 @@ def _compare(config: Config) -> dict[str, list[str]]:
     with tempfile.TemporaryDirectory(prefix="shardtrain-model-check-") as folder:
         path = Path(folder) / "config.toml"
         path.write_text(configs.resolved_toml(config), encoding="utf-8")
-        command = python_child.command("shardtrain.tools.verify.before_training", str(path))
+        command = [sys.executable, "-m", "shardtrain.tools.verify.before_training", str(path)]
         process = subprocess.Popen(
             command,
             env=environment,

@@ -104,7 +104,7 @@ def test_a_folder_of_any_name_is_entered_by_slurm_and_ssh(folders):
         same([[folder, "-c", slurm.LOOK, folder, ""] for folder, *_ in expected], calls[::2])
         same(expected, calls[1::2])
         record.run(["sh"], f"cd {at}\nexport CDPATH=/:/usr\n" + "\n".join(remote))
-        same([[folder, "-P", "-m", "shardtrain.launch.remote_agent"] for folder, *_ in expected], each(record))
+        same([[folder, "-m", "shardtrain.launch.remote_agent"] for folder, *_ in expected], each(record))
 
 
 def each(record: Recorder) -> list[list[str]]:
@@ -247,13 +247,13 @@ def test_a_configuration_of_any_name_is_the_one_that_nodes_open(tmp_path, monkey
         assert main(["launch", platform, given, "--dry-run"]) == 0
         assert given in capsys.readouterr().out.replace("'\"'\"'", "'") or platform == "ssh"
     command = to_job(config.load(given), []).command
-    assert command[5] == given
+    assert command[4] == given
     (tmp_path / "at").mkdir()
     record = Recorder(tmp_path / "at", **CLUSTER)
     record.run(["bash"], slurm.render(replace(job_of([]), command=command), Launch()), **STEP)
     same(command[1:], record.read("argv"))
     # what arrives is opened: the words of ``train`` on the node are a file, and no option
-    assert main(["config", "check", *command[5:]]) == 0
+    assert main(["config", "check", *command[4:]]) == 0
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -87,7 +87,7 @@ def test_a_host_starts_the_command_with_exactly_these_texts(tmp_path):
         job = job_of(many)
         plans = ssh.render(job, Launch(), [Host("a"), Host("b", user="me", port=1)], "a", "id")
         for plan in plans:
-            assert plan.ssh[-1] == "exec python3 -P -m shardtrain.launch.remote_agent"
+            assert plan.ssh[-1] == "exec python3 -m shardtrain.launch.remote_agent"
             assert plan.message({}).count(b"\n") == 1
         host = [sys.executable, "-m", "shardtrain.launch.remote_agent"]
         with subprocess.Popen(host, stdin=-1, stdout=-1, cwd=record.inside, env=record.names()) as process:
@@ -106,8 +106,7 @@ def test_variables_are_handed_on_by_ssh_whatever_they_hold(tmp_path):
     names = {f"F{number}": value for number, value in enumerate(values)}
     job = replace(job_of([]), forwarded=tuple(names))
     plan = ssh.render(job, Launch(), [Host("a")], "a", "id")[0]
-    expected = {**names, "PYTHONUNBUFFERED": "1", "SHARDTRAIN_SUPERVISED": "1"}
-    assert json.loads(plan.message(names))["environment"] == expected
+    assert json.loads(plan.message(names))["environment"] == {**names, "PYTHONUNBUFFERED": "1"}
     assert not [value for value in values if len(value) > 6 and value in ssh.text([plan])]
 
 

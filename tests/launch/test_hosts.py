@@ -136,7 +136,7 @@ def test_one_host_is_not_a_node_of_several():
     (plan,) = ssh.render(JOB, Launch(), [Host("a", "me", 22)], "a", "id")
     own = [name for name in plan.environment if name.startswith("SHARDTRAIN_")]
     assert own == ["SHARDTRAIN_SUPERVISED"], "the launcher answers for its status"
-    assert plan.ssh[-5:] == ("-p", "22", "--", "me@a", "exec python3 -P -m shardtrain.launch.remote_agent")
+    assert plan.ssh[-5:] == ("-p", "22", "--", "me@a", "exec python3 -m shardtrain.launch.remote_agent")
 
 
 def test_an_elastic_run_is_refused():

@@ -109,7 +109,7 @@ def test_every_volume_that_is_mounted_is_there_and_the_configuration_is_one(tmp_
         (container,) = pod["containers"]
         assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
         assert volumes["config"]["configMap"]["name"] == first["metadata"]["name"]
-        assert container["command"][5] == "/etc/shardtrain/config.toml"
+        assert container["command"][4] == "/etc/shardtrain/config.toml"
         paths = [mount["mountPath"] for mount in container["volumeMounts"]]
         assert sorted(paths) == ["/cache", "/data", "/dev/shm", "/etc/shardtrain", "/models"]
 

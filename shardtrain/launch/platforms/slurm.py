@@ -24,7 +24,6 @@ from shardtrain.launch.job import (
     require_nothing_lost,
     without,
 )
-from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError, Problem
 
 WAIT_SECONDS = 60
@@ -147,9 +146,8 @@ def render(job: Job, launch: Launch) -> str:
 
 def _look(job: Job, launch: Launch) -> list[str]:
     """A step before the run: every node says on one line why it could not begin, and the job ends at once."""
-    python = job.command[0]
-    rest = job.command[len([python, *python_child.OPTIONS, "shardtrain", "train"]) :]
-    file = rest[0] if rest and not rest[0].startswith("-") else ""
+    python, *words = job.command
+    file = words[3] if len(words) > 3 and not words[3].startswith("-") else ""
     file = "" if file in presets.names() else file  # which the package has on every node
     # a container's folder is of its own; Slurm continues in /tmp where a node has not that of the job
     folder = '"$PWD"' if launch.slurm.container == "none" else "''"

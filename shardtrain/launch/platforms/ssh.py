@@ -66,7 +66,7 @@ def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id
         rule = f"is not the {slots} slots of each host"
         raise ConfigError(Problem("launch.nproc_per_node", asked, rule, "leave it out, or change the hostfile"))
     command = [*job.command, *(["--nproc", str(slots)] if slots and not asked else [])]
-    inside = f"exec {shlex.quote(launch.python)} -P -m shardtrain.launch.remote_agent"
+    inside = f"exec {shlex.quote(launch.python)} -m shardtrain.launch.remote_agent"
     inside = f"cd -- {shlex.quote(folder_words(job.workdir))} && {inside}" if job.workdir else inside
     plans = []
     for number, host in enumerate(hosts):

@@ -20,7 +20,6 @@ from shardtrain.config import Loaded
 from shardtrain.config.command_line import Option, split, take
 from shardtrain.resilience import signals
 from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
-from shardtrain.utils import python_child
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
@@ -152,7 +151,7 @@ def _here(request: Request, words: list[str]) -> int:
 
             status = local.launch(launched, choice.count, main=lambda _: _run(request))
         else:
-            command = python_child.command("shardtrain", "doctor", *words)
+            command = (sys.executable, "-m", "shardtrain", "doctor", *words)
             status = local.launch(launched, choice.count, command=command)
         report = folder / REPORT
         if status or not report.is_file():

@@ -20,7 +20,6 @@ from shardtrain.config import Loaded
 from shardtrain.config.command_line import Option, number_of, take
 from shardtrain.launch import environment, local
 from shardtrain.tools.replay.plan import RESOLVED_CONFIG, Plan, config_of, plan
-from shardtrain.utils import python_child
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
@@ -70,7 +69,7 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(Problem("--output", str(output), rule, "name another folder", "command line"))
     replayed = dataclasses.replace(loaded, config=config_of(loaded.config, found, output))
     # ranks that are processes of their own are given the folder, which each would else make for itself
-    command = python_child.command("shardtrain", "replay", *words)
+    command = [sys.executable, "-m", "shardtrain", "replay", *words]
     if not request.output:
         command += ["--output", str(output)]
     status = _start(replayed, found, request, command)

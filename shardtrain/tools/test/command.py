@@ -14,7 +14,6 @@ from shardtrain.checkpoint.choice import step_name
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import CommandLine, Option, split, take
 from shardtrain.tools.test.request import Request, sets_of
-from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -68,7 +67,7 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
         return local.run_rank(asked.launched, lambda _: run.main(asked))
     if accelerators == 0 and sys.platform == "linux":
         return local.launch(asked.launched, choice.count, main=lambda _: run.main(asked))
-    command = python_child.command("shardtrain", "test", *words)
+    command = (sys.executable, "-m", "shardtrain", "test", *words)
     return local.launch(asked.launched, choice.count, command=command)
 
 
