@@ -106,7 +106,8 @@ def test_variables_are_handed_on_by_ssh_whatever_they_hold(tmp_path):
     names = {f"F{number}": value for number, value in enumerate(values)}
     job = replace(job_of([]), forwarded=tuple(names))
     plan = ssh.render(job, Launch(), [Host("a")], "a", "id")[0]
-    assert json.loads(plan.message(names))["environment"] == {**names, "PYTHONUNBUFFERED": "1"}
+    expected = {**names, "PYTHONUNBUFFERED": "1", "SHARDTRAIN_SUPERVISED": "1"}
+    assert json.loads(plan.message(names))["environment"] == expected
     assert not [value for value in values if len(value) > 6 and value in ssh.text([plan])]
 
 
