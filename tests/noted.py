@@ -1,6 +1,7 @@
-"""Shell scripts of ours and of other systems, run as they are up to the program that they start, which runs in a fork.
+"""Run shell scripts of this and other systems unchanged, with the Python program that they start run in a fork.
 
-A stand-in for Python writes down the words and the environment that it is given; importing torch anew costs seconds.
+A stub in place of Python records its arguments and environment. A fork then runs the program, because importing torch
+in a new interpreter takes seconds.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ SECONDS = 240
 
 
 def environment(**names: str) -> dict[str, str]:
-    """What this machine says, without what it might say of a run."""
+    """The environment of this machine without variables that describe a run, plus ``names``."""
     inherited = {name: value for name, value in os.environ.items() if not _SAID.match(name)}
     return {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **names}
 
 
 def command_of(folder: Path, line: str, **names: str) -> tuple[list[str], dict[str, str]]:
-    """Words after ``python`` or ``torchrun`` in which a command line ends run in ``folder``; its environment."""
+    """Run a command line in ``folder`` up to its ``python`` or ``torchrun``; return their arguments and environment."""
     notes = folder / ".noted"
     (notes / "bin").mkdir(parents=True, exist_ok=True)
     real = f'[ "$1" != -P ] || shift\n[ "$1" = -m ] || exec {shlex.quote(sys.executable)} "$@"'
@@ -51,18 +52,18 @@ def command_of(folder: Path, line: str, **names: str) -> tuple[list[str], dict[s
 
 
 def start(folder: Path, words: list[str], names: dict[str, str], **options: Any) -> subprocess.Popen[str]:
-    """A fork that is what ``python WORDS`` would become."""
+    """Start ``python WORDS`` in a fork."""
     return forked.Popen([sys.executable, *words], cwd=folder, env=names, text=True, **options)
 
 
 def run(folder: Path, line: str, **names: str) -> subprocess.CompletedProcess[str]:
-    """A command line that ends in our trainer, to its end."""
+    """Run a command line that starts the trainer, and wait for it."""
     words, own = command_of(folder, line, **names)
     return run_words(folder, words, own)
 
 
 def run_words(folder: Path, words: list[str], names: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """``python WORDS`` in a fork, to its end."""
+    """Run ``python WORDS`` in a fork, and wait for it."""
     limit = patience.seconds(SECONDS)
     command = [sys.executable, *words]
     return forked.run(command, cwd=folder, env=names, capture_output=True, text=True, timeout=limit)

@@ -1,8 +1,8 @@
-"""All ranks come to the same end: what one could not do, none has done. Ranks tell each other JSON, never pickles.
+"""Collectives on JSON values and errors: if an action fails on one rank, all ranks raise the same error.
 
-What costs grow with: a flag, a word of one rank and what the first rank knows are one reduction and at most one
-broadcast, whose bytes do not grow with the number of ranks. ``all_gather_json`` alone holds what every rank says on
-every rank, so what is said there is short.
+Values travel as JSON, never as pickles. Flags, first values and broadcasts cost one reduction and at most one
+broadcast, whose bytes do not grow with the number of ranks. Only ``all_gather_json`` holds the values of all ranks on
+every rank: keep those short.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def all_gather_json(value: Any) -> list[Any]:
     """Gather a JSON value of every rank, in order of rank (a collective). One process needs no process group."""
     if _is_alone():
         return [json.loads(json.dumps(value))]
-    # Sizes by an all-gather: beside a rank that is in an all-reduce, its numbers would pass for a size.
+    # Not an all-reduce of sizes: numbers of a rank that is in another all-reduce would be taken for a size.
     data = bytearray(json.dumps(value).encode())
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather(list(sizes.view(-1, 1)), torch.tensor([len(data)]))
@@ -66,11 +66,11 @@ def _padded_texts(data: bytearray, longest: int) -> list[bytes]:
 
 
 def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
-    """What ranks say, once where several say the same, and which of it each rank says (a collective).
+    """Gather the distinct JSON values of all ranks, and the index of each rank's value (a collective).
 
-    In the order of the first who says it. Ranks of one pipeline stage say the same of their tensors and follow one
-    another in number, so each stage is one broadcast and one reduction. Where there are more such runs of ranks than
-    ``_MOST_RUNS``, every rank tells every other one a hash instead.
+    Values are in the order of their first rank. Ranks of a pipeline stage have consecutive numbers and equal values, so
+    a stage costs one broadcast and one reduction. With more than ``_MOST_RUNS`` runs of equal neighbours, ranks
+    exchange hashes instead.
     """
     if _is_alone():
         return [json.loads(json.dumps(value))], [0]
@@ -80,7 +80,7 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
     texts: list[str] = []
     numbers: list[int] = []
     for _ in range(_MOST_RUNS):
-        # A run of ranks begins at ``source`` and ends before the first rank after it that says something else.
+        # A run of ranks starts at ``source`` and ends before the next rank with another value.
         source = len(numbers)
         text = _broadcast(own, source)
         end = torch.tensor([size if own == text or rank <= source else rank])
@@ -94,7 +94,7 @@ def gather_distinct_json(value: Any) -> tuple[list[Any], list[int]]:
 
 
 def _gather_by_hash(value: Any) -> tuple[list[Any], list[int]]:
-    """The same, where ranks say the same in no order: each hash once, then a broadcast from the first who has it."""
+    """As ``gather_distinct_json``, by hashes: gather them, then broadcast each value from its first rank."""
     own = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(value).encode()).digest()), dtype=torch.uint8)
     digests = torch.empty(dist.get_world_size(), len(own), dtype=torch.uint8)
     dist.all_gather(list(digests), own)
@@ -106,17 +106,17 @@ def _gather_by_hash(value: Any) -> tuple[list[Any], list[int]]:
 
 
 def broadcast_json(value: Any) -> Any:
-    """What the first rank says, as JSON (a collective); that of others is not asked."""
+    """Return the JSON value of rank 0 (a collective); the values of other ranks are ignored."""
     return _said(value, 0 if _is_alone() or dist.get_rank() == 0 else _NOBODY)
 
 
 def any_rank(flag: bool) -> bool:
-    """Whether it holds on some rank (a collective)."""
+    """True if the flag is set on any rank (a collective)."""
     return any_ranks([flag])[0]
 
 
 def any_ranks(flags: Sequence[bool]) -> list[bool]:
-    """Of each flag, whether it holds on some rank (a collective)."""
+    """For each flag, True if it is set on any rank (a collective)."""
     if _is_alone():
         return list(flags)
     totals = torch.tensor(list(map(int, flags)))
@@ -125,16 +125,16 @@ def any_ranks(flags: Sequence[bool]) -> list[bool]:
 
 
 def first_word(word: str) -> str:
-    """What the first of those ranks says that say something; empty where none does (a collective)."""
+    """Return the text of the lowest rank whose text is not empty, or "" (a collective)."""
     return _said(word, _own_rank() if word else _NOBODY) or ""
 
 
 def all_ranks(action: Callable[[], Any]) -> Any:
-    """Do something on every rank and give, as JSON, what the first one got (a collective).
+    """Run an action on every rank and return the JSON result of rank 0 (a collective).
 
     Raises:
-        ShardtrainError: on all ranks the same, when any rank met one; an OSError becomes a StorageError that names the
-            path, the reason and the rank.
+        ShardtrainError: the same on all ranks, if the action raised one on any rank. An OSError becomes a StorageError
+            with the path, the reason and the rank.
     """
     answer = None
     failure = None
@@ -149,19 +149,19 @@ def all_ranks(action: Callable[[], Any]) -> Any:
 
 
 def first_rank(action: Callable[[], Any]) -> Any:
-    """Do something on the first rank alone and give, as JSON, what it got (a collective); raises as ``all_ranks``."""
+    """Run an action only on rank 0 and return its JSON result on all (a collective); raises as ``all_ranks``."""
     return all_ranks(action if _own_rank() == 0 else lambda: None)
 
 
 def all_ranks_gather(action: Callable[[], Any]) -> list[Any]:
-    """Do something on every rank and give what each got, as JSON (a collective); raises as ``all_ranks``."""
+    """Run an action on every rank and return all JSON results (a collective); raises as ``all_ranks``."""
     answers: list[Any] = []
     all_ranks(lambda: answers.append(action()))
     return all_gather_json(answers[0])
 
 
 def all_ranks_to_first(action: Callable[[], Any]) -> list[Any]:
-    """As ``all_ranks_gather``, but the first rank alone gets the answers, and the others none (a collective)."""
+    """As ``all_ranks_gather``, but only rank 0 gets the results; other ranks get an empty list (a collective)."""
     answers: list[Any] = []
     all_ranks(lambda: answers.append(action()))
     return gather_json(answers[0])
@@ -185,7 +185,10 @@ def _own_rank() -> int:
 
 
 def _said(value: Any, urgency: int) -> Any:
-    """The value of the rank whose ``urgency`` is least, modulo the number of ranks its number; None where all pass."""
+    """Return the value of the rank with the lowest ``urgency``, or None if all pass ``_NOBODY`` (a collective).
+
+    ``urgency`` modulo the world size is the number of the rank that passes it.
+    """
     if _is_alone():
         return json.loads(json.dumps(value)) if urgency < _NOBODY else None
     first = torch.tensor([urgency])
@@ -197,7 +200,7 @@ def _said(value: Any, urgency: int) -> Any:
 
 
 def _broadcast(text: str, source: int) -> str:
-    """The text of one rank on all of them; it travels compressed."""
+    """Broadcast a text, compressed, from rank ``source``."""
     data = bytearray(zlib.compress(text.encode())) if dist.get_rank() == source else bytearray()
     size = torch.tensor([len(data)])
     dist.broadcast(size, source)
@@ -207,8 +210,8 @@ def _broadcast(text: str, source: int) -> str:
 
 
 def _raise_alike(failure: Exception | None, description: list[str] | None) -> None:
-    """Raise the error of one rank on all (a collective); nothing where no rank has one."""
-    # The lowest number is heard: an error with a name of ours, by rank, before any bug, which may follow from it.
+    """Raise the error of one rank on all ranks, if there is one (a collective)."""
+    # Lowest number first: errors of this package, by rank, before unexpected exceptions, which may be consequences.
     is_bug = description is not None and description[0] == "PeerError"
     size = 1 if _is_alone() else dist.get_world_size()
     number = _NOBODY
@@ -217,7 +220,7 @@ def _raise_alike(failure: Exception | None, description: list[str] | None) -> No
     chosen = _said(description, number)
     if chosen is None:
         return
-    # A fault of the program: whoever met it shows it whole, with its traceback.
+    # An unexpected exception: its own rank raises it with the traceback.
     if failure and is_bug:
         raise failure
     kind, text = chosen

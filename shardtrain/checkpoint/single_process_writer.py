@@ -1,4 +1,4 @@
-"""A checkpoint written by one process alone, tensor by tensor: no more of it is in memory than the largest tensor."""
+"""Write a checkpoint from a single process, tensor by tensor, with at most one tensor in memory."""
 
 from __future__ import annotations
 
@@ -28,18 +28,24 @@ def write(
     step: int = 0,
     with_optimizer: bool = False,
 ) -> None:
-    """Write a checkpoint that holds ``shapes``; ``read`` gives each tensor when it is its turn.
+    """Write a checkpoint into a new folder.
 
-    ``dtype`` is the type of all tensors, or of each by name. ``beside`` are further files by name, which the manifest
-    knows and no tensor lies in. ``with_optimizer`` says that its state is among
-    the tensors.
+    Args:
+        folder: must not exist.
+        shapes: shape of each tensor, by name.
+        dtype: dtype of every tensor, or a mapping from names to dtypes.
+        read: loads a tensor by name; called once for each, in the order of names.
+        facts: counters and settings stored in the manifest.
+        beside: additional files by name, without tensors, listed in the manifest.
+        step: training step of the checkpoint.
+        with_optimizer: True if the tensors include the optimizer state.
 
     Raises:
-        ConfigError: when ``folder`` exists.
-        StorageError: when it cannot be written; then nothing is left of it.
+        ConfigError: ``folder`` exists.
+        StorageError: it cannot be written. Partial files are removed.
     """
     require_new(folder)
-    # Where each tensor lies is known before one is read: all in one file, by their names.
+    # Offsets are computed before any tensor is read: one file, in the order of names.
     temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
     tensors: dict[str, StoredTensor] = {}
     begin = 0
@@ -53,7 +59,7 @@ def write(
             tensor = read(name).to(getattr(torch, types[name])).contiguous()
             yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
-    # Written beside its place and renamed, so that it is there whole or not at all.
+    # Write to a temporary folder and rename it: readers see a complete checkpoint or none.
     try:
         temporary.mkdir(parents=True)
         stored = files.write_hashed(temporary / "rank-00000.bin", blocks())
@@ -67,7 +73,7 @@ def write(
             tensors=tensors,
             facts={**facts, "weights_only": not with_optimizer},
         )
-        # What could not be read is not called written.
+        # Parse the manifest before it is published: one that cannot be read must not replace anything.
         text = whole.to_bytes()
         manifest.parse(text, temporary)
         files.write_whole(temporary / MANIFEST, text)

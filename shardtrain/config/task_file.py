@@ -1,4 +1,4 @@
-"""The facts of a task without importing it: its metrics and degrees, read from the text of its file, never run."""
+"""Read the metrics and parallel degrees of a task from the source of its file, without running it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from shardtrain.utils.errors import ConfigError, Problem
 TASKS_FOLDER = Path(__file__).parent.parent / "tasks"
 _PACKAGE = "shardtrain.tasks."
 _SHARED = ("task", "text_task")
-"""Files that tasks build on, and that are none."""
+"""Modules of the folder that tasks import and that define no task."""
 
 
 @dataclass(frozen=True)
 class TaskFacts:
-    """What a task file says: metrics beside the loss with "max" or "min", and degrees that it can run with."""
+    """Metrics of a task ("max" or "min": which is better) and the parallel degrees that it supports."""
 
     metrics: dict[str, str]
     degrees: tuple[str, ...]
 
 
 def task_names() -> list[str]:
-    """Return the tasks of this package: files of the tasks folder."""
+    """Return the names of the package's tasks."""
     return sorted(
         file.stem for file in TASKS_FOLDER.glob("*.py") if not file.stem.startswith("_") and file.stem not in _SHARED
     )
 
 
 def read_task_file(name: str) -> TaskFacts:
-    """Read the facts of the task ``name``; raises ConfigError where there is no such file or it cannot be read."""
+    """Read the facts of a task; raises ConfigError if its file does not exist or cannot be parsed."""
     module = _parse(name)
     found: dict[str, Any] = {}
     for node in module.body:
@@ -45,7 +45,7 @@ def read_task_file(name: str) -> TaskFacts:
                     found[variable] = ast.literal_eval(node.value)
                 except ValueError:
                     found[variable] = None
-    # What it does not say itself, the task that it builds on says
+    # Inherit what the file does not define from the task that it imports
     for node in module.body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_PACKAGE):
             base = (node.module or "").removeprefix(_PACKAGE)
@@ -62,7 +62,7 @@ def read_task_file(name: str) -> TaskFacts:
 
 
 def has_task(name: str) -> bool:
-    """Whether the file of a task may define one, as its text tells; raises ConfigError as ``read_task_file``."""
+    """True if the source of a task file may bind ``Task``; raises ConfigError as ``read_task_file``."""
     return any(own_file.binds(node, "Task") for node in ast.walk(_parse(name)))
 
 
@@ -81,12 +81,12 @@ def _parse(name: str) -> ast.Module:
 
 
 def best_metric(config: Config) -> str:
-    """The metric by which a validation is better: checkpoint.keep_best, or the loss."""
+    """Return the metric that selects the best checkpoint: checkpoint.keep_best, or the loss."""
     return (config.checkpoint.keep_best or "validation.loss").removeprefix("validation.")
 
 
 def best_mode(config: Config) -> str:
-    """Whether a larger or a smaller value is better: checkpoint.best_mode, or what the task says of the metric."""
+    """Return "max" or "min" for the best metric: checkpoint.best_mode, or the task's own."""
     if config.checkpoint.best_mode != "auto":
         return config.checkpoint.best_mode
     return read_task_file(config.task.name).metrics.get(best_metric(config), "min")

@@ -1,4 +1,4 @@
-"""A live line under the log on a terminal: step, loss, speed and time left. Elsewhere there is none."""
+"""A live progress line below the log on a terminal: step, loss, speed and remaining time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 REDRAW_SECONDS = 0.1
-"""Least time between two drawings, so that fast steps do not wait for the terminal."""
+"""Minimum time between two updates, so fast steps do not wait for the terminal."""
 
 
 class Progress:
-    """Draws the line; log lines appear above it, whole, because the log writes through ``sys.stderr``.
+    """Draws the line. Log lines appear above it, because the log writes through ``sys.stderr``.
 
-    No thread of its own: it draws when a step ends, and when ``wait`` is called during a long one.
+    It has no thread: it draws at the end of a step, and when ``wait`` is called during a long one.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Progress:
         self._waits = ""
         self._clock = clock
         self._drawn = -float("inf")
-        # rich asks NO_COLOR itself
+        # rich reads NO_COLOR itself
         self._console = Console(stderr=True, no_color=True if not color else None)
         self._live = Live(
             self._render(), console=self._console, auto_refresh=False, transient=True, redirect_stdout=True
@@ -44,7 +44,7 @@ class Progress:
         self._live.start()
 
     def step(self, step: int, record: Record | None = None) -> None:
-        """Move to ``step``; ``record`` where this step was logged."""
+        """Move to ``step``. ``record`` is its record if the step was logged."""
         self._step = step
         self._waits = ""
         self._record = record or self._record
@@ -54,22 +54,22 @@ class Progress:
             self._live.update(self._render(), refresh=True)
 
     def wait(self, what: str) -> None:
-        """Show ``what`` in place of the step, until the next step."""
+        """Show ``what`` instead of the step number, until the next step."""
         self._waits = what
         self._live.update(self._render(), refresh=True)
 
     def close(self) -> None:
-        """Take the line away."""
+        """Remove the line."""
         self._live.stop()
 
     def _render(self) -> Table:
-        """The line as rich draws it."""
+        """Render the line for rich."""
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
         words = texts(self._step, self._total_steps, self._record)
         words[0] = self._waits or words[0]
-        # Words go until the line fits, two columns between each: a line that wraps could not be drawn again.
+        # Drop columns, two cells apart, until the line fits: a wrapped line cannot be redrawn.
         room = self._console.width - 2 * len(words)
         while len(words) > 1 and sum(map(len, words)) > room:
             room += 2
@@ -84,7 +84,7 @@ class Progress:
 
 
 def texts(step: int, total_steps: int, record: Record | None) -> list[str]:
-    """The words of the line: where the run is, and the loss, speed and time left of the last logged step."""
+    """Return the columns of the line: the step, and loss, speed and remaining time of the last logged step."""
     words = [f"step {step}/{total_steps}"]
     if record is not None:
         left = (total_steps - step) * record.step_seconds
@@ -97,5 +97,5 @@ def texts(step: int, total_steps: int, record: Record | None) -> list[str]:
 
 
 def progress_allowed(stream: TextIO | None = None) -> bool:
-    """Whether a live line may be drawn: a terminal that can redraw it. Colours are another matter."""
+    """True if the stream is a terminal that can redraw a line, with or without colors."""
     return redraw_allowed(stream or sys.stderr)

@@ -1,4 +1,4 @@
-"""What the log says of a run when it begins, and when it ends."""
+"""Lines of the log at the start and at the end of a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardtrain.utils.units import format_count, format_seconds
 
 
 class Steps(NamedTuple):
-    """How far a run has come, and what this part of it took."""
+    """The last step of a run, with the tokens and seconds of this process."""
 
     last_step: int
     tokens: int
@@ -21,7 +21,7 @@ class Steps(NamedTuple):
 
 
 def log_header(facts: RunFacts, peak_flops: float | None) -> None:
-    """Say what runs, and how the MFU is measured or why it is not."""
+    """Log the model, the devices and the steps, and the peak that MFU is relative to."""
     steps = f"steps {facts.start_step + 1} to {facts.total_steps}"
     if facts.start_step >= facts.total_steps:
         steps = f"finished at step {facts.start_step}"
@@ -46,7 +46,7 @@ def log_summary(
     losses: Sequence[tuple[int, float]],
     notes: Sequence[str],
 ) -> None:
-    """Say what a run did and how fast, draw its ``losses`` by step, and give the ``notes`` of sinks."""
+    """Log the steps, tokens and speed of a run, a curve of ``losses`` (step, loss), and the ``notes`` of sinks."""
     steps = done.last_step - facts.start_step
     if not steps and done.last_step >= facts.total_steps:
         logger.info(
@@ -58,7 +58,6 @@ def log_summary(
         logger.info("no step was trained")
         return
 
-    # What was trained, how fast, and the curve of the loss.
     loss = f"loss {first.loss:.4f} -> {last.loss:.4f}, " if first and last else ""
     speed = f"{done.tokens / done.seconds:,.0f} {TOTAL_SPEED}" if done.seconds > 0 else "-"
     logger.info(

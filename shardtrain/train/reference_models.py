@@ -1,10 +1,9 @@
-"""Frozen models beside the one that learns: the weights that a run began with, with which a task of preferences
-compares, and the teacher of a distillation.
+"""Frozen models of a task: the reference model of preference tasks, and the teacher of a distillation.
 
-The first weights are read again at every start, from ``checkpoint.initial_load_path``, or drawn again from the seed; a
-teacher's are read from its folder. They are sharded as the model is. So they are not part of a checkpoint, and any mesh
-can continue a run. What ``first_weights`` says of them is part of what the data are known by, so that a run continues
-with no others than its own.
+A reference model has the initial weights of the run. Every start loads them from ``checkpoint.initial_load_path`` or
+draws them from the seed again; a teacher is loaded from its folder. Both are sharded like the trained model and are not
+part of checkpoints, so a run can resume on any mesh. The fingerprint of the data includes
+``hf.initial_weights.identity``, so a resume with other reference weights is rejected.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from shardtrain.utils.units import format_count
 
 
 def frozen_configs(task: Any, config: Config) -> dict[str, Config]:
-    """The frozen models that a task needs beside the one that learns, by what they are called; empty for most."""
+    """Return the configurations of the frozen models of a task, by name. Most tasks need none."""
     if isinstance(task, Distillation):
         return {"teacher": task.teacher()}
     if getattr(task, "needs_reference", False):
-        # adapters begin by adding nothing, so what they are beside is what the run began with
+        # New adapters add zero, so the base weights without adapters are the initial model
         parallelism = replace(config.parallelism, shard_optimizer_states=False)
         return {"reference": replace(config, lora=replace(config.lora, enable=False), parallelism=parallelism)}
     return {}
 
 
 def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
-    """Give a task that needs one its frozen model (a collective); does nothing for others.
+    """Build and load the frozen model of a task, if it needs one (a collective).
 
     Raises:
-        ConfigError: when a teacher's folder holds another model than it says.
-        CheckpointError: when the first weights or a teacher's are damaged, or of another model.
+        ConfigError: the teacher's folder contains another model than its config.json describes.
+        CheckpointError: the weights are damaged, or those of another model.
     """
     for name, frozen in frozen_configs(task, config).items():
         built = build_model(frozen, mesh)

@@ -1,4 +1,4 @@
-"""What a run is made of, what a step reports, and what the metrics need to know of both."""
+"""The objects of a run, the results of a step, and the constants that metrics need."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from shardtrain.utils.best_effort import BestEffort
 
 @dataclass
 class Run:
-    """Everything that a step touches."""
+    """All objects that a training step uses."""
 
     config: Config
     mesh: Mesh
@@ -42,33 +42,34 @@ class Run:
     flops_per_token: float
     resilience: Resilience = field(default_factory=Resilience)
     names: tuple[str, ...] = ()
-    """Of all parameters of the whole model, in its order."""
+    """Names of all parameters of the unsharded model, in its order."""
     adapters: Spec | None = None
-    lora: dict[str, Any] = field(default_factory=dict)  # what checkpoints say of adapters, see lora/base_weights.py
+    lora: dict[str, Any] = field(default_factory=dict)  # facts about adapters for checkpoints, see lora/base_weights.py
     contents: Contents = field(default_factory=Contents)
-    """What the files of the data hold, as far as it is known; the first rank's alone."""
+    """Hashes of the data files, as far as they have been computed. Only rank 0 has them."""
     counting: BestEffort = field(default_factory=lambda: BestEffort("counting beside a step"))
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)
-    """Options that the user changed on the way, as the checkpoints record them; see ``compatibility.py``."""
+    """Changes of options that the user accepted in earlier resumes, as checkpoints record them; see
+    ``compatibility.py``."""
 
     owes_validation: bool = False
     """A request to stop cancelled the validation after this step."""
 
     def model_state_dict(self) -> dict[str, Tensor]:
-        """All parameters and buffers by the names that checkpoints give them, frozen ones too."""
+        """All parameters (frozen ones too) and buffers, by their names in checkpoints."""
         return model_state_dict(self.runner)
 
     def optimizer_state_dict(self) -> dict[str, Tensor]:
-        """The optimizer's tensors by the names that checkpoints give them."""
+        """The optimizer's tensors, by their names in checkpoints."""
         states = optim.state_tensors(self.optimizer, self.runner.optimizer_parameters().items())
         return {f"optimizer.{name}": tensor for name, tensor in states.items()}
 
     @cached_property
     def decides_on_device(self) -> bool:
-        """Whether a step gives the device its update before the host knows that it is to be applied.
+        """True if the update is launched before the host knows whether it may be applied.
 
-        The device then decides by the same numbers, and works while the host, which waits for them, gets ready for the
-        next step. Not where the host alone can decide: a spike's policy looks at the steps before.
+        The device then makes the decision from the same numbers, and computes while the host prepares the next step.
+        Not possible if only the host can decide: the policies for loss spikes need the losses of earlier steps.
         """
         config = self.config
         return (
@@ -76,7 +77,7 @@ class Run:
             and config.training.spike_policy in ("off", "log")
             and not config.training.enable_cpu_offload
             and not config.optimizer.early_step_in_backward
-            and config.training.dtype == "float32"  # the factor of clipping is rounded to the type of the gradients
+            and config.training.dtype == "float32"  # the clipping factor is rounded to the dtype of the gradients
             and optim.decides_on_device(self.optimizer)
         )
 
@@ -86,11 +87,11 @@ class Run:
         return lr_scheduler.find(self.config.lr_scheduler.name)
 
     def measures(self) -> dict[str, float]:
-        """What the record of a logged step has beside the step's own numbers."""
+        """Additional metrics of a logged step (a collective)."""
         skipped = {"skipped_updates": self.state.step - self.state.updates}
-        # the runner's measures are a collective: a failure there is one of all ranks, and not to be swallowed
+        # The runner's measures are a collective: an error there affects all ranks and must propagate
         measures: dict[str, float] = {**self.runner.measures(), **skipped}
-        # what is counted on this rank alone may be missing
+        # The counters of this rank are optional
         nothing: dict[str, float] = {}
         measures |= self.counting.call(
             lambda: {f"rows_of/{name}": rows for name, rows in self.dataloader.rows_of_sources.items()}, nothing
@@ -99,30 +100,30 @@ class Run:
 
 
 def model_state_dict(runner: Runner) -> dict[str, Tensor]:
-    """All parameters and buffers of a model by the names that checkpoints give them."""
+    """All parameters and buffers of a model, by their names in checkpoints."""
     tensors: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
     return {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step reports: sums of this rank, and what all ranks agree on."""
+    """Results of a step: sums of this rank, and values that are equal on all ranks."""
 
     loss_sum: Tensor
     local_tokens: int
     global_tokens: int
     """Target tokens over all ranks."""
     computed_tokens: int
-    """Tokens over all ranks that the model computes with, without filler."""
+    """Non-padding tokens over all ranks, whether they are targets or not."""
     grad_norm: float
     own_grad_norm: Tensor
-    """As this rank found it, before ranks agreed on one."""
+    """Gradient norm as computed on this rank, for comparison with other ranks."""
     lr: float
     data_seconds: float
 
 
 def run_facts(run: Run, world: World) -> RunFacts:
-    """Facts that stay the same from the first step of this process to the last, or until it goes back."""
+    """Facts that are constant from the first step of this process to its last, or to a rollback."""
     config = run.config
     return RunFacts(
         rank=world.rank,
@@ -141,7 +142,7 @@ def run_facts(run: Run, world: World) -> RunFacts:
 
 
 class ReduceOverMesh(Reduce):
-    """Sums and maxima over the ranks that hold different target tokens, and those that wait for a pipeline's loss."""
+    """Reductions over ranks with different target tokens, and over pipeline stages, which lack the loss."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh

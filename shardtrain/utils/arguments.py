@@ -1,6 +1,6 @@
-"""How a verb that has options of its own alone reads its words: argparse, with errors like all others of this package.
+"""Parse the command line of verbs that read no configuration: argparse, with this package's one-line errors.
 
-Verbs that have a configuration too read theirs with ``config.command_line``.
+Verbs that also accept configuration options use ``config.command_line``.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from shardtrain.utils.errors import ConfigError, HelpPrinted
 
 
 def help_if_asked(words: Sequence[str], text: str) -> None:
-    """Print a help text if the words ask for it, and raise HelpPrinted."""
+    """Print ``text`` and raise HelpPrinted if the arguments contain ``--help`` or ``-h``."""
     if "--help" in words or "-h" in words:
         print(text, end="")
         raise HelpPrinted
 
 
 def truth(word: str) -> bool:
-    """Read "true" or "false", as TOML spells them."""
+    """Parse "true" or "false", spelled as in TOML."""
     if word not in ("true", "false"):
         raise argparse.ArgumentTypeError(f"{word!r} is neither true nor false")
     return word == "true"
 
 
 class Arguments(argparse.ArgumentParser):
-    """argparse that raises ConfigError in place of leaving the process; options cannot be shortened.
+    """An ArgumentParser that raises ConfigError instead of exiting and accepts no abbreviated options.
 
-    ``example`` is a whole command, shown with each error. ``first`` is the option that a first word without one means,
-    so that ``generate RUN`` is ``generate --from RUN``.
+    ``example`` is a complete command, shown with each error. ``first`` is the option of a leading positional argument:
+    with ``first="--from"``, ``generate RUN`` means ``generate --from RUN``.
     """
 
     def __init__(self, program: str, description: str, example: str = "", first: str = "") -> None:
@@ -42,12 +42,12 @@ class Arguments(argparse.ArgumentParser):
         self._first = first
 
     def rarer(self) -> argparse._ArgumentGroup:
-        """The group of options that few commands need, which the help lists last."""
+        """Add the group of rarely needed options, which the help lists last."""
         return self.add_argument_group("options that few need")
 
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line."""
-        # argparse gives a sentence alone: of an unknown option the word is taken out of it, to name the nearest.
+        # argparse passes only a sentence: extract the unknown option from it to suggest the nearest one.
         unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
         known = [name for name in self._option_string_actions if name.startswith("--")]
         near = [name for name in known if unknown.startswith("--") and name.startswith(unknown)]
@@ -58,11 +58,11 @@ class Arguments(argparse.ArgumentParser):
         raise ConfigError(f"{self.prog}: {message}; {fix}")
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Return the options.
+        """Parse the arguments.
 
         Raises:
             ConfigError: an option is unknown, or a value is missing or wrong.
-            HelpPrinted: the help was asked for.
+            HelpPrinted: the arguments contain ``--help``, and the help has been printed.
         """
         help_if_asked(words, self.format_help())
         if self._first and words and not words[0].startswith("-") and self._first not in words:

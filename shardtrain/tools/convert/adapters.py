@@ -1,4 +1,4 @@
-"""``shardtrain merge`` and ``shardtrain export --adapter``: adapters into their weights, or into a folder of PEFT."""
+"""``shardtrain merge`` adds adapters to their base weights; ``shardtrain export --adapter`` writes a PEFT folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(words: Sequence[str]) -> int:
-    """``shardtrain merge ADAPTERS --to CHECKPOINT``; gives the exit status."""
+    """Run ``shardtrain merge`` and return the exit status."""
     parser = Arguments(
         "shardtrain merge",
         "Add adapters to the weights beside which they were trained.",
@@ -55,7 +55,7 @@ def _merge(found: Any, is_peft: bool) -> None:
     from shardtrain.tools.convert.checkpoint import tokens_of_run
     from shardtrain.tools.generate.locate_checkpoint import load_config
 
-    # A PEFT folder does not record which weights it was trained beside: the user names them with --base
+    # A PEFT folder does not record its base weights: the user names them with --base
     where = found.base if is_peft else found.adapters
     if where is None:
         raise ConfigError(f"{found.adapters} does not say where its weights are; name them with --base")
@@ -82,7 +82,7 @@ def _merge(found: Any, is_peft: bool) -> None:
             adapters.check_copies({name: weights.read(name) for name in copies})
         begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
         if begun is not None and config is not None and not is_peft and not found.keep_generation_config:
-            # Nothing but these files remembers the run's data, so they get its end tokens now
+            # The merged folder does not refer to the run's data any more, so write its end tokens now
             begun, _ = with_tokens(begun, tokens_of_run(config, found.config is not None))
         merging.merge(weights, adapters.spec, adapters.read, found.to, found.dtype, model, begun)
 
@@ -96,7 +96,7 @@ def _model_facts(config: Config) -> dict[str, Any]:
 
 
 def export_adapter(checkpoint: Path, output: Path, module: Any, shape: Any, base: str, dtype: str) -> int:
-    """Write a folder of PEFT, and say so; gives the exit status."""
+    """Write a PEFT folder, print its files, and return the exit status."""
     from shardtrain.lora import exporting
 
     names = exporting.export(checkpoint, output, module, shape, base, dtype)

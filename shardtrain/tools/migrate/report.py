@@ -1,4 +1,4 @@
-"""What became of each key of a file: the table that a reader is, and the answers that it gives."""
+"""The rules by which a reader translates each key of a foreign file, and the report of the results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from shardtrain.tools.migrate.document import Document
 from shardtrain.utils.errors import Problem
 
 Verdict = Literal["honoured", "renamed", "ignored", "unsupported", "default"]
-"""honoured under the same name; renamed; ignored, which changes no number; unsupported, which would; default: not in
-the file, but what its system does where nothing is said."""
+"""honoured: an option of the same name; renamed: an option of another name; ignored: has no effect on numbers;
+unsupported: would change numbers; default: not in the file, the foreign system's default."""
 
 NONE = (None, "", "null", "none", "None")
 OFF = (*NONE, False, 0, 0.0, "no", "false", "False", "NO")
@@ -24,7 +24,7 @@ OFF = (*NONE, False, 0, 0.0, "no", "false", "False", "NO")
 
 @dataclass(frozen=True)
 class Entry:
-    """The answer to one key."""
+    """The result for one key."""
 
     key: str
     value: Any
@@ -47,7 +47,7 @@ def _short(value: Any) -> str:
 
 @dataclass(frozen=True)
 class To:
-    """A key that is an option here; ``translate`` turns its value, of type ``kind``, into the option's."""
+    """A key with a corresponding option; ``translate`` converts its value of type ``kind``."""
 
     option: str
     kind: type
@@ -57,14 +57,14 @@ class To:
 
 @dataclass(frozen=True)
 class Idle:
-    """A key that changes no number, or that its own system does not read."""
+    """A key that has no effect on numbers, or that the foreign system does not read."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class Cannot:
-    """A key without a counterpart; harmless where its value is one of ``off``."""
+    """A key without a corresponding option; ignored if its value is one of ``off``."""
 
     why: str
     off: tuple[Any, ...] = OFF
@@ -72,7 +72,7 @@ class Cannot:
 
 @dataclass(frozen=True)
 class Joined:
-    """A key that means something together with others: the reader's ``finish`` answers for it."""
+    """A key whose meaning depends on other keys: the reader's ``finish`` translates it."""
 
 
 Rule = To | Idle | Cannot | Joined
@@ -80,7 +80,7 @@ JOINED = Joined()
 
 
 def of_kind(value: Any, kind: type) -> Any:
-    """A value of the type that its key has; raises Unfit. YAML 1.1 reads 2e-05 as text, and it is a number here."""
+    """Convert a value to the type of its key; raises Unfit. Strings are parsed: YAML 1.1 reads 2e-05 as a string."""
     if kind is bool:
         words = {
             "true": True,
@@ -123,41 +123,41 @@ def of_kind(value: Any, kind: type) -> Any:
 
 @dataclass(frozen=True)
 class ThisMachine:
-    """What is known of this machine, for files that say what a batch of it is: what was asked for, and what it has."""
+    """Requested processes and available devices, for files whose batch size depends on them."""
 
     nproc: int | None = None
-    """Processes of each node that the command line or the environment asks for."""
+    """Processes per node, from the command line or the environment."""
     nodes: int | None = None
-    """Nodes that they ask for."""
+    """Nodes, from the command line or the environment."""
     devices: int = 0
     """Accelerators of this machine."""
 
 
 @dataclass
 class Found:
-    """What a file says while it is read, and what has been answered."""
+    """The values of a file while it is read, and the results so far."""
 
     document: Document
     system: str
     num_processes: int | None = None
     machine: ThisMachine = ThisMachine()
     launch: dict[str, Any] = field(default_factory=dict)
-    """Options of the command line of ``train`` that the file answers: nproc, nnodes, node_rank, rdzv_endpoint."""
+    """Command-line options of ``train`` that the file sets: nproc, nnodes, node_rank, rdzv_endpoint."""
     verb: str = "train"
-    """What the file asks for."""
+    """The verb that does what the file is for."""
     notes: list[str] = field(default_factory=list)
-    """What a run needs beside the answers to keys."""
+    """Further requirements of a run, not tied to a key."""
     values: dict[str, Any] = field(default_factory=dict)
     settings: list[Setting] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
     def where(self, key: str) -> str:
-        """The place of a dotted key."""
+        """Return the file and line of a dotted key."""
         return self.document.where(tuple(key.split("\0"))) if key else self.document.path.name
 
     def get(self, key: str, kind: type, otherwise: Any = None) -> Any:
-        """The value of a key, or ``otherwise`` where it is not there, empty, "auto", or wrong (which is a problem)."""
+        """Return the value of a key, or ``otherwise`` if it is missing, empty, "auto" or invalid (a problem)."""
         value = self.values.get(key)
         if value is None or value == "auto" or value == "":
             return otherwise
@@ -168,23 +168,23 @@ class Found:
             return otherwise
 
     def has(self, key: str) -> bool:
-        """Whether the file gives this key a value of its own."""
+        """True if the file sets this key to something other than an empty value or "auto"."""
         return self.values.get(key) not in (None, "", "auto")
 
     def answer(self, key: str, verdict: Verdict, text: str) -> None:
-        """Answer for a key that sets no option, and has no answer yet: the first one stays.
+        """Record the result of a key that sets no option, unless it has a result already.
 
-        So a reader first says what a key asks for, and then, with no condition, what it means where nothing did.
+        A reader can therefore handle special values first and add the general case unconditionally.
         """
         if key in self.values and not self.answered(key):
             self.entries.append(Entry(_dotted(key), self.values[key], self.where(key), verdict, text))
 
     def answered(self, key: str) -> bool:
-        """Whether there is an answer already."""
+        """True if the key has a result."""
         return any(entry.key == _dotted(key) for entry in self.entries)
 
     def set(self, key: str, option: str, value: Any, why: str = "") -> None:
-        """Set an option; ``key`` is where it comes from, which may be "" for what the system does by itself."""
+        """Set an option from ``key``, or from a default of the foreign system if ``key`` is ""."""
         in_file = key in self.values
         where = self.where(key) if in_file else self.document.path.name
         self.settings = [s for s in self.settings if s.option != option]
@@ -202,13 +202,13 @@ class Found:
         self.entries.append(Entry(name, given, where, verdict, text, option))
 
     def default(self, option: str, value: Any, why: str = "") -> None:
-        """Set an option to what the system does where the file says nothing, unless something else has set it."""
+        """Set an option to the default of the foreign system, unless it has been set."""
         if not any(setting.option == option for setting in self.settings):
             self.set("", option, value, why or f"what {self.system} does unless told otherwise")
 
 
 def answer_offload(found: Found, key: str) -> None:
-    """Answer for the device of ``offload_optimizer`` or ``offload_param`` of DeepSpeed."""
+    """Translate the device of DeepSpeed's ``offload_optimizer`` or ``offload_param``."""
     device = found.get(key, str)
     if device == "cpu":
         found.set(key, "training.enable_cpu_offload", True, "parameters, gradients and state together")
@@ -218,7 +218,7 @@ def answer_offload(found: Found, key: str) -> None:
 
 
 def default_to_constant_rate(found: Found, why: str) -> None:
-    """Default to a learning rate that stays as it is, for systems that have no schedule unless one is named."""
+    """Default to a constant learning rate, for systems without a default schedule."""
     found.default("lr_scheduler.name", "transformers", why)
     found.default("lr_scheduler.warmup_steps", 0)
     found.default("lr_scheduler.warmup_proportion", 0.0)
@@ -230,7 +230,7 @@ def _dotted(key: str) -> str:
 
 
 def flatten(values: Mapping[str, Any], leaves: frozenset[str] | set[str], start: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys (parted by NUL, for a key may hold dots) and values; tables named in ``leaves`` stay whole."""
+    """Yield nested keys, joined by NUL because keys may contain dots, and values. Tables in ``leaves`` are values."""
     for name, value in values.items():
         key = f"{start}{name}"
         if isinstance(value, dict) and value and key not in leaves:
@@ -240,7 +240,8 @@ def flatten(values: Mapping[str, Any], leaves: frozenset[str] | set[str], start:
 
 
 def apply(found: Found, rules: Mapping[str, Rule], is_open: str) -> None:
-    """Answer for each key by its rule. ``is_open`` says whose a key is that has none; "" is nobody's: a problem."""
+    """Translate each key by its rule. A key without a rule is unsupported for the reason ``is_open``, or, if that is
+    "", a problem."""
     for key, value in found.values.items():
         rule = _rule(_dotted(key), rules)
         where = found.where(key)
@@ -273,7 +274,7 @@ def apply(found: Found, rules: Mapping[str, Rule], is_open: str) -> None:
 
 
 def _rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
-    """The rule of a key, or of the table that it is in (``"autotuning.*"``)."""
+    """Return the rule of a key, or of its table (``"autotuning.*"``)."""
     while key not in rules and not f"{key}.*".startswith("."):
         table = key.rpartition(".")[0]
         if f"{table}.*" in rules:

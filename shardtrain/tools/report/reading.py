@@ -1,7 +1,7 @@
-"""What a run's folder says: its metrics thinned to what a chart can show, validation, time, options and end.
+"""Read a run folder for a report: metrics, validation, samples, goodput, options and exit status.
 
-Nothing in the folder is trusted: lines that are not records of numbers are counted and left out, texts are cut, and
-memory is bounded by the number of logged steps times the number of metrics, not by what a line holds.
+The folder is untrusted input. Invalid lines are counted and skipped, texts are truncated, and memory
+is bounded by logged steps times metrics, whatever the size of a line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 POINTS = 600
-"""Stretches of steps of a chart; each keeps its least and its greatest value, so that no spike is thinned away."""
+"""Intervals of a chart. Each keeps its minimum and maximum, so spikes stay visible."""
 _LINE_BYTES = 1 << 16
 _MOST_METRICS = 200
 _CONFIG_BYTES = 1 << 20
@@ -41,7 +41,7 @@ class Series:
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def thinned(self, points: int = POINTS) -> tuple[list[int], list[float]]:
-        """At most twice ``points`` of them: the least and the greatest of each stretch, in their order."""
+        """Downsample to at most ``2 * points`` values: the minimum and maximum of each interval, in order."""
         count = len(self.steps)
         if count <= 2 * points:
             return list(self.steps), list(self.values)
@@ -56,22 +56,22 @@ class Series:
 
 @dataclass
 class RunRecord:
-    """What one folder says of its run."""
+    """Data of one run folder."""
 
     name: str
     folder: Path
     metrics: dict[str, Series] = field(default_factory=dict)
     validation: dict[str, Series] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    """Every option as it held, by its dotted name."""
+    """Every option of the resolved configuration, by dotted name."""
     samples: list[tuple[int, str, str]] = field(default_factory=list)
-    """Step, prompt, and what the model wrote after it."""
+    """(step, prompt, continuation)"""
     planned: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """What the plan said of the run, and what was measured, by its name."""
+    """(planned, measured) values by name."""
     alerts: list[str] = field(default_factory=list)
     account: Account | None = None
     end: dict[str, Any] = field(default_factory=dict)
-    """What ``exit.json`` says; empty while the run is under way, or where it was killed."""
+    """Contents of ``exit.json``; empty while the run is in progress, or if it was killed."""
     bad_lines: int = 0
     last_step: int = 0
 
@@ -80,7 +80,7 @@ def read(folder: Path) -> RunRecord:
     """Read a run's folder.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: the folder has no ``metrics.jsonl``.
     """
     record = RunRecord(Path(os.path.realpath(folder)).name, folder)
     path = folder / "metrics.jsonl"
@@ -107,7 +107,7 @@ def read(folder: Path) -> RunRecord:
 
 
 def _read_series(path: Path, found: dict[str, Series]) -> int:
-    """Add the numbers of a file of records to ``found``; gives the number of lines that are not records."""
+    """Add the numbers of a JSONL file to ``found``; return the number of invalid lines."""
     bad = 0
     for line in _lines(path):
         record = record_of(line) if line is not None else None
@@ -127,7 +127,7 @@ def _read_series(path: Path, found: dict[str, Series]) -> int:
 
 
 def _samples(path: Path) -> list[tuple[int, str, str]]:
-    """At most _MOST_SAMPLES of them, spread over the run, the first and the last among them."""
+    """Return at most ``_MOST_SAMPLES`` samples, spread over the run, including the first and the last."""
     found = []
     for line in _lines(path) if path.is_file() else ():
         try:
@@ -150,14 +150,14 @@ def _samples(path: Path) -> list[tuple[int, str, str]]:
 
 
 def _lines(path: Path) -> Iterator[bytes | None]:
-    """Lines that end, None in place of one that is too long; a last one that is torn is left out."""
+    """Yield complete lines, or None for a line that is too long. An incomplete last line is skipped."""
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         while line := file.readline(_LINE_BYTES):
             if line.endswith(b"\n"):
                 if line.strip():
                     yield line
                 continue
-            if len(line) < _LINE_BYTES:  # the end of the file, which is torn
+            if len(line) < _LINE_BYTES:  # an incomplete line at the end of the file
                 return
             while line and not line.endswith(b"\n"):
                 line = file.readline(_LINE_BYTES)
@@ -165,7 +165,7 @@ def _lines(path: Path) -> Iterator[bytes | None]:
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """Every option of a ``config.resolved.toml`` by its dotted name; empty where there is none that can be read."""
+    """Return the options of a ``config.resolved.toml`` by dotted name; empty if it is missing or invalid."""
     found: dict[str, Any] = {}
 
     def add(prefix: str, table: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ def read_options(path: Path) -> dict[str, Any]:
 
 
 def _alerts(path: Path) -> list[str]:
-    """The last warnings and errors of the first rank's log, each once."""
+    """Return the last distinct warnings and errors of rank 0's log."""
     try:
         text = reading.end(path, _LOG_BYTES).decode(errors="replace")
     except OSError:
