@@ -31,6 +31,7 @@ from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.launch import failure, local
 from shardtrain.metrics.sinks.jsonl import JsonlFile
+from shardtrain.utils import user_cache
 from shardtrain.utils.errors import ShardtrainError
 
 SECONDS, BYTES = 30, 2 * 2**30
@@ -47,6 +48,8 @@ TRUSTED = tuple(
         Path(torch.__file__).parents[1],  # an environment may take its packages from another one
     }
 )
+# a start that tokenizes for long keeps the tokens here, under a hash: how busy the machine is must not decide the test
+TOKENS = os.path.join(os.path.realpath(user_cache.folder()), "tokens")
 # code objects without a file: namedtuple and dataclass make classes from the text of their own field names, Jinja
 # compiles a template into functions that only its sandbox calls, and re-imports have names in angle brackets
 MADE = ("<string>", "<template>", "<frozen ", "<__array_function__", "<eval_with_key>", "<unknown>")
@@ -91,7 +94,12 @@ def check_write(event: str, path: int | str | bytes | os.PathLike[str]) -> None:
     if isinstance(path, int):
         return  # a file that was opened, which was looked at then
     text = os.path.realpath(os.fsdecode(path))
-    if text != run_folder.rstrip(os.sep) and not text.startswith(run_folder) and text != os.devnull:
+    if (
+        text in (run_folder.rstrip(os.sep), os.path.dirname(TOKENS), TOKENS, os.devnull)
+        or os.path.dirname(text) == TOKENS
+    ):
+        return
+    if not text.startswith(run_folder):
         events.append(f"{event} {text}")
 
 
