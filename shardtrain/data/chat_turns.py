@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """A leaf in the text of the conversation."""
+    """The position of a leaf in the rendered conversation, as characters ``[start, stop)``."""
 
     stand_in: str
     turn: int
@@ -53,10 +53,10 @@ class _Place(NamedTuple):
 
 
 def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[list[Message], dict[str, Leaf]]:
-    """Replace the content, the reasoning and the names of tool calls of each message by stand-ins.
+    """Replace the content, the reasoning and the tool-call names of each message by stand-ins.
 
-    A thinking block within a content and the text after it get separate stand-ins, as do the parts of a content.
-    ``arguments`` also replaces the arguments of tool calls.
+    A thinking block in a content and the answer after it get separate stand-ins, and so do the parts of a content.
+    If ``arguments`` is true, arguments of tool calls are replaced too.
     """
     leaves: dict[str, Leaf] = {}
 
@@ -70,11 +70,14 @@ def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[lis
         message = copy.deepcopy(message)
         parts = message.get("content", "")
         content = parts if isinstance(parts, str) else ""
-        before, closing, answer = content.partition("</think>")
-        opening, _, thought = before.partition("<think>")
-        if message["role"] == "assistant" and closing and thought.strip() and not opening.strip():
-            thought = thought.replace(thought.strip(), stand_in(turn, "reasoning", thought.strip()), 1)
-            answer = answer.replace(answer.strip(), stand_in(turn, "content", answer), 1)
+        thinking = _split_thinking(content) if message["role"] == "assistant" else None
+        if thinking:
+            # Keep the whitespace around both texts, because templates split and strip at it. An answer of whitespace
+            # only has no such border, so its stand-in replaces all of it.
+            opening, thought, answer = thinking
+            reasoning = stand_in(turn, "reasoning", thought.strip())
+            thought = thought.replace(thought.strip(), reasoning, 1)
+            answer = answer.replace(answer.strip() or answer, stand_in(turn, "content", answer), 1)
             message["content"] = f"{opening}<think>{thought}</think>{answer}"
         elif isinstance(parts, list):
             for part in parts:
@@ -92,6 +95,14 @@ def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[lis
                 function["arguments"] = {key: stand_in(turn, "argument", str(value)) for key, value in given.items()}
         replaced.append(message)
     return replaced, leaves
+
+
+def _split_thinking(content: str) -> tuple[str, str, str] | None:
+    """Split a content that begins with a thinking block: whitespace before it, thought, answer. None without one."""
+    before, closing, answer = content.partition("</think>")
+    whitespace, _, thought = before.partition("<think>")
+    begins_with_block = closing and thought.strip() and not whitespace.strip()
+    return (whitespace, thought, answer) if begins_with_block else None
 
 
 class Turns:
@@ -118,8 +129,8 @@ class Turns:
         grown = self._rendered(self._chat[: turn + 1])
         if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt) > 0):
             return None
-        # Without a generation prompt, the growth would contain the name of the speaker, unless the template writes
-        # a plain answer without one. A stand-in shows this, because an answer may begin as the name does.
+        # If the template has no generation prompt, the growth may begin with the speaker's name. It does not if a plain
+        # answer directly follows the prompt. Test that with a stand-in: a real answer may begin like the name.
         plain = self._rendered([*self._chat[:turn], _PLAIN])
         begins = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(_STAND_IN)
         return (len(prompt), len(grown)) if begins or prompt != self._rendered(self._chat[:turn]) else None
@@ -228,7 +239,7 @@ def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: st
 
 
 def _common(gap: str, reference: str) -> int:
-    """Length of what two texts begin with, in entire pieces."""
+    """Length of the longest common prefix of two texts that ends on a piece boundary (see ``_PIECES``)."""
     if gap.startswith(reference):
         return len(reference)
     length = 0

@@ -139,6 +139,14 @@ OWN: dict[str, tuple[str, list[Message], list[str]]] = {
         [ASK, {**SAY, "content": "<think>Hm.</think>\n\nBlue."}, MORE, {**THEN, "content": "<think>Ah.</think>Red."}],
         ["Blue.<|end|>", "<think>Ah.</think>Red.<|end|>"],
     ),
+    "an empty answer after thinking, where templates strip answers": (
+        "{% for m in messages %}<|h|>{{ m.role }}<|/h|>"
+        "{% if loop.last and '</think>' in m.content %}{{ m.content.split('</think>')[0] }}</think>\n\n{% endif %}"
+        "{{ m.content.split('</think>')[-1].lstrip() }}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}" + PROMPT,
+        [ASK, {**SAY, "content": "<think>Hm.</think>\n\n"}, MORE, {**THEN, "content": "<think>Ah.</think>\n\n"}],
+        ["<|end|>", "<think>Ah.</think>\n\n<|return|>"],
+    ),
     "a tool's result within the turn": (
         "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}<|model|>"
         "{% elif m.tool_calls is defined %}<|call|>{{ m.tool_calls[0].function.name }}<|/call|>"
