@@ -257,7 +257,9 @@ def load_model(
     if not Path(path).exists():
         raise ConfigError(Problem("path", str(path), "does not exist", "name a run's folder or a checkpoint"))
     if dtype not in (None, *DTYPES):
-        raise ConfigError(Problem("dtype", dtype, f"must be one of {', '.join(DTYPES)}", "leave it out for the run's"))
+        raise ConfigError(
+            Problem("dtype", dtype, f"must be one of {', '.join(DTYPES)}", "omit it to use the run's dtype")
+        )
     config_file = None if config is None else Path(config)
     wanted = None if step is None else step_name(step)
     return open_model(Path(path), config_file, dtype, tokenizer_path=tokenizer, step=wanted, needs_text=False)

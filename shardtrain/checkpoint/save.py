@@ -336,9 +336,11 @@ class Saver:
         if last_good is not None:
             fix = f"continue with checkpoint.load_step={last_good}"
             good = f"the last checkpoint known to be without it is {self._folder / f'step-{last_good}'}"
-        cause = "a device computes wrongly, or ranks ran other programs"
-        subject = f"step {step}: {odd}, where equal bits were due"
-        raise NumericalError(fix_first(subject, f"{fix}, without that device", cause, "nothing of it was saved", good))
+        cause = "a device computes wrongly, or ranks ran different programs"
+        subject = f"step {step}: {odd}, but replicas must be bitwise equal"
+        raise NumericalError(
+            fix_first(subject, f"{fix}, without the device of those ranks", cause, f"step {step} was not saved", good)
+        )
 
     def _newest_compared(self) -> int | None:
         """The newest step of this run on disk whose manifest says that replicas were compared."""

@@ -215,8 +215,10 @@ def _describe_old(
     file.seek(0)
     pickles = io.BytesIO(file.read(_MOST_OLD_PICKLES))
     magic, version, system = (parse(pickles, NAMES, where) for _ in range(3))
-    if (magic, version, system.get("little_endian")) != (_OLD_MAGIC, 1001, True):
-        raise ValueError("it is not a little-endian file of torch.save")
+    if (magic, version) != (_OLD_MAGIC, 1001):
+        raise ValueError("it is not in the format of torch.save")
+    if system.get("little_endian") is not True:
+        raise ValueError("it was not written on a little-endian machine")
     value = parse(pickles, _NAMES, where, storage, max_steps=max_steps)
     keys = parse(pickles, NAMES, where, max_steps=max_steps)
 

@@ -127,8 +127,8 @@ def _follow(whole: nn.Module, layout: Layout, degree: int) -> int:
     except RuntimeError as error:
         if "meta tensor" not in str(error):
             raise
-        rule = f"it needs the numbers of a tensor, and is followed without any: {str(error).splitlines()[0]}"
-        raise _refusal(degree, rule, "read no number (.item(), int(x), if x > 0) outside of the layers") from None
+        rule = f"it reads tensor values, but is traced on meta tensors: {str(error).splitlines()[0]}"
+        raise _refusal(degree, rule, "read values (.item(), int(x), if x > 0) only inside the layers") from None
     if reached < len(names):
         raise _refusal(degree, f"{names[reached]} is never called", "call each module of LAYOUT once")
     if out is not given:

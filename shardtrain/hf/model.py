@@ -85,10 +85,10 @@ def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
 
 
 def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> Hub:
-    """Return the Hugging Face format of a model file: its HUB, or the same with a head of labels.
+    """Return the Hugging Face format of a model file: its HUB, with a classification head if ``num_labels`` is not 0.
 
     Raises:
-        ConfigError: the model file has no HUB, or transformers has no class with a head of labels.
+        ConfigError: the model file has no HUB, or transformers has no such class with a classification head.
     """
     hub: Hub | None = getattr(module, "HUB", None)
     if hub is None:
@@ -97,17 +97,17 @@ def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> Hub:
         return hub
     architecture = hub.architecture.replace("ForCausalLM", "ForSequenceClassification")
     if architecture in (hub.architecture, _MISSING_CLASS):
-        rule = f"transformers has no class like {hub.architecture} with a head of labels"
+        rule = f"transformers has no class like {hub.architecture} with a classification head"
         raise ConfigError(f"{where}: {rule}, so it has no Hugging Face format; keep the checkpoint")
     head = f"{module.LAYOUT.last[-1]}.weight"
     return dataclasses.replace(hub, architecture=architecture, names={**hub.names, head: "score.weight"})
 
 
 def translation_of(module: ModuleType, config: Any, where: str, num_labels: int = 0) -> Translation:
-    """Return where the tensors of a model lie in its Hugging Face format, with ``num_labels`` those of a classifier.
+    """Map the tensors of a model to its Hugging Face format. If ``num_labels`` is not 0, the model is a classifier.
 
     Raises:
-        ConfigError: the model file has no HUB, or transformers has no class with a head of labels.
+        ConfigError: the model file has no HUB, or transformers has no such class with a classification head.
         CheckpointError: the format has no place for a tensor.
     """
     if as_is.is_as_is(module):
@@ -119,7 +119,7 @@ def translation_of(module: ModuleType, config: Any, where: str, num_labels: int 
 
 
 def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path, chosen: Collection[str] = ()) -> None:
-    """Reject a folder that holds another model than the configured one; see ``check_fields``."""
+    """Reject a folder whose model differs from the configured one; see ``check_fields``."""
     if found.hub is None or getattr(module, "HUB", None) != found.hub:
         holds = found.hub.architecture if found.hub else found.config.class_name
         fix = f'set model.name = "{found.name}" and model.flavor = "from_folder"'
@@ -131,48 +131,54 @@ def check_same(module: ModuleType, config: Any, found: HubModel, folder: Path, c
 
 
 def check_noted(model: ModelOptions, path: Place) -> None:
-    """Reject a checkpoint of ``import`` or ``merge`` that holds another model than the run's; see ``check_fields``."""
+    """Reject a checkpoint of ``import`` or ``merge`` whose model differs from the run's; see ``check_fields``.
+
+    Checkpoints that a run wrote, and those of the user's own model files, are not checked: the former do not describe
+    their model, and fields of the latter may have any meaning.
+    """
     stored = manifest.read(path)
-    named = stored.facts.get("model")
-    if not isinstance(named, dict) or named.get("name") != model.name or model.name.endswith(".py"):
-        return  # of a run, or a model file of the user, whose fields may have any meaning
+    described = stored.facts.get("model")
+    if not isinstance(described, dict) or described.get("name") != model.name or model.name.endswith(".py"):
+        return
     noted = source.noted_model(Path(str(path)), stored)
-    assert noted is not None
+    assert noted is not None, "the manifest describes the model"
     module, config = models.configured(model)
     if as_is.is_as_is(module):
         as_is.check_same(config, Path(noted["overrides"]["path"]))
         return
-    theirs = dataclasses.asdict(models.shape_of(module, noted["flavor"], noted["overrides"], model.norm_type))
-    del theirs["vocab_size"]  # the shapes of the weights are checked when they are loaded
-    check_fields(module.HUB, config, theirs, path, model.overrides.keys())
+    stored_fields = dataclasses.asdict(models.shape_of(module, noted["flavor"], noted["overrides"], model.norm_type))
+    del stored_fields["vocab_size"]  # loading the weights checks their shapes
+    check_fields(module.HUB, config, stored_fields, path, model.overrides.keys())
 
 
-def check_fields(hub: Hub, config: Any, theirs: Mapping[str, Any], where: object, chosen: Collection[str]) -> None:
-    """Reject a Config that differs from the one that weights were trained with.
+def check_fields(
+    hub: Hub, config: Any, stored_fields: Mapping[str, Any], where: object, chosen: Collection[str]
+) -> None:
+    """Reject a Config that differs from the one that the weights were trained with.
 
     Args:
-        theirs: the fields of the weights' Config.
+        stored_fields: the fields of the weights' Config.
         where: the weights, for messages.
-        chosen: names of ``model.overrides``. Those that ``CHANGEABLE`` matches may differ, with a warning.
+        chosen: names in ``model.overrides``. Fields in it that ``CHANGEABLE`` matches may differ, with a warning.
 
     Raises:
-        ConfigError: naming each other field that differs.
+        ConfigError: another field differs. The message names all of them.
     """
-    # A field that either Config does not compute with follows another field, which is compared
-    unused = FREE | hub.unused(theirs) | hub.unused(dataclasses.asdict(config))
-    differ = []
-    for key, value in theirs.items():
-        ours = getattr(config, key)
-        if ours == value or key in unused or key.endswith("_coeff"):
+    # Ignore fields that do not affect the model under either Config. The option that turns them off is compared
+    ignored = FREE | hub.unused(stored_fields) | hub.unused(dataclasses.asdict(config))
+    differences = []
+    for name, stored in stored_fields.items():
+        value = getattr(config, name)
+        if value == stored or name in ignored or name.endswith("_coeff"):
             continue
-        if key in chosen and CHANGEABLE.fullmatch(key):
-            logger.warning(f"model.overrides.{key}={ours!r} is used; {where} has {value!r}")
+        if name in chosen and CHANGEABLE.fullmatch(name):
+            logger.warning(f"model.overrides.{name}={value!r} is used; {where} has {stored!r}")
         else:
-            differ.append(f"{key}={ours!r} in place of {value!r}")
-    if differ:
-        rule = f"does not fit {where}: {'; '.join(differ)}"
+            differences.append(f"{name}={value!r} instead of {stored!r}")
+    if differences:
+        rule = f"does not fit {where}: {'; '.join(differences)}"
         fix = (
-            'give the values of the weights, or set model.flavor = "from_folder"; only rope_*, mscale, the attention '
+            'use the values of the weights, or set model.flavor = "from_folder"; only rope_*, mscale, the attention '
             "window and dropout may differ, if they are set in model.overrides"
         )
         raise ConfigError(Problem("model", None, rule, fix))

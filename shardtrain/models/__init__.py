@@ -80,7 +80,7 @@ def configured(options: Any) -> tuple[ModuleType, Any]:
 def build(module: ModuleType, model_config: Any, num_labels: int = 0) -> nn.Module:
     """Build a model on the meta device (names and shapes, no memory) and check that its layout covers it.
 
-    If ``num_labels`` is not 0, a head of labels replaces the head of the vocabulary. A class of transformers has the
+    If ``num_labels`` is not 0, a classification head replaces the vocabulary head. A class of transformers has the
     head that its own configuration names.
 
     Raises:
@@ -127,7 +127,7 @@ def replace_head(model: nn.Module, layout: Layout, num_labels: int, device: str 
     name = layout.last[-1] if layout.last else ""
     head = getattr(model, name, None)
     if not isinstance(head, nn.Linear):
-        rule = "does not end in a linear layer, which a head of labels could replace"
+        rule = "names a model that does not end in a linear layer, which the classification head would replace"
         raise ConfigError(Problem("model.name", None, rule, "use another model"))
     setattr(model, name, nn.Linear(head.in_features, num_labels, bias=head.bias is not None, device=device))
 
@@ -160,7 +160,7 @@ def check_documents(module: ModuleType, name: str) -> None:
 
 
 def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
-    """Return a sentence for each rule on the structure of a model that ``layout.check`` cannot see in names."""
+    """Return a message for each structural rule that the model violates and ``layout.check`` cannot see in names."""
     layers = dict(model.named_modules()).get(layout.layers)
     broken = []
     if layers is not None and not isinstance(layers, nn.ModuleDict):

@@ -134,8 +134,8 @@ class RowTask:
             fix = f"set it to {self.num_labels}, or use a folder with as many labels"
             raise ConfigError(Problem("model.overrides.num_labels", network.config.num_labels, rule, fix))
         elif self.num_labels and network.config.get_text_config().pad_token_id is None:
-            rule = "names a network whose config.json has no pad_token_id, by which it finds the last token of a row"
-            fix = "add it there: the id of a token that ends no row"
+            rule = "names a network without pad_token_id in config.json, which it needs to find the last token of a row"
+            fix = "add one there: the id of a token that no row ends with"
             raise ConfigError(Problem("model.overrides.path", self.config.model.overrides.get("path"), rule, fix))
         return model
 

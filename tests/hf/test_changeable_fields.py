@@ -95,7 +95,7 @@ def test_the_changed_value_is_that_of_the_exported_folder(way: str, tmp_path: Pa
 def test_another_field_is_rejected_in_one_line_whose_fix_works(way: str, field: str, tmp_path: Path) -> None:
     config = config_of(way, "llama3", tmp_path / "wrong", {field: REJECTED[field]})
     message = str(run(config).error)
-    assert f"{field}={REJECTED[field]!r} in place of " in message and "\n" not in message and "\\n" not in message
+    assert f"{field}={REJECTED[field]!r} instead of " in message and "\n" not in message and "\\n" not in message
     assert 'set model.flavor = "from_folder"; only rope_*' in message
     # the sizes of the folder are what from_folder would give
     assert run(config_of(way, "llama3", tmp_path / "right", {})).error is None
@@ -113,4 +113,4 @@ def test_a_field_of_a_flavor_must_be_that_of_the_weights(tmp_path: Path) -> None
     config = dataclasses.replace(
         config, checkpoint=dataclasses.replace(config.checkpoint, initial_load_path=str(folder))
     )
-    assert f"rope_theta={float(theta)!r} in place of {2 * float(theta)!r}" in str(run(config).error)
+    assert f"rope_theta={float(theta)!r} instead of {2 * float(theta)!r}" in str(run(config).error)

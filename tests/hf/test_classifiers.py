@@ -177,7 +177,11 @@ def test_a_classifier_folder_is_loaded_whole_and_trained_on(tmp_path: Path) -> N
     [
         ({"num_labels": 3, "pad_token_id": 0}, "reward_model", "num_labels=3 must be 1, the number of labels"),
         ({"num_labels": 2, "pad_token_id": 0}, "classification", "num_labels=2 must be 3, the number of labels"),
-        ({"num_labels": 3}, "classification", "has no pad_token_id, by which it finds the last token of a row"),
+        (
+            {"num_labels": 3},
+            "classification",
+            "without pad_token_id in config.json, which it needs to find the last token of a row",
+        ),
     ],
 )
 def test_a_folder_that_does_not_fit_the_task_is_rejected(

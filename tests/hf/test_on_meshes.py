@@ -59,4 +59,4 @@ def test_every_rank_refuses_what_one_cannot_read(tmp_path: Path) -> None:
     alone = config_for(folder, tmp_path / "alone", "one")
     model = dataclasses.replace(alone.model, overrides={**alone.model.overrides, "num_heads": 8})
     name, text = run_ranks(1, refused, dataclasses.replace(alone, model=model))[0]
-    assert name == "ConfigError" and "num_heads=8 in place of 4" in text
+    assert name == "ConfigError" and "num_heads=8 instead of 4" in text

@@ -163,5 +163,5 @@ def test_a_model_without_such_a_form_is_refused_before_the_first_step(tmp_path: 
     labels = reviews.config(checkpoint={"enable": True, "last_save_in_hf": True}, job={"dump_folder": str(tmp_path)})
     model = dataclasses.replace(labels.model, name="llama4", flavor="debugmodel", overrides={})
     ended = train(dataclasses.replace(labels, model=model))
-    said = "transformers has no class like Llama4ForCausalLM with a head of labels"
+    said = "transformers has no class like Llama4ForCausalLM with a classification head"
     assert isinstance(ended.error, ConfigError) and said in str(ended.error) and not ended.losses

@@ -68,7 +68,7 @@ def refuse_to_save(run: Run, tensors: Mapping[str, Tensor], checkpoints: Saver) 
         fix_first(
             f"step {run.state.step}: not finite after the update: {culprits}",
             f"{fix}, with a lower optimizer.lr",
-            "nothing of it was saved",
+            "this step was not saved",
         )
     )
 

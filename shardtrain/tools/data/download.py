@@ -419,15 +419,15 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def refuse_token(words: Sequence[str], program: str = PROGRAM) -> None:
-    """Raise ConfigError if a word of a command line holds a token of the hub."""
+    """Raise ConfigError if a command-line argument contains a Hugging Face access token."""
     if any(word.partition("=")[0].replace("-", "_") in ("__hf_token", "__token") for word in words):
         rule = "would show the token to everyone on this machine, and leave it in the shell's history"
         fix = "set the environment variable HF_TOKEN, or log in once with hf auth login"
         raise ConfigError(Problem("--hf_token", None, rule, fix))
     # a folder may be called hf_model; a token has some 34 letters and digits after hf_
     if any(re.match(r"hf_[A-Za-z0-9]{16,}", word) for word in words):
-        rule = "has a word that looks like a token"
-        raise ConfigError(Problem(program, None, rule, "set the environment variable HF_TOKEN in its place"))
+        rule = "has an argument that looks like an access token"
+        raise ConfigError(Problem(program, None, rule, "set the environment variable HF_TOKEN instead"))
 
 
 def _parser() -> Arguments:

@@ -208,7 +208,7 @@ class Prober:
             # What the pass has written over: its inputs, its weights.
             if not torch.equal(tokens_before, tokens) or not torch.equal(positions_before, positions):
                 rule = "writes into the tokens or positions that it is given: micro-batches and recomputation read them"
-                return self._break(rule, "write positions = positions + 2 in place of positions += 2")
+                return self._break(rule, "write positions = positions + 2 instead of positions += 2")
             written = [
                 name for name, weight in self._model.named_parameters() if not torch.equal(weight, weights[name])
             ]
@@ -245,7 +245,7 @@ class Prober:
         return None
 
     def _not_repeated(self, path: str | None, changed: Sequence[str]) -> None:
-        """Name why the module at ``path`` answers differently, if setting that back makes the answer the same again.
+        """Find out why the module at ``path`` gives different outputs, by resetting random generators and state.
 
         ``changed`` names the state of the model's code that the passes have changed.
         """
@@ -264,7 +264,7 @@ class Prober:
             rule = f"draws random numbers in {where}: a mesh draws others than one process"
             fix = "drop with nn.Dropout or F.dropout, which verify switches off, and draw nothing else in forward"
             return self._break(rule, fix)
-        rule = "answers the same tokens differently when asked twice"
+        rule = "gives different outputs when called twice with the same tokens"
         if repeats_from_one_state and changed:
             own = [name for name in changed if name.rpartition(".")[0] == (path or "")] or changed
             rule += f": {where} keeps state between forward passes ({own[0]} changes)"
@@ -312,8 +312,8 @@ class Prober:
             if not error and not off(after.out, alone.out, REPEATED):
                 continue
             what = f"fails with {error}" if error else f"differs in {self._say(blame(alone, after, _whole, REPEATED))}"
-            rule = f"answers {second} otherwise after {first}: it keeps {kept or 'something'}, and {what}"
-            return self._break(rule, "keep masks and tables for each length by itself, or make them in forward")
+            rule = f"gives different outputs for {second} after {first}: it keeps {kept or 'state'}, and {what}"
+            return self._break(rule, "keep separate masks and tables for each length, or make them in forward")
         return None
 
     def _rows(self) -> None:
@@ -325,7 +325,7 @@ class Prober:
             if not off(alone.out, whole.out[only], CLOSE):
                 continue
             path = blame(whole, alone, _row(row), CLOSE)
-            rule = f"answers a row otherwise alone than in its batch: {self._say(path)}"
+            rule = f"gives different outputs for a row by itself and in its batch: {self._say(path)}"
             if self._sees_other_rows(whole):
                 fix = "normalise each token by itself (nn.LayerNorm, nn.RMSNorm), and give experts no capacity"
                 return self._break(f"{rule} mixes rows", fix)
@@ -337,7 +337,7 @@ class Prober:
 
     def _sees_other_rows(self, whole: Trace) -> bool:
         """True if other tokens in the other rows change the answer of a row."""
-        # one token over and over exceeds the capacity of its expert, of which nobody knows the number
+        # A repeated token exceeds the capacity of its expert. Which token selects which expert is unknown: try six
         vocabulary = self._shape.vocab_size
         for row, token in itertools.product(range(ROWS), range(0, vocabulary, -(-vocabulary // 6))):
             tokens_BT = torch.full_like(self._tokens_BT, token)
@@ -442,7 +442,7 @@ class Prober:
                 rule = (
                     f"writes into its input in {self._say(inner)}: recomputation would start from what it has written"
                 )
-                return self._break(rule, "write x = x + y in place of x += y", "pp", RECOMPUTE)
+                return self._break(rule, "write x = x + y instead of x += y", "pp", RECOMPUTE)
         return None
 
     def _mixing(self) -> None:

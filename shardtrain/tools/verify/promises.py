@@ -247,27 +247,23 @@ class _Prober:
             failing.register_forward_pre_hook(_take_half)
 
         # A linear that fails reads no head count: it has the wrong word.
-        if error and isinstance(failing, nn.Linear) and word in ("colwise", "rowwise"):
-            rule = f'calls {place} "{word}" in LAYOUT.tensor, but the features that it is given are '
-            if word == "colwise":
-                rule += "split already"
-                fix = 'call it "rowwise"'
-            else:
-                rule += "whole"
-                fix = 'call it "colwise"'
-                if not self._runs_if_halved(halved, place, 0):
-                    fix = 'compute them with a linear that is "colwise", which deals them'
+        if error and isinstance(failing, nn.Linear) and word == "rowwise":
+            rule = f'declares {place} "rowwise" in LAYOUT.tensor, but its input is not sharded'
+            fix = 'declare it "colwise"'
+            if not self._runs_if_halved(halved, place, 0):
+                fix = 'compute its input with a linear that is "colwise", which shards it'
             return [self._problem(f"{rule}: under tp=2 {error}", fix)]
-        if error and isinstance(failing, nn.Linear) and self._runs_if_halved(halved, place, 1):
-            rule = f'calls {place} "{word}" in LAYOUT.tensor, but the features that it is given are split'
-            return [self._problem(f"{rule}: under tp=2 {error}", 'call it "rowwise"')]
+        if error and isinstance(failing, nn.Linear) and (word == "colwise" or self._runs_if_halved(halved, place, 1)):
+            rule = f'declares {place} "{word}" in LAYOUT.tensor, but its input is sharded along the feature dimension'
+            return [self._problem(f"{rule}: under tp=2 {error}", 'declare it "rowwise"')]
         if error:
             replicated = self._whole_beside_halves(halved)
             if replicated:
                 rule = (
-                    f'calls {replicated} "replicate" in LAYOUT.tensor, but what it gives meets features that are split'
+                    f'declares {replicated} "replicate" in LAYOUT.tensor, but its output is combined with a tensor '
+                    "that is sharded along the feature dimension"
                 )
-                return [self._problem(f"{rule}: under tp=2 {error}", 'call it "colwise"')]
+                return [self._problem(f"{rule}: under tp=2 {error}", 'declare it "colwise"')]
 
         fix = "write unflatten(-1, (-1, head_dim)) and flatten(2), with no head count of the config"
         if error:

@@ -73,7 +73,7 @@ def test_an_update_that_left_a_number_not_finite_is_reported_before_it_is_saved(
     assert told[0] == told[1] and "\n" not in told[0]
     assert told[0].startswith("step 4: not finite after the update: ")
     assert name in told[0] and "(rank 1): continue from step 2" in told[0]
-    assert told[0].endswith("; reason: nothing of it was saved")
+    assert told[0].endswith("; reason: this step was not saved")
     kept = sorted(path.name for path in (tmp_path / "checkpoint").glob("step-*"))
     assert kept == ["step-2"]
     assert json.loads((tmp_path / "checkpoint/step-2/manifest.json").read_text())["step"] == 2

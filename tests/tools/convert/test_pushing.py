@@ -170,7 +170,7 @@ REFUSED = {
     "a public repository": ({}, TOKEN, ["--private"], "exists and is public"),
     "a name without owner": ({}, TOKEN, ["--push", "name"], "does not say whose repository it is"),
     "no name": ({}, TOKEN, ["--push", "a/b/c"], "is not the name of a repository"),
-    "a token as a word": ({}, TOKEN, ["--dtype", TOKEN], "looks like a token"),
+    "a token as a word": ({}, TOKEN, ["--dtype", TOKEN], "looks like an access token"),
     "private alone": ({}, TOKEN, ["--push", "", "--private"], "has no effect without --push"),
 }
 

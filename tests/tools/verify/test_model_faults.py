@@ -83,7 +83,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a call counter": Fault(
         [(FFN_INIT, FFN_INIT + "\n        self.calls = 0"), *before_ffn("self.calls += 1", "x = x / self.calls")],
-        "dp_shard=2", "refused", ["when asked twice", "module blocks.0.ffn (FeedForward) keeps state", "calls changes"],
+        "dp_shard=2", "refused", ["called twice", "module blocks.0.ffn (FeedForward) keeps state", "calls changes"],
     ),
     "a running mean": Fault(
         [
@@ -113,11 +113,12 @@ FAULTS: dict[str, Fault] = {
             ("class FeedForward(", "CALLS = [0]\n\n\nclass FeedForward("),
             *before_ffn("CALLS[0] += 1", "x = x * (1 + CALLS[0] % 3)"),
         ],
-        "dp_shard=2", "refused", ["when asked twice", "(FeedForward) keeps state", "(CALLS changes)"],
+        "dp_shard=2", "refused", ["when called twice", "(FeedForward) keeps state", "(CALLS changes)"],
     ),
     "numbers of a clock": Fault(
         [("import os\n", "import os\nimport time\n"), *before_ffn("x = x * (1 + time.perf_counter() % 1)")],
-        "dp_shard=2", "refused", ["when asked twice, first in module blocks.0.ffn (FeedForward); compute from"],
+        "dp_shard=2", "refused",
+        ["when called twice with the same tokens, first in module blocks.0.ffn (FeedForward); compute from"],
     ),
     "a random number of Python": Fault(
         [("import os\n", "import os\nimport random\n"), *before_ffn("x = x * (1 + random.random())")],
@@ -153,7 +154,7 @@ FAULTS: dict[str, Fault] = {
     "a mask of the first length": Fault(
         cached("if Core.kept is None:", "    Core.kept = mask(n)", "m = Core.kept[:n, :n]"),
         "dp_shard=2", "refused",
-        ["answers 3 rows of 28 tokens otherwise after 1 row of 14", "keeps Core.kept", "fails"],
+        ["gives different outputs for 3 rows of 28 tokens after 1 row of 14", "keeps Core.kept", "fails"],
     ),
     "a window of the first length": Fault(
         cached("if Core.kept is None:", "    Core.kept = n // 2", "m = mask(n).triu(1 - Core.kept)"),
@@ -269,7 +270,7 @@ FAULTS: dict[str, Fault] = {
              ".tril()\n        " + CORE.replace("is_causal=True", "attn_mask=self.mask")),
         ],
         "dp_shard=2", "refused",
-        ["answers 1 row of 14 tokens otherwise after 3 rows of 28 tokens", "keeps blocks.0.attn.core.mask", "fails"],
+        ["outputs for 1 row of 14 tokens after 3 rows of 28 tokens", "keeps blocks.0.attn.core.mask", "fails"],
     ),
     "a buffer with values": Fault(
         [(FFN_INIT, FFN_INIT + "\n        self.register_buffer('factor', torch.full((1,), 0.5))"),
@@ -336,21 +337,23 @@ FAULTS: dict[str, Fault] = {
     ),
     "colwise where rowwise": Fault(
         [('"blocks.*.ffn.down": "rowwise"', '"blocks.*.ffn.down": "colwise"')],
-        "tp=2", "refused", ['calls blocks.0.ffn.down "colwise"', 'call it "rowwise"'],
+        "tp=2", "refused", ['declares blocks.0.ffn.down "colwise"', 'declare it "rowwise"'],
     ),
     "replicate where rowwise": Fault(
         [('"blocks.*.attn.out": "rowwise"', '"blocks.*.attn.out": "replicate"')],
-        "tp=2", "refused", ['calls blocks.0.attn.out "replicate"', "that it is given are split", 'call it "rowwise"'],
+        "tp=2", "refused",
+        ['declares blocks.0.attn.out "replicate"', "its input is sharded along the feature", 'declare it "rowwise"'],
     ),
     "rowwise where colwise": Fault(
         [('"blocks.*.ffn.up": "colwise"', '"blocks.*.ffn.up": "rowwise"')],
-        "tp=2", "refused", ['calls blocks.0.ffn.up "rowwise"', 'call it "colwise"'],
+        "tp=2", "refused", ['declares blocks.0.ffn.up "rowwise"', 'declare it "colwise"'],
     ),
     "replicate beside split features": Fault(
         [(FFN_INIT, FFN_INIT + "\n        self.gate = nn.Linear(c.dim, 2 * c.dim)"),
          (IN_FFN, "return self.down(F.gelu(self.up(x)) * self.gate(x))"),
          ('"blocks.*.ffn.up": "colwise"', '"blocks.*.ffn.up": "colwise", "blocks.*.ffn.gate": "replicate"')],
-        "tp=2", "refused", ['calls blocks.0.ffn.gate "replicate"', "features that are split", 'call it "colwise"'],
+        "tp=2", "refused",
+        ['declares blocks.0.ffn.gate "replicate"', "sharded along the feature dimension", 'declare it "colwise"'],
     ),
     "norm of the sequence as one that is replicated": Fault(
         [('"blocks.*.ffn_norm": "sequence"', '"blocks.*.ffn_norm": "replicate"'),
@@ -386,7 +389,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "a number that the whole model reads": Fault(
         [(EMBEDDED, EMBEDDED + "        assert positions.max().item() >= 0\n")],
-        "pp=2", "not possible", ["needs the numbers of a tensor", "read no number (.item(), int(x), if x > 0)"], True,
+        "pp=2", "not possible", ["reads tensor values, but is traced", "read values (.item(), int(x), if x > 0)"], True,
     ),
     "a loss of its own in backward": Fault(
         [
