@@ -378,7 +378,7 @@ def _compare_with_plan(code: int, loaded: Loaded, world_size: int, machine: Mach
 
 
 def _show_sample(loaded: Loaded) -> None:
-    """Continue ``metrics.sample_prompt`` with the weights that the run has saved; a failure costs the text alone."""
+    """Continue ``metrics.sample_prompt`` with the weights that the run has saved. A failure only skips the text."""
     config = loaded.config
     prompt = config.metrics.sample_prompt
     if not prompt or config.metrics.sample_freq == 0 or not config.checkpoint.enable or config.checkpoint.load_only:
@@ -390,7 +390,7 @@ def _show_sample(loaded: Loaded) -> None:
 
     print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)
     words = ["--from", config.job.dump_folder, *_own_code(config), "--prompt", prompt, "--max_new_tokens", "160"]
-    # the run has ended and is saved: a signal that comes now ends the text, and not the command's status of 0
+    # The run has ended and is saved. A signal from now on only stops the sample; the exit status stays 0.
     before = signal.signal(signal.SIGTERM, stop)
     try:
         command.main([*words, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
@@ -406,7 +406,10 @@ def _show_sample(loaded: Loaded) -> None:
 
 
 def _own_code(config: Config) -> list[str]:
-    """Options of ``generate`` for a run of the user's own model file or tokenizer, which it executes only if named."""
+    """Return the ``--config`` option that ``generate`` requires before it executes the user's model file or tokenizer.
+
+    Empty if the run has no such files.
+    """
     from shardtrain.config.show import RESOLVED_CONFIG
 
     has_code = any(name and name.endswith(".py") for name in (config.model.name, config.model.tokenizer_path))

@@ -37,8 +37,9 @@ class Checkpoints(Saver):
     def take_run_folder(self) -> None:
         """Make this run the only one that writes ``job.dump_folder``, until ``close`` (a collective).
 
-        The lease of a checkpoint folder inside it is enough for runs that save there. All others take a lease of the
-        run's folder. Each of the two kinds looks at the lease of the other; one that only loads does not wait for it.
+        A run that saves into a checkpoint folder inside ``job.dump_folder`` only takes the lease of that folder, unless
+        the run folder has a lease file. All other runs take the lease of the run folder. If their checkpoint folder is
+        inside, they also check that no live run of this host holds its lease, without waiting for it.
 
         Raises:
             FolderTaken: another run writes the folder.

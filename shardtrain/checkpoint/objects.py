@@ -217,7 +217,7 @@ def refuse_unknown_store(address: str) -> None:
 
 @contextlib.contextmanager
 def _naming_option(address: str) -> Iterator[None]:
-    """Turn the errors of fsspec, and its absence, into a ConfigError of checkpoint.folder."""
+    """Re-raise fsspec errors as ConfigError of checkpoint.folder, also if fsspec or its backend is not installed."""
     try:
         yield
     except ImportError as error:

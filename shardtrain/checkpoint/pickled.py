@@ -59,15 +59,19 @@ def parse(
     persistent: Callable[[Any], Any] | None = None,
     max_steps: int = 10_000,
 ) -> Any:
-    """The value that a pickle describes. A file object is left after the pickle's last byte.
+    """Return the value of a pickle without executing anything in it.
 
-    ``names`` are those of classes and functions that may occur, as "module.name". ``persistent`` gives the value of a
-    persistent id; without it a pickle has none. ``max_steps`` bounds time and memory: a step takes a microsecond and at
-    most some hundred bytes. Values may share parts, so what walks through one needs a bound of its own.
+    A file object is left just after the pickle. The value may contain the same object many times, so code that walks
+    through it needs a limit as well.
+
+    Args:
+        names: allowed classes and functions, as "module.name".
+        where: the file, which error messages begin with.
+        persistent: returns the value of a persistent id. Without it, persistent ids are rejected.
+        max_steps: maximum number of opcodes, which limits time (1 us each) and memory (some hundred bytes each).
 
     Raises:
-        CheckpointError: for other names, steps that plain data do not need, and bytes that are not a pickle; it begins
-            with ``where``.
+        CheckpointError: another name, an opcode that plain data does not need, or bytes that are not a pickle.
     """
     machine = _Machine(names, persistent)
     try:

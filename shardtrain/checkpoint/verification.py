@@ -11,9 +11,9 @@ from shardtrain.utils.errors import CheckpointError
 
 
 def verify(path: Place, only_rank_0: bool = False) -> tuple[Manifest | None, str]:
-    """Return the manifest of an undamaged checkpoint and "", or None and what is damaged (a collective).
+    """Verify a checkpoint (a collective). Return ``(manifest, "")`` if it is intact, else ``(None, damage)``.
 
-    The files are divided among the ranks, unless ``only_rank_0`` can read them.
+    The ranks divide the files among them. With ``only_rank_0``, rank 0 reads all files.
     """
     # Rank 0 reads the manifest and all ranks parse it; latin-1 turns any bytes into text for JSON.
     problem = ""

@@ -164,7 +164,7 @@ def _message(value: Any, where: str) -> Message:
 
 
 def joined(message: Message) -> Message:
-    """Replace the parts of a content by one text."""
+    """Return the message with the parts of its content concatenated to one text."""
     parts = message.get("content")
     return message | {"content": "".join(part["text"] for part in parts)} if isinstance(parts, list) else message
 

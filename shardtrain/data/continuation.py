@@ -56,9 +56,9 @@ def _continue(tokenizer: Tokenizer, prompt_ids: Ids, completion: str, joined_ids
     written = [tokenizer.decode(np.concatenate((prompt_ids, one)), keep_special=True) for one in candidates]
     if wanted in written:
         return candidates[written.index(wanted)]
-    # The joined text has other characters: a normalizer composes some across the seam (NFC), or a word is a special
-    # token only if no letter follows it. The completion must not get a space that nobody wrote. A tokenizer whose
-    # decoder joins words with spaces (WordPiece) always writes one.
+    # No candidate decodes to the joined text: a normalizer composes characters across the seam (NFC), or a word is a
+    # special token only if no letter follows it. Take a candidate that begins with whitespace only if the completion
+    # does, so that no space is inserted. A decoder that joins words with spaces (WordPiece) always inserts one.
     seam = len(tokenizer.decode(prompt_ids, keep_special=True))
     for candidate, text in zip(candidates, written, strict=True):
         if text[seam : seam + 1].isspace() == completion[:1].isspace():

@@ -68,7 +68,7 @@ def _messages(
     prompt: Any, has_prompt: bool, chosen: list[Message], rejected: list[Message], prompt_field: str
 ) -> tuple[list[Message], list[Message], list[Message]]:
     """Split lists of messages into a prompt and two answers. An answer has at least one message."""
-    # Number of messages that both begin with. The last message of a side is an answer, and not counted.
+    # Number of messages that both sides begin with. The last message of a side is an answer and is not counted.
     common = 0
     while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
         common += 1
@@ -81,7 +81,8 @@ def _messages(
         if any(repeats) and not all(repeats):
             raise Unusable(f"one answer repeats the messages of column {prompt_field!r} and the other does not")
     elif isinstance(prompt, str):
-        # A text: of answers alone it is the user's turn; whole conversations have it among the messages in common.
+        # The prompt is a text. If the columns contain only answers, it is the user's turn. If they contain entire
+        # conversations, it must be one of the messages that both begin with.
         if not before and chosen[0]["role"] == rejected[0]["role"] == "assistant":
             before = [{"role": "user", "content": check_text(prompt, f"column {prompt_field!r}")}]
         elif not any(joined(message).get("content", "").strip() == prompt.strip() for message in before):

@@ -106,10 +106,10 @@ class ReduceScatter(_Collective):
 
 
 def _sum(addends: list[Tensor], out: Tensor) -> None:
-    """Add tensors one after the other, in float32 at least, and round once."""
+    """Write the sum of tensors to ``out``: add in the given order, in float32 or wider, and round once."""
     exact = torch.promote_types(out.dtype, torch.float32)
     if len(addends) == 2 or out.dtype == exact:
-        # two numbers of 16 bits are added in float32 by PyTorch too, which rounds the sum
+        # PyTorch adds two 16-bit tensors in float32 and rounds once, so they need no copies in float32
         torch.add(addends[0], addends[1], out=out)
         for addend in addends[2:]:
             out += addend
@@ -121,25 +121,19 @@ def _sum(addends: list[Tensor], out: Tensor) -> None:
 
 
 def _sum_into(own: Tensor, addends: Sequence[Tensor], out: Tensor) -> None:
-    """Write the sum of a tensor that may be changed and others, which have the type of ``out``."""
+    """Write the sum of ``own``, which may be overwritten, and addends in the dtype of ``out`` to ``out``."""
     if own.dtype != out.dtype and len(addends) > 1:
         for addend in addends:
             own += addend
         addends = ()
-    if not addends or own.dtype != out.dtype:
-        # two numbers of 16 bits are added in float32 by PyTorch too, which rounds the sum
-        out.copy_(own)
-        first = 0
-    else:
+    if addends and own.dtype == out.dtype:
         torch.add(own, addends[0], out=out)
-        first = 1
-    for addend in addends[first:]:
+        addends = addends[1:]
+    else:
+        # With one addend, round ``own`` as that was rounded. PyTorch adds both in float32 and rounds the sum once
+        out.copy_(own)
+    for addend in addends:
         out += addend
-
-
-def _given(parts_C: Sequence[Tensor | None]) -> list[Tensor]:
-    """A rank's own parts, which it has all of."""
-    return [part for part in parts_C if part is not None]
 
 
 class SequenceExchange:
@@ -188,11 +182,12 @@ class SequenceExchange:
         return out
 
     def gather_parts(self, parts_RC: Sequence[Sequence[Tensor | None]]) -> None:
-        """Write the parts of other ranks, and let them have this rank's; all are of one shape, (2, B, K, l, H).
+        """All-gather the C parts of each rank in place. All parts have the same shape (2, B, K, l, H).
 
-        ``parts_RC`` are of each rank where its parts lie here, None for those that are not needed here.
+        Args:
+            parts_RC: the parts of each rank. This rank's are read, and the others are written, except None.
         """
-        own_C = _given(parts_RC[self._rank])
+        own_C = [part for part in parts_RC[self._rank] if part is not None]  # none of its own is None
         for places in self._stretches(own_C[0], len(own_C)):
             shape = own_C[0][places].shape
             halves_RC = self._exchange.halves(own_C[0].dtype, torch.Size((len(own_C), *shape)))
@@ -205,32 +200,36 @@ class SequenceExchange:
                         part_here[places] = half
 
     def reduce_scatter_parts(
-        self, parts_RC: Sequence[Sequence[Tensor | None]], have_RC: Sequence[Sequence[bool]], out_C: Sequence[Tensor]
+        self,
+        contributions_RC: Sequence[Sequence[Tensor | None]],
+        contributes_RC: Sequence[Sequence[bool]],
+        out_C: Sequence[Tensor],
     ) -> None:
-        """Write the sums of what all ranks have for each part of this one; all are of one shape, (2, B, K, l, H).
+        """For each of this rank's C parts, sum the contributions of all ranks. All have the shape (2, B, K, l, H).
 
-        ``parts_RC`` are what this rank has for the parts of each rank, None for zeros, and ``have_RC`` says which rank
-        has something for which part of this one. They are sent in the type of ``out_C``, added in float32 at least and
-        rounded once. What this rank has for its own is used up.
+        Contributions are sent in the dtype of ``out_C``. They are added in float32 or wider, and the sum is rounded.
+
+        Args:
+            contributions_RC: this rank's contributions to the parts of each rank, None for zeros. Those to its own
+                parts may be overwritten.
+            contributes_RC: True where a rank contributes to a part of this rank.
+            out_C: the sums.
         """
-        own_C = _given(parts_RC[self._rank])
+        own_C = [part for part in contributions_RC[self._rank] if part is not None]  # none of its own is None
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         for places in self._stretches(out_C[0], len(others) * len(out_C)):
             shape = out_C[0][places].shape
+            # Half of each rank, with a slot for each other rank: the contributions to the parts of that rank
             halves_ROC = self._exchange.halves(out_C[0].dtype, torch.Size((len(others), len(out_C), *shape)))
-            for half_C, other in zip(halves_ROC[self._rank], others, strict=True):
-                for half, part in zip(half_C, parts_RC[other], strict=True):
-                    if part is not None:
-                        half.copy_(part[places])
+            for slot_C, receiver in zip(halves_ROC[self._rank], others, strict=True):
+                for sent, contribution in zip(slot_C, contributions_RC[receiver], strict=True):
+                    if contribution is not None:
+                        sent.copy_(contribution[places])
             self._exchange.meet()
-            for index, out in enumerate(out_C):
-                # a rank leaves out its own parts, so that those behind it lie one earlier
-                addends = [
-                    halves_ROC[other][self._rank - (other < self._rank), index]
-                    for other in others
-                    if have_RC[other][index]
-                ]
-                _sum_into(own_C[index][places], addends, out[places])
+            for part, out in enumerate(out_C):
+                senders = [rank for rank in others if contributes_RC[rank][part]]
+                addends = [halves_ROC[sender][_slot(sender, self._rank), part] for sender in senders]
+                _sum_into(own_C[part][places], addends, out[places])
 
     def _stretches(self, part_2BKlH: Tensor, copies: int) -> Iterator[tuple[slice, slice, slice, slice]]:
         """Places that fit into a half ``copies`` times: heads of several rows, heads of one, or tokens of one head."""
@@ -335,11 +334,7 @@ class Exchange:
         given[rank][:rank].copy_(own_Rm[:rank])
         given[rank][rank:].copy_(own_Rm[rank + 1 :])
         self.meet()
-        # a rank leaves out its own row, so that those behind it lie one earlier
-        return [
-            own_Rm[rank] if other == rank else rows[rank if rank < other else rank - 1]
-            for other, rows in enumerate(given)
-        ]
+        return [own_Rm[rank] if sender == rank else slots[_slot(sender, rank)] for sender, slots in enumerate(given)]
 
     def meet(self) -> None:
         """Wait for all ranks: then what each has written can be read, until the next but one is written."""
@@ -362,6 +357,11 @@ class Exchange:
             halves_Rb = self._bytes_R2b[:, key[0], :used]
             self._known_views[key] = [half_b.view(dtype).view(shape) for half_b in halves_Rb]
         return self._known_views[key]
+
+
+def _slot(sender: int, receiver: int) -> int:
+    """Index of the receiver's slot in the sender's half, which has no slot for the sender itself."""
+    return receiver if receiver < sender else receiver - 1
 
 
 def _head_bytes(ranks: int) -> int:

@@ -26,7 +26,7 @@ Measure = Callable[[Tensor, Tensor], Tensor]
 
 
 def find(path: str) -> Measure:
-    """Return the function ``measure`` of a file, after a call with random logits of three tokens.
+    """Load the function ``measure`` of a file and check it with random logits of three tokens.
 
     Raises:
         ConfigError: the file does not exist, has no such function, or returns something other than a value per token.

@@ -27,9 +27,10 @@ def options_of(schedule: Schedule) -> tuple[str, ...]:
 def warmup_stable_decay(
     step: int, total_steps: int, warmup_steps: int, decay_ratio: float | None, decay_type: str, min_lr_factor: float
 ) -> float:
-    """Linear warmup, peak, decay. The last rate is one step short of the end, as torchtitan v0.2 counts.
+    """Linear warmup, constant peak, then decay to ``min_lr_factor``.
 
-    W=2, N=10, linear: 1/2, 1, 1, 7/8, 6/8, ..., 1/8.
+    As in torchtitan v0.2, the decay would reach its end one step after the run. So with ``min_lr_factor`` 0 the last
+    step still has a nonzero rate. With 2 warmup steps of 10 and linear decay: 1/2, 1, 1, 7/8, 6/8, ..., 1/8.
     """
     warmup = min(warmup_steps, total_steps)
     decay = total_steps - warmup

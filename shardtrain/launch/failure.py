@@ -286,13 +286,13 @@ def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: O
 
 
 def last_step(metrics: Path) -> int | None:
-    """The step of the last whole line of ``metrics.jsonl``, or None; reads the end of the file alone."""
+    """Return the step of the last complete line of ``metrics.jsonl``, or None."""
     try:
-        # the file of a long run is large, and a line of it is not
+        # Read only the end: the file of a long run is large, but its lines are short
         tail: Sequence[bytes] = reading.end(metrics, 65_536).splitlines()
     except OSError:
         return None
-    # the last line may be half written
+    # The last line may be incomplete
     for line in reversed(tail):
         record = record_of(line)
         if record is not None and type(record.get("step")) is int:

@@ -72,7 +72,7 @@ def load(
 
 
 def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that a Hugging Face folder has: all except a head of labels on a model of this package."""
+    """Return the tensors that a Hugging Face folder has: all except a new classification head of a native model."""
     module = models.find(config.model.name)
     if not tasks.open_task(config).num_labels or is_as_is(module):
         return dict(tensors)
@@ -101,7 +101,7 @@ def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tens
                     linear.low_bits = packed = quantize.Packed(weight, config.lora.base_dtype)
                     packed_bytes += packed.bytes
                     whole_bytes += weight.nbytes
-    sizes = f"{format_bytes(packed_bytes)} in place of {format_bytes(whole_bytes)}"
+    sizes = f"{format_bytes(packed_bytes)} instead of {format_bytes(whole_bytes)}"
     logger.info(f"frozen weights in {config.lora.base_dtype}: {sizes}")
 
 

@@ -52,7 +52,7 @@ class Frozen:
         """Open ``path``, all bytes of a checkpoint read; without one, ``config`` says how weights start.
 
         With a ``kind`` of low bits, what is read is what the bits stand for, as a run sees it. With ``num_labels`` the
-        shapes are those of a model with a head of labels, which lies beside the adapters.
+        shapes are those of a model with a classification head, which is saved with the adapters.
 
         Ranks share the reading (a collective), and so does the fingerprint.
 

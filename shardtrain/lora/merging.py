@@ -50,7 +50,7 @@ class Adapters:
             raise CheckpointError(f"checkpoint {checkpoint} lacks {missing[0]}; use another one")
 
     def num_labels(self, module: Any) -> int:
-        """Return the rows of a head of labels beside a model of this package; 0 without one."""
+        """Return the number of rows of the classification head saved with the adapters, or 0 if there is none."""
         head = self._shape(f"{module.LAYOUT.last[-1]}.weight")
         return head[0] if head and self.spec.task_type == CLASSIFIES else 0
 

@@ -124,10 +124,10 @@ class Names:
 
 
 def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0) -> Names:
-    """Return the names in PEFT of all tensors of adapters, with ``num_labels`` beside a model with a head of labels.
+    """Return the PEFT name of every adapter tensor. If ``num_labels`` is not 0, the model has a classification head.
 
     Raises:
-        ConfigError: a module is part of a larger one in the format of Hugging Face, or has no place there.
+        ConfigError: the Hugging Face format fuses a module into a larger one, or has no such module.
     """
     model = models.build(module, shape, num_labels)
     known = dict(model.named_modules())

@@ -38,7 +38,13 @@ CAUSAL = Band(-(1 << 62), 0)
 
 
 class Piece(NamedTuple):
-    """Queries and the keys that they attend to: rows of the batch, tokens of both, and which keys a query sees."""
+    """A block of the attention matrix: queries, and keys that they may attend to.
+
+    Attributes:
+        batch: rows of the batch.
+        queries, keys: token positions.
+        band: which keys each query sees.
+    """
 
     batch: slice
     queries: slice
@@ -78,7 +84,7 @@ def attend_in_pieces(
             most_PX1 = scores_PXm.amax(dim=-1, keepdim=True)
             weights_PXm = scores_PXm.sub_(most_PX1).exp2_()
             sums_PX1 = weights_PXm.sum(dim=-1, keepdim=True)
-            # Divide the weights and not the output, which 16 bits would then round twice
+            # Normalize the weights instead of the output, which would be rounded to 16 bits twice: before and after
             p_PXm = weights_PXm.div_(sums_PX1).to(q_BlNH.dtype)
             out_rkGnH = out_BKGlH[block.queries]
             out_rkGnH.copy_(torch.bmm(p_PXm, _keys(v_BKmH, block)).view(out_rkGnH.shape))

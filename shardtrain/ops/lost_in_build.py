@@ -134,7 +134,7 @@ def lost(model: nn.Module, layout: Layout, values: Values) -> list[str]:
     ]
     for name, parameter in model.named_parameters():
         function, is_own = values.set_by(parameter)
-        # what a parameter is constructed from (torch.ones) is a placeholder for initial() in any model
+        # Constructing a parameter from torch.ones or the like only sets a placeholder, which initial() replaces
         if function and is_own and function not in _NOT_ZERO and not any(name in pair for pair in sharing):
             sentences.append(
                 f"__init__ sets values of parameter {name} (by {function}), and initial() draws it afterwards; "

@@ -107,7 +107,7 @@ class AnswerTask(TextTask):
         return tokens_RT, targets_RT
 
     def start(self) -> dict[str, str]:
-        """The weights that a run begins with, as what its rows are known by, where a task compares with them."""
+        """Fingerprint of the initial weights, a cache key of the rows if the task compares with a reference model."""
         return {"reference weights": initial_weights.identity(self.config)} if self.needs_reference else {}
 
 
@@ -124,8 +124,8 @@ class PairTask(AnswerTask):
         pairs: _files.FileRows[Pair] = _files.read(self.config, split, partial(self.encode, split=split))
         sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
 
-        # Where the loss compares with the weights that a run begins with, they are part of what its data are: a run
-        # continues only from the same.
+        # If the loss compares with a reference model, the initial weights are part of the data's fingerprint, so that
+        # a run only resumes with the same ones.
         start = self.start()
         pairs.files = {**pairs.files, **start}
         content = digest(*(part.tobytes() for side in sides for part in (side.tokens, side.targets)))
@@ -166,19 +166,23 @@ class PairTask(AnswerTask):
         return [row.chosen.shown("chosen"), row.rejected.shown("rejected")]
 
     def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Pair | BadRow]:
-        """Tokenize both answers of rows. Yield a Pair or a BadRow for each."""
+        """Tokenize both answers of each row. Yield for each row a Pair, or a BadRow."""
         section, _ = _files.section_of(self.config, split)
         num_targets = section.seq_len - self.reads_last_token
 
-        def encode(splits: list[tuple[list[dict[str, Any]], float]]) -> Iterator[Pair | BadRow]:
-            # All prompts with an answer are tokenized together, two for each row.
-            documents = iter(self.encoder.encode([answer for answers, _ in splits for answer in answers]))
-            for _, margin in splits:
-                pair = side_of(next(documents), num_targets), side_of(next(documents), num_targets)
-                bad = next((side for side in pair if isinstance(side, BadRow)), None)
-                yield Pair(*pair, margin) if bad is None else bad  # type: ignore[arg-type]
+        def tokenize(good_rows: list[tuple[list[dict[str, Any]], float]]) -> Iterator[Pair | BadRow]:
+            # Tokenize all answers together: chosen and rejected of the first row, of the second row, ...
+            documents = self.encoder.encode([answer for answers, _ in good_rows for answer in answers])
+            sides = [side_of(document, num_targets) for document in documents]
+            for (_, margin), chosen, rejected in zip(good_rows, sides[::2], sides[1::2], strict=True):
+                if isinstance(chosen, BadRow):
+                    yield chosen
+                elif isinstance(rejected, BadRow):
+                    yield rejected
+                else:
+                    yield Pair(chosen, rejected, margin)
 
-        return around_bad_rows([attempt(self._split, row) for row in rows], encode)
+        return around_bad_rows([attempt(self._split, row) for row in rows], tokenize)
 
     def margin(self, row: Mapping[str, Any]) -> float:
         """The margin of a row; 0 for tasks that read none."""

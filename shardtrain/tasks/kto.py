@@ -194,10 +194,10 @@ class KTO(AnswerTask):
         return [one.cut_side.shown("good" if one.is_good else "bad") for one in row]
 
     def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Group | BadRow]:
-        """Tokenize rows. Yield a group of one answer or a BadRow for each."""
+        """Tokenize rows. Yield for each row a group with a single answer, or a BadRow."""
         seq_len = _files.section_of(self.config, split)[0].seq_len
 
-        def encode(answers: list[tuple[dict[str, Any], bool]]) -> Iterator[Group | BadRow]:
+        def tokenize(answers: list[tuple[dict[str, Any], bool]]) -> Iterator[Group | BadRow]:
             documents = self.encoder.encode([texts for texts, _ in answers])
             for document, (_, is_good) in zip(documents, answers, strict=True):
                 cut = side_of(document, seq_len)
@@ -208,7 +208,7 @@ class KTO(AnswerTask):
                 assert isinstance(whole, Side), "its first tokens have a target"
                 yield (Answer(whole, is_good, seq_len),)
 
-        return around_bad_rows([attempt(self._read, row) for row in rows], encode)
+        return around_bad_rows([attempt(self._read, row) for row in rows], tokenize)
 
     def _read(self, row: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         data = self.config.data

@@ -56,7 +56,7 @@ class SequenceToSequence(ExampleTask):
         }
 
     def lengths(self, row: Example) -> list[int]:
-        """Return the tokens of source and target."""
+        """Return the token counts of source and target."""
         return [row.label, len(row.tokens) - row.label]
 
     def num_targets(self, batch: Mapping[str, Tensor]) -> int:

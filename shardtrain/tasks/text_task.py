@@ -71,7 +71,7 @@ class ExampleTask(TextTask):
         return rows
 
     def lengths(self, row: Example) -> list[int]:
-        """Return the tokens of its texts, which are one sequence."""
+        """Return the token count of the row's single sequence, which contains all of its texts."""
         return [len(row.tokens)]
 
     def shown(self, row: Example) -> list[Shown]:

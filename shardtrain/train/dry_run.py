@@ -259,16 +259,16 @@ def _local_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _accumulated_bytes(parts: Sequence[nn.Module], mesh: distributed.Mesh, config: Config) -> int:
-    """Gradients before they are reduced: of several micro-batches FSDP adds them up whole, in the type of reduction."""
+    """Bytes of unsharded gradients, in which FSDP accumulates several micro-batches in the dtype of the reduction."""
     p = config.parallelism
     training = config.training
     rows = training.local_batch_size * derived.accumulation_steps(config, mesh.device_mesh.size())
-    # one micro-batch reduces its gradients at once, and nothing is added up
+    # The gradients of a single micro-batch are reduced at once, so nothing accumulates
     at_once = p.pipeline_parallel_microbatch_size if mesh.size("pp") > 1 else training.local_batch_size
     if rows <= at_once or not fsdp.is_needed(parts, mesh, config):
         return 0
     numel = 0
-    # not the runner's parameters: a rank with two stages holds what they share twice
+    # Not the runner's parameters: a rank with two stages stores shared parameters twice, so count them in both
     for parameter in (one for part in parts for one in part.parameters() if one.requires_grad):
         split = 1
         if isinstance(parameter, DTensor):

@@ -115,13 +115,13 @@ def _is_of(number: int, stream: Any, of_python: Any) -> bool:
 
 
 def _reopened(old: Any, raw: io.FileIO, is_for_people: bool = False) -> io.TextIOWrapper:
-    """A text stream that replaces one of Python's, which is None if it was closed."""
+    """Return a text stream on ``raw`` that replaces ``old``, a standard stream or None if it was closed."""
     encoding = "utf-8"
     errors = "backslashreplace"
     if old is not None:
         old.flush()
         encoding = old.encoding
-        # Python's defaults, which raise; an error handler of PYTHONIOENCODING stays.
+        # Replace Python's default error handlers, because they raise. Keep a handler set by PYTHONIOENCODING.
         if old.errors not in ("strict", "surrogateescape"):
             errors = old.errors
     lines = is_for_people or raw.isatty()

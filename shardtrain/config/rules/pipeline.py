@@ -122,9 +122,9 @@ def known_rows(loaded: Loaded, world_size: int | None = None) -> int | None:
 
 
 def check_microbatches(loaded: Loaded, rows: int, count: int) -> Iterator[Problem]:
-    """Check the number of micro-batches: enough of them, and full rounds where the schedule works in rounds.
+    """Check that there are enough micro-batches, and that they fill the rounds of an interleaved schedule.
 
-    Looped schedules also run with fewer micro-batches than stages, and ranks wait more; see ``pipeline_notes``.
+    Looped schedules also run with fewer micro-batches than stages, with a larger bubble; see ``pipeline_notes``.
     """
     p = loaded.config.parallelism
     size = p.pipeline_parallel_microbatch_size

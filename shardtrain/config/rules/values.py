@@ -14,9 +14,9 @@ from shardtrain.utils.errors import Problem
 
 
 def problem(loaded: Loaded, option: str, rule: str, fix: str) -> Problem:
-    """Return a problem of an option with its present value and origin.
+    """Return a Problem with the current value of an option and the place that set it.
 
-    A user cannot remove an option of a preset: the fix names its default instead.
+    A user cannot remove an option that a preset sets. For these the fix "remove it" becomes "set it to" the default.
     """
     if loaded.is_from_preset(option):
         fix = fix.replace("remove it", f"set it to {json.dumps(options()[option].default)}")

@@ -100,10 +100,11 @@ class HangDetector:
         since = max(seen.moved_seconds for seen in present.values())
         waiting = [seen for seen in present.values() if seen.sign.collective]
         if waiting:
-            # all may have compiled or loaded for long: who is done first waits as long as ever before one is to blame
+            # All ranks may have compiled or loaded for long. Count from when the first of them began to wait, so that
+            # the others get the usual time to arrive.
             first = min(seen.waits_seconds for seen in waiting)
             since = max(since, first)
-            # ranks may come one after the other: the collective of the first ends with an error all the same
+            # Ranks that arrive one by one look like progress, but the collective of the first still times out
             working = [seen.moved_seconds for seen in present.values() if not seen.sign.collective]
             most = min(self._collective_limits[seen.sign.is_cold] for seen in waiting)
             if working and now - max(*working, first) >= most:

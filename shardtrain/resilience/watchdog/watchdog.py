@@ -154,9 +154,9 @@ class Watchdog:
         )
 
     def _limit(self, phase: str, place: stack.Place) -> tuple[float, bool]:
-        """How long this rank may be without progress (0: for ever), and whether it is in a cold phase."""
+        """Return the seconds this rank may be without progress (0: no limit), and True if its phase is cold."""
         hang = float(self._comm.hang_timeout_seconds)
-        # no limit in a debugger
+        # No limit in a debugger
         if not hang or place.debugging:
             return 0.0, False
         if phase in COLD or place.compiling or self._moving.may_be_slow or self._moving.begun < 2:
@@ -165,7 +165,7 @@ class Watchdog:
             save = self._stop.saves.quantile()
             return max(hang, STEPS_LONG * (self._stop.assumed_save_seconds if save is None else save)), False
         usual = self._stop.steps.quantile(0.99)
-        # of the second step only the first is known, which was slower: it compiled and warmed up
+        # During the second step only the duration of the first is known, which was longer: it compiled and warmed up
         long = FIRST_STEPS_LONG * self._stop.first_step_seconds if usual is None else STEPS_LONG * usual
         return max(hang, long), False
 

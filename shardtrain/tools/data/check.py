@@ -169,7 +169,7 @@ def surveys(config: Config, section: Training | Validation, tokenizer: Tokenizer
 
 
 class _TaskEncoder:
-    """Encoder of the rows of a task: all texts of a row, end to end, are its document."""
+    """Adapter that lets the survey of documents read the rows of a task. A document concatenates all texts of a row."""
 
     fingerprint = ""
 

@@ -258,7 +258,8 @@ def _marked(pieces: list[Piece], tokenizer: Tokenizer, color: bool) -> str:
         num_tokens += len(piece.tokens)
         stop = len(text)
         if number < len(pieces):
-            # Half a character at the end of a piece decodes to another character than in the entire text.
+            # A piece may end within a character. Its bytes then decode to another character than in the entire text,
+            # so cut before the first difference.
             before = tokenizer.decode(tokens[:num_tokens], keep_special=True)
             differs = (i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1])
             stop = max(start, next(differs, min(len(before), len(text))))

@@ -93,8 +93,8 @@ class Answers:
         self._encoder = Encoder(tokenizer, opened.config.data, conversations)
         self._sampling = Sampling(asked.repetition_penalty, asked.temperature, asked.top_k, asked.top_p)
         self._generator = Generator(opened.model, opened.layout, tokenizer.vocab_size, not asked.no_cache, opened.width)
-        # A row ends at an end token or where a turn ends, and at what --stop names. The spelling of a control token is
-        # that token, which has no text.
+        # A row ends at an end token, at the end of a turn, or at a text of --stop. A --stop that spells a special token
+        # becomes an end token, because special tokens do not appear in the text.
         turn_end = None if conversations is None else conversations.turn_end()
         ends = opened.end_ids if turn_end is None else opened.end_ids | {turn_end}
         texts = []

@@ -218,7 +218,10 @@ class _StoredWeights:
         self._peft = None if adapter is None else PeftFolder(adapter, module, shape)
 
     def settings(self) -> dict[str, Any]:
-        """Return the generation settings of the folder that the weights are or come from, {} if there is none."""
+        """Return the generation settings of the weights' Hugging Face folder: the opened folder, or that of an import.
+
+        {} if there is no such folder.
+        """
         origin = source.of_path(self.where)
         return {} if origin is None else read_settings(origin)
 

@@ -61,10 +61,7 @@ def frame(followed: Sequence[Followed], selected: int, terminal: Terminal) -> li
             lines.append(_cut(head + loss + curve, terminal.columns))
         lines.append("")
     lines += _details(followed[selected], terminal)
-    room = terminal.lines - 2
-    if len(lines) > room:
-        lines = lines[:room]
-    return [*lines, "", _cut(KEYS if len(followed) > 1 else "q quit", terminal.columns)]
+    return [*lines[: terminal.lines - 2], "", _cut(KEYS if len(followed) > 1 else "q quit", terminal.columns)]
 
 
 def _details(one: Followed, terminal: Terminal) -> list[str]:
@@ -109,19 +106,22 @@ def _details(one: Followed, terminal: Terminal) -> list[str]:
 
 
 def _time(one: Followed, terminal: Terminal) -> list[str]:
-    """Return a bar of where the time went, and its parts in words."""
+    """Return two lines: goodput with a bar of how the time was spent, and the percentage of each bin."""
     total = one.account.running_seconds
     if not total:
         return []
     head = f"{'goodput':<{_TITLE}}{100 * one.account.goodput:>6.1f} % "
     bar = ""
-    done = 0.0
-    for name, value in one.account.seconds.items():
-        done += value
-        bar += BINS[name] * (round((terminal.columns - len(head)) * done / total) - len(bar))
-    percent = {name: 100 * value / total for name, value in one.account.seconds.items()}
+    elapsed = 0.0
+    # Round the end of each bin and not its width, so that rounding errors do not add up and the bar fills the line
+    for name, seconds in one.account.seconds.items():
+        elapsed += seconds
+        end = round((terminal.columns - len(head)) * elapsed / total)
+        bar += BINS[name] * (end - len(bar))
+    percent = {name: 100 * seconds / total for name, seconds in one.account.seconds.items()}
     parts = [f"{name} {value:.1f} %" for name, value in percent.items() if value >= 0.05]
-    return [_cut(line, terminal.columns) for line in (head + bar, f"{'of the time':<{_TITLE}} {', '.join(parts)}")]
+    percentages = f"{'of the time':<{_TITLE}} {', '.join(parts)}"
+    return [_cut(head + bar, terminal.columns), _cut(percentages, terminal.columns)]
 
 
 def _curve(one: Followed, name: str) -> Curve:
