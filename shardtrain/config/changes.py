@@ -7,15 +7,19 @@ accepted; one that alters nothing but speed, place or what is written is ignored
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from shardtrain.config import derived
 from shardtrain.config.load import Loaded, value_of
 from shardtrain.config.model_file import read_model_file, shape
 from shardtrain.config.options import default_text, nearest, options
+from shardtrain.config.rules.own_files import named_files
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -186,15 +190,35 @@ def class_of(option: str) -> Class | None:
     return OPTIONS.get(option, SECTIONS.get(option.partition(".")[0]))
 
 
-def to_record(config: Config, world_size: int) -> dict[str, Any]:
-    """What a checkpoint keeps of its configuration: every option whose change matters, as JSON."""
+FILES = "files"
+"""Key of a record: the SHA-256 of the text of each Python file that decides the course, by the option that names it."""
+
+
+def file_hashes(config: Config) -> dict[str, str]:
+    """Hash the Python files of model, task, optimizer and schedule that the configuration names."""
+    named = {option: path for option, path in named_files(config) if path.endswith(".py")}
+    texts = {option: Path(path).read_bytes() for option, path in named.items() if class_of(option) == "error"}
+    return {option: hashlib.sha256(text).hexdigest() for option, text in texts.items()}
+
+
+def to_record(config: Config, world_size: int, files: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+    """What a checkpoint keeps of its configuration: every option whose change matters, as JSON.
+
+    ``files`` are the ``file_hashes`` of the start of the run.
+    """
     kept = {name: _plain(value_of(config, name)) for name in options() if class_of(name) != "ignore"}
     # -1 means whatever this mesh gives: kept is the number that it gave, or another mesh would change it unnoticed
     kept["training.global_batch_size"] = derived.global_batch_size(config, world_size)
-    return kept
+    return {**kept, FILES: dict(files)}
 
 
-def find(saved: Any, config: Config, world_size: int, excluded: Sequence[str] = ()) -> list[Change]:
+def find(
+    saved: Any,
+    config: Config,
+    world_size: int,
+    excluded: Sequence[str] = (),
+    files: Mapping[str, str] = MappingProxyType({}),
+) -> list[Change]:
     """The options that differ from a checkpoint's record; options that only one of the two versions has are left out.
 
     A record of another program version, or none at all, is not an error: what it does not name is not compared. A value
@@ -207,8 +231,15 @@ def find(saved: Any, config: Config, world_size: int, excluded: Sequence[str] = 
     differing = {
         name: Change(name, saved[name], new, class_of(name) or "error")
         for name, new in now.items()
-        if name in saved and saved[name] != new
+        if name in saved and name != FILES and saved[name] != new
     }
+    saved_files = saved.get(FILES)
+    hashes = saved_files if isinstance(saved_files, Mapping) else {}
+    for name, digest in files.items():
+        before = hashes.get(name, digest)
+        if before != digest and name not in differing:
+            old, new = (f"{now[name]} with the SHA-256 {str(text)[:12]}..." for text in (before, digest))
+            differing[name] = Change(name, old, new, "error")
     for part in excluded:
         for start in FREED.get(part, ()):
             differing = {name: change for name, change in differing.items() if not name.startswith(start)}

@@ -8,7 +8,7 @@ import torch
 
 from shardtrain import distributed, optim
 from shardtrain.checkpoint.collectives import first_rank
-from shardtrain.config import derived
+from shardtrain.config import changes, derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed import BATCH_AXES, process_group
 from shardtrain.distributed.process_group import World
@@ -89,5 +89,6 @@ def build(config: Config, world: World) -> Run:
     flops = sum(count * built.flops_per_token(length) for length, count in tokens_of.items()) / sum(tokens_of.values())
     run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops)
     run.names = tuple(built.names)
+    run.files = changes.file_hashes(config)
     run.adapters = built.adapters
     return run

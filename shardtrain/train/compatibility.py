@@ -74,7 +74,7 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> int | None:
 
 def record(run: Run) -> dict[str, Any]:
     """Return the facts of a checkpoint about its options: those that matter, and all changes accepted so far."""
-    options = changes.to_record(run.config, dist.get_world_size())
+    options = changes.to_record(run.config, dist.get_world_size(), run.files)
     if not run.state.step:
         del options[BATCH]  # nothing is trained yet, so a seed checkpoint starts a run of any batch size
     return {"config": options, "accepted_changes": run.accepted_changes}
@@ -82,7 +82,7 @@ def record(run: Run) -> dict[str, Any]:
 
 def find_changes(run: Run, facts: Mapping[str, Any], excluded: Sequence[str]) -> list[Change]:
     """The options that are not those of a checkpoint and are not free, parts that are not loaded left out."""
-    return changes.find(facts.get("config"), run.config, dist.get_world_size(), excluded)
+    return changes.find(facts.get("config"), run.config, dist.get_world_size(), excluded, run.files)
 
 
 def refuse(run: Run, path: object, found: Sequence[Change], other_data: str) -> None:

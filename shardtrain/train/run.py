@@ -48,6 +48,8 @@ class Run:
     contents: Contents = field(default_factory=Contents)
     """Hashes of the data files, as far as they have been computed. Only rank 0 has them."""
     counting: BestEffort = field(default_factory=lambda: BestEffort("counting beside a step"))
+    files: dict[str, str] = field(default_factory=dict)
+    """Hashes of the user's Python files when the run was built, by option; see ``config/changes.py``."""
     accepted_changes: list[dict[str, Any]] = field(default_factory=list)
     """Changes of options that the user accepted in earlier resumes, as checkpoints record them; see
     ``compatibility.py``."""

@@ -50,6 +50,32 @@ def built_in_and_own(rank: int, root: Path, path: str, mesh: str) -> tuple[Ended
     return straight, train_whole(rank, config("killed", path))
 
 
+@pytest.mark.parametrize(
+    ("accepted", "said"), [([], "another lr_scheduler.name"), (["lr_scheduler.name"], None), (["all"], None)]
+)
+def test_a_schedule_file_that_has_changed_since_the_run_was_saved_is_an_error(
+    tmp_path: Path, accepted: list[str], said: str | None
+) -> None:
+    def config(steps: int):
+        return tiny_config(
+            job={"dump_folder": str(tmp_path / "run")},
+            training={"steps": steps},
+            lr_scheduler={"name": str(path), "total_steps": 8, "warmup_steps": 0},
+            checkpoint={"enable": True, "interval": 2, "accept_changes": accepted},
+        )
+
+    path = tmp_path / "my_schedule.py"
+    path.write_text("def factor(step, total_steps):\n    return 0.75\n")
+    run_ranks(1, train_whole, config(2))
+    path.write_text("def factor(step, total_steps):\n    return 0.25\n")
+    (resumed,) = run_ranks(1, train_whole, config(4))
+    assert (said is None) == (resumed.error is None)
+    if said:
+        assert said in str(resumed.error) and f"{path} with the SHA-256" in str(resumed.error)
+    else:
+        assert resumed.lrs == pytest.approx([0.25e-2] * 2)
+
+
 @pytest.mark.parametrize("mesh", cases(["one process"], nightly=["fsdp", "tp", "pp"]))
 def test_a_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_path: Path, mesh: str) -> None:
     for straight, resumed in run_ranks(MESHES[mesh][0], built_in_and_own, tmp_path, written(tmp_path), mesh):
