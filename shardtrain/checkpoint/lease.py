@@ -25,7 +25,7 @@ from typing import Any
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.utils import atomic_io, reading
-from shardtrain.utils.errors import ConfigError, FolderTaken
+from shardtrain.utils.errors import ConfigError, FolderTaken, fix_first
 from shardtrain.utils.log import logger
 
 LEASE = "lease.json"
@@ -92,8 +92,11 @@ class Lease:
                     return
                 if holder or not self._held:
                     raise ConfigError(
-                        f"the lease {self._path} of this run was taken over by {describe(holder)}; nothing is written: "
-                        "give each run a job.dump_folder of its own"
+                        fix_first(
+                            f"the lease {self._path} of this run was taken over by {describe(holder)}",
+                            "give each run its own job.dump_folder",
+                            "two runs must not write one folder, and this one writes nothing more",
+                        )
                     )
                 error = OSError(errno.EIO, "the file is not a lease", str(self._path))
             except OSError as found:

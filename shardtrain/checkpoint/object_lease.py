@@ -23,7 +23,7 @@ from shardtrain.checkpoint.lease import (
     why_free,
 )
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.utils.errors import ConfigError, FolderTaken
+from shardtrain.utils.errors import ConfigError, FolderTaken, fix_first
 from shardtrain.utils.log import logger
 
 
@@ -58,8 +58,11 @@ class ObjectLease(Lease):
         holder = self._find_own()
         if not self._held or holder.get("nonce") != self.nonce:
             raise ConfigError(
-                f"the lease {self._object} of this run was taken over by {describe(holder)}; nothing is written: give "
-                "each run a checkpoint.folder of its own"
+                fix_first(
+                    f"the lease {self._object} of this run was taken over by {describe(holder)}",
+                    "give each run its own checkpoint.folder",
+                    "two runs must not write one folder, and this one writes nothing more",
+                )
             )
 
     def _find_own(self, with_folder: bool = False) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from io import BytesIO
 from typing import Any
 
-from shardtrain.utils.errors import CheckpointError
+from shardtrain.utils.errors import CheckpointError, fix_first
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,9 @@ def parse(
             machine.step(opcode.name, argument)
         raise ValueError("it has no end")
     except _Refused as error:
-        raise CheckpointError(f"{where} {error}; nothing in it was run: do not trust this file") from None
+        raise CheckpointError(
+            fix_first(f"{where} {error}", "do not trust this file", "nothing in it was run")
+        ) from None
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeError, RecursionError) as error:
         raise CheckpointError(f"{where} is damaged: {' '.join(str(error).split())[:200]}; use another one") from None
 

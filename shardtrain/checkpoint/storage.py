@@ -18,7 +18,7 @@ from shardtrain.checkpoint.lease import LEASE, Lease
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.object_lease import ObjectLease
 from shardtrain.checkpoint.objects import MARK, ObjectPath, open_address, unlink_all
-from shardtrain.utils.errors import CheckpointError, StorageError
+from shardtrain.utils.errors import CheckpointError, StorageError, fix_first
 from shardtrain.utils.log import logger
 
 Place: TypeAlias = Path | ObjectPath
@@ -91,8 +91,12 @@ class LocalStorage:
         needed = int(SPARE * planned_bytes)
         if free < needed:
             raise StorageError(
-                f"cannot write checkpoint {draft}: {free} bytes are free and {needed} are needed; nothing was "
-                "touched: free space, or keep fewer with checkpoint.keep_latest_k"
+                fix_first(
+                    f"cannot write checkpoint {draft}",
+                    "free space, or keep fewer checkpoints with checkpoint.keep_latest_k",
+                    f"{free} bytes are free and {needed} are needed",
+                    "nothing was changed",
+                )
             )
         retention.remove(draft)
         with files.naming(draft):

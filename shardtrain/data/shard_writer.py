@@ -259,7 +259,7 @@ def storing(folder: Path) -> Iterator[None]:
             free = ""
         raise StorageError(
             f"cannot write {error.filename or folder}: {error.strerror or error}{free}; make room and start the same "
-            "command again: it continues where it stopped"
+            "command again, which continues where it stopped"
         ) from error
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from shardtrain.utils import private_network
-from shardtrain.utils.errors import PeerError
+from shardtrain.utils.errors import PeerError, fix_first
 from shardtrain.utils.process import meeting_folder
 
 T = TypeVar("T")
@@ -90,6 +90,9 @@ def _refuse_others(inodes: set[str]) -> None:
         user = ours.get(row[2].rpartition(":")[2])
         if user is not None and row[9] != "0" and row[7] != user:
             raise PeerError(
-                f"the user with id {row[7]} of this machine connected to this run while its ranks did; no step was "
-                "made with it: start again, in a container or network namespace of its own if this persists"
+                fix_first(
+                    f"the user with id {row[7]} of this machine connected to this run while its ranks did",
+                    "start again, in its own container or network namespace if this persists",
+                    "no step was made with that connection",
+                )
             )

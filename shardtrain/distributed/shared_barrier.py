@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from shardtrain.utils.errors import PeerError
+from shardtrain.utils.errors import PeerError, fix_first
 
 LINE_BYTES = 64
 """Of the memory, for each rank's counter: a line of the processor's cache, so that no two ranks write the same one."""
@@ -108,8 +108,11 @@ class Barrier:
                 raise PeerError(f"rank {rank} of those that share memory with this one has ended")
             if time.monotonic() - since >= self._limit():
                 raise PeerError(
-                    f"rank {rank} of those that share memory with this one did not come within {self._limit():g} s; "
-                    "another rank failed or is late: see the other logs, or raise comm.train_timeout_seconds"
+                    fix_first(
+                        f"rank {rank} of those that share memory with this one did not come within {self._limit():g} s",
+                        "see the other logs, or raise comm.train_timeout_seconds",
+                        "another rank failed or is late",
+                    )
                 )
 
 

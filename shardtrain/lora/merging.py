@@ -99,7 +99,8 @@ def merge(
     if missing:
         raise CheckpointError(
             f"the adapters are for {missing[0]}, which is not a separate tensor in {frozen.path}; use the model that "
-            "they were trained on, or generate with --adapter if the weight is tied: a merge would change both modules"
+            "they were trained on, or generate with --adapter if the weight is tied and a merge would change two"
+            " modules"
         )
 
     def read(name: str) -> Tensor:

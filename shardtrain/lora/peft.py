@@ -367,7 +367,7 @@ def _open(folder: Path) -> Any:
     if not path.exists():
         legacy = (folder / "adapter_model.bin").exists()
         what = "only adapter_model.bin, a pickle, which is never opened here" if legacy else "no weights"
-        raise CheckpointError(f"{folder} has {what}; it needs {WEIGHTS}: save it with safe_serialization=True")
+        raise CheckpointError(f"{folder} has {what} instead of {WEIGHTS}; save it with safe_serialization=True")
     try:
         reading.check_regular(path)
         return safe_open(str(path), framework="pt")

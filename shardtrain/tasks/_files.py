@@ -98,5 +98,5 @@ def _good_rows(
             place = place_of(source, key)
             tally.add_bad(one, place)
             if split == "test" or (split == "validation" and not one.harmless):
-                raise DataError(f"{place}: {one}; correct it: each row of a held-out set counts")
+                raise DataError(f"{place}: {one}; correct it, because each row of a held-out set counts")
             policy.meet(one, place)

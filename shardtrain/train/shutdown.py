@@ -21,7 +21,7 @@ from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience import signals
 from shardtrain.resilience.stop_request import NOT_IN_TIME
 from shardtrain.train.resume import save, weights
-from shardtrain.utils.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem
+from shardtrain.utils.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem, fix_first
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
@@ -208,6 +208,9 @@ def explain(error: Exception, run: Run) -> Exception:
     if "gloo/transport" not in str(error) or not calls:
         return error
     return PeerError(
-        f"step {step}: {calls[-1].name} did not complete: {str(error).splitlines()[0].rpartition('] ')[2]}; "
-        "another rank failed or is late: see the other logs, or raise comm.train_timeout_seconds"
+        fix_first(
+            f"step {step}: {calls[-1].name} did not complete: {str(error).splitlines()[0].rpartition('] ')[2]}",
+            "see the other logs, or raise comm.train_timeout_seconds",
+            "another rank failed or is late",
+        )
     )

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SENTENCES = re.compile(r", so (?!that)")
-"""Between the two sentences of a rule: a fact, and what follows from it."""
+SENTENCES = re.compile(r", so (?!that)|; ")
+"""Between the two sentences of a rule: a fact, and what follows from it or explains it."""
 
 
 def fix_first(subject: str, fix: str, *reasons: str) -> str:
@@ -49,14 +49,18 @@ class Problem:
     def __str__(self) -> str:
         """One line: ``run.toml:12: training.steps=0 must be at least 1; set it to ...``.
 
-        A rule of two sentences (``SENTENCES``) comes after the fix.
+        A rule of two sentences (``SENTENCES``) comes after the fix. A fix that sets another option or removes this one
+        names this one: ``set b.c = 1, or remove it`` becomes ``set b.c = 1, or remove a.b``.
         """
         origin = f"{self.where}: " if self.where else ""
         value = "" if self.value is None else f"={_toml_like(self.value)}"
         subject = f"{origin}{self.option}{value}"
-        text = f"{subject} {self.rule}; {self.fix}"
+        # After "set b.c = 1", "it" would be b.c
+        it = self.option if self.fix.startswith("set ") else "it"
+        fix = self.fix.replace(", or remove it", f", or remove {it}")
+        text = f"{subject} {self.rule}; {fix}"
         if SENTENCES.search(self.rule):
-            text = fix_first(subject, self.fix, f"it {self.rule}")
+            text = fix_first(subject, fix, f"it {self.rule}")
         # one line whatever the value holds, and nothing that a terminal would obey
         return "".join(char if char.isprintable() else "?" for char in text)
 

@@ -168,7 +168,7 @@ def test_a_save_that_will_not_fit_does_not_begin(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(files, "free_bytes", lambda _: 100)
     made: list[Any] = []
     monkeypatch.setattr(Path, "mkdir", lambda *a, **_: made.append(a))
-    with pytest.raises(StorageError, match=r"100 bytes are free and \d+ are needed; nothing was touched"):
+    with pytest.raises(StorageError, match=r"100 bytes are free and \d+ are needed; nothing was changed"):
         save(kept, 2)
     assert not made and kept.steps() == [1]
 

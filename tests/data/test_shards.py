@@ -157,7 +157,7 @@ def test_another_tokenizer_is_refused_with_both_sizes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         check_tokenizer(line, other, "model.tokenizer_path")
     text = str(caught.value)
-    assert text.startswith("model.tokenizer_path ") and "\n" not in text
+    assert text.startswith("model.tokenizer_path: name that tokenizer, or prepare") and "\n" not in text
     assert all(word in text for word in ("258", "50257", "ffffffffffff", ByteTokenizer.fingerprint[:12], '"bytes"'))
 
 

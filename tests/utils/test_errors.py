@@ -23,6 +23,12 @@ PROBLEMS = [
         'LAYOUT.context="core": add --no_cache; reason: it doubles its scores, so its keys cannot be kept',
     ),
     (
+        Problem("--from", "hf", "is not a folder; nothing is fetched", "download it"),
+        '--from="hf": download it; reason: it is not a folder; nothing is fetched',
+    ),
+    (Problem("a.b", 1, "needs c", "set c.d = 1, or remove it"), "a.b=1 needs c; set c.d = 1, or remove a.b"),
+    (Problem("a.b", 1, "is wrong", "use 2, or remove it"), "a.b=1 is wrong; use 2, or remove it"),
+    (
         Problem("--from", "hf", "is not a folder here, so nothing is read", "download it", "command line"),
         'command line: --from="hf": download it; reason: it is not a folder here, so nothing is read',
     ),
@@ -74,8 +80,11 @@ def test_a_rule_of_the_package_with_several_sentences_is_printed_after_its_fix()
 
 
 def test_an_error_with_more_than_a_fact_and_a_fix_uses_fix_first() -> None:
-    """A text without ``Problem`` or ``fix_first`` has at most two parts: a fact, and what to do."""
+    """A text without ``Problem`` or ``fix_first`` has at most two parts: a fact, and what to do.
+
+    What to do is the last part, so no colon follows in it ("fact; reason: fix").
+    """
     errors = [(place, text) for kind, place, text in MESSAGES if kind == "error"]
     assert len(errors) > 300
-    long = [f"{place}: {text}" for place, text in errors if len(re.findall(r"[.;] ", text)) > 1]
+    long = [f"{place}: {text}" for place, text in errors if re.search(r"[.;] .*[.;:] ", text)]
     assert long == []

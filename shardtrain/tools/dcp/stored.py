@@ -119,7 +119,7 @@ class DcpFolder:
         for file, end in sorted(ends.items()):
             path = self.folder / file
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing; {METADATA} names it: copy the whole folder")
+                raise CheckpointError(f"{path} is missing, which {METADATA} names; copy the entire folder")
             if path.stat().st_size < end:
                 raise CheckpointError(
                     f"{path} has {path.stat().st_size} bytes, and {METADATA} speaks of {end}: it is cut"

@@ -382,9 +382,11 @@ def test_wrong_options_are_reported_in_one_line(hub, tmp_path, words):
 
 def test_a_kind_without_files_is_reported_with_the_files_there_are(hub, tmp_path):
     del hub.files["config.json"], hub.files["model.safetensors"]
-    assert '--assets="config" finds nothing in org/name; its files are README.md' in fails(
-        ConfigError, tmp_path, "--all"
+    message = fails(ConfigError, tmp_path, "--all")
+    assert (
+        '--assets="config": check --repo_id, or ask for other assets; reason: it finds nothing in org/name' in message
     )
+    assert "; its files are README.md, " in message
 
 
 def test_a_full_disk_is_reported_before_the_download_and_in_it(hub, tmp_path, monkeypatch):
