@@ -109,15 +109,15 @@ def is_local(path: str) -> bool:
 def request_for(config: Config, named: NamedDataset) -> Request:
     """What the source's module is asked to open."""
     _set_limits(config)
-    text_field = named.source.text_field or config.data.text_field
     return Request(
         path=named.source.dataset_path,
         option=named.path_option,
         split=named.source.split or config.data.split,
+        split_option=named.path_option.replace("dataset_path", "split") if named.source.split else "data.split",
         subset=named.source.subset or config.data.subset,
         streaming=config.data.streaming,
         max_row_bytes=config.data.max_row_bytes,
-        header=not text_field.isdecimal(),
+        header=not (named.source.text_field or config.data.text_field).isdecimal(),
     )
 
 

@@ -346,9 +346,7 @@ def data_notes(loaded: Loaded) -> list[str]:
             notes.append(f"{', '.join(idle)}: without effect on prepared shards, whose rows are read and tokenized")
     if all(source.dataset in _WITHOUT_SPLITS for source in found.values()):
         idle = [f"data.{key}" for key in ("split", "subset", "streaming") if is_changed(loaded, f"data.{key}")]
-        idle += [
-            f"validation.{key}" for key in ("split",) if c.validation.enable and is_changed(loaded, "validation.split")
-        ]
+        idle += ["validation.split"] * (c.validation.enable and is_changed(loaded, "validation.split"))
         if idle:
             names = ", ".join(sorted({source.dataset for source in found.values()}))
             notes.append(f"{', '.join(idle)}: without effect on {names}, which has neither splits nor subsets")
@@ -368,10 +366,11 @@ def _validation_notes(loaded: Loaded, found: dict[str, DataSource]) -> list[str]
     if held_out is None:
         return []
     notes = []
+    has_one_split = held_out.dataset in (*_WITHOUT_SPLITS, "c4_mini", "c4_validation")
     for option, source in found.items():
-        same_split = held_out.dataset in _WITHOUT_SPLITS or held_out.split == (source.split or c.data.split)
         same = (held_out.dataset, held_out.dataset_path) == (source.dataset, source.dataset_path)
-        if option != "validation" and same and same_split:
+        same = same and (has_one_split or held_out.split == (source.split or c.data.split))
+        if option != "validation" and same:
             notes.append(f"validation.dataset: the data of {option} too, so the loss is not one on held-out data")
     if c.parallelism.pipeline_parallel_degree > 1 and is_changed(loaded, "validation.local_batch_size"):
         notes.append("validation.local_batch_size: without effect, a pipeline takes the rows of a training step")

@@ -38,20 +38,31 @@ class BadRow:
 Row = Mapping[str, Any] | BadRow
 
 
+_DEFAULT_SPLITS = {"validation.split": "validation", "task.test_split": "test"}
+"""Options of splits whose default is not "train"."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What to open: ``path`` is the dataset_path option or None, and ``option`` is how errors call it.
 
-    ``header`` says whether the first line of a TSV or CSV file names its columns; without, they are "0", "1", ...
+    ``split_option`` is how errors call ``split``. ``header`` is True if the first line of a TSV or CSV file names its
+    columns. Without it they are "0", "1", ...
     """
 
     path: str | None = None
     option: str = "training.dataset_path"
     split: str = "train"
+    split_option: str = "data.split"
     subset: str | None = None
     streaming: bool | None = None
     max_row_bytes: int = 16 * 2**20
     header: bool = True
+
+    @property
+    def has_default_split(self) -> bool:
+        """True if the split is the default of its option. A dataset that has only one split then ignores it."""
+        return self.split == _DEFAULT_SPLITS.get(self.split_option, "train")
 
 
 class Source(Protocol):

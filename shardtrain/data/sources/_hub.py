@@ -119,18 +119,13 @@ def open_saved(request: Request) -> Table | Shards:
         rule = f"cannot be opened as a saved dataset ({one_line(error)})"
         raise ConfigError(Problem(request.option, request.path, rule, "save it again by save_to_disk")) from error
 
-    # A folder of several splits has one asked for; a single one must be it.
-    if isinstance(saved, Mapping):
-        if request.split not in saved:
-            rule = f'has no split "{request.split}"'
-            fix = f"set data.split to {' or '.join(saved)}"
-            raise ConfigError(Problem(request.option, request.path, rule, fix))
-        saved = saved[request.split]
-    elif saved.split is not None and str(saved.split) != request.split:
-        rule = f'is the split "{saved.split}", not "{request.split}"'
-        fix = f'set data.split="{saved.split}"'
+    # A dataset that was saved by itself may know of which split it is
+    splits = saved if isinstance(saved, Mapping) else {str(saved.split or request.split): saved}
+    if request.split not in splits:
+        rule = f'has no split "{request.split}"'
+        fix = f"set {request.split_option} to {' or '.join(splits)}"
         raise ConfigError(Problem(request.option, request.path, rule, fix))
-    return _opened(saved, request)
+    return _opened(splits[request.split], request)
 
 
 def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:

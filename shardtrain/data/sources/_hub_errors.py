@@ -24,11 +24,11 @@ def one_line(error: BaseException) -> str:
 
 def refusal(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> ConfigError:
     """The error for a dataset that the hub or the library did not give; ``asked`` holds name (subset) and split."""
-    rule, fix = _reason(error, name, asked)
+    rule, fix = _reason(error, request, name, asked)
     return ConfigError(Problem(request.option, name, f"{rule} ({one_line(error)})", fix))
 
 
-def _reason(error: BaseException, name: str, asked: Mapping[str, Any]) -> tuple[str, str]:
+def _reason(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> tuple[str, str]:
     # By names of classes, HTTP statuses and words, over all errors that this one was raised from: the library and the
     # hub's client each wrap the other's, and their classes moved between versions.
     chain = _chain(error)
@@ -57,7 +57,7 @@ def _reason(error: BaseException, name: str, asked: Mapping[str, Any]) -> tuple[
     if "config name is missing" in text or "builderconfig" in text:
         return f"has no subset {asked.get('name') or 'by default'}", "set data.subset to one that it has"
     if "split" in text:
-        return f'has no split "{asked.get("split")}"', "set data.split to one that it has"
+        return f'has no split "{asked.get("split")}"', f"set {request.split_option} to one that it has"
     if kinds & {"OSError", "RequestException", "TransportError"}:  # of the system, requests and httpx
         fix = "check the network, set HF_HUB_OFFLINE=1 to use what was downloaded before, or name a local copy"
         return "cannot be had: the hub is out of reach", fix

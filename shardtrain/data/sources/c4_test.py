@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Shards, Table, huggingface
+from shardtrain.data.sources._hub import HubSet
 from shardtrain.utils.errors import ConfigError, Problem
 
 PLACES = ("tests/assets/c4_test", "test/assets/c4_test")
@@ -27,4 +28,4 @@ def open_source(request: Request) -> Table | Shards:
         rule = f"is a local dataset, which is not in ./{PLACES[0]}"
         fix = f'name its folder with {request.option}, or use "python_stdlib", which is on every machine'
         raise ConfigError(Problem(option, "c4_test", rule, fix))
-    return huggingface.open_local(replace(request, path=path))
+    return huggingface.open_preset(replace(request, path=path), HubSet("c4_test", split="train"))

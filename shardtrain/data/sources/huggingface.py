@@ -72,9 +72,9 @@ def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
         ConfigError, DataError: as open_source.
     """
     own_split = (dataset.split or "train").partition("[")[0]
-    if dataset.split is not None and request.split not in ("train", own_split):
+    if dataset.split is not None and request.split != own_split and not request.has_default_split:
         rule = "has no effect with this dataset, which is a part of one split"
-        raise ConfigError(Problem("data.split", request.split, rule, "remove it"))
+        raise ConfigError(Problem(request.split_option, request.split, rule, "remove it"))
     if request.path is not None:
         return open_local(replace(request, split=own_split) if dataset.split else request, sole_split=own_split)
     if request.subset is not None and dataset.data_files is not None:
@@ -134,7 +134,9 @@ def _of_split(files: FileList, request: Request, sole_split: str, is_file: bool)
     chosen = [number for number, split in enumerate(splits) if split == wanted]
     if not chosen:
         rule = f'has no files of the split "{request.split}"'
-        raise ConfigError(Problem(request.option, request.path, rule, f"set data.split to {' or '.join(known)}"))
+        raise ConfigError(
+            Problem(request.option, request.path, rule, f"set {request.split_option} to {' or '.join(known)}")
+        )
     if len(chosen) == len(files):
         return files
     logger.info("%s: read are %d of %d files, those of the split %s", request.path, len(chosen), len(files), wanted)

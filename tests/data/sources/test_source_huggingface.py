@@ -206,6 +206,34 @@ def test_files_whose_names_tell_no_split_are_train(tmp_path):
     assert texts(opened(tmp_path / "my-test.jsonl")) == ["row 0", "row 1"]  # one file, named by the user
 
 
+SPLITS = [
+    # dataset, option, its split, the error; None if the rows are read
+    ("c4_mini", "data.split", "train", None),
+    ("c4_mini", "validation.split", "validation", None),
+    ("c4_mini", "task.test_split", "test", None),
+    ("c4_test", "validation.split", "validation", None),
+    ("c4_validation", "data.split", "train", None),
+    ("c4_validation", "validation.split", "validation", None),
+    ("c4_mini", "data.split", "validation", 'data.split="validation" has no effect with this dataset'),
+    ("c4_mini", "validation.split", "test", 'validation.split="test" has no effect with this dataset'),
+    ("c4_mini", "data.sources.web.split", "test", 'data.sources.web.split="test" has no effect with this dataset'),
+    ("c4_validation", "validation.split", "train", 'validation.split="train" has no effect with this dataset'),
+    ("huggingface", "validation.split", "validation", "; set validation.split to train"),
+    ("huggingface", "data.sources.web.split", "x", "; set data.sources.web.split to train"),
+]
+
+
+@pytest.mark.parametrize(("name", "option", "split", "error"), SPLITS)
+def test_a_dataset_of_one_split_ignores_the_default_of_an_option(tmp_path, name, option, split, error):
+    save_jsonl(tmp_path / "en.jsonl", ROWS[:2])
+    save_jsonl(tmp_path / "more.jsonl", ROWS[2:3])
+    if error is None:
+        assert len(texts(opened(tmp_path, name, split=split, split_option=option))) == 3
+        return
+    with pytest.raises(ConfigError, match=re.escape(error)):
+        opened(tmp_path, name, split=split, split_option=option)
+
+
 def test_a_subset_is_a_folder_of_the_local_copy(tmp_path):
     save_jsonl(tmp_path / "en" / "x.jsonl", ROWS[:1])
     save_jsonl(tmp_path / "de" / "x.jsonl", ROWS[1:2])
