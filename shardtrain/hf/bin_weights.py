@@ -5,7 +5,6 @@ Weights are read from it only if ``checkpoint.initial_load_legacy_bin`` or ``imp
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,20 +12,15 @@ import torch
 from torch import Tensor
 
 from shardtrain.checkpoint.torch_file import Stored, TorchFile
-from shardtrain.hf.config_json import MAX_JSON_BYTES
-from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
-from shardtrain.utils import reading
+from shardtrain.hf.weights import BIN, BIN_INDEX, INDEX, SINGLE, HubWeights, read_index, without_wrappers
 from shardtrain.utils.errors import CheckpointError, ConfigError
-
-BIN = "pytorch_model.bin"
-BIN_INDEX = "pytorch_model.bin.index.json"
 
 
 class BinWeights(HubWeights):
     """Tensors by name of files of ``torch.save``; one tensor at a time is in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Read what each file says it holds.
+        """Read what each file says it holds. Names lose what ``without_wrappers`` removes.
 
         Raises:
             ConfigError: the folder has safetensors.
@@ -35,14 +29,14 @@ class BinWeights(HubWeights):
         """
         self.folder = folder
         self._files: dict[str, TorchFile] = {}
-        self._file_of: dict[str, str] = {}
-        self._stored: dict[str, Stored] = {}
+        file_of: dict[str, str] = {}
+        tensors: dict[str, Stored] = {}
         if (folder / SINGLE).exists() or (folder / INDEX).exists():
             raise ConfigError(
                 f"{folder} has safetensors, which are used instead of {BIN}; remove checkpoint.initial_load_legacy_bin "
                 "or --legacy_bin"
             )
-        for file in self._names_of_files():
+        for file in sorted(set(read_index(folder, BIN, BIN_INDEX).values())) or [BIN]:
             opened = self._files[file] = TorchFile(folder / file)
             table = opened.value
             if isinstance(table, dict) and isinstance(table.get("state_dict"), dict):
@@ -52,34 +46,19 @@ class BinWeights(HubWeights):
             for name, stored in table.items():
                 if not isinstance(name, str) or not isinstance(stored, Stored):
                     raise CheckpointError(f"{folder / file}: {str(name)[:100]} is not a tensor; use another file")
-                if name in self._stored:
-                    raise CheckpointError(f"{name} is both in {self._file_of[name]} and in {file} of {folder}")
-                self._stored[name] = stored
-                self._file_of[name] = file
-
-    def _names_of_files(self) -> list[str]:
-        index = self.folder / BIN_INDEX
-        if not index.is_file():
-            if not (self.folder / BIN).is_file():
-                raise CheckpointError(f"{self.folder} has neither {SINGLE} nor {BIN}; name the folder of a model")
-            return [BIN]
-        try:
-            found = json.loads(reading.whole(index, MAX_JSON_BYTES))["weight_map"].values()
-        except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index} is not an index of weights ({type(error).__name__}: {error})") from None
-        for file in found:
-            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".bin"):
-                raise CheckpointError(f"{index} names {str(file)[:100]!r}, which is not a .bin file of this folder")
-            if not (self.folder / file).is_file():
-                raise CheckpointError(f"{self.folder / file} is missing; {BIN_INDEX} names it")
-        return sorted(set(found))
+                if name in tensors:
+                    raise CheckpointError(f"{name} is both in {file_of[name]} and in {file} of {folder}")
+                tensors[name] = stored
+                file_of[name] = file
+        self.stored = without_wrappers(tensors)
+        self._file_of = without_wrappers(file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._stored[name].shape
+        return self.stored[name].shape
 
     def dtype(self, name: str) -> torch.dtype:
-        return getattr(torch, self._stored[name].dtype)  # type: ignore[no-any-return]
+        return getattr(torch, self.stored[name].dtype)  # type: ignore[no-any-return]
 
     def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        tensor = self._files[self._file_of[name]].tensor(self._stored[name])
+        tensor = self._files[self._file_of[name]].tensor(self.stored[name])
         return tensor[tuple(box)] if len(box) else tensor

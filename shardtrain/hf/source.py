@@ -20,11 +20,11 @@ from typing import Any
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
 from shardtrain.hf import layer_files
-from shardtrain.hf.bin_weights import BIN, BIN_INDEX, BinWeights
+from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.quantized_weights import open_weights
-from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
+from shardtrain.hf.weights import BIN, BIN_INDEX, INDEX, SINGLE, HubWeights
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,67 @@ from shardtrain.utils.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+BIN_INDEX = "pytorch_model.bin.index.json"
+BIN = "pytorch_model.bin"
+WRAPPERS = ("module.", "_orig_mod.")
+"""What DataParallel, DistributedDataParallel and torch.compile put before every name of a model."""
+T = TypeVar("T")
 _TYPES = {word: getattr(torch, name) for name, word in TYPES.items()}
+
+
+def without_wrappers(table: dict[str, T]) -> dict[str, T]:
+    """Remove the ``WRAPPERS`` that all names begin with, once for each time that the model was wrapped.
+
+    >>> without_wrappers({"module.module.a": 1, "module.module.b": 2}), without_wrappers({"module.a": 1, "b": 2})
+    ({'a': 1, 'b': 2}, {'module.a': 1, 'b': 2})
+    """
+    for wrapper in WRAPPERS:
+        if table and all(name.startswith(wrapper) for name in table):
+            return without_wrappers({name.removeprefix(wrapper): value for name, value in table.items()})
+    return table
+
+
+def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
+    """Map each tensor name to its file. Return {} for a folder with ``single``, which has no index.
+
+    Raises:
+        CheckpointError: the folder has neither ``single`` nor ``index``, or the index is damaged or names a file that
+            the folder does not have.
+    """
+    path = folder / index
+    if not path.exists() and (folder / single).exists():
+        return {}
+    if not path.exists():
+        raise _no_weights(folder, index)
+    try:
+        found = json.loads(reading.whole(path, MAX_JSON_BYTES))["weight_map"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is not an index of weights ({type(error).__name__}: {error})") from None
+    if not isinstance(found, dict) or not found:
+        raise CheckpointError(f"{path}: weight_map is not a table of names")
+    for name, file in found.items():
+        # A name with a folder in it could lead anywhere
+        if not isinstance(file, str) or Path(file).name != file or Path(file).suffix != Path(single).suffix:
+            raise CheckpointError(f"{path}: {name} is in {file!r}, which is not a file of this folder like {single}")
+        if not (folder / file).exists():
+            raise CheckpointError(f"{folder / file} is missing; {path} names it")
+    return found
+
+
+def _no_weights(folder: Path, index: str) -> CheckpointError:
+    """Return the error for a folder without ``index`` and without a file of all weights."""
+    pickles = sorted(file.name for file in folder.glob("pytorch_model*.bin"))
+    parts = sorted(file.name for file in folder.glob("*.safetensors"))
+    if parts or (pickles and index == BIN_INDEX):
+        missing = folder / (INDEX if parts else BIN_INDEX)
+        first, *others = parts or pickles
+        return CheckpointError(f"{missing} is missing, which says what is in {first} and {len(others)} more; fetch it")
+    if pickles:
+        return CheckpointError(
+            f"{folder} has only {', '.join(pickles[:3])}, a pickle; save it with safe_serialization=True, or read it "
+            "with import --legacy_bin or, in a run, checkpoint.initial_load_legacy_bin"
+        )
+    return CheckpointError(f"{folder} has neither {SINGLE} nor {INDEX}; name the folder of a model")
 
 
 class HubWeights:
@@ -30,56 +90,29 @@ class HubWeights:
         A tensor whose name begins with ``prefix`` is known by the rest of it.
 
         Raises:
-            CheckpointError: for no safetensors, a file that is missing, cut or none of the format, or an index that
-                names another place or another file than the one that holds a tensor.
+            CheckpointError: for no safetensors, a file that is missing, cut or none of the format, an index that names
+                another place or another file than the one that holds a tensor, or names of a wrapped model.
         """
         self.folder = folder
         self._files: dict[str, Any] = {}
         self._file_of: dict[str, str] = {}
-        index = self._read_index()
-        for file in sorted(set(index.values())) if index is not None else [SINGLE]:
+        index = read_index(folder, SINGLE, INDEX)
+        for file in sorted(set(index.values())) or [SINGLE]:
             self._open(file)
-        for name, file in (index or {}).items():
+        for name, file in index.items():
             # An index may list a tied head that no file holds. Whoever needs an absent tensor reports it.
             if self._file_of.get(name, file) != file:
                 raise CheckpointError(f"{folder / INDEX} says that {name} is in {file}, which does not hold it")
+        if without_wrappers(self._file_of).keys() != self._file_of.keys():
+            wrapper = next(iter(self._file_of)).partition(".")[0]
+            raise CheckpointError(
+                f"{folder}: all names begin with {wrapper!r}, which transformers does not read either; "
+                f"save model.{wrapper}.state_dict() instead"
+            )
         self._stored_as = {name.removeprefix(prefix): name for name in self._file_of}
         if len(self._stored_as) < len(self._file_of):
             raise CheckpointError(f"{folder} holds tensors both with and without {prefix!r} before the same name")
         self._file_of = {name.removeprefix(prefix): file for name, file in self._file_of.items()}
-
-    def _read_index(self) -> dict[str, str] | None:
-        """Which file holds each tensor; None where one file holds all."""
-        path = self.folder / INDEX
-        if not path.exists() and (self.folder / SINGLE).exists():
-            return None
-        if not path.exists():
-            parts = sorted(file.name for file in self.folder.glob("*.safetensors"))
-            pickles = sorted(file.name for file in self.folder.glob("*.bin"))[:3]
-            if parts:
-                raise CheckpointError(
-                    f"{path} is missing, which says what is in {parts[0]} and {len(parts) - 1} more; fetch it"
-                )
-            what = "no weights"
-            if pickles:
-                what = f"only {', '.join(pickles)}, a pickle, which import --legacy_bin opens, and a run "
-                what += "with checkpoint.initial_load_legacy_bin"
-            raise CheckpointError(
-                f"{self.folder} has {what}; it needs {SINGLE} or {INDEX}: save it with safe_serialization=True"
-            )
-        try:
-            found = json.loads(reading.whole(path, MAX_JSON_BYTES))["weight_map"]
-        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} is not an index of weights ({type(error).__name__}: {error})") from None
-        if not isinstance(found, dict) or not found:
-            raise CheckpointError(f"{path}: weight_map is not a table of names")
-        # A name with a folder in it could lead anywhere
-        for name, file in found.items():
-            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-                raise CheckpointError(
-                    f"{path}: {name} lies in {file!r}, which is not a safetensors file of this folder"
-                )
-        return found
 
     def _open(self, file: str) -> None:
         from safetensors import SafetensorError, safe_open
@@ -90,8 +123,6 @@ class HubWeights:
             reading.check_regular(path)
             opened = safe_open(str(path), framework="pt")
             names = list(opened.keys())
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing; {self.folder / INDEX} names it") from None
         except (OSError, SafetensorError, ValueError) as error:
             raise CheckpointError(f"{path} is cut short or no safetensors file ({error}); fetch it again") from None
         for name in names:

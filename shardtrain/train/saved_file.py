@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from shardtrain import models, optim
@@ -24,8 +23,9 @@ from shardtrain.checkpoint.storage import Place
 from shardtrain.checkpoint.torch_file import Stored, TorchFile
 from shardtrain.config.schema import Model
 from shardtrain.hf import as_is, mapping
+from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.format import Hub
-from shardtrain.hf.weights import HubWeights
+from shardtrain.hf.weights import without_wrappers
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.optim.grad_scaler import LARGEST, SMALLEST
 from shardtrain.utils.errors import CheckpointError
@@ -45,14 +45,14 @@ def is_saved_file(path: Place | None) -> bool:
     return isinstance(path, Path) and path.is_file()
 
 
-class FileWeights(HubWeights):
-    """The weights of such a file by name, without the ``module.`` of a wrapped model."""
+class FileWeights(BinWeights):
+    """The weights of such a file by name, without the names of wrappers (``without_wrappers``)."""
 
     def __init__(self, path: Path) -> None:
         """Read what the file describes; raises CheckpointError where that is not a table of weights."""
         self.folder = path
-        self._files = {}
         self.file = TorchFile(path)
+        self._files = {path.name: self.file}
         table = self.file.value
         if not isinstance(table, dict):
             raise CheckpointError(f"{path} holds no table; a checkpoint has {WEIGHTS[0]} and what goes with it")
@@ -62,26 +62,8 @@ class FileWeights(HubWeights):
         if not found or (named is not table and len(found) < len(named)):
             odd = next((str(name)[:80] for name, stored in named.items() if not isinstance(stored, Stored)), "nothing")
             raise CheckpointError(f"{path} holds no table of weights ({odd} is not a tensor)")
-        # DistributedDataParallel adds the prefix, once for each time that a model was wrapped
-        while all(str(name).startswith("module.") for name in found):
-            found = {str(name).removeprefix("module."): stored for name, stored in found.items()}
-        self.stored: Mapping[str, Stored] = {str(name): stored for name, stored in found.items()}
-
-    def names(self) -> list[str]:
-        return sorted(self.stored)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.stored
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self.stored[name].shape
-
-    def dtype(self, name: str) -> torch.dtype:
-        return getattr(torch, self.stored[name].dtype)  # type: ignore[no-any-return]
-
-    def read(self, name: str, box: Sequence[slice]) -> Tensor:
-        tensor = self.file.tensor(self.stored[name])
-        return tensor[tuple(box)] if len(box) else tensor
+        self.stored = without_wrappers({str(name): stored for name, stored in found.items()})
+        self._file_of = dict.fromkeys(self.stored, path.name)
 
 
 def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model) -> mapping.Translation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from shardtrain import config, models
 from shardtrain.checkpoint import manifest
 from shardtrain.cli import main
 from shardtrain.hf import importing, source
-from shardtrain.hf.bin_weights import BIN, BinWeights
+from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.model import recognise, translation_of
+from shardtrain.hf.weights import BIN, HubWeights
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 FORMATS = {"zip": True, "before 1.6": False}
@@ -59,12 +61,12 @@ def test_several_files_are_found_by_their_index(tmp_path: Path) -> None:
     with BinWeights(tmp_path / "two") as weights:
         assert [float(weights.read(name, ())[0]) for name in weights.names()] == [1.0, 2.0]
     index.write_text('{"weight_map": {"w1": "../pytorch_model-1.bin"}}')
-    with pytest.raises(CheckpointError, match=r"is not a \.bin file of this folder"):
+    with pytest.raises(CheckpointError, match="is not a file of this folder like pytorch_model.bin"):
         BinWeights(tmp_path / "two")
 
     index.write_text('{"weight_map": {"w1": "pytorch_model-1.bin", "w3": "pytorch_model-3.bin"}}')
     with pytest.raises(
-        CheckpointError, match=r"pytorch_model-3\.bin is missing; pytorch_model\.bin\.index\.json names"
+        CheckpointError, match=r"pytorch_model-3\.bin is missing; \S+pytorch_model\.bin\.index\.json names"
     ):
         BinWeights(tmp_path / "two")
 
@@ -108,8 +110,44 @@ def test_it_is_read_only_where_there_is_nothing_better(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match="has safetensors"):
         BinWeights(folder)
-    with pytest.raises(CheckpointError, match="has neither"):
-        BinWeights(tmp_path / "nowhere")
+
+
+INCOMPLETE: list[tuple[type[HubWeights], list[str], str]] = [
+    (BinWeights, [], "has neither model.safetensors nor model.safetensors.index.json; name the folder of a model"),
+    (BinWeights, ["training_args.bin"], "has neither"),
+    (
+        BinWeights,
+        ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", "training_args.bin"],
+        "pytorch_model.bin.index.json is missing, which says what is in pytorch_model-00001-of-00002.bin and 1 more; ",
+    ),
+    (BinWeights, ["model-00001-of-00002.safetensors"], "model.safetensors.index.json is missing, which says"),
+    (HubWeights, ["model-00001-of-00002.safetensors"], "model.safetensors.index.json is missing, which says"),
+    (HubWeights, ["pytorch_model-00001-of-00002.bin"], "a pickle; save it with safe_serialization=True, or read it"),
+    (HubWeights, ["training_args.bin"], "has neither"),
+]
+
+
+@pytest.mark.parametrize(("reader", "files", "said"), INCOMPLETE)
+def test_a_folder_without_an_index_is_told_which_one(
+    reader: type[HubWeights], files: list[str], said: str, tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        reader(tmp_path)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("prefix", ["module.", "module.module.", "_orig_mod.module."])
+def test_weights_of_a_wrapped_model_have_the_names_of_the_model(prefix: str, form: str, tmp_path: Path) -> None:
+    tensors = {f"{prefix}{name}": torch.full((2,), float(number)) for number, name in enumerate(("a.b", "module.c"))}
+    with BinWeights(write(tmp_path, tensors, is_zip=FORMATS[form])) as weights:
+        assert weights.names() == ["a.b", "module.c"]
+        assert [float(weights.read(name, ())[0]) for name in weights.names()] == [0.0, 1.0]
+    # transformers does not read such safetensors, so nothing could be compared with it
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=rf"save model\.{prefix.partition('.')[0]}\.state_dict\(\) instead"):
+        HubWeights(tmp_path)
 
 
 def test_it_is_asked_for_by_an_option_of_hugging_face_weights() -> None:

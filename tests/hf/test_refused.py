@@ -97,11 +97,11 @@ CASES: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "empty": (lambda f: (f / "model.safetensors").write_bytes(b"") and None, CheckpointError, "cut short"),
     "big header": (header(b"{" + b" " * 2**20), CheckpointError, "cut short"),
     "offsets": (header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,999]}}'), CheckpointError, "cut short"),
-    "pickle": (pickled, CheckpointError, "a pickle, which import --legacy_bin opens, and a run"),
+    "pickle": (pickled, CheckpointError, "read it with import --legacy_bin"),
     "index outside": (
         index({"weight_map": {WQ: "../model.safetensors"}}),
         CheckpointError,
-        "not a safetensors file of",
+        "not a file of this folder like model.safetensors",
     ),
     "index wrong": (index_of_two_files, CheckpointError, f"says that {WQ} is in b.safetensors, which does not hold it"),
     "index without tensor": (index_of_an_absent_tensor, CheckpointError, f"1 missing: {WQ}"),
