@@ -188,7 +188,6 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "a missing file to plan": (lambda r, m, t: api.plan("none.toml"), 'config="none.toml" does not exist'),
     "a missing file to verify": (lambda r, m, t: api.verify("none.toml"), 'path="none.toml" does not exist'),
     "a report of no run": (lambda r, m, t: api.report([]), "runs=[] must have at least one folder"),
-    "a flag to verify": (lambda r, m, t: api.verify("--help"), "does not exist"),
     "a verified number": (lambda r, m, t: api.verify(3), "path=3 must be"),
 }
 
@@ -222,6 +221,24 @@ def test_a_mistake_is_one_line_that_names_the_parameter(
     assert not any(f"{message}".startswith(option) for option in ("job.", "model.hf_assets_path"))
     assert message.count("\n") < lines and "command line" not in message
     assert not re.search(r"(?<![\w-])--[a-z]", message), f"{message!r} names a flag"
+
+
+def test_a_value_that_looks_like_a_flag_is_shown_as_it_was_given(tmp_path: Path) -> None:
+    broken = tmp_path / "a --config b" / "step-1"
+    (broken / "--json").mkdir(parents=True)
+    (broken / "manifest.json").write_text("{")
+    calls: list[tuple[Callable[[], Any], str]] = [
+        (lambda: api.verify("--help"), 'path="--help" does not exist'),
+        (lambda: api.plan("--help"), 'config="--help" does not exist'),
+        (lambda: api.plan("debug", device="--json"), 'device="--json" is not a known device'),
+        (lambda: api.report("--output"), 'runs="--output" has no metrics.jsonl'),
+        (lambda: api.load_model(tmp_path / "x --config y"), f'path="{tmp_path}/x --config y" does not exist'),
+        (lambda: api.load_model(broken), f"{broken}: "),
+    ]
+    for call, answer in calls:
+        with pytest.raises(ShardtrainError) as caught:
+            call()
+        assert answer in str(caught.value)
 
 
 def test_there_are_seventy_mistakes() -> None:

@@ -12,6 +12,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
@@ -22,6 +23,7 @@ PARAMETERS = {"from": "path"}
 """Flags whose parameter has another name."""
 OPTIONS = {
     "path": "job.config_file",
+    "runs": "RUN_FOLDER",
     "config": "job.config_file",
     "tokenizer": "model.hf_assets_path",
     "batch_size": "validation.local_batch_size",
@@ -30,7 +32,7 @@ OPTIONS = {
 """Options that a parameter sets. An error about such an option names the parameter if the value came from it."""
 _VALUE = r'[ =](?:\d[\w.]*|"[^"]*"|[^\s,;:)]*/[^\s,;:)]*|[\w.-]+\.toml)|=(?!true|false)[a-z]\w*'
 """A value that can be told from the next word: a number, a quoted text, a path, a word after "="."""
-_FLAG = re.compile(rf"(?<![\w-])--([a-z_][\w.]*\w)({_VALUE})?")
+_FLAG = rf"(?<![\w/-])--([a-z_][\w.]*\w)({_VALUE})?"
 
 
 def python_function(function: F) -> F:
@@ -88,8 +90,6 @@ def describe(hint: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         parts = [describe(part) for part in typing.get_args(hint)]
         return f"{', '.join(parts[:-1])} or {parts[-1]}"
-    if hint is type(None):
-        return "None"
     if origin is not None and issubclass(origin, Mapping):
         return "a dict"
     if origin is not None:
@@ -110,8 +110,9 @@ def article(name: str) -> str:
 
 def translated(error: ShardtrainError, arguments: Mapping[str, Any]) -> ShardtrainError:
     """Return the same error with parameters instead of flags. ``arguments`` are those of the call."""
+    values = [str(value) for value in arguments.values() if isinstance(value, str | Path)]
     if not isinstance(error, ConfigError):
-        return type(error)(_parameters(str(error)))
+        return type(error)(_parameters(str(error), values))
     # option and value -> parameter
     parameters = {(OPTIONS[name], str(value)): name for name, value in arguments.items() if name in OPTIONS}
     problems: list[Problem | str] = []
@@ -119,26 +120,30 @@ def translated(error: ShardtrainError, arguments: Mapping[str, Any]) -> Shardtra
         if isinstance(problem, str):
             for (option, value), name in parameters.items():
                 problem = problem.replace(f'{option}="{value}"', f'{name}="{value}"')
-            problems.append(_parameters(problem))
+            problems.append(_parameters(problem, values))
             continue
         option = problem.option.removeprefix("--")
         where = "" if problem.where == COMMAND_LINE else problem.where
         name = parameters.get((option, str(problem.value)), option)
         if problem.option.startswith("--"):
             name = PARAMETERS.get(option, option)
-        rule, fix = _parameters(problem.rule), _parameters(problem.fix)
+        rule, fix = _parameters(problem.rule, values), _parameters(problem.fix, values)
         problems.append(dataclasses.replace(problem, option=name, rule=rule, fix=fix, where=where))
     return type(error)(problems)
 
 
-def _parameters(text: str) -> str:
+def _parameters(text: str, values: Sequence[str] = ()) -> str:
     """Replace flags in a text: ``add --config a.toml`` becomes ``add config="a.toml"``.
+
+    Quoted text and ``values``, which are those of the call, are not flags and stay as they are.
 
     >>> _parameters('name one with --tokenizer, a path or "bytes"'), _parameters("use --temperature 0.7")
     ('name one with tokenizer, a path or "bytes"', 'use temperature=0.7')
     """
 
     def parameter(match: re.Match[str]) -> str:
+        if match[1] is None:
+            return match[0]
         name = PARAMETERS.get(match[1], match[1])
         if match[2] is None:
             return name
@@ -146,4 +151,5 @@ def _parameters(text: str) -> str:
         is_literal = value.startswith('"') or value[0].isdigit()
         return f"{name}={value}" if is_literal else f'{name}="{value}"'
 
-    return _FLAG.sub(parameter, text.replace(f"{COMMAND_LINE}: ", ""))
+    patterns = ['"[^"]*"', *(re.escape(value) for value in values if "--" in value), _FLAG]
+    return re.sub("|".join(patterns), parameter, text.replace(f"{COMMAND_LINE}: ", ""))
