@@ -164,17 +164,13 @@ def check_fields(
     Raises:
         ConfigError: another field differs. The message names all of them.
     """
-    # Ignore fields that do not affect the model under either Config. The option that turns them off is compared
-    ignored = FREE | hub.unused(stored_fields) | hub.unused(dataclasses.asdict(config))
     differences = []
-    for name, stored in stored_fields.items():
+    for name in _differing(hub, config, stored_fields):
         value = getattr(config, name)
-        if value == stored or name in ignored or name.endswith("_coeff"):
-            continue
         if name in chosen and CHANGEABLE.fullmatch(name):
-            logger.warning(f"model.overrides.{name}={value!r} is used; {where} has {stored!r}")
+            logger.warning(f"model.overrides.{name}={value!r} is used; {where} has {stored_fields[name]!r}")
         else:
-            differences.append(f"{name}={value!r} instead of {stored!r}")
+            differences.append(f"{name}={value!r} instead of {stored_fields[name]!r}")
     if differences:
         rule = f"does not fit {where}: {'; '.join(differences)}"
         fix = (
@@ -182,6 +178,26 @@ def check_fields(
             "window and dropout may differ, if they are set in model.overrides"
         )
         raise ConfigError(Problem("model", None, rule, fix))
+
+
+def changed_fields(hub: Hub | None, config: Any, base: source.Source | None) -> list[str]:
+    """Return "field=value" of each ``CHANGEABLE`` field of a Config that is not the value of the base model.
+
+    Empty if the base model is unknown or has another architecture.
+    """
+    file = hub.own_config(base.config) if hub is not None and base is not None else {}
+    if hub is None or file.get("model_type") != hub.model_type:
+        return []
+    differ = _differing(hub, config, hub.read(Fields(file, CONFIG, hub.defaults)))
+    return [f"{key}={getattr(config, key)!r}" for key in differ if CHANGEABLE.fullmatch(key)]
+
+
+def _differing(hub: Hub, config: Any, stored_fields: Mapping[str, Any]) -> list[str]:
+    """Return the names of the fields that differ and affect the model."""
+    # Ignore fields that do not affect the model under either Config. The option that turns them off is compared
+    ignored = FREE | hub.unused(stored_fields) | hub.unused(dataclasses.asdict(config))
+    differ = [name for name, stored in stored_fields.items() if getattr(config, name) != stored and name not in ignored]
+    return [name for name in differ if not name.endswith("_coeff")]
 
 
 def _toml(value: Any) -> str:

@@ -88,6 +88,19 @@ def test_the_changed_value_is_that_of_the_exported_folder(way: str, tmp_path: Pa
     assert (written.get("rope_parameters") or written)["rope_theta"] == 1e6
 
 
+@pytest.mark.parametrize("way", cases(["in_hf, adapters"], nightly=["import, adapters"]))
+@pytest.mark.parametrize("overrides", [{"rope_theta": 1e6}, {}])
+def test_a_peft_folder_cannot_hold_the_changed_value_and_export_prints_it(
+    way: str, overrides: dict[str, Any], tmp_path: Path, capsys: Any
+) -> None:
+    assert run(config_of(way, "llama3", tmp_path, overrides)).error is None
+    capsys.readouterr()
+    assert export_main([str(tmp_path / "run"), "--adapter", "--to", str(tmp_path / "peft")]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("no place for it: rope_theta=1000000.0\n") == len(overrides), printed
+    assert printed.count("\n") == 2 + len(overrides)  # the checkpoint, and what was written
+
+
 @pytest.mark.parametrize(
     ("way", "field"),
     cases([(way, "norm_eps") for way in WAYS] + [("in_hf", "num_heads")], nightly=[(way, "num_heads") for way in WAYS]),

@@ -1,4 +1,4 @@
-"""``shardtrain merge`` adds adapters to their base weights; ``shardtrain export --adapter`` writes a PEFT folder."""
+"""``shardtrain merge`` and ``shardtrain export --adapter``: adapters into their weights, or into a folder of PEFT."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run ``shardtrain merge`` and return the exit status."""
+    """``shardtrain merge ADAPTERS --to CHECKPOINT``; gives the exit status."""
     parser = Arguments(
         "shardtrain merge",
         "Add adapters to the weights beside which they were trained.",
@@ -55,7 +55,7 @@ def _merge(found: Any, is_peft: bool) -> None:
     from shardtrain.tools.convert.checkpoint import tokens_of_run
     from shardtrain.tools.generate.locate_checkpoint import load_config
 
-    # A PEFT folder does not record its base weights: the user names them with --base
+    # A PEFT folder does not record which weights it was trained beside: the user names them with --base
     where = found.base if is_peft else found.adapters
     if where is None:
         raise ConfigError(f"{found.adapters} does not say where its weights are; name them with --base")
@@ -82,7 +82,7 @@ def _merge(found: Any, is_peft: bool) -> None:
             adapters.check_copies({name: weights.read(name) for name in copies})
         begun = origin.of_path(weights.path, module, shape) if weights.path is not None else None
         if begun is not None and config is not None and not is_peft and not found.keep_generation_config:
-            # The merged folder does not refer to the run's data any more, so write its end tokens now
+            # Nothing but these files remembers the run's data, so they get its end tokens now
             begun, _ = with_tokens(begun, tokens_of_run(config, found.config is not None))
         merging.merge(weights, adapters.spec, adapters.read, found.to, found.dtype, model, begun)
 
@@ -95,10 +95,19 @@ def _model_facts(config: Config) -> dict[str, Any]:
     return {**facts, "norm_type": model.norm_type, "labels": tasks.labels_of(config)}
 
 
-def export_adapter(checkpoint: Path, output: Path, module: Any, shape: Any, base: str, dtype: str) -> int:
-    """Write a PEFT folder, print its files, and return the exit status."""
+def export_adapter(found: Any, checkpoint: Path, module: Any, shape: Any, begun: str) -> None:
+    """Write a folder of PEFT, and print what it holds and what it cannot hold.
+
+    Args:
+        found: the arguments of ``export``.
+        begun: the checkpoint or folder of the run's base model, or "".
+    """
+    from shardtrain.hf import origin
+    from shardtrain.hf.model import changed_fields
     from shardtrain.lora import exporting
 
-    names = exporting.export(checkpoint, output, module, shape, base, dtype)
-    print(f"{output}: {', '.join(names)}; every number was read back and is equal")
-    return 0
+    names = exporting.export(checkpoint, found.to, module, shape, found.base_model or begun, found.dtype or "float32")
+    print(f"{found.to}: {', '.join(names)}; every number was read back and is equal")
+    source = origin.of_path(Path(begun), module, shape) if begun else None
+    if changed := changed_fields(getattr(module, "HUB", None), shape, source):
+        print(f"set in config.json of the base model, because PEFT's files have no place for it: {', '.join(changed)}")

@@ -191,10 +191,9 @@ def _export(found: Any, path: Path) -> int:
     if found.adapter:
         from shardtrain.tools.convert.adapters import export_adapter
 
-        base = found.base_model or str(options.get("base") or "")
-        status = export_adapter(checkpoint, found.to, module, config, base, found.dtype or "float32")
+        export_adapter(found, checkpoint, module, config, str(options.get("base") or ""))
         _write_card(found, checkpoint, None)
-        return status
+        return 0
     if FACT in manifest.read(checkpoint).facts:
         rule = "holds adapters and no model"
         raise ConfigError(f"{checkpoint} {rule}; add --adapter, or merge it first (shardtrain merge)")
