@@ -128,7 +128,7 @@ INCOMPLETE: list[tuple[type[HubWeights], list[str], str]] = [
 
 
 @pytest.mark.parametrize(("reader", "files", "said"), INCOMPLETE)
-def test_a_folder_without_an_index_is_told_which_one(
+def test_a_missing_index_of_weights_is_named(
     reader: type[HubWeights], files: list[str], said: str, tmp_path: Path
 ) -> None:
     for name in files:
