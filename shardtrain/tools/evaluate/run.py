@@ -8,6 +8,7 @@ from typing import Any
 
 from shardtrain.checkpoint import files
 from shardtrain.config.schema import Validation
+from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.tools.evaluate import sets
 from shardtrain.tools.evaluate.request import Request
 from shardtrain.tools.generate.answer import join
@@ -50,6 +51,9 @@ def run(asked: Request) -> None:
                 if world.rank == 0 and form != opened.config.data.format:
                     print(f'shardtrain evaluate: {name}: data.format="{form}", by its columns', file=sys.stderr)
                 found["sets"][name] = sets.measure(of_set, section, read)
+            if world.rank == 0 and not asked.data:
+                limit = f"validation.steps={opened.config.validation.steps}"
+                print(f"shardtrain evaluate: {name}: {read.far()} ({limit})", file=sys.stderr)
         if asked.tasks:
             from shardtrain.tools.evaluate import tasks
 
@@ -60,18 +64,22 @@ def run(asked: Request) -> None:
 
 def _sections(asked: Request, opened: OpenedModel) -> dict[str, Validation]:
     """Each set by its name: those of --data, or that of the run where neither they nor tasks are named."""
-    own = opened.config.validation
+    config = opened.config
     width = opened.width
     # sequences that the ranks can split, no longer than the model was trained on
     if asked.data:
-        tokens = asked.seq_len or max(width, min(opened.config.training.seq_len, _TOKENS) // width * width)
+        tokens = asked.seq_len or max(width, min(config.training.seq_len, _TOKENS) // width * width)
         return {name: sets.section_of(path, asked.batch_size, tokens) for name, path in asked.data.items()}
     if asked.tasks:
         return {}
-    if not own.dataset:
+    if not config.validation.dataset:
         rule = "names no set, the run has no [validation], and there are no --tasks"
         raise ConfigError(Problem("--data", None, rule, "write it like --data books=books.jsonl"))
-    return {"validation": own}
+    if config.task.name not in OF_NEXT_TOKENS:
+        rule = f'names no set, and task.name="{config.task.name}" has a loss of its own on [validation]'
+        fix = 'run "shardtrain test" for that loss, or name a set like --data books=books.jsonl'
+        raise ConfigError(Problem("--data", None, rule, fix))
+    return {"validation": sets.section_of_run(opened)}
 
 
 def _tell(found: dict[str, Any], asked: Request) -> None:

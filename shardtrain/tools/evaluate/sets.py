@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from shardtrain import data, models
+from shardtrain.config import derived
 from shardtrain.config.schema import Validation
 from shardtrain.data import IGNORE
 from shardtrain.data.build_dataset import format_of_rows
@@ -19,7 +21,7 @@ from shardtrain.distributed.context_parallel import document_argument
 from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.tools.generate.opening import OpenedModel
-from shardtrain.train import document_isolation
+from shardtrain.train import document_isolation, validation
 from shardtrain.train.open_together import together
 from shardtrain.utils.errors import ConfigError, DataError, NumericalError, Problem
 
@@ -54,6 +56,15 @@ def section_of(path: Path, batch_size: int, seq_len: int) -> Validation:
     )
 
 
+def section_of_run(opened: OpenedModel) -> Validation:
+    """Return the run's [validation] for one reader, who reads the rows of all its data-parallel ranks."""
+    section = validation.section(opened.config, opened.num_ranks)
+    if section.steps < 0:
+        return section
+    readers = max(1, derived.data_parallel_degree(opened.config, opened.num_ranks))
+    return dataclasses.replace(section, steps=section.steps * readers)
+
+
 def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, Any]) -> OpenedModel:
     """Return the model with the [data] options for a set that is not the run's own (a collective).
 
@@ -71,8 +82,8 @@ def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, A
 def measure(opened: OpenedModel, section: Validation, read: Read | None = None) -> dict[str, float | int | None]:
     """Return the mean loss per target token in nats, perplexity, and bits per byte of the text that the targets spell.
 
-    Every rank reads all rows, since each layer is split over all of them (a collective); ``read`` counts them. A
-    perplexity that no float holds is None.
+    Every rank reads all rows, since each layer is split over all of them (a collective); ``read`` counts them. At most
+    ``section.steps`` batches are read, all if negative. A perplexity that no float holds is None.
 
     Raises:
         ConfigError: when sequences cannot be split over the ranks, or the set cannot be opened.
@@ -102,7 +113,7 @@ def measure(opened: OpenedModel, section: Validation, read: Read | None = None) 
     read.total = stream.num_samples
     # the sum is kept on the device, in float64: reading it in each step would wait for the device
     with torch.inference_mode():
-        for batch in stream:
+        for batch in itertools.islice(stream, None if section.steps < 0 else section.steps):
             there = _without_filler(batch, opened.width).to(device)
             logits_BTV = opened.model(there.tokens_BT, there.positions_BT, **document_argument([there]))
             loss += cross_entropy_sum(logits_BTV, there.targets_BT)
@@ -110,6 +121,7 @@ def measure(opened: OpenedModel, section: Validation, read: Read | None = None) 
             rows += batch.num_rows
             read.rows = rows
             text.add(batch.targets_BT[batch.targets_BT != IGNORE].tolist())
+    stream.seek(0)  # ends the processes that prepare further batches
     if not tokens:
         raise DataError(f"{section.dataset_path}: none of the {rows} sequences has a token to predict; use other data")
     mean = loss.item() / tokens

@@ -55,6 +55,8 @@ class OpenedModel:
     """Ranks over which each layer is split."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Generation settings of a Hugging Face folder, or of the one that a checkpoint was imported from."""
+    num_ranks: int = 1
+    """Ranks of the run that saved the checkpoint."""
 
     def __repr__(self) -> str:
         return f"OpenedModel({self.name})"
@@ -144,7 +146,8 @@ def open_model(
         parameter.requires_grad_(False)
     name = f"{derived.model_label(config.model)}, {weights.name}, {dtype} on {device.type}"
     width = world.size if world is not None else 1
-    return OpenedModel(model.eval(), module.LAYOUT, open_tokenizer, config, name, width, weights.settings())
+    settings = weights.settings()
+    return OpenedModel(model.eval(), module.LAYOUT, open_tokenizer, config, name, width, settings, weights.num_ranks)
 
 
 def _open_tokenizer(path: Path, config: Config, vocab_size: int) -> data.Tokenizer:
@@ -196,6 +199,7 @@ class _StoredWeights:
         """Find and check it (a collective); for what is raised see ``open_model``."""
         self.where = path
         self.name = str(path)
+        self.num_ranks = 1
         self._stored = None
         if is_hub_folder(path):
             reject_step(step, path)
@@ -204,6 +208,7 @@ class _StoredWeights:
             self.where = Path(str(chosen.path))
             self.name = str(chosen)
             self._stored = chosen.stored
+            self.num_ranks = chosen.stored.world_size
         self._config = config
         self._module = module
         self._shape = shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hub_folders import build, save
 from ranks import run_ranks
+from tiers import cases
 from tiny import shallow_config, text_file, train_whole
 
 from shardtrain import cli, data
@@ -61,31 +63,115 @@ def test_loss_and_bits_are_those_of_transformers_in_float64(rows: Path, tmp_path
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / found["bytes"], rel=1e-6)
 
 
+@pytest.fixture(scope="module")
+def held_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A set of each kind: one text, rows of text, rows of prompts and completions."""
+    folder = tmp_path_factory.mktemp("held_out")
+    text = Path(text_file()).read_text()[:3000]
+    words = text.split()
+    pairs = [{"prompt": word, "completion": f" {after}"} for word, after in itertools.pairwise(words)]
+    rows = {"jsonl": [{"text": text[i : i + 70]} for i in range(0, 3000, 70)], "pairs": pairs[:60]}
+    (folder / "text").write_text(text)
+    for name, lines in rows.items():
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return {name: folder / name for name in ("text", *rows)}
+
+
+def run_of(folder: Path, dataset: str, path: Path, num_ranks: int, **sections: Any) -> float:
+    """Train a run of two steps, and return the loss of its last validation."""
+    validation = {"enable": True, "freq": 2, "dataset": dataset, "dataset_path": str(path), "seq_len": 64}
+    sections = {**sections, "validation": {**validation, **sections.get("validation", {})}}
+    config = shallow_config(
+        job={"dump_folder": str(folder)},
+        **{"training": {"steps": 2, "local_batch_size": 4}, "checkpoint": {"enable": True}, **sections},
+    )
+    assert run_ranks(num_ranks, train_whole, config)[0].error is None
+    write_resolved_config(Loaded(config), folder, num_ranks)
+    return float(json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])["loss"])
+
+
 def measured(rank: int, folder: Path, size: int) -> Any:
     opened = open_model(folder, world=World(rank, size, rank, torch.device("cpu")))
-    return sets.measure(opened, opened.config.validation)
+    return sets.measure(opened, sets.section_of_run(opened))
 
 
-def test_it_is_the_validation_loss_of_the_run_on_any_number_of_ranks(tmp_path: Path) -> None:
-    (tmp_path / "text").write_bytes(Path(text_file()).read_bytes()[:3000])
-    validation = {"enable": True, "freq": 2, "dataset": "text", "dataset_path": str(tmp_path / "text"), "seq_len": 64}
-    config = shallow_config(
-        job={"dump_folder": str(tmp_path / "run")},
-        training={"steps": 2, "local_batch_size": 8},
-        checkpoint={"enable": True},
-        validation={**validation, "local_batch_size": 8, "steps": -1},
-    )
-    assert run_ranks(1, train_whole, config)[0].error is None
-    write_resolved_config(Loaded(config), tmp_path / "run", 1)
-    lines = [json.loads(line) for line in (tmp_path / "run/validation.jsonl").read_text().splitlines()]
-    expected = lines[-1]["loss"]
-    alone = run_ranks(1, measured, tmp_path / "run", 1)[0]
-    assert alone["loss"] == pytest.approx(expected, rel=1e-6)
-    for found in run_ranks(2, measured, tmp_path / "run", 2):
+# what the run had: its ranks, the set, the options of sections; and the sequences of one validation
+RUNS: dict[str, tuple[int, str, dict[str, Any], int]] = {
+    "the whole set": (1, "text", {}, 47),
+    "steps": (1, "text", {"validation": {"steps": 3, "local_batch_size": 5}}, 15),
+    "more steps than the set has": (1, "text", {"validation": {"steps": 99}}, 47),
+    "another length": (1, "text", {"validation": {"steps": 2, "local_batch_size": 3, "seq_len": 40}}, 6),
+    "data-parallel ranks": (2, "text", {"validation": {"steps": 2, "local_batch_size": 3}}, 12),
+    "tensor-parallel ranks": (
+        2, "text", {"validation": {"steps": 2, "local_batch_size": 3}, "parallelism": {"tensor_parallel_degree": 2}}, 6,
+    ),
+    "a pipeline": (
+        2, "text", {"validation": {"steps": 2}, "parallelism": {"pipeline_parallel_degree": 2}}, 16,
+    ),
+    "rows": (1, "jsonl", {"validation": {"steps": 3, "local_batch_size": 2}}, 6),
+    "a stream": (1, "jsonl", {"validation": {"steps": 3, "local_batch_size": 2}, "data": {"mode": "stream"}}, 6),
+    "prompts and completions": (
+        1, "pairs", {
+            "validation": {"steps": 2, "local_batch_size": 2},
+            "data": {"format": "prompt_completion"}, "training": {"dataset": "jsonl", "steps": 2},
+        }, 4,
+    ),
+    "padded rows": (
+        2, "jsonl", {"validation": {"steps": 1, "local_batch_size": 4}, "data": {"packing": "padded"}}, 8,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case",
+    cases(
+        ["steps", "data-parallel ranks", "a pipeline", "a stream", "prompts and completions"],
+        nightly=[
+            "the whole set", "more steps than the set has", "another length", "tensor-parallel ranks", "rows",
+            "padded rows",
+        ],
+    ),
+)  # fmt: skip
+def test_it_is_the_validation_loss_of_the_run(case: str, held_out: dict[str, Path], tmp_path: Path) -> None:
+    num_ranks, kind, sections, sequences = RUNS[case]
+    if kind == "pairs":
+        sections = {**sections, "training": {**sections["training"], "dataset_path": str(held_out[kind])}}
+    expected = run_of(tmp_path, "text" if kind == "text" else "jsonl", held_out[kind], num_ranks, **sections)
+    found = run_ranks(1, measured, tmp_path, 1)[0]
+    assert found["loss"] == pytest.approx(expected, rel=1e-6)  # sums in another order
+    assert found["sequences"] == sequences
+
+
+def test_the_loss_of_a_run_is_the_same_on_any_number_of_ranks(held_out: dict[str, Path], tmp_path: Path) -> None:
+    run_of(tmp_path, "text", held_out["text"], 1, validation={"steps": 3, "local_batch_size": 5})
+    alone = run_ranks(1, measured, tmp_path, 1)[0]
+    for found in run_ranks(2, measured, tmp_path, 2):
         assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)  # sums in another order
         assert {**found, "loss": 0, "perplexity": 0, "bits_per_byte": 0} == {
             **alone, "loss": 0, "perplexity": 0, "bits_per_byte": 0,
         }  # fmt: skip
+
+
+def test_the_command_prints_how_much_of_the_run_s_set_it_read(
+    held_out: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = run_of(tmp_path, "text", held_out["text"], 1, validation={"steps": 3, "local_batch_size": 5})
+    assert cli.main(["evaluate", "--from", str(tmp_path)]) == 0
+    printed = capfd.readouterr()
+    assert "validation: 15 of 47 sequences (validation.steps=3)" in printed.err
+    assert json.loads(printed.out)["sets"]["validation"]["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_validation_loss_of_another_task_is_refused(
+    held_out: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_of(tmp_path, "text", held_out["text"], 1)
+    resolved = tmp_path / "config.resolved.toml"
+    resolved.write_text(resolved.read_text().replace('name = "language_model"', 'name = "preference"'))
+    assert cli.main(["evaluate", "--from", str(tmp_path)]) == 2
+    assert (
+        'task.name="preference" has a loss of its own on [validation]; run "shardtrain test"' in capfd.readouterr().err
+    )
 
 
 def test_the_command_prints_and_writes_json(rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
