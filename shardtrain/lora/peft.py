@@ -21,7 +21,7 @@ from shardtrain import models, tasks
 from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.hf import as_is
 from shardtrain.hf.config_json import read_json
-from shardtrain.hf.format import Stacked
+from shardtrain.hf.format import Heads, Hub, Stacked
 from shardtrain.lora import stacks
 from shardtrain.lora.linear import NAMES, FrozenLinear, is_transposed
 from shardtrain.lora.spec import CLASSIFIES, Spec
@@ -42,7 +42,10 @@ _LISTS = {"modules": "modules", "parameters": "target_parameters", "saved": "mod
 _FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
 _BASE = ".base_layer.weight"
 """Suffix of a frozen weight that PEFT saves with its adapter: the weight of an embedding or an output layer."""
-_EMBEDDING = ".lora_embedding_A"
+_FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
+"""Ends of the names of A, beside a linear module and an embedding."""
+_EXCHANGED = ("llama4_text",)
+"""Model types whose experts have weights (E, I, O) in transformers, and no ``is_transposed`` that tells PEFT so."""
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
     "lora_dropout", "qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out",
@@ -107,80 +110,100 @@ class Names:
     """Whether the adapted modules have weights (I, O)."""
     experts: Mapping[str, int]
     """Name here of each factor beside a stack -> its experts."""
+    rows: Mapping[str, Tensor]
+    """Name here -> its rows in the tensor there, for tensors that are a part of it or have another order."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Shape of each tensor here."""
+    """Name in ``adapter_model.safetensors`` -> shape there."""
 
     def theirs(self, name: str, tensor: Tensor) -> Tensor:
-        """A tensor of ours as it is written."""
-        return stacks.to_peft(name, tensor) if name in self.experts else tensor
+        """Convert a tensor of ours to the form in which it is written."""
+        written = stacks.to_peft(name, tensor) if name in self.experts else tensor
+        return written[self.rows[name].argsort()] if name in self.rows else written
 
     def ours(self, name: str, tensor: Tensor) -> Tensor:
-        """The opposite of ``theirs``."""
+        """Convert a tensor of theirs, the opposite of ``theirs``."""
+        tensor = tensor[self.rows[name]] if name in self.rows else tensor
         return stacks.from_peft(name, tensor, self.experts[name]) if name in self.experts else tensor
 
-    def their_shape(self, name: str) -> tuple[int, ...]:
-        """The shape in which a tensor of ours is written."""
-        return tuple(self.theirs(name, torch.empty(self.shapes[name], device="meta")).shape)
 
-
-def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0) -> Names:
+def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, reads: bool = False) -> Names:
     """Return the PEFT name of every adapter tensor. If ``num_labels`` is not 0, the model has a classification head.
 
+    A module of the Hugging Face format may be several of ours (q, k and v of GPT-NeoX). Its adapter can be read
+    (``reads``): our modules get the same A, and each its rows of B. It cannot be written, as ours may differ in A.
+
     Raises:
-        ConfigError: the Hugging Face format fuses a module into a larger one, or has no such module.
+        ConfigError: an adapter has no form there.
     """
     model = models.build(module, shape, num_labels)
     known = dict(model.named_modules())
+    hub = getattr(module, "HUB", None)
     theirs = their_names(spec.modules, module, shape)
-    unmapped = [path for path in spec.modules if path not in theirs]
+    sources = {path: hub.source(f"{path}.weight", shape) for path in spec.modules} if hub is not None else {}
+    parts = {path: source for path, source in sources.items() if isinstance(source, Heads)}
+    unmapped = [path for path in spec.modules if path not in theirs or (path in parts and not reads)]
     if unmapped:
+        larger = f"a part of {parts[unmapped[0]].name.removesuffix('.weight')}" if unmapped[0] in parts else "no module"
         raise ConfigError(
-            f"{unmapped[0]} is not a module of its own in the Hugging Face format of this model, so its adapter has no "
-            "form there; merge the adapters (shardtrain merge) and export the sum"
+            f"{unmapped[0]} is {larger} in the Hugging Face format of this model, so its adapter has no form there; "
+            "merge the adapters (shardtrain merge) and export the sum"
         )
     found = {}
     shapes = {}
     experts = {}
+    rows = {}
 
     # Two factors, and with DoRA lengths, for each linear module
     for path in spec.modules:
         linear: Any = FrozenLinear(known[path])
+        outputs = linear.out_features * (parts[path].parts if path in parts else 1)
         sizes = {
             "lora_a": (spec.rank, linear.in_features),
-            "lora_b": (linear.out_features, spec.rank),
-            "lora_magnitude": (linear.out_features,),
+            "lora_b": (outputs, spec.rank),
+            "lora_magnitude": (outputs,),
         }
         for own in NAMES if spec.use_dora else NAMES[:2]:
-            found[f"{path}.{own}"] = f"{PREFIX}{theirs[path]}.{_FACTORS[own]}"
-            shapes[f"{path}.{own}"] = sizes[own]
+            name = f"{path}.{own}"
+            found[name] = f"{PREFIX}{theirs[path]}.{_FACTORS[own]}"
+            shapes[found[name]] = sizes[own]
+            if path in parts and own != "lora_a":
+                heads = torch.arange(outputs).unflatten(0, (-1, parts[path].parts, shape.head_dim))
+                rows[name] = heads[:, parts[path].part].flatten()
 
     # Two factors for each stack of experts. PEFT has a module inside another for two stacks of one owner
     all_stacks = stacks.find(model)
-    hub = getattr(module, "HUB", None)
-    if spec.parameters and hub is not None and any(isinstance(source, Stacked) for source in hub.names.values()):
-        raise ConfigError(
-            f"{spec.parameters[0]} lies in another order in the Hugging Face format of this model, so its adapter has "
-            "no form there; merge the adapters (shardtrain merge) and export the sum"
-        )
+    _check_experts(spec.parameters, hub, "merge the adapters (shardtrain merge) and export the sum")
     for path in spec.parameters:
         stack = all_stacks[path]
+        source = hub.source(f"{stack.owner}.{stack.weights[0]}", shape) if hub is not None else None
         owned = [other for other in all_stacks if all_stacks[other].owner == stack.owner and other in spec.parameters]
         # One wrapper lies in the next, in the order of the module's parameters
         inner = ".base_layer" * (len(owned) - 1 - owned.index(path))
-        for own, sizes_of in (("lora_a", (spec.rank, stack.inputs)), ("lora_b", (stack.outputs, spec.rank))):
+        for own in NAMES[:2]:
             name = f"{path}_{own}"
             found[name] = f"{PREFIX}{stack_name(path).rpartition('.')[0]}{inner}.{_FACTORS[own]}"
             experts[name] = stack.experts
-            shapes[name] = (stack.experts, *sizes_of)
+            ranks = spec.rank * stack.experts
+            shapes[found[name]] = (ranks, stack.inputs) if own == "lora_a" else (stack.outputs, ranks)
+        if isinstance(source, Stacked) and source.interleaved:
+            rows[f"{path}_lora_b"] = torch.arange(stack.outputs).unflatten(0, (-1, source.parts)).t().flatten()
 
     # Modules that are saved whole
     saved = _saved_names(module, shape, model, spec.task_type == CLASSIFIES, spec)
     for name, word in saved.items():
         found[name] = PREFIX + word
-        shapes[name] = tuple(model.get_parameter(name).shape)
+        shapes[found[name]] = tuple(model.get_parameter(name).shape)
     owners = tuple(dict.fromkeys(word.rpartition(".")[0] for word in saved.values()))
     turned = any(is_transposed(known[path]) for path in spec.modules)
-    return Names(found, theirs, owners, turned, experts, shapes)
+    return Names(found, theirs, owners, turned, experts, rows, shapes)
+
+
+def _check_experts(parameters: tuple[str, ...], hub: Hub | None, fix: str) -> None:
+    if parameters and hub is not None and hub.model_type in _EXCHANGED:
+        raise ConfigError(
+            f"{parameters[0]}: PEFT exchanges inputs and outputs of the experts of {hub.architecture}, so their "
+            f"adapters are neither read nor written in its format; {fix}"
+        )
 
 
 def _saved_names(
@@ -228,14 +251,6 @@ class PeftFolder:
         begun = _read_config(fields, folder / CONFIG)
         self._file = _open(folder)
         shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
-        embedding = next((name for name in shapes if name.endswith(_EMBEDDING)), None)
-        if embedding is not None:
-            path = embedding.removeprefix(PREFIX).removesuffix(_EMBEDDING)
-            raise ConfigError(
-                f"{folder / WEIGHTS} has an adapter on the embedding {path}, and only linear modules and experts can "
-                "have adapters here; merge it with PEFT (merge_and_unload), or train the embedding with "
-                "lora.modules_to_save"
-            )
         copies = {name for name in shapes if f"{name.removesuffix(_BASE)}.lora_A.weight" in shapes}
         rest = {name: size for name, size in shapes.items() if name not in copies}
         self.spec, self.names = self._recognise(rest, begun, module, shape, num_labels)
@@ -247,12 +262,19 @@ class PeftFolder:
         self, shapes: Mapping[str, tuple[int, ...]], begun: Spec, module: Any, shape: Any, num_labels: int
     ) -> tuple[Spec, Names]:
         """What the adapters are beside, by the names of the tensors in the file; all of them must be known."""
+        _check_experts(begun.parameters, getattr(module, "HUB", None), "merge them with PEFT (merge_and_unload)")
         # Linear modules and stacks that have factors there
         model = models.build(module, shape, num_labels)
         linears = linears_of(model)
-        ours = {f"{PREFIX}{theirs}": path for path, theirs in their_names(linears, module, shape).items()}
-        owners = {name.removesuffix(".lora_A.weight") for name in shapes if name.endswith(".lora_A.weight")}
-        modules = {path for key, path in ours.items() if key in owners}
+        theirs = their_names([path for path, _ in model.named_modules()], module, shape)
+        owners = {name.removesuffix(end) for end in _FIRST_FACTORS for name in shapes if name.endswith(end)}
+        modules = [path for path in theirs if PREFIX + theirs[path] in owners]
+        for path in set(modules).difference(linears):
+            raise ConfigError(
+                f"{self.folder / WEIGHTS} has an adapter on {theirs[path]}, of class "
+                f"{type(model.get_submodule(path)).__name__}, and only nn.Linear and experts can have adapters here; "
+                "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save"
+            )
         stacked = [path for path in stacks.find(model) if self._has_stack(path, begun.parameters)]
 
         # Modules that are there whole
@@ -264,14 +286,14 @@ class PeftFolder:
         saved = [name.rpartition(".")[0] for name in all_names if name in present]
         spec = replace(
             begun,
-            modules=tuple(path for path in linears if path in modules),
+            modules=tuple(modules),
             parameters=tuple(stacked),
             saved=tuple(dict.fromkeys(saved)),
             task_type=kind,
         )
 
-        names = names_of(spec, module, shape, num_labels)
-        expected = {theirs: names.their_shape(name) for name, theirs in names.tensors.items()}
+        names = names_of(spec, module, shape, num_labels, reads=True)
+        expected = names.shapes
         wrong = sorted(name for name in expected.keys() | shapes.keys() if expected.get(name) != shapes.get(name))
         if wrong or not (spec.modules or spec.parameters):
             first = wrong[0] if wrong else "no adapter"
@@ -330,8 +352,8 @@ class PeftFolder:
         self.check_copies(tensors)
         for name in self.names.tensors.keys() & tensors.keys():
             box = tuple(local_slices(tensors[name]))
-            stacked = name in self.names.experts
-            part = self.read(name)[box] if stacked else self._file.get_slice(self.names.tensors[name])[box]
+            is_converted = name in self.names.experts or name in self.names.rows
+            part = self.read(name)[box] if is_converted else self._file.get_slice(self.names.tensors[name])[box]
             local_tensor(tensors[name]).detach().copy_(part)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardtrain.config.options import nearest
+from shardtrain.hf.format import Heads
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.lora import stacks
 from shardtrain.lora.linear import is_linear
@@ -143,12 +144,16 @@ def find_saved(model: nn.Module, module: ModuleType, shape: Any, wanted: Sequenc
 
 
 def their_names(paths: Iterable[str], module: ModuleType, shape: Any) -> dict[str, str]:
-    """Our module path -> the path of the one module of the Hugging Face format that it is, where there is one."""
+    """Map each of our modules to the module of the Hugging Face format that holds its weight, if there is one.
+
+    That module may hold several of ours, such as q, k and v (``Heads``).
+    """
     if getattr(module, "AS_IS", False):  # their own names, below the attribute that holds the network
         return {path: path.partition(".")[2] for path in paths}
     hub = getattr(module, "HUB", None)
     sources = {path: hub.source(f"{path}.weight", shape) for path in paths} if hub is not None else {}
-    return {path: source.removesuffix(".weight") for path, source in sources.items() if isinstance(source, str)}
+    names = {path: source.name if isinstance(source, Heads) else source for path, source in sources.items()}
+    return {path: name.removesuffix(".weight") for path, name in names.items() if isinstance(name, str)}
 
 
 def stack_name(path: str) -> str:

@@ -83,10 +83,10 @@ def test_adapters_beside_other_weights_are_rejected(tmp_path: Path, capsys: Any)
 def test_adapters_on_an_embedding_are_rejected_with_what_to_do(tmp_path: Path) -> None:
     base, adapters, _ = saved(["q_proj", "embed_tokens"], tmp_path)
     with pytest.raises(
-        ConfigError, match=r"an adapter on the embedding model\.embed_tokens, and only linear modules"
+        ConfigError, match=r"an adapter on model\.embed_tokens, of class Embedding, and only nn\.Linear and experts"
     ) as found:
         open_model(base, tokenizer_path="bytes", adapter=adapters)
-    assert "merge it with PEFT (merge_and_unload), or train the embedding with lora.modules_to_save" in str(found.value)
+    assert "merge it with PEFT (merge_and_unload), or train the module with lora.modules_to_save" in str(found.value)
     lora = {"target_modules": ["q_proj", "embed_tokens"]}
     message = str(train(1, adapter_config(base, tmp_path / "run", lora=lora))[0].error)
     assert (
