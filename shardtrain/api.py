@@ -40,8 +40,8 @@ from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.report import page, reading
 from shardtrain.tools.verify.report import Row as MeshResult
 from shardtrain.train import compatibility, preflight, shutdown, trainer
-from shardtrain.utils import atomic_io, log
-from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError, StorageError
+from shardtrain.utils import atomic_io, log, storage_errors
+from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 from shardtrain.utils.python_api import python_function
 
 if TYPE_CHECKING:
@@ -359,10 +359,8 @@ def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report
         if (Path(folder) / RESOLVED_CONFIG).is_file() and not (Path(folder) / "metrics.jsonl").is_file():
             rule = "is a run without metrics.jsonl, so there is nothing to report: only train() writes metrics"
             raise ConfigError(Problem("runs", str(folder), rule, "run it with train()"))
-    try:
+    with storage_errors.writing(path, "name another output"):
         atomic_io.write(path, page.build([reading.read(Path(folder)) for folder in folders]))
-    except OSError as error:
-        raise StorageError(f"output={str(output)!r} cannot be written: {error.strerror}; name another file") from error
     return path
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import errno
 import importlib
 import io
 import os
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardtrain import __version__
 from shardtrain.config import help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
-from shardtrain.utils import garbage_collection, process
+from shardtrain.utils import garbage_collection, process, storage_errors
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import heartbeat
@@ -126,12 +125,13 @@ def _print_system_error(error: OSError) -> int:
         _discard_output()
         # the reader has closed the pipe, as in `shardtrain config show | head`
         return (
-            0 if isinstance(error, BrokenPipeError) else _print_errors(8, [f"cannot write to stdout: {error.strerror}"])
+            0
+            if isinstance(error, BrokenPipeError)
+            else _print_errors(8, [str(storage_errors.cannot("write to", "stdout", error))])
         )
-    if error.errno in process.REFUSED:
-        where = f" ({os.fsdecode(error.filename)})" if isinstance(error.filename, str | bytes) else ""
-        code = 7 if error.errno == errno.ENOMEM else 8
-        return _print_errors(code, [f"the system refused{where}: {error.strerror}; {process.REFUSED[error.errno]}"])
+    if storage_errors.is_of_system(error):
+        refused = storage_errors.cannot("use", error.filename or "a resource of the system", error)
+        return _print_errors(refused.exit_code, [str(refused)])
     try:
         os.getcwd()
     except FileNotFoundError:

@@ -13,6 +13,7 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -66,6 +67,9 @@ class Fault:
     """And all calls of all processes for so long after it, where this is not 0."""
     late: bool = False
     """Whether a store has done what was asked, and the answer was lost on the way."""
+    file: str = ""
+    """A regular expression: each call of ``calls`` on a file below the run's folder that it finds meets the error."""
+    calls: tuple[str, ...] = ("write", "fsync")
 
 
 class Shim:
@@ -100,10 +104,18 @@ class Shim:
             return what in self._own
         if isinstance(what, int) or not isinstance(what, str | os.PathLike):
             return False
-        return f"{what}/".startswith(self._watches)
+        below = f"{what}/".startswith(self._watches)
+        if self._fault is not None and self._fault.file:
+            return below and re.search(self._fault.file, str(what)[len(self._watches) :]) is not None
+        return below
 
     def _meet(self, name: str, what: Any) -> None:
-        if self._is_due() and self._fault is not None and not self._kill_or_stall(self._fault):
+        if self._fault is not None and self._fault.file:
+            if name in self._fault.calls:
+                code = getattr(errno, self._fault.kind)
+                # the system names no file where a descriptor is used
+                raise OSError(code, os.strerror(code), *([] if name in BY_DESCRIPTOR else [str(what)]))
+        elif self._is_due() and self._fault is not None and not self._kill_or_stall(self._fault):
             code = KINDS[self._fault.kind]
             raise OSError(code, os.strerror(code), what if isinstance(what, str) else str(what))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from shardtrain.config.schema import Config
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.tokenizer import ByteTokenizer
 from shardtrain.train import trainer
+from shardtrain.utils import storage_errors
 
 KILLS = int(os.environ.get("SHARDTRAIN_RUN_KILLS", "2"))
 """Kills of each case; 50 are 300 in all."""
@@ -129,6 +132,48 @@ def test_a_fault_of_the_storage_ends_in_the_right_losses_or_in_a_retry_that_lose
             failures.append(f"{fault}: {told}")
         shutil.rmtree(tmp_path / str(number), ignore_errors=True)
     assert not failures, "\n".join(failures)
+
+
+FILES = {
+    # file: (regular expression, exit status if it cannot be written)
+    "log": (r"^logs/rank-0\.log", 0),
+    "log of a rank without a terminal": (r"^logs/rank-1\.log", 0),
+    "metrics": (r"^metrics\.jsonl", 0),
+    "validation": (r"^validation\.jsonl", 0),
+    "goodput": (r"^goodput\.jsonl", 0),
+    "lease": (r"^checkpoint/lease", 8),
+    "manifest": (r"manifest\.json", 8),
+    "weights": (r"rank-00000\.bin", 8),
+}
+NAMES = ("ENOSPC", "EDQUOT", "EROFS", "EIO", "ESTALE", "EACCES", "ENOMEM", "EMFILE", "ENOTCONN")
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    cases(
+        [("metrics", "ESTALE"), ("log of a rank without a terminal", "ENOSPC"), ("manifest", "EDQUOT")],
+        nightly=[(file, name) for file in FILES for name in NAMES],
+    ),
+)
+def test_a_file_of_a_run_that_cannot_be_written_is_named_with_cause_and_fix(
+    file: str, name: str, tmp_path: Path
+) -> None:
+    pattern, status = FILES[file]
+    if status and name == "ENOMEM":
+        status = 7
+    validation = {"enable": True, "dataset": "text", "dataset_path": text_file(), "freq": 3, "steps": 1}
+    metrics = {"log_freq": 1}
+    config = config_of(tmp_path / "run", "disabled", metrics=metrics, validation=validation)
+    ranks = 2 if "without" in file else 1
+    code, told = storage_faults.run(config, ranks, Fault("", 0, name, file=pattern))
+    assert code == status and "Traceback" not in told, told
+    number = getattr(errno, name)
+    (line,) = [line for line in told.splitlines() if f"(errno {number})" in line]
+    assert re.search(pattern.strip("^"), line) and os.strerror(number) in line, line
+    assert storage_errors.CAUSES[number].fix in line, line
+    record = json.loads((tmp_path / "run/exit.json").read_text())
+    expected_step = {"lease": None, "manifest": 2, "weights": 2}.get(file, STEPS)
+    assert (record["code"], record.get("last_step")) == (status, expected_step)
 
 
 def stored(folder: Path, mode: str) -> Config:

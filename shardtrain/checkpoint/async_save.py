@@ -25,6 +25,7 @@ from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops import accelerator
 from shardtrain.ops.dtensor import local_tensor
+from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import StorageError
 
 LOOK_SECONDS = 0.5
@@ -195,7 +196,7 @@ def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None
     # Renamed, so that half a marker is never read. Not synced: it is read by the run that is alive, and is removed
     # before the commit.
     part = path.with_suffix(".part")
-    with files.naming(path):
+    with storage_errors.naming(path):
         part.write_text(text, encoding="utf-8")
         os.rename(part, path)
 

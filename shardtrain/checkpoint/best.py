@@ -11,6 +11,7 @@ from shardtrain.checkpoint import files, retention
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config import task_file
 from shardtrain.config.schema import Config
+from shardtrain.utils import storage_errors
 from shardtrain.utils.log import logger
 
 POINTER = "best.json"
@@ -96,7 +97,7 @@ class Best:
             files.replace_whole(folder / POINTER, (json.dumps(fields) + "\n").encode(), nonce)
         except OSError as error:
             # The checkpoint is safe, and its own facts say that it is the best; the next save tries again.
-            logger.warning(f"cannot write {folder / POINTER}: {error.strerror}")
+            logger.warning(str(storage_errors.cannot("write", folder / POINTER, error)))
             return
         self.kept = step
 

@@ -17,18 +17,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import (
     CheckpointError,
     ConfigError,
     DataError,
     FolderTaken,
+    OutOfMemoryError,
     PeerError,
     ShardtrainError,
     StorageError,
 )
 
 _KINDS: dict[str, type[ShardtrainError]] = {
-    kind.__name__: kind for kind in (ConfigError, FolderTaken, DataError, CheckpointError, StorageError, PeerError)
+    kind.__name__: kind
+    for kind in (ConfigError, FolderTaken, DataError, CheckpointError, OutOfMemoryError, StorageError, PeerError)
 }
 
 
@@ -231,14 +234,11 @@ def _tell(error: Exception) -> list[str]:
     rank = dist.get_rank()
     if isinstance(error, OSError):
         where = f"rank {rank} on {socket.gethostname()}: " if dist.get_world_size() > 1 else ""
-        name = f" {error.filename}" if error.filename else ""
-        reason = error.strerror or str(error)
-        fix = "free space or fix job.dump_folder, then start again"
-        if "://" in str(error.filename):
-            fix = "fix checkpoint.folder, or what this host may do there, then start again"
-        elif isinstance(error, FileNotFoundError) and dist.get_world_size() > 1:
-            fix = "job.dump_folder must be a folder that all nodes see"
-        return ["StorageError", f"{where}cannot write checkpoint{name}: {reason} (errno {error.errno}); {fix}"]
+        otherwise = "set job.dump_folder to another folder"
+        if isinstance(error, FileNotFoundError) and dist.get_world_size() > 1:
+            otherwise = "set job.dump_folder to a folder that all nodes see"
+        found = storage_errors.cannot("write checkpoint", "", error, otherwise)
+        return [type(found).__name__, f"{where}{found}"]
     if type(error).__name__ in _KINDS:
         return [type(error).__name__, str(error)]
     return ["PeerError", f"rank {rank}: {type(error).__name__}: {error}".splitlines()[0]]

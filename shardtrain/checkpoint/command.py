@@ -10,7 +10,8 @@ from pathlib import Path
 from shardtrain.checkpoint import best, choice, files, interval, manifest, retention, weights_file
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.storage import Place, place
-from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, StorageError
+from shardtrain.utils import storage_errors
+from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds, parse_seconds
 
 USAGE = """\
@@ -270,7 +271,7 @@ def _weights(path: Place, output: Place, step: str | None) -> int:
     except FileExistsError:
         raise ConfigError(Problem("FILE", str(output), "exists", "name another file", "command line")) from None
     except OSError as error:
-        raise StorageError(f"cannot write {output}: {error.strerror or error}") from error
+        raise storage_errors.cannot("write", output, error, "choose another folder") from error
     print(f"{output}: {number} tensors")
     return 0
 

@@ -18,6 +18,7 @@ from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.checkpoint.lease import Lease
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.storage import Place
+from shardtrain.utils import storage_errors
 
 
 class Exporter(Protocol):
@@ -42,7 +43,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
         lease.check()
         draft = _draft(checkpoint, lease.nonce)
         retention.remove(draft)
-        with files.naming(draft):
+        with storage_errors.naming(draft):
             draft.mkdir()
         return [lease.nonce, secrets.token_hex(4)]
 

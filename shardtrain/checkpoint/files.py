@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -19,7 +19,7 @@ from typing import Protocol
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.resilience import progress
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, storage_errors
 
 PIECE_BYTES = 2**23
 """Written and hashed at a time: while one thread writes pieces of a block another hashes them."""
@@ -56,17 +56,6 @@ def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
         return [size for part in pool.map(few, range(0, len(names), _FEW)) for size in part]
 
 
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Put the path into an OSError that does not name one: those of write and fsync do not."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
-        raise
-
-
 def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_seconds: float = 0.0) -> StoredFile:
     """Write a new file from blocks of bytes; when this returns it is on disk. Gives its name, size and SHA-256.
 
@@ -78,7 +67,7 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
     # alone: a hash is of the pieces in their order.
     digest = hashlib.sha256()
     size = 0
-    with naming(path), ThreadPoolExecutor(1, "checkpoint-hash") as pool:
+    with storage_errors.naming(path), ThreadPoolExecutor(1, "checkpoint-hash") as pool:
         descriptor = _create(path, wait_seconds)
         try:
             for block in blocks:
@@ -102,7 +91,7 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
 
 def write_unhashed(path: Path, blocks: Iterable[memoryview]) -> None:
     """Write a new file that is read back and compared afterwards; it is on disk after ``sync``. Raises OSError."""
-    with naming(path):
+    with storage_errors.naming(path):
         descriptor = _create(path, 0.0)
         try:
             for block in blocks:
@@ -114,7 +103,7 @@ def write_unhashed(path: Path, blocks: Iterable[memoryview]) -> None:
 
 def sync(path: Path) -> None:
     """Put the bytes of a file on disk. Raises OSError."""
-    with naming(path):
+    with storage_errors.naming(path):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -124,7 +113,7 @@ def sync(path: Path) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a new small file; when this returns it is on disk."""
-    with naming(path):
+    with storage_errors.naming(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             _write_all(descriptor, memoryview(data))
@@ -175,7 +164,7 @@ def read_small(path: Path | ObjectPath, limit_bytes: int = 4096) -> bytes:
 
 def sync_folder(path: Path) -> None:
     """Put the names in a folder on disk: a file or rename is durable only after this."""
-    with naming(path):
+    with storage_errors.naming(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)

@@ -18,6 +18,7 @@ from shardtrain.checkpoint.save import Saver
 from shardtrain.checkpoint.storage import Place
 from shardtrain.checkpoint.verification import verify
 from shardtrain.config.schema import Config
+from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, ConfigError
 from shardtrain.utils.log import logger
 
@@ -59,8 +60,8 @@ class Checkpoints(Saver):
                 self._lease.refuse_if_held_here()
         except OSError as error:
             # A filesystem without links, for example. Checkpoints need the lease, metrics can do without.
-            text = f"job.dump_folder={self._dump_folder!r} cannot be locked ({error.strerror})"
-            logger.warning(f"{text}; start no other run in it")
+            problem = storage_errors.cannot("lock", self._dump_folder, error)
+            logger.warning(f"{problem}; until then start no other run in this job.dump_folder")
 
     def to_continue(self) -> Place | None:
         """The checkpoint to resume from, verified, or None for a fresh start.

@@ -24,6 +24,7 @@ from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile
 from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.save_plan import Plan
 from shardtrain.checkpoint.storage import Place
+from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, StorageError
 
 
@@ -45,7 +46,7 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
         try:
             files.write_whole(sign, b"")
         except OSError as error:
-            problem = f"cannot write {error.filename}: {error.strerror}; fix job.dump_folder, then start again"
+            problem = str(storage_errors.cannot("write", sign, error, "set job.dump_folder to another folder"))
     problem = broadcast_json(problem)
     if problem:
         raise StorageError(problem)

@@ -14,6 +14,7 @@ from pathlib import Path
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.manifest import MANIFEST, read
 from shardtrain.checkpoint.objects import ObjectPath, unlink_all
+from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.log import logger
 
@@ -130,7 +131,7 @@ def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, s
             discard(folder / f"step-{step}")
         except OSError as error:
             # The new one is safe, and the next save tries again.
-            logger.warning(f"cannot delete the old checkpoint {folder / f'step-{step}'}: {error.strerror}")
+            logger.warning(str(storage_errors.cannot("delete old checkpoint", folder / f"step-{step}", error)))
 
 
 def discard(path: Path | ObjectPath) -> None:

@@ -15,7 +15,8 @@ from shardtrain import __version__
 from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint.grids import Grid
 from shardtrain.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest, StoredTensor
-from shardtrain.utils.errors import StorageError, require_new
+from shardtrain.utils import storage_errors
+from shardtrain.utils.errors import require_new
 
 
 def write(
@@ -80,6 +81,6 @@ def write(
         files.sync_folder(temporary)
         files.rename(temporary, folder)
     except OSError as error:
-        raise StorageError(f"cannot write {error.filename}: {error.strerror}; choose another folder") from error
+        raise storage_errors.cannot("write", temporary, error, "choose another folder") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -18,6 +18,7 @@ from shardtrain.checkpoint.lease import LEASE, Lease
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.object_lease import ObjectLease
 from shardtrain.checkpoint.objects import MARK, ObjectPath, open_address, unlink_all
+from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, StorageError, fix_first
 from shardtrain.utils.log import logger
 
@@ -86,7 +87,7 @@ class LocalStorage:
 
     def prepare(self, draft: Place, planned_bytes: int) -> None:
         assert isinstance(draft, Path)
-        with files.naming(draft):
+        with storage_errors.naming(draft):
             free = files.free_bytes(draft.parent)
         needed = int(SPARE * planned_bytes)
         if free < needed:
@@ -99,7 +100,7 @@ class LocalStorage:
                 )
             )
         retention.remove(draft)
-        with files.naming(draft):
+        with storage_errors.naming(draft):
             draft.mkdir()
 
     def publish(self, draft: Place, stored: Manifest, check: Callable[[], None]) -> Place:
@@ -111,7 +112,7 @@ class LocalStorage:
         files.sync_folder(draft)
         # The lease last: another run may have taken the folder over while this one wrote.
         check()
-        with files.naming(final):
+        with storage_errors.naming(final):
             # A run that went back to an older step writes its own history.
             if final.exists():
                 retention.discard(final)

@@ -21,8 +21,8 @@ from shardtrain.config.schema import Config, Model
 from shardtrain.config.settings import COMMAND_LINE, DEFAULT
 from shardtrain.config.show import set_toml
 from shardtrain.facts.file_kinds import dataset_of
-from shardtrain.utils import atomic_io
-from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """usage: shardtrain init NEW.toml [PRESET] [--section.key VALUE ...]
 
@@ -86,12 +86,10 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
         "",
     ]
     text = "\n".join([*head, *_explained(loaded)]) + "\n"
-    try:
+    with storage_errors.writing(path, "name another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_io.write(path, text)
         atomic_io.write(path.with_name(FILE), json_schema_text())
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; name another file") from error
     print(f"wrote {path}, and {FILE} for editors; next:")
     print("\n".join(f"  shardtrain {verb} {shlex.quote(str(path))}" for verb in ("config check", "plan", "train")))
     return 0

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -33,8 +32,8 @@ from shardtrain.data.shard_index import (
     tokens_name,
 )
 from shardtrain.data.token_buffer import Mask
-from shardtrain.utils.errors import ConfigError, DataError, StorageError
-from shardtrain.utils.units import format_bytes
+from shardtrain.utils import storage_errors
+from shardtrain.utils.errors import ConfigError, DataError
 
 SHARD_BYTES = 512 * 10**6
 """Most bytes of a shard's tokens unless another number of tokens is asked for."""
@@ -249,18 +248,9 @@ class _GrowingFile:
 
 @contextmanager
 def storing(folder: Path) -> Iterator[None]:
-    """Turn errors of the file system into StorageError, with the space that is left."""
-    try:
+    """Raise an OSError of the block as StorageError; the command continues where it stopped."""
+    with storage_errors.writing(folder, "name another --output; the same command continues where it stopped"):
         yield
-    except OSError as error:
-        try:
-            free = f" ({format_bytes(shutil.disk_usage(folder).free)} free)"
-        except OSError:
-            free = ""
-        raise StorageError(
-            f"cannot write {error.filename or folder}: {error.strerror or error}{free}; make room and start the same "
-            "command again, which continues where it stopped"
-        ) from error
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -21,6 +21,7 @@ from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.layer_files import LATEST, LayerWeights, family_of
 from shardtrain.hf.model import recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
+from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, ShardtrainError, StorageError, require_new
 
 _STEP = "global_step001"
@@ -227,9 +228,7 @@ def _new(output: Path, keep: bool = True) -> Iterator[Path]:
             files.sync_folder(temporary)
             files.rename(temporary, output)
     except OSError as error:
-        raise StorageError(
-            f"cannot write {error.filename or output}: {error.strerror}; choose another folder"
-        ) from error
+        raise storage_errors.cannot("write", output, error, "choose another folder") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -13,7 +13,8 @@ from shardtrain import cli, config
 from shardtrain.config.command_line import Option, take
 from shardtrain.tools import migrate
 from shardtrain.tools.migrate.fmengine import FLAG
-from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils import storage_errors
+from shardtrain.utils.errors import ConfigError, Problem
 
 HOSTFILE = "/job/hostfile"
 """What DeepSpeed takes where no --hostfile is given."""
@@ -91,14 +92,12 @@ def commands(words: list[str]) -> int:
     for name in ("deepspeed", "torchrun"):
         text = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m shardtrain.fmengine {name} "$@"\n'
         path = folder / name
-        try:
+        with storage_errors.writing(path):
             folder.mkdir(parents=True, exist_ok=True)
             if path.exists() and "-m shardtrain.fmengine" not in path.read_text(errors="replace")[:1000]:
                 raise ConfigError(Problem(str(path), None, "exists and is another program", "name another folder"))
             path.write_text(text, encoding="utf-8")
             path.chmod(0o755)
-        except OSError as error:
-            raise StorageError(f"{path}: cannot be written ({error.strerror}); name another folder") from None
     print(folder)
     return 0
 
@@ -180,11 +179,9 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
     loaded = migrate.load_flags(flags, each * len(chosen), follow=False)
     folder = Path(loaded.config.job.dump_folder)
     file = folder / "fmengine.toml"
-    try:
+    with storage_errors.writing(file, "name another --output_dir"):
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(config.set_toml(loaded), encoding="utf-8")
-    except OSError as error:
-        raise StorageError(f"{file}: cannot be written ({error.strerror}); name another --output_dir") from None
     for notice in loaded.notices:
         print(notice, file=sys.stderr)
 

@@ -32,7 +32,8 @@ from shardtrain.hf.model import hub_of, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import TOKENIZERS, Source
 from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
-from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError, require_new
+from shardtrain.utils import storage_errors
+from shardtrain.utils.errors import CheckpointError, ConfigError, require_new
 
 SHARD_BYTES = 5 * 10**9
 TYPES = ("float32", "float16", "bfloat16")
@@ -252,7 +253,7 @@ def export(wanted: Export) -> tuple[list[str], str]:
         files.sync_folder(temporary)
         files.rename(temporary, wanted.output)
     except OSError as error:
-        raise StorageError(f"cannot write {error.filename}: {error.strerror}; choose another folder") from error
+        raise storage_errors.cannot("write", temporary, error, "choose another folder") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(path.name for path in wanted.output.iterdir()), writer.notice

@@ -25,8 +25,8 @@ from shardtrain.hf.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_jso
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.weights import BIN, BIN_INDEX, INDEX, SINGLE, HubWeights
-from shardtrain.utils import atomic_io
-from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
+from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils.errors import CheckpointError, ConfigError
 
 FACT = "hub_files"
 FILE = "hub-files.bin"
@@ -171,7 +171,7 @@ def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
         try:
             one = texts[name] if name in texts else source.read(name)
         except OSError as error:
-            raise StorageError(f"cannot read {source.where / name}: {error.strerror}; look after the folder") from None
+            raise storage_errors.cannot("read", source.where / name, error) from None
         places[name] = [len(data), len(one)]
         data += one
     return bytes(data), places

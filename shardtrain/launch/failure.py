@@ -21,7 +21,8 @@ from typing import Any
 
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
-from shardtrain.utils import atomic_io, reading
+from shardtrain.resilience import progress
+from shardtrain.utils import atomic_io, log, reading, storage_errors
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError
 from shardtrain.utils.redact import one_line, redact, visible
@@ -75,6 +76,10 @@ class Failure:
     """Whether the message was written for the user, who needs neither the exception's class nor a line of source."""
     leaves_folder_alone: bool = False
     """Whether another run writes the run's folder, so that exit.json and the logs there are not this run's."""
+    step: int = 0
+    """The last step that this rank completed, 0 if unknown."""
+    lost_lines: str = ""
+    """Warning about log lines of this rank that could not be written."""
 
 
 def describe(error: BaseException, rank: int) -> Failure:
@@ -112,7 +117,13 @@ def describe(error: BaseException, rank: int) -> Failure:
         place=next((note[len(IN) :] for note in getattr(error, "__notes__", ()) if note.startswith(IN)), ""),
         is_sentence=isinstance(error, ShardtrainError),
         leaves_folder_alone=isinstance(error, FolderTaken),
+        **own_end(),
     )
+
+
+def own_end() -> dict[str, Any]:
+    """Return what a rank hands to its launcher however it ends: fields ``step`` and ``lost_lines`` of a Failure."""
+    return {"step": progress.now().done, "lost_lines": "; ".join(log.lost_lines)}
 
 
 def stop_status(config: Config) -> int:
@@ -219,20 +230,23 @@ def read_record(path: str | os.PathLike[str]) -> Failure | None:
         return None
 
 
-def write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
-    """Write ``exit.json``: code, class, message, rank, host, retryable and, where known, the last logged step.
+def write_exit(run_folder: Path, failure: Failure | None, code: int, step: int = 0) -> None:
+    """Write ``exit.json``: code, class, message, rank, host, retryable and, where known, the last step.
+
+    ``step`` is the last step that ranks completed, if they could say so without a failure. Of ranks that could not,
+    the last logged step is known.
 
     Whatever goes wrong with it is reported, and changes nothing about how the run has ended.
     """
     try:
-        _write_exit(run_folder, failure, code)
+        _write_exit(run_folder, failure, code, step or (failure.step if failure else 0))
     except Exception as error:
         problem = redact(visible(f"{type(error).__name__}: {error}", lines=False))
         with contextlib.suppress(OSError, ValueError):
             print(f"cannot write {run_folder / 'exit.json'}: {problem}", file=sys.stderr, flush=True)
 
 
-def _write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
+def _write_exit(run_folder: Path, failure: Failure | None, code: int, step: int) -> None:
     record: dict[str, Any] = {
         "code": code,
         "class": failure.kind if failure else "",
@@ -243,9 +257,9 @@ def _write_exit(run_folder: Path, failure: Failure | None, code: int) -> None:
     }
     if failure and failure.phase:
         record["phase"] = failure.phase
-    step = last_step(run_folder / "metrics.jsonl")
-    if step is not None:
-        record["last_step"] = step
+    last = step or last_step(run_folder / "metrics.jsonl")
+    if last is not None:
+        record["last_step"] = last
     reserve = run_folder / RESERVED
     try:
         _replace_file(run_folder / "exit.json", record)
@@ -282,7 +296,7 @@ def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: O
             file.write(data)
         where = f"; it is in {name}"
     # the exit status still tells the scheduler; the terminal tells the person
-    print(f"cannot write {path}: {error.strerror}{where}", file=sys.stderr, flush=True)
+    print(f"cannot write {path}: {storage_errors.explain(error, path)}{where}", file=sys.stderr, flush=True)
 
 
 def last_step(metrics: Path) -> int | None:

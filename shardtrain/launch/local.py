@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
+import dataclasses
 import gc
+import json
 import os
 import secrets
 import shutil
@@ -29,7 +30,7 @@ from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 from shardtrain.resilience import signals
 from shardtrain.resilience.goodput import ledger
-from shardtrain.utils import atomic_io, log, private_network, reading
+from shardtrain.utils import atomic_io, log, private_network, storage_errors
 from shardtrain.utils.errors import StorageError
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 
     from shardtrain.config import Loaded
 
-_OF_DISKS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EROFS})
-"""Errors that only storage causes, neither sockets nor a user's mistake."""
 Main = Callable[["Loaded"], object]
 
 
@@ -62,8 +61,7 @@ def prepare(run_folder: Path) -> None:
         atomic_io.sweep(run_folder)
         failure.reserve_exit(run_folder)
     except OSError as error:
-        text = f'job.dump_folder="{run_folder}" cannot be written: {error.strerror}; choose another folder'
-        raise StorageError(text) from error
+        raise storage_errors.cannot("write", run_folder, error, "set job.dump_folder to another folder") from error
 
 
 @contextlib.contextmanager
@@ -119,7 +117,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         return report.exit_code
     stop.close()
     if rank == 0:
-        failure.write_exit(run_folder, None, 0)
+        failure.write_exit(run_folder, None, 0, failure.own_end()["step"])
     return 0
 
 
@@ -128,16 +126,10 @@ def _of_storage(error: BaseException, run_folder: Path) -> BaseException:
     if not isinstance(error, OSError) or error.errno is None:
         return error
     name = os.path.abspath(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else ""
-    if not name.startswith(os.path.join(os.path.abspath(run_folder), "")):
-        # a file elsewhere: data or weights on a storage that does not answer, or a disk that is full
-        read_error = reading.trouble(name, error) if name else None
-        if read_error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            read_error.__cause__ = error
-            return read_error.with_traceback(error.__traceback__)
-        if error.errno not in _OF_DISKS:
-            return error
-    fix = "free space or fix job.dump_folder, then start again"
-    storage_error = StorageError(f"cannot use {name or 'a file'}: {error.strerror}; {fix}")
+    is_of_run = name.startswith(os.path.join(os.path.abspath(run_folder), ""))
+    if not is_of_run and not storage_errors.is_of_system(error):
+        return error
+    storage_error = storage_errors.cannot("use", name or "a file", error)
     storage_error.__cause__ = error
     return storage_error.with_traceback(error.__traceback__)
 
@@ -354,7 +346,8 @@ def run_child(loaded: Loaded, main: Main) -> int:
         return report.exit_code
     stop.close()
     # proves that the rank finished: a status of 0 may come from an os._exit(0) in a library
-    _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).touch()
+    with contextlib.suppress(OSError):  # on a full disk the file exists and is empty
+        _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).write_text(json.dumps(failure.own_end()))
     return 0
 
 
@@ -389,6 +382,13 @@ def _done_path(record: Path) -> Path:
     return record.with_suffix(".done")
 
 
+def _read_end(done: Path) -> dict[str, Any]:
+    """Return ``failure.own_end()`` of a rank that has finished; empty if it could not be written."""
+    with contextlib.suppress(OSError, ValueError):
+        return dict(json.loads(done.read_text()))
+    return {}
+
+
 def _record_path(records: Path, rank: int) -> Path:
     return records / f"rank-{rank}.json"
 
@@ -398,6 +398,7 @@ def _report(
 ) -> tuple[int, failure.Failure | None]:
     """Find the first cause, print it in one line, write ``exit.json``; returns the exit status and the cause."""
     failures = []
+    last_step = 0
     all_done = True
     # a rank has finished, or left a failure record, or died without one: then report its exit status
     for rank, status in statuses.items():
@@ -409,6 +410,10 @@ def _report(
             report = failure.killed(rank, -status, when) if status < 0 else failure.ended(rank, status, when)
         if report is not None:
             failures.append(report)
+        end = dataclasses.asdict(report) if report else _read_end(_done_path(_record_path(records, rank)))
+        last_step = max(last_step, end.get("step", 0))
+        if end.get("lost_lines") and rank not in log.console_ranks():
+            print(f"warning: rank {rank}: {end['lost_lines']}", file=sys.stderr)
     if failures:
         first = failure.culprit(failures)
         code = first.exit_code
@@ -423,5 +428,5 @@ def _report(
         first = None
         code = max(statuses.values())
     if first is None or not first.leaves_folder_alone:
-        failure.write_exit(run_folder, first, code)
+        failure.write_exit(run_folder, first, code, last_step)
     return code, first

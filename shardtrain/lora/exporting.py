@@ -17,7 +17,8 @@ from shardtrain.lora import peft
 from shardtrain.lora.merging import Adapters
 from shardtrain.lora.targets import linears_of, their_names
 from shardtrain.ops.tied import tied_names
-from shardtrain.utils.errors import CheckpointError, StorageError, require_new
+from shardtrain.utils import storage_errors
+from shardtrain.utils.errors import CheckpointError, require_new
 
 
 def export(
@@ -60,7 +61,7 @@ def export(
         files.sync_folder(temporary)
         files.rename(temporary, output)
     except OSError as error:
-        raise StorageError(f"cannot write {error.filename}: {error.strerror}; choose another folder") from error
+        raise storage_errors.cannot("write", temporary, error, "choose another folder") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return sorted(path.name for path in output.iterdir())

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtrain.config.schema import Config
+from shardtrain.utils import storage_errors
 from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -160,7 +161,7 @@ class _Trace:
             profile.export_chrome_trace(str(temporary))
             os.replace(temporary, path)
         except (OSError, RuntimeError) as error:
-            logger.warning(f"cannot write the trace {path}: {error}; training continues")
+            logger.warning(f"cannot write the trace {path}: {storage_errors.explain(error, path)}")
             return
         logger.info(f"trace written to {path} in {format_seconds(time.perf_counter() - start)}")
 
@@ -192,7 +193,7 @@ class _MemorySnapshot:
             folder.mkdir(parents=True, exist_ok=True)
             self._memory._dump_snapshot(str(path))
         except (OSError, RuntimeError) as error:
-            logger.warning(f"cannot write the memory snapshot {path}: {error}")
+            logger.warning(f"cannot write the memory snapshot {path}: {storage_errors.explain(error, path)}")
             return
         logger.info(f"memory snapshot written to {path}")
 

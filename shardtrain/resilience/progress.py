@@ -90,6 +90,8 @@ class Moving:
     """Pieces of work within phases: a batch of validation, a piece of a file."""
     step: int = 0
     """The step that this process is in, 1 is the first of the run."""
+    done: int = 0
+    """The last step that is complete; 0 before the first of this process."""
     begun: int = 0
     may_be_slow: bool = False
     """In work of which nobody knows how long it takes."""

@@ -91,7 +91,7 @@ class Resilience:
         progress.begin_step(state.step + 1, state.to_dict())
         yield
         self._step_seconds = time.perf_counter() - started
-        self.ledger.step = state.step
+        self.ledger.step = progress.now().done = state.step
 
     def end_step(self, config: Config) -> None:
         """Note a step's time, after logging and saving; the first one ends the warm-up. Called by all ranks."""

@@ -18,8 +18,7 @@ from shardtrain.config import Loaded, derived, json_schema
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.config.show import RESOLVED_CONFIG
-from shardtrain.utils import atomic_io, log
-from shardtrain.utils.errors import StorageError
+from shardtrain.utils import atomic_io, log, storage_errors
 from shardtrain.utils.log import logger
 from shardtrain.utils.redact import redact
 from shardtrain.utils.units import format_count
@@ -57,13 +56,11 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
     paths = [folder / RESOLVED_CONFIG]
     if loaded.config.job.save_config_file:
         paths.append(folder / loaded.config.job.save_config_file)
-    try:
+    with storage_errors.writing(folder, "set job.dump_folder to another folder"):
         for path in paths:
             path.parent.mkdir(parents=True, exist_ok=True)
             atomic_io.write(path, text)
             atomic_io.write(path.with_name(json_schema.FILE), json_schema.json_schema_text())
-    except OSError as error:
-        raise StorageError(f"cannot write {error.filename}: {error.strerror}; check job.dump_folder") from error
 
 
 def read_world_size(resolved: Path) -> int | None:

@@ -34,9 +34,11 @@ def write(path: Path, content: bytes | str, durable: bool = False, mode: int = 0
                 file.flush()
                 os.fsync(file.fileno())
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError):
+            error.filename = str(path)  # not the temporary name, or none
         raise
 
 

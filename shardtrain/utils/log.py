@@ -17,12 +17,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from shardtrain.utils import atomic_io
-from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import redact, visible
 
 logger = logging.getLogger("shardtrain")
 
+lost_lines: list[str] = []
+"""Warnings about log files of this process that lost lines. The launcher repeats those of ranks without a terminal."""
 MANY_RANKS = 1024
 """Above so many ranks a log file of each would be a flood of files on storage that all nodes share."""
 _MOST_COLUMNS = 96
@@ -80,7 +82,7 @@ def setup(
     try:
         file = _FileHandler(path, opens_late=only_warnings)
     except OSError as error:
-        raise StorageError(f"cannot open the log file {path}: {error.strerror}; check metrics.save_log_file") from error
+        raise storage_errors.cannot("write the log file", path, error, "set metrics.save_log_file") from error
     reset()
     if only_warnings:
         file.setLevel(logging.WARNING)
@@ -255,9 +257,10 @@ class _FileHandler(logging.Handler):
         except OSError as error:
             self.num_lost += 1
             if self.num_lost == 1:
-                text = f"cannot write the log file {self.path}: {error.strerror}; lines of it are lost until it works"
+                problem = redact(str(storage_errors.cannot("write the log file", self.path, error)))
+                lost_lines.append(f"{problem}; lines of it are lost until then")
                 with contextlib.suppress(OSError, ValueError):
-                    print(redact(text), file=sys.stderr, flush=True)
+                    print(lost_lines[-1], file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Let the file go."""

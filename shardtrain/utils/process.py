@@ -6,7 +6,6 @@ And it does not end because nobody reads what it says: a terminal that was close
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import math
 import os
@@ -28,20 +27,6 @@ AT_ADDRESS = "address"
 
 SECRET = "SHARDTRAIN_SECRET"
 """What the nodes of one run know and nobody else does: they sign with it what they tell each other while they meet."""
-
-
-REFUSED = {
-    errno.EMFILE: "raise the limit of open files: ulimit -n",
-    errno.ENFILE: "close files of other programs",
-    errno.EAGAIN: "raise the limit of processes (ulimit -u), or try again",
-    errno.ENOMEM: "free memory",
-    errno.ENOSPC: "free space",
-    errno.EDQUOT: "free space, or raise the quota",
-    errno.EROFS: "choose a folder that can be written",
-    errno.EIO: "look at the disk, and try again",
-    errno.ESTALE: "look at the network filesystem, and try again",
-}
-"""What a system refuses for reasons that are not of the program, and what to do."""
 
 
 def meeting_folder(environment: Mapping[str, str]) -> str:

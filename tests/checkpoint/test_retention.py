@@ -272,7 +272,7 @@ def test_what_cannot_be_deleted_is_said_and_stops_no_run(
 
     monkeypatch.setattr(retention, "discard", refused)
     save(kept, 3)
-    assert kept.steps() == [1, 2, 3] and "cannot delete the old checkpoint" in caplog.text
+    assert kept.steps() == [1, 2, 3] and "cannot delete old checkpoint" in caplog.text
 
 
 def test_what_a_dead_writer_left_goes_at_once_and_what_a_living_one_may_still_write_stays(tmp_path: Path) -> None:

@@ -83,7 +83,10 @@ def test_output_that_cannot_be_written_is_reported_unless_its_reader_has_left(ki
     if kind == "pipe":
         assert (done.returncode, done.stderr) == (0, "")
     else:
-        assert (done.returncode, done.stderr) == (8, "error[8]: cannot write to stdout: No space left on device\n")
+        assert (done.returncode, done.stderr) == (
+            8,
+            "error[8]: cannot write to stdout: No space left on device (errno 28); free space\n",
+        )
 
 
 def in_a_deleted_folder(tmp_path: Path) -> Callable[[], None]:
@@ -115,7 +118,7 @@ def on_a_strange_network(tmp_path: Path) -> Callable[[], None]:
 REFUSED = {
     "the working folder": (in_a_deleted_folder, 2, "the working folder of this process was deleted"),
     "temporary files": (without_a_temporary_folder, 8, "no folder for temporary files can be written; set TMPDIR"),
-    "open files": (with_few_files, 8, "Too many open files; raise the limit of open files: ulimit -n"),
+    "open files": (with_few_files, 8, "Too many open files (errno 24), this process reached its limit of open files"),
     "the interface": (on_a_strange_network, 2, 'GLOO_SOCKET_IFNAME="no?such0" is not a network interface'),
 }
 

@@ -55,7 +55,9 @@ def test_a_second_start_replaces_the_file(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match=r"^cannot write .*file.*; check job\.dump_folder$") as caught:
+    with pytest.raises(
+        StorageError, match=r"^cannot write .*file.*, or set job\.dump_folder to another folder$"
+    ) as caught:
         run_folder.write_resolved_config(Loaded(Config()), tmp_path / "file" / "outputs", 1)
     assert caught.value.exit_code == 8
 

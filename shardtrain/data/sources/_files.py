@@ -23,7 +23,7 @@ from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.sources import Request
 from shardtrain.utils import reading
-from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
+from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError
 
 COMPRESSIONS: Mapping[str, tuple[bytes, ...]] = {
     ".gz": (b"\x1f\x8b",),
@@ -119,7 +119,7 @@ class File:
             os.close(descriptor)
         return f"{self.size}:{digest.hexdigest()}"
 
-    def unreadable(self, error: OSError, fix: str = "check the disk") -> DataError | StorageError:
+    def unreadable(self, error: OSError, fix: str = "check the disk") -> ShardtrainError:
         """Make the error of a file that cannot be read: of storage where a later try may find it as it was."""
         return reading.trouble(self.path, error) or self.unusable(f"cannot be read ({error.strerror})", fix)
 

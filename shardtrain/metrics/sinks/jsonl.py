@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardtrain.metrics.record import Record, finite_or_none
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.checked_json import line_of, record_of
 from shardtrain.utils.log import logger
 
@@ -71,7 +71,10 @@ class JsonlFile:
     def _warn(self, error: OSError) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(f"cannot write {self.path}: {error}; training continues without it until it works again")
+            problem = storage_errors.explain(error, self.path)
+            logger.warning(
+                f"cannot write {self.path}: {problem}; training continues, and its records are lost until then"
+            )
 
 
 class JsonlFiles:

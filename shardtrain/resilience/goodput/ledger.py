@@ -17,6 +17,7 @@ from typing import TypeVar
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import Account, Attempt, account, attempts_of, bins
 from shardtrain.resilience.progress import Phase, Phases
+from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
 
@@ -84,7 +85,7 @@ class Ledger:
             try:
                 path.rename(aside)
             except OSError as error:
-                logger.warning(f"cannot rename {path}: {error.strerror}; it now holds two runs")
+                logger.warning(f"cannot rename {path}: {storage_errors.explain(error, path)}; it now holds two runs")
             earlier = []
         self._past = account([*earlier, Attempt(self._start)])
         self._write(self._start)
@@ -182,9 +183,8 @@ class Ledger:
         try:
             events.append(self._path, event)
         except OSError as error:
-            logger.warning(
-                f"cannot write {self._path}: {error.strerror or error}; goodput is not recorded from here on"
-            )
+            problem = storage_errors.explain(error, self._path)
+            logger.warning(f"cannot write {self._path}: {problem}; goodput is not recorded from here on")
             self._path = None
 
     def _earlier(self, folder: Path) -> list[Attempt]:

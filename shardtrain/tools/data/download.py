@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from shardtrain import __version__
+from shardtrain.utils import storage_errors
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
 from shardtrain.utils.heartbeat import heartbeat
@@ -109,7 +110,7 @@ def main(words: list[str]) -> int:
                         done = fetch(hub, name, commit, files[name], staging, folder / name)
                     print(done, flush=True)
     except OSError as error:
-        raise _cannot_write(error, folder) from error
+        raise storage_errors.cannot("write", folder, error, "name another --local_dir") from error
     return 0
 
 
@@ -204,7 +205,7 @@ class Hub:
                 text = f"{name} does not have the size that the hub reported; it is not kept, try again"
                 raise DataError(text) from error
             if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
-                raise _cannot_write(error, folder / name) from error
+                raise storage_errors.cannot("write", folder / name, error, "name another --local_dir") from error
             raise self._explain(error) from error
 
     def _ask(self, call: Callable[[], T]) -> T:
@@ -367,10 +368,6 @@ def _hash(path: Path, kind: str) -> str:
             digest.update(block)
         os.fsync(file.fileno())  # it gets its name next
     return digest.hexdigest()
-
-
-def _cannot_write(error: OSError, path: Path) -> StorageError:
-    return StorageError(f"cannot write {path}: {error.strerror or error}; make room, or name another --local_dir")
 
 
 def _one_line(error: BaseException) -> str:

@@ -19,8 +19,9 @@ from shardtrain.data.bad_rows import attempt
 from shardtrain.data.columns import text
 from shardtrain.data.sources import Request, every_row, find, place_of
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
+from shardtrain.utils import storage_errors
 from shardtrain.utils.arguments import Arguments, help_if_asked
-from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
+from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 PROGRAM = "shardtrain data tokenizer train"
 BOS = "<|begin_of_text|>"
@@ -160,14 +161,12 @@ def save(tokenizer: Any, folder: Path) -> None:
         "tokenizer_config.json": json.dumps(config, indent=2) + "\n",
         "tokenizer.json": tokenizer.to_str(pretty=True),
     }
-    try:
+    with storage_errors.writing(folder, "name another folder with --output"):
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             part = folder / f".{name}.part"
             part.write_text(content, encoding="utf-8")
             os.replace(part, folder / name)
-    except OSError as error:
-        raise StorageError(f"cannot write to --output {folder}: {error.strerror}; name another folder") from error
 
 
 def _parser() -> Arguments:

@@ -28,6 +28,7 @@ from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
 from shardtrain.tools.dcp.naming import OWN, Naming, naming
 from shardtrain.tools.dcp.reading import MOMENTS
 from shardtrain.tools.dcp.stored import DcpFolder
+from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, StorageError, require_new
 
 
@@ -162,7 +163,7 @@ def _write(
         files.sync_folder(temporary)
         files.rename(temporary, output)
     except OSError as error:
-        raise StorageError(f"cannot write {error.filename}: {error.strerror}; choose another folder") from error
+        raise storage_errors.cannot("write", temporary, error, "choose another folder") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

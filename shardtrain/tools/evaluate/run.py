@@ -15,7 +15,8 @@ from shardtrain.tools.generate.answer import join
 from shardtrain.tools.generate.locate_checkpoint import load_config
 from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.train.build import use_fastest_kernels
-from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils import storage_errors
+from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
 _TOKENS = 2048
@@ -86,7 +87,5 @@ def _tell(found: dict[str, Any], asked: Request) -> None:
     text = json.dumps(found, indent=2, allow_nan=False)
     print(text)
     if asked.output is not None:
-        try:
+        with storage_errors.writing(asked.output, "name another file"):
             files.write_whole(asked.output, (text + "\n").encode())
-        except OSError as error:
-            raise StorageError(f"cannot write {asked.output}: {error.strerror}; choose another file") from error

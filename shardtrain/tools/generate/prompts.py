@@ -15,7 +15,8 @@ from shardtrain.data.chat_messages import NO_VARIABLES, Variables, messages_of, 
 from shardtrain.data.columns import Unusable, column, text
 from shardtrain.data.ends import ends_of
 from shardtrain.data.tokenizer import Tokenizer
-from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
+from shardtrain.utils import storage_errors
+from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,6 @@ def write_rows(path: Path, rows: Sequence[Row], predictions: Sequence[str], fiel
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; choose another folder") from error
+        raise storage_errors.cannot("write", path, error, "choose another folder") from error
     finally:
         temporary.unlink(missing_ok=True)

@@ -9,8 +9,9 @@ from pathlib import Path
 from shardtrain import config
 from shardtrain.config import json_schema
 from shardtrain.tools.migrate.reading import Migration, migrate, unnamed
+from shardtrain.utils import storage_errors
 from shardtrain.utils.arguments import help_if_asked
-from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """\
 usage: shardtrain config migrate FILE... [-o NEW.toml] [--nproc N] [-- FLAG ...]
@@ -119,4 +120,4 @@ def _write(file: Path, text: str) -> None:
         temporary.replace(file)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise StorageError(f"{file}: cannot be written ({error.strerror}); name another place") from None
+        raise storage_errors.cannot("write", file, error, "name another file") from None

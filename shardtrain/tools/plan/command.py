@@ -17,8 +17,8 @@ from shardtrain import config as configs
 from shardtrain.config import command_line
 from shardtrain.config.command_line import Option
 from shardtrain.config.schema import Checkpoint
-from shardtrain.utils import atomic_io
-from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import parse_count
 
 HELP = """\
@@ -226,8 +226,6 @@ def _require_writable(path: Path, configuration: Path | None) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
+    with storage_errors.writing(path, "name another file with -o"):
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_io.write(path, text)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; name another file with -o") from error

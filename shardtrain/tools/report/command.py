@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardtrain.tools.report import page, reading
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.arguments import Arguments
-from shardtrain.utils.errors import ConfigError, Problem, StorageError
+from shardtrain.utils.errors import ConfigError, Problem
 
 _MOST_RUNS = 50
 
@@ -45,10 +45,8 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(problems)
     text = page.build(records)
     path = Path(asked.output)
-    try:
+    with storage_errors.writing(path, "name another file with -o"):
         atomic_io.write(path, text)
-    except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}; name another file with -o") from error
     of = "1 run" if len(records) == 1 else f"{len(records)} runs"
     print(f"{path}: {of}, {len(text.encode()) / 1e6:.2f} MB; open it in a browser")
     return 0

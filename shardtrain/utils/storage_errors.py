@@ -1,0 +1,127 @@
+"""Errors of storage: one table from errno to cause and fix, and the messages made from it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError, StorageError
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Cause and fix of an errno.
+
+    ``may_pass`` is True for failures of the system, which a later try may not meet; False where the path or the user's
+    rights are wrong. ``is_of_sockets`` marks numbers that sockets raise too: only a path tells the two apart.
+    """
+
+    meaning: str
+    fix: str
+    may_pass: bool = False
+    is_of_sockets: bool = False
+
+
+_CAUSES = {
+    "ENOSPC": Cause("", "free space", may_pass=True),
+    "EDQUOT": Cause("", "delete files or raise the quota of this user, group or project", may_pass=True),
+    "EROFS": Cause("", "mount it for writing; after disk errors Linux mounts read-only, see dmesg", may_pass=True),
+    "EIO": Cause("the disk or the file server failed", "see dmesg, then check the disk or the mount", may_pass=True),
+    "EREMOTEIO": Cause("the disk of the file server failed", "check the file server", may_pass=True),
+    "ESTALE": Cause("the file server no longer knows the file", "mount the folder again", may_pass=True),
+    "ENOTCONN": Cause("the program behind the mount has ended", "mount the folder again", True, True),
+    "EHOSTDOWN": Cause("the file server is down", "start the file server or wait for it", True, True),
+    "ETIMEDOUT": Cause("the file server did not answer", "check the file server and the network", True, True),
+    "ENXIO": Cause("the device is gone", "connect and mount the device again"),
+    "ENODEV": Cause("the device is gone", "connect and mount the device again"),
+    "ENOLCK": Cause("the file server refuses locks", "start its lock service or mount with local locks"),
+    "EMFILE": Cause("this process reached its limit of open files", "raise it with ulimit -n", may_pass=True),
+    "ENFILE": Cause("all processes reached the limit of open files", "raise the sysctl fs.file-max", may_pass=True),
+    "ENOMEM": Cause("", "free memory or raise its limit", may_pass=True),
+    "EACCES": Cause("this user has no right to it", "change its owner or mode with chown or chmod"),
+    "EPERM": Cause("the filesystem forbids it", "check lsattr (an immutable file?) and the mount options"),
+    "EEXIST": Cause("another file or folder has the name", "rename it"),
+    "ENOENT": Cause("", "create the folder"),
+    "ENOTDIR": Cause("a file has the name of a folder of this path", "rename the file"),
+    "EISDIR": Cause("a folder has the name of the file", "rename the folder"),
+    "ELOOP": Cause("a link leads to itself, or stands where no link may be", "remove the link"),
+    "ENAMETOOLONG": Cause("the filesystem does not allow such a long name", "use a shorter path"),
+    "EFBIG": Cause("the file would exceed the size limit", "raise it with ulimit -f, or use another filesystem"),
+    "ETXTBSY": Cause("the file is a running program", "stop the program"),
+    "EBUSY": Cause("another program or a mount uses it", "stop the program (see fuser -v) or unmount it"),
+    "EAGAIN": Cause("no further process may start", "raise the limit of processes with ulimit -u", may_pass=True),
+}
+CAUSES = {getattr(errno, name): cause for name, cause in _CAUSES.items() if hasattr(errno, name)}
+_UNKNOWN = Cause("", "check the storage")
+_OF_OBJECT_STORE = Cause("", "fix checkpoint.folder or the rights of this host there")
+_OF_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
+
+
+def is_of_system(error: OSError, path: object = None) -> bool:
+    """True if the storage or a limit of the system is the cause, not the path, the user's rights or a socket."""
+    cause = CAUSES.get(error.errno or 0, _UNKNOWN)
+    has_path = bool(path or error.filename)
+    return cause.may_pass and (has_path or not cause.is_of_sockets)
+
+
+def explain(error: Exception, path: str | os.PathLike[str] = "", otherwise: str = "") -> str:
+    """Return reason and fix of an OSError: ``Stale file handle (errno 116), the file server ...; mount the ...``.
+
+    ``otherwise`` is a fix that only the caller knows, such as another folder. It follows the fix of the errno.
+    """
+    if not isinstance(error, OSError) or error.errno is None:
+        return f"{str(error) or type(error).__name__}; {otherwise or _UNKNOWN.fix}"
+    cause = CAUSES.get(error.errno, _UNKNOWN)
+    if "://" in str(path):
+        cause = _OF_OBJECT_STORE
+    if error.errno == errno.ENOSPC and (total := _exhausted_inodes(path or error.filename)):
+        cause = Cause(f"0 of {total} inodes are free although there is free space", "delete files, small ones too")
+    meaning = f", {cause.meaning}" if cause.meaning else ""
+    alternative = f", or {otherwise}" if otherwise else ""
+    return f"{error.strerror or error} (errno {error.errno}){meaning}; {cause.fix}{alternative}"
+
+
+def cannot(action: str, path: object, error: OSError, otherwise: str = "") -> ShardtrainError:
+    """Return the error for a file that cannot be written, read, ...; OutOfMemoryError for ENOMEM and EAGAIN.
+
+    The path of the OSError, which may be a temporary file, wins over ``path``.
+    """
+    name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(path)
+    kind = OutOfMemoryError if error.errno in _OF_MEMORY else StorageError
+    return kind(f"cannot {action} {name}: {explain(error, name, otherwise)}")
+
+
+@contextlib.contextmanager
+def writing(path: object, otherwise: str = "choose another folder") -> Iterator[None]:
+    """Raise an OSError of the block as the error of ``cannot`` write ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot("write", path, error, otherwise) from error
+
+
+@contextlib.contextmanager
+def naming(path: object) -> Iterator[None]:
+    """Put the path into an OSError that does not name one: those of write and fsync do not."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
+
+
+def _exhausted_inodes(path: str | os.PathLike[str] | None) -> int:
+    """Number of inodes of the filesystem of ``path`` if all are used and space is free; else 0."""
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
+        place = Path(os.path.abspath(os.fsdecode(path or "")))
+        while not place.exists():
+            place = place.parent
+        facts = os.statvfs(place)
+        if facts.f_bavail > 0 and facts.f_files > 0 and facts.f_favail == 0:
+            return facts.f_files
+    return 0

@@ -1,0 +1,120 @@
+"""Errors of storage: each errno has its own cause and fix, and each message about storage uses them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shardtrain import cli
+from shardtrain.checkpoint import files
+from shardtrain.launch import local
+from shardtrain.utils import atomic_io, reading, storage_errors
+from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError, StorageError
+from shardtrain.utils.storage_errors import CAUSES
+
+NAMES_OF_STORAGE = ["ESTALE", "EROFS", "EDQUOT", "EIO", "ENOMEM", "ENOSPC", "EMFILE", "ENFILE", "ENOTCONN", "EHOSTDOWN"]
+NAMES_OF_PATHS = [
+    "EACCES",
+    "EPERM",
+    "ENAMETOOLONG",
+    "ENOTDIR",
+    "ELOOP",
+    "ETXTBSY",
+    "EBUSY",
+    "EISDIR",
+    "EEXIST",
+    "ENOENT",
+]
+NAMED = [*NAMES_OF_STORAGE, "ETIMEDOUT", *NAMES_OF_PATHS, "ENOENT", "EFBIG", "ENXIO", "ENODEV", "ENOLCK"]
+
+
+def test_each_errno_has_its_own_fix() -> None:
+    assert {getattr(errno, name) for name in NAMED} <= CAUSES.keys()
+    texts = [(cause.meaning, cause.fix) for number, cause in CAUSES.items() if number != errno.ENODEV]  # as ENXIO
+    assert len(set(texts)) == len(texts)
+
+
+def write_atomically(path: Path) -> None:
+    atomic_io.write(path, "text", durable=True)
+
+
+def write_checkpoint_file(path: Path) -> None:
+    files.write_whole(path, b"data")
+
+
+@pytest.mark.parametrize("write", [write_atomically, write_checkpoint_file])
+@pytest.mark.parametrize("call", ["open", "write", "fsync"])
+@pytest.mark.parametrize("name", NAMED)
+def test_an_error_names_the_file_its_cause_and_the_fix(
+    name: str, call: str, write: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if (name, call) == ("EEXIST", "open"):
+        return  # a taken temporary name is tried again under another one
+    number = getattr(errno, name)
+    path = tmp_path / "file"
+
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))  # write and fsync name no file
+
+    monkeypatch.setattr(os, call, fails)
+    if call == "write" and write is write_atomically:
+        monkeypatch.setattr(os, "fdopen", fails)  # a file object writes without os.write
+    with pytest.raises(ShardtrainError) as caught, storage_errors.writing(path, "use another"):
+        write(path)
+    monkeypatch.undo()
+    cause = CAUSES[number]
+    told = str(caught.value)
+    assert told.startswith(f"cannot write {path}: {os.strerror(number)} (errno {number})"), told
+    assert told.endswith(f"{cause.meaning}; {cause.fix}, or use another"), told
+    assert type(caught.value) is (OutOfMemoryError if name == "ENOMEM" else StorageError)
+
+
+@pytest.mark.parametrize(
+    ("free_blocks", "free_inodes", "told"),
+    [
+        (100, 0, "0 of 5000 inodes are free although there is free space; delete files"),
+        (100, 7, "(errno 28); free space"),
+        (0, 0, "(errno 28); free space"),
+    ],
+)
+def test_exhausted_inodes_are_told_apart_from_a_full_disk(
+    free_blocks: int, free_inodes: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = SimpleNamespace(f_bavail=free_blocks, f_files=5000, f_favail=free_inodes)
+    monkeypatch.setattr(os, "statvfs", {tmp_path: facts}.__getitem__)
+    # the file and its folder do not exist yet: the filesystem of the nearest folder is asked
+    path = tmp_path / "new" / "file"
+    assert told in storage_errors.explain(OSError(errno.ENOSPC, "No space left on device", str(path)), path)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_reading_tells_storage_that_fails_from_a_wrong_path(name: str, tmp_path: Path) -> None:
+    number = getattr(errno, name)
+    error = reading.trouble(tmp_path / "file", OSError(number, os.strerror(number)))
+    assert (error is not None) is (name in [*NAMES_OF_STORAGE, "ETIMEDOUT"])
+    assert error is None or CAUSES[number].fix in str(error)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_an_error_anywhere_in_a_run_has_the_fix_of_its_errno(name: str, tmp_path: Path) -> None:
+    number = getattr(errno, name)
+    inside = local._of_storage(OSError(number, os.strerror(number), str(tmp_path / "run/metrics.jsonl")), tmp_path)
+    assert isinstance(inside, ShardtrainError) and CAUSES[number].fix in str(inside)
+    # a socket is no file of a run
+    unnamed = local._of_storage(OSError(number, os.strerror(number)), tmp_path)
+    is_told = CAUSES[number].may_pass and not CAUSES[number].is_of_sockets
+    assert isinstance(unnamed, ShardtrainError) is is_told
+
+
+def test_the_command_line_uses_the_same_table(capsys: pytest.CaptureFixture[str]) -> None:
+    def action(_: list[str]) -> int:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), "/data/file")
+
+    assert cli.run(action, []) == 8
+    told = capsys.readouterr().err
+    assert "/data/file: Stale file handle (errno 116)" in told and CAUSES[errno.ESTALE].fix in told
