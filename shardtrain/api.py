@@ -441,9 +441,9 @@ def _arguments(options: Mapping[str, Any] | None) -> list[str]:
         if isinstance(value, Mapping):
             words += _arguments({f"{name}.{key}": one for key, one in value.items()})
         elif isinstance(value, list | tuple) and value:
-            words += [f"--{name}", *map(_text, value)]
+            words += [f"--{name.lstrip('-')}", *map(_text, value)]
         else:
-            words.append(f"--{name}={_text(value)}")
+            words.append(f"--{name.lstrip('-')}={_text(value)}")
     return words
 
 

@@ -54,6 +54,10 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "a word for a number": (lambda r, m, t: api.load_config("debug", {"training.steps": "ten"}), "training.steps="),
     "an unknown section": (lambda r, m, t: api.load_config("debug", {"trainning.steps": 1}), "trainning"),
     "a missing file": (lambda r, m, t: api.load_config("missing.toml"), "missing.toml"),
+    "a misspelt option with dashes": (
+        lambda r, m, t: api.load_config("debug", {"--training.stepz": 5}),
+        'training.stepz="5" is not an option; did you mean training.steps?',
+    ),
     "a misspelt preset": (lambda r, m, t: api.load_config("debgu"), "did you mean debug?"),
     "zero steps": (lambda r, m, t: api.Trainer("debug", {"training.steps": 0}), "training.steps=0 must be at least 1"),
     "a trainer of a number": (lambda r, m, t: api.Trainer(3), "config=3 must be"),

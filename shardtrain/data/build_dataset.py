@@ -115,6 +115,7 @@ def request_for(config: Config, named: NamedDataset) -> Request:
         split=named.source.split or config.data.split,
         split_option=named.path_option.replace("dataset_path", "split") if named.source.split else "data.split",
         subset=named.source.subset or config.data.subset,
+        subset_option=named.path_option.replace("dataset_path", "subset") if named.source.subset else "data.subset",
         streaming=config.data.streaming,
         max_row_bytes=config.data.max_row_bytes,
         header=not (named.source.text_field or config.data.text_field).isdecimal(),

@@ -9,6 +9,7 @@ from shardtrain.config.schema import LRScheduler, Optimizer
 from shardtrain.facts.lr_schedules import SCHEDULES, Schedule, options_of
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.units import real_number
 
 _CHECKED_STEPS = 1000
 
@@ -40,10 +41,11 @@ def learning_rate(
         schedule = find(scheduler.name)
     total = scheduler.total_steps or steps
     options = {name: getattr(scheduler, name) for name in options_of(schedule)}
-    factor = schedule(min(step, total - 1), total, **options)
+    returned = schedule(min(step, total - 1), total, **options)
+    factor = real_number(returned)
     # the margin is for rounding; the comparison is false for NaN
-    if not isinstance(factor, int | float) or not -1e-6 <= factor <= 1 + 1e-6:
-        rule = f"returns {factor!r} at step {step} of {total}"
+    if factor is None or not -1e-6 <= factor <= 1 + 1e-6:
+        rule = f"returns {' '.join(repr(returned).split()):.60} at step {step} of {total}"
         fix = "return the share of the peak rate, a number between 0 and 1"
         raise ConfigError(Problem("lr_scheduler.name", scheduler.name, rule, fix))
     return optimizer.lr * min(1.0, max(0.0, factor))

@@ -24,6 +24,7 @@ from shardtrain.data.row_stream import RowBatch
 from shardtrain.models.moe import has_experts
 from shardtrain.tasks._answers import Pair, PairTask
 from shardtrain.tasks.task import Shown
+from shardtrain.utils.units import real_number
 
 METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
 DEGREES = ("tensor_parallel_degree",)
@@ -55,9 +56,10 @@ class RewardModel(PairTask):
         value = find(row, "margin")
         if value is None:
             return 0.0
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        number = real_number(value)
+        if number is None or not math.isfinite(number):
             raise Unusable(f"margin {str(value)[:40]!r} is not a finite number")
-        return float(value)
+        return number
 
     def forward(self, model: nn.Module, batch: RowBatch) -> Tensor:
         """Scores (B, 2), at the last token of each text."""

@@ -7,7 +7,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 import re
+from typing import Any
 
 KIB = 1024
 MIB = 1024**2
@@ -105,6 +107,18 @@ def format_seconds(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def real_number(value: Any) -> float | None:
+    """Return a real number of Python, NumPy or PyTorch (a 0-d tensor) as a float, or None for anything else.
+
+    >>> from fractions import Fraction
+    >>> real_number(Fraction(1, 4)), real_number(2), real_number(True), real_number("1"), real_number(1j)
+    (0.25, 2.0, None, None, None)
+    """
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) and not isinstance(value, bool) else None
 
 
 def parse_count(text: str | int) -> int:

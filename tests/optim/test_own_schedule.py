@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from ranks import run_ranks
 from tiers import cases
 from tiny import Ended, tiny_config, train_whole
 
 from shardtrain.cli import main
+from shardtrain.config.schema import LRScheduler, Optimizer
+from shardtrain.optim.lr_scheduler import learning_rate
 
 LINEAR_LINEAR = """
 def factor(step, total_steps, warmup_steps):
@@ -106,6 +112,21 @@ def test_a_resumed_run_with_a_schedule_file_equals_the_built_in_schedule(tmp_pat
         ("def factor(step, total_steps):\n    return step", "returns 2 at step 2 of 200; return the share of the peak"),
         ("def factor(step, total_steps):\n    return float('nan')", "returns nan at step 0"),
         ("def factor(step, total_steps):\n    pass", "returns None at step 0"),
+        ("def factor(step, total_steps):\n    return True", "returns True at step 0"),
+        ("def factor(step, total_steps):\n    return '0.5'", "returns '0.5' at step 0"),
+        ("def factor(step, total_steps):\n    return 0.5 + 0j", "returns (0.5+0j) at step 0"),
+        (
+            "import numpy\ndef factor(step, total_steps):\n    return numpy.bool_(1)",
+            "at step 0 of 200; return the share",
+        ),
+        (
+            "import torch\ndef factor(step, total_steps):\n    return torch.ones(3, 1)",
+            "returns tensor([[1.], [1.], [1.]]) at step 0",
+        ),
+        (
+            "import torch\ndef factor(step, total_steps):\n    return torch.tensor(float('nan'))",
+            "returns tensor(nan) at",
+        ),
         (
             "x = []\ndef factor(step, total_steps):\n    x.append(0)\n    return 1 / len(x)",
             "a resumed run would differ",
@@ -118,6 +139,19 @@ def test_a_wrong_schedule_file_is_one_error_that_names_it(tmp_path: Path, capsys
     lines = [line for line in "".join(capsys.readouterr()).splitlines() if not line.startswith("note:")]
     (line,) = [line for line in lines if "my_schedule.py" in line]
     assert "lr_scheduler.name=" in line and said in line
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        0.25, np.float32(0.25), np.float16(0.25), np.array(0.25), torch.tensor(0.25), torch.tensor(0.25).bfloat16(),
+        Fraction(1, 4), 1, 0, np.int64(1), torch.tensor(1),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_every_real_number_is_a_share(number: Any) -> None:
+    rate = learning_rate(Optimizer(lr=0.5), LRScheduler(), 10, 3, schedule=lambda step, total_steps: number)
+    assert type(rate) is float and rate == 0.5 * float(number)
 
 
 def test_an_option_that_a_schedule_file_does_not_read_is_an_error(tmp_path: Path, capsys) -> None:

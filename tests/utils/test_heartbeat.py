@@ -101,10 +101,12 @@ def test_of_works_within_each_other_the_inner_one_speaks(monkeypatch: pytest.Mon
     said: list[str] = []
     with heartbeat("outer", seconds=0.1, say=lambda _: said.append("outer")):
         with heartbeat("inner", seconds=0.1, say=lambda _: said.append("inner")):
-            patience.wait_for(lambda: len(said) >= 3, 10)
-            first = said[:3]
+            before = len(said)
+            patience.wait_for(lambda: said.count("inner") >= 3, 10)
+            within = said[before:]
         patience.wait_for(lambda: said[-1] == "outer", 30)
-    assert first == ["inner"] * 3
+    # The outer thread may have decided to speak just before the inner work began
+    assert within.count("outer") <= 1
 
 
 def test_a_line_says_how_far_the_work_is() -> None:

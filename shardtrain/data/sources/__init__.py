@@ -46,8 +46,8 @@ _DEFAULT_SPLITS = {"validation.split": "validation", "task.test_split": "test"}
 class Request:
     """What to open: ``path`` is the dataset_path option or None, and ``option`` is how errors call it.
 
-    ``split_option`` is how errors call ``split``. ``header`` is True if the first line of a TSV or CSV file names its
-    columns. Without it they are "0", "1", ...
+    ``split_option`` and ``subset_option`` are how errors call ``split`` and ``subset``. ``header`` is True if the
+    first line of a TSV or CSV file names its columns. Without it they are "0", "1", ...
     """
 
     path: str | None = None
@@ -55,6 +55,7 @@ class Request:
     split: str = "train"
     split_option: str = "data.split"
     subset: str | None = None
+    subset_option: str = "data.subset"
     streaming: bool | None = None
     max_row_bytes: int = 16 * 2**20
     header: bool = True

@@ -55,7 +55,7 @@ def _reason(error: BaseException, request: Request, name: str, asked: Mapping[st
     if "dataset scripts" in text or "custom code" in text:
         return "is a program, and no code of a dataset is run", "use a copy of it in Parquet or JSON lines"
     if "config name is missing" in text or "builderconfig" in text:
-        return f"has no subset {asked.get('name') or 'by default'}", "set data.subset to one that it has"
+        return f"has no subset {asked.get('name') or 'by default'}", f"set {request.subset_option} to one that it has"
     if "split" in text:
         return f'has no split "{asked.get("split")}"', f"set {request.split_option} to one that it has"
     if kinds & {"OSError", "RequestException", "TransportError"}:  # of the system, requests and httpx

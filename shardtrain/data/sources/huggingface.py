@@ -79,7 +79,7 @@ def open_preset(request: Request, dataset: _hub.HubSet) -> Table | Shards:
         return open_local(replace(request, split=own_split) if dataset.split else request, sole_split=own_split)
     if request.subset is not None and dataset.data_files is not None:
         rule = "has no effect with this dataset, which is a part of one subset"
-        raise ConfigError(Problem("data.subset", request.subset, rule, "remove it"))
+        raise ConfigError(Problem(request.subset_option, request.subset, rule, "remove it"))
     # The user named the dataset, not a path: messages about it name that option.
     return _hub.open_hub(replace(request, path=dataset.name, option=request.option.removesuffix("_path")), dataset)
 
@@ -96,7 +96,8 @@ def open_local(request: Request, sole_split: str = "train") -> Table | Shards:
     def look() -> dict[str, bool]:
         if request.subset is not None and reading.kind(path) != "folder":
             rule = f"has no folder {request.subset}, the subset that is asked for"
-            raise ConfigError(Problem(request.option, request.path, rule, "remove data.subset, or correct it"))
+            fix = f"remove {request.subset_option}, or correct it"
+            raise ConfigError(Problem(request.option, request.path, rule, fix))
         return {
             "is_saved": any(reading.kind(os.path.join(path, name)) == "file" for name in _SAVED),
             "is_folder": reading.kind(path) == "folder",

@@ -17,7 +17,10 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from shardtrain.config.schema import Config
+from shardtrain.config.schema.data import DataSource
 from shardtrain.data import sources
+from shardtrain.data.build_dataset import NamedDataset, request_for
 from shardtrain.data.sources import Request, Shards, Table, every_row, huggingface, place_of
 from shardtrain.utils.errors import ConfigError, DataError
 
@@ -238,8 +241,12 @@ def test_a_subset_is_a_folder_of_the_local_copy(tmp_path):
     save_jsonl(tmp_path / "en" / "x.jsonl", ROWS[:1])
     save_jsonl(tmp_path / "de" / "x.jsonl", ROWS[1:2])
     assert texts(opened(tmp_path, "c4", subset="de")) == ["row 1"]
-    with pytest.raises(ConfigError, match=r"has no folder fr, the subset that is asked for"):
+    with pytest.raises(ConfigError, match=r"has no folder fr, the subset that is asked for; remove data\.subset, or"):
         opened(tmp_path, "c4", subset="fr")
+    of_source = DataSource("c4", str(tmp_path), subset="fr")
+    named = NamedDataset("web", of_source, "data.sources.web.dataset", "data.sources.web.dataset_path")
+    with pytest.raises(ConfigError, match=r"remove data\.sources\.web\.subset, or correct it"):
+        sources.find("c4").open_source(request_for(Config(), named))
 
 
 def test_a_folder_of_several_kinds_or_of_none_is_refused(tmp_path):
