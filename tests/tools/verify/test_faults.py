@@ -8,6 +8,7 @@ mesh, and the words that must be in verify's answer. Some run by default, all of
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,8 +38,8 @@ from shardtrain.distributed.mesh import BATCH_AXES, Mesh
 from shardtrain.models import moe
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.optim import lr_scheduler
 from shardtrain.tools.verify.report import BLIND
+from shardtrain.train import trainer
 
 
 class Fault(NamedTuple):
@@ -443,7 +444,7 @@ def copies_of_a_parameter_drift_apart(monkeypatch):
 
 @fault("dp_replicate=2", "unsynchronised parameter", "axis dp_replicate")
 def a_learning_rate_of_each_rank(monkeypatch):
-    wrap(monkeypatch, lr_scheduler, "learning_rate", lambda f, *arguments: f(*arguments) * (1 + dist.get_rank()))
+    wrap(monkeypatch, trainer, "learning_rate", lambda f, *arguments: f(*arguments) * (1 + dist.get_rank()))
 
 
 @fault("dp_shard=2", "step 2", "stale weights", "those that step 1 began with")
@@ -592,6 +593,20 @@ def test_a_fault_in_the_engine_is_seen_and_named(name, benches, monkeypatch):
     assert row.verdict in ("differs", "failed"), row
     told = f"{row.first}; {row.cause}"
     assert all(word in told for word in planted.words), told
+
+
+def test_the_documentation_counts_these_faults_and_the_sum():
+    """Those of a model file are counted in ``test_model_faults.py``."""
+    root = Path(__file__).parents[3]
+    page = (root / "docs/verify.md").read_text()
+    named = sum("no simple cause fits" not in one.words for one in FAULTS.values())
+    assert f"| {len(FAULTS)} | {len(FAULTS)} | {named} | 0 |" in page
+    assert f"{len(EVERYWHERE)} of the engine's are planted" in page
+    of_model_files = int(re.search(r"^\| a model file: .* \| (\d+) \| \1 \| \1 \| 0 \|$", page, re.M)[1])
+    planted, named = len(FAULTS) + of_model_files, named + of_model_files
+    assert f"`verify` sees {planted} of {planted} and names {named} |" in (root / "README.md").read_text()
+    line = f"| {planted} planted, {planted} seen, {named} named rightly, 0 wrongly |"
+    assert line in (root / "docs/what_holds.md").read_text()
 
 
 OF_LLAMA = ("a layer that is frozen", "one parameter is not updated", "a module that fails on a mesh")

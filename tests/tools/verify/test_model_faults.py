@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -480,6 +481,12 @@ def found(request, tmp_path_factory):
 
 
 @pytest.mark.nightly("sound models", by="tests/tools/verify/test_verify.py::test_clean_runs_give_no_alarm")
+def test_the_documentation_counts_these_faults():
+    page = (Path(__file__).parents[3] / "docs/verify.md").read_text()
+    count = len(FAULTS)
+    assert re.search(rf"^\| a model file: .* \| {count} \| {count} \| {count} \| 0 \|$", page, re.M)
+
+
 def test_nothing_is_found_in_the_sound_model(found):
     assert found["sound"] == {"broken": [], "notes": [DROPPED], "impossible": {}}
 
