@@ -31,6 +31,8 @@ from shardtrain.utils.heartbeat import heartbeat
 
 if TYPE_CHECKING:
     from shardtrain.config import Config, Loaded
+    from shardtrain.launch.failure import Failure
+    from shardtrain.launch.watch import Watch
     from shardtrain.train.preflight.machine import Machine
 
 USAGE = """\
@@ -265,9 +267,11 @@ def _train(words: list[str]) -> int:
     if arguments.help:
         print(help_pages.train(), end="")
         return 0
-    from shardtrain.launch import agent, environment, failure, nodes
+    from shardtrain.launch import agent, environment, failure, local, nodes
 
+    local.end_at_request(None)
     loaded, arguments = _open(arguments, "train", keep_problems=True)
+    local.end_at_request(loaded)
     stop_status = failure.stop_status(loaded.config)
     if loaded.config.comm.mode == "fake_backend":
         return _module("shardtrain.train.simulated", "run")(loaded, arguments.nproc)
@@ -280,7 +284,6 @@ def _train(words: list[str]) -> int:
         _train_rank(loaded)
     several = nodes.find(arguments, os.environ)
     if several:
-        from shardtrain.launch import local
         from shardtrain.train import preflight
 
         def require(world_size: int | None, local_ranks: int) -> None:
@@ -312,6 +315,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
 
 def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int:
     """Check the configuration, choose the number of ranks, and run them from this process."""
+    from shardtrain import config
     from shardtrain.launch import environment, local
     from shardtrain.train import preflight
 
@@ -327,30 +331,34 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
 
     # before torch is imported, which reads them then
     environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
-    # check everything; in a child process if ranks are forked, so that this one starts no threads
-    if forks:
-        from shardtrain import config
 
-        if not config.problems_of(loaded, choice.count, machine.device, accelerators):
-            _trainer()  # the import of torch is needed, and the child need not pay for it again
+    # check everything; in a child process if ranks are forked, so that this one starts no threads
+    def check(watch: Watch | None) -> Failure | None:
         with local.storage_errors_in_exit_json(loaded):
-            preflight.require_in_child(loaded, machine)
-    else:
-        with local.storage_errors_in_exit_json(loaded), heartbeat("checking configuration, data, tokenizer and model"):
-            preflight.require(loaded, machine)
+            if watch is None:
+                with heartbeat("checking configuration, data, tokenizer and model"):
+                    preflight.require(loaded, machine)
+            elif lost := preflight.require_in_child(loaded, machine, watch):
+                return lost
+        ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
+        print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
+        return None
 
     # one rank in this process, forks of it, or fresh processes that run this command line again
-    ranks = "1 process" if choice.count == 1 else f"{choice.count} processes"
-    print(f"shardtrain {__version__}: training with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
-    if choice.count == 1 and not restarts:
+    if forks:
+        if config.problems_of(loaded, choice.count, machine.device, accelerators):
+            check(None)  # raises them, without the import of torch
+        # the import is needed, and the child need not pay for it again
+        code = local.launch(loaded, choice.count, _trainer(), (), restarts, check, ends_process=True)
+    elif choice.count == 1 and not restarts:
+        check(None)
         with local.storage_errors_in_exit_json(loaded):
             local.prepare(Path(loaded.config.job.dump_folder))
         code = local.run_rank(loaded, _trainer())
-    elif forks:
-        code = local.launch(loaded, choice.count, main=_trainer(), max_restarts=restarts)
     else:
+        check(None)
         command = (sys.executable, "-m", "shardtrain", "train", *words)
-        code = local.launch(loaded, choice.count, command=command, max_restarts=restarts)
+        code = local.launch(loaded, choice.count, None, command, restarts, ends_process=True)
 
     # after the run: what the plan makes of it, a sample, and commands that may come next
     for line in _compare_with_plan(code, loaded, choice.count, machine):
@@ -383,6 +391,7 @@ def _show_sample(loaded: Loaded) -> None:
     prompt = config.metrics.sample_prompt
     if not prompt or config.metrics.sample_freq == 0 or not config.checkpoint.enable or config.checkpoint.load_only:
         return
+    from shardtrain.resilience import signals
     from shardtrain.tools.generate import command
 
     def stop(*_: object) -> None:
@@ -391,7 +400,7 @@ def _show_sample(loaded: Loaded) -> None:
     print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)
     words = ["--from", config.job.dump_folder, *_own_code(config), "--prompt", prompt, "--max_new_tokens", "160"]
     # The run has ended and is saved. A signal from now on only stops the sample; the exit status stays 0.
-    before = signal.signal(signal.SIGTERM, stop)
+    signals.handle_requests(stop)
     try:
         command.main([*words, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
         sys.stdout.flush()
@@ -402,7 +411,7 @@ def _show_sample(loaded: Loaded) -> None:
             _discard_output()
         print(f"note: no sample: {error}", file=sys.stderr)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signals.handle_requests(signal.SIG_IGN)
 
 
 def _own_code(config: Config) -> list[str]:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import signal
+import time
 from pathlib import Path
 
 import patience
 from tiny import text_file, tiny_config
 
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.data import DataLoader
+from shardtrain.data.loader import MicroBatches
 from shardtrain.resilience import signals
+from shardtrain.train import trainer as train
+from shardtrain.train import validation
 
 STEPS, HELD = 6, 3
 """Steps of the run, and the one in which it is held."""
@@ -73,3 +81,61 @@ def losses(folder: Path) -> dict[int, tuple[float, str]]:
     )  # of a run that continues, the last may be half there
     lines = [json.loads(line) for line in whole.splitlines()]
     return {line["step"]: (line["loss"], line["order_hash"]) for line in lines if "loss" in line}
+
+
+def hold(folder: Path, seconds: float = TIMEOUT) -> None:
+    (folder / "ready").touch()
+    end = time.monotonic() + patience.seconds(seconds)
+    while not (folder / "go").exists() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def before(owner, name, when, action):
+    """Call ``action`` before each call of a method for which ``when(run of calls so far)`` holds."""
+    original, calls = getattr(owner, name), []
+
+    def patched(*arguments, **names):
+        calls.append(1)
+        if when(len(calls)):
+            action()
+        return original(*arguments, **names)
+
+    setattr(owner, name, patched)
+
+
+def patch(folder: Path, phase: str) -> None:
+    """Hold this rank in a phase; only in the process of one rank."""
+    held = lambda: hold(folder)  # noqa: E731
+    in_step = lambda number: lambda calls: calls == number  # noqa: E731
+    if phase in ("step", "warm-up"):
+        before(train.optim, "set_learning_rate", in_step(HELD if phase == "step" else 1), held)
+    elif phase == "evaluation":
+        generator = validation._batches
+
+        def batches(*arguments):
+            for number, batch in enumerate(generator(*arguments)):
+                if number == 1:
+                    hold(folder)
+                yield batch
+
+        validation._batches = batches
+    elif phase == "save":
+        before(Checkpoints, "save", in_step(1), held)
+    elif phase == "data":
+        before(DataLoader, "__next__", in_step(HELD), lambda: ((folder / "ready").touch(), time.sleep(10 * TIMEOUT)))
+    elif phase == "worker":
+        pid = folder / "pid-worker"
+        stall = lambda: ((folder / "ready").touch(), pid.write_text(str(os.getpid())), time.sleep(10 * TIMEOUT))  # noqa: E731
+        before(MicroBatches, "__getitem__", in_step(HELD), stall)
+    elif phase == "slow save":
+        before(Checkpoints, "save", lambda _: True, lambda: time.sleep(4))
+        before(train.optim, "set_learning_rate", in_step(HELD), held)
+    elif phase == "slow second save":
+        before(Checkpoints, "save", in_step(2), lambda: ((folder / "ready").touch(), time.sleep(TIMEOUT)))
+    elif phase == "done":
+        done = folder / f"done-{os.environ['RANK']}"
+        before(Checkpoints, "close", in_step(1), lambda: (done.touch(), hold(folder)))
+    elif phase == "ask itself":
+        before(train.optim, "set_learning_rate", in_step(1), lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    elif phase == "slow steps":
+        before(train.optim, "set_learning_rate", lambda _: True, lambda: time.sleep(0.2))

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 import tempfile
@@ -21,7 +22,7 @@ from typing import Any
 
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
-from shardtrain.resilience import progress
+from shardtrain.resilience import progress, run_ends
 from shardtrain.utils import atomic_io, log, reading, storage_errors
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError
@@ -43,6 +44,11 @@ _RESERVED_BYTES = 16 * 1024
 IN = "in "
 """How the note of an exception begins that tells the step."""
 
+_KILLED: dict[int, str] = {
+    signal.SIGKILL: "was killed by signal 9 (the kernel does that when memory runs out)",
+    signal.SIGSTOP: "was stopped (by SIGSTOP, a debugger, or a read from the terminal in the background) for more than "
+    "twice comm.hang_timeout_seconds, and then killed by its launcher",
+}
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ForgedError", "PeerError"}
 # what gloo, NCCL and the store say when the other end has gone; a rank that says so is not the cause
 _PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was abort")
@@ -58,7 +64,7 @@ class Failure:
     ``file.py:12``; ``is_peer`` says that the rank only noticed another's end; ``problems`` are a ConfigError's lines.
     """
 
-    rank: int
+    rank: int | None
     host: str
     kind: str
     message: str
@@ -131,11 +137,16 @@ def stop_status(config: Config) -> int:
     return PREEMPTED if SUPERVISED in os.environ else config.checkpoint.stop_exit_code
 
 
-def killed(rank: int, signal_number: int, time_seconds: float) -> Failure:
-    """The failure of a rank that a signal ended, so that it could say nothing itself."""
-    hint = " (the kernel does that when memory runs out)" if signal_number == 9 else ""
-    message = f"was killed by signal {signal_number}{hint}"
-    return Failure(rank, socket.gethostname(), "", message, "", time_seconds, PEER)
+def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure:
+    """Return the failure of a process that a signal ended, so that it could not report itself.
+
+    Args:
+        rank: None for the process that checks data, tokenizer and model before ranks start.
+        signal_number: SIGSTOP if the process was stopped until its launcher killed it.
+    """
+    what = "" if rank is not None else "the process that checks data, tokenizer and model before ranks start "
+    how = _KILLED.get(signal_number, f"was killed by signal {signal_number}")
+    return Failure(rank, socket.gethostname(), "", what + how, "", time_seconds, PEER)
 
 
 def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
@@ -148,11 +159,19 @@ def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
     return Failure(rank, socket.gethostname(), "", message, "", time_seconds, status)
 
 
-def stopped(rank: int, reason: str, newest: Place | None = None) -> Failure:
-    """The end of a rank that could not save; ``reason`` is SIGTERM or the like, ``newest`` the last checkpoint."""
+def stopped(
+    rank: int | None, reason: str, newest: Place | None = None, run_end: run_ends.RunEnd = run_ends.AT_ONCE
+) -> Failure:
+    """Return the end of a process that was asked to stop and saved nothing.
+
+    Args:
+        rank: None before there are ranks.
+        reason: SIGTERM or the like.
+        newest: the last checkpoint.
+    """
     kept = f"; the last checkpoint is {newest}" if newest else ""
-    message = f"stopped by {reason}; nothing was saved on the way out{kept}"
-    return Failure(rank, socket.gethostname(), "", message, "", time.time(), NOT_SAVED)
+    message = run_end.line.format(reason=reason, kept=kept)
+    return Failure(rank, socket.gethostname(), "", message, "", time.time(), run_end.code)
 
 
 def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> Failure:
@@ -187,7 +206,9 @@ def _lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]
     if rank:
         cause = f"{rank} {'failed: ' if failure.kind and not failure.phase else ''}{cause}"
     where = f" ({failure.where})" if failure.where else ""
-    trace = f"; full trace: {log_path}" if failure.trace else f"; see {log_path}"
+    log = "" if failure.rank is None else f"{'full trace:' if failure.trace else 'see'} {log_path}"
+    # without ranks there are no logs
+    trace = f"; {log}" if log else ""
     return [start + cause + where + trace]
 
 
@@ -272,6 +293,15 @@ def _write_exit(run_folder: Path, failure: Failure | None, code: int, step: int)
 def reserve_exit(run_folder: Path) -> None:
     """Take the room of ``exit.json`` while there is some: a full disk is when it is needed. Raises OSError."""
     atomic_io.write(run_folder / RESERVED, b" " * _RESERVED_BYTES, durable=True)
+
+
+def killed_before(run_folder: Path) -> str:
+    """Return the note on a run that has left no ``exit.json``."""
+    step = last_step(run_folder / "metrics.jsonl") or 0
+    return (
+        f"note: the last run in {run_folder} was killed after step {step} and left no exit.json: by SIGKILL, which the "
+        "kernel also sends when memory runs out, or because the machine went down"
+    )
 
 
 def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: OSError) -> None:

@@ -21,6 +21,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain.checkpoint import lease
@@ -28,7 +29,7 @@ from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.launch import environment, exit_report, failure
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
-from shardtrain.resilience import signals
+from shardtrain.resilience import run_ends, signals
 from shardtrain.resilience.goodput import ledger
 from shardtrain.utils import atomic_io, log, private_network, storage_errors
 from shardtrain.utils.errors import StorageError
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
 
     from shardtrain.config import Loaded
 
+_STOPPED_TIMEOUTS = 2
+"""A process that is stopped for so many times comm.hang_timeout_seconds is killed: after the watchdog of its peers."""
 Main = Callable[["Loaded"], object]
 
 
-def log_path(loaded: Loaded, rank: int) -> Path:
+def log_path(loaded: Loaded, rank: int | None) -> Path:
     """The log file of a rank, to which the full trace of a failure is appended."""
     config = loaded.config
     return Path(config.job.dump_folder) / config.metrics.save_log_file.replace("{rank}", str(rank))
@@ -50,13 +53,16 @@ def log_path(loaded: Loaded, rank: int) -> Path:
 def prepare(run_folder: Path) -> None:
     """Create the run's folders, and reserve disk space for ``exit.json``.
 
-    Removes temporary files that a killed run has left, and the ``exit.json`` of an earlier run.
+    Removes temporary files that a killed run has left, and the ``exit.json`` of an earlier run. Says so if an earlier
+    run was killed: it left the reserved space, and no ``exit.json``.
 
     Raises:
         StorageError: the folder cannot be made or written.
     """
     try:
         (run_folder / "logs").mkdir(parents=True, exist_ok=True)
+        if (run_folder / failure.RESERVED).exists() and not (run_folder / "exit.json").exists():
+            print(failure.killed_before(run_folder), file=sys.stderr, flush=True)
         (run_folder / "exit.json").unlink(missing_ok=True)
         atomic_io.sweep(run_folder)
         failure.reserve_exit(run_folder)
@@ -66,19 +72,44 @@ def prepare(run_folder: Path) -> None:
 
 @contextlib.contextmanager
 def storage_errors_in_exit_json(loaded: Loaded) -> Iterator[None]:
-    """Write ``exit.json`` if a storage error keeps a run from starting, unless another run has the folder."""
+    """Write ``exit.json`` if a storage error keeps a run from starting."""
     try:
         yield
     except StorageError as error:
-        folder = Path(loaded.config.job.dump_folder)
-        checkpoints = folder_of(loaded.config.job.dump_folder, loaded.config.checkpoint.folder)
-        is_free = not isinstance(checkpoints, Path) or not lease.is_held(checkpoints)
-        if os.environ.get("RANK", "0") == "0" and is_free:
-            with contextlib.suppress(OSError):
-                folder.mkdir(parents=True, exist_ok=True)
-            report = failure.describe(error, 0)
-            failure.write_exit(folder, report, report.exit_code)
+        _write_exit_before_ranks(loaded, failure.describe(error, 0))
         raise
+
+
+def _write_exit_before_ranks(loaded: Loaded, report: failure.Failure) -> None:
+    """Write ``exit.json`` unless another run writes the folder; of ranks of torchrun or srun, only the first one."""
+    folder = Path(loaded.config.job.dump_folder)
+    checkpoints = folder_of(loaded.config.job.dump_folder, loaded.config.checkpoint.folder)
+    is_free = not isinstance(checkpoints, Path) or not lease.is_held(checkpoints)
+    if os.environ.get("RANK", "0") == "0" and is_free:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        failure.write_exit(folder, report, report.exit_code)
+
+
+def end_at_request(loaded: Loaded | None) -> None:
+    """End this process at the first request to stop, until ranks run and handle requests themselves.
+
+    Args:
+        loaded: the configuration, or None until it has been read.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        signals.handle_requests(signal.SIG_IGN)
+        run_end = run_ends.UNREAD if loaded is None else run_ends.BEFORE_FIRST_STEP
+        report = failure.stopped(None, signal.Signals(number).name, run_end=run_end)
+        if os.environ.get("RANK", "0") == "0":
+            print(*failure.lines(report, "", 1), sep="\n", file=sys.stderr, flush=True)
+        if loaded is None:
+            exit_report.end(report.exit_code)
+        _write_exit_before_ranks(loaded, report)
+        exit_report.end(failure.stop_status(loaded.config))
+
+    signals.handle_requests(end)
 
 
 def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
@@ -102,8 +133,8 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     try:
         main(loaded)
     except BaseException as error:
-        stop.close()
-        # requests to stop are ignored from here: the run ends with its error
+        stop.end()
+        signals.handle_requests(signal.SIG_IGN)
         report = failure.describe(_of_storage(error, run_folder), rank)
         if not report.leaves_folder_alone:
             failure.append_trace(report, log_path(loaded, rank))
@@ -115,7 +146,8 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
             if not report.leaves_folder_alone:
                 failure.write_exit(run_folder, report, report.exit_code)
         return report.exit_code
-    stop.close()
+    stop.end()
+    signals.handle_requests(signal.SIG_IGN)
     if rank == 0:
         failure.write_exit(run_folder, None, 0, failure.own_end()["step"])
     return 0
@@ -155,6 +187,8 @@ def launch(
     main: Main | None = None,
     command: Sequence[str] = (),
     max_restarts: int = 0,
+    check: Callable[[Watch], failure.Failure | None] | None = None,
+    ends_process: bool = False,
 ) -> int:
     """Start ``num_processes`` ranks on this machine, wait for them, and return the exit status of the run.
 
@@ -162,17 +196,31 @@ def launch(
     ``command`` they are new processes, as CUDA requires. The first failing rank is reported in one line, ``exit.json``
     is written, and no process is left running. A failed run is restarted up to ``max_restarts`` times from its last
     checkpoint; see ``restart``.
+
+    Args:
+        check: a check before the first ranks start; raises what is wrong with the configuration or the data. Returns
+            None, or the failure of the process that checks, which counts like that of a rank.
+        ends_process: this process ends with the run, and ignores signals after it.
     """
-    watch = Watch(loaded.config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS)
+    config = loaded.config
+    grace_seconds = config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS
+    watch = Watch(grace_seconds, _STOPPED_TIMEOUTS * config.comm.hang_timeout_seconds, ends_process)
     job = ledger.new_job()
     folder = Path(loaded.config.job.dump_folder)
     restarts = Restarts(max_restarts, lambda: signals.step_of(_newest_checkpoint(loaded)))
-    with watch.signals():
+    with watch.passing_signals_on():
         while True:
-            code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
-            if first and code != failure.PREEMPTED:
-                # the goodput needs the time of death, which a killed rank could not write
-                ledger.note_death(folder, job, first.time_seconds)
+            first = check(watch) if check else None
+            if first:
+                code = first.exit_code
+                print(*failure.lines(first, "", 1), sep="\n", file=sys.stderr, flush=True)
+                _write_exit_before_ranks(loaded, first)
+            else:
+                check = None
+                code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
+                if first and code != failure.PREEMPTED:
+                    # the goodput needs the time of death, which a killed rank could not write
+                    ledger.note_death(folder, job, first.time_seconds)
             status = code if watch.signal_number else restarts.after(code, first)  # no restart after a request to stop
             if status is None:
                 print(f"restart {restarts.used} of {max_restarts}", file=sys.stderr, flush=True)
@@ -302,8 +350,6 @@ def _warn_of_threads() -> None:
 
 def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
     """One rank, in a child that fork has just made: run ``main``, record a failure, leave with its status."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
     private_network.enter_user()
     detach(parent)
     gc.freeze()  # keep the parent's pages shared: a garbage collection would write to them
@@ -337,14 +383,14 @@ def run_child(loaded: Loaded, main: Main) -> int:
     try:
         main(loaded)
     except BaseException as error:
-        stop.close()
+        stop.end()
         report = failure.describe(_of_storage(error, Path(loaded.config.job.dump_folder)), rank)
         # the record first: it is what the parent reads, and the parent may be about to end this rank
         failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
         if not report.leaves_folder_alone:
             failure.append_trace(report, log_path(loaded, rank))
         return report.exit_code
-    stop.close()
+    stop.end()
     # proves that the rank finished: a status of 0 may come from an os._exit(0) in a library
     with contextlib.suppress(OSError):  # on a full disk the file exists and is empty
         _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).write_text(json.dumps(failure.own_end()))
@@ -366,9 +412,11 @@ def become_rank() -> bool:
 def detach(parent: int) -> None:
     """Leave the terminal's process group, so that Ctrl-C arrives once, from the parent; and die when the parent dies.
 
-    The second is Linux alone (``prctl``); elsewhere a rank outlives a parent that was killed with SIGKILL until its
-    next collective fails.
+    Handlers of the parent are dropped. Only Linux ends a child with its parent (``prctl``); elsewhere a rank outlives a
+    parent that was killed with SIGKILL until its next collective fails.
     """
+    for number in signals.GRACEFUL:
+        signal.signal(number, signal.SIG_DFL)
     if os.getsid(0) != os.getpid():
         os.setsid()
     signals.die_with_parent(signal.SIGKILL)
@@ -420,9 +468,8 @@ def _report(
         print(*failure.lines(first, log_path(loaded, first.rank), len(statuses)), sep="\n", file=sys.stderr)
     # ended by our signals before they had saved
     elif not all_done:
-        name = signal.Signals(watch.signal_number or signal.SIGTERM).name
         code = failure.NOT_SAVED
-        first = failure.stopped(0, name, _newest_checkpoint(loaded))
+        first = failure.stopped(0, watch.reason or "SIGTERM", _newest_checkpoint(loaded))
         print(*failure.lines(first, "", len(statuses)), file=sys.stderr)
     else:
         first = None

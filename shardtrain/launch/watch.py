@@ -7,10 +7,12 @@ import math
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from shardtrain.resilience.stop_request import GRACEFUL, ONE_REQUEST_SECONDS
+from shardtrain.resilience import signals
+from shardtrain.resilience.stop_request import ONE_REQUEST_SECONDS
 
 POLL_SECONDS = 0.05
 PEERS_SPEAK_SECONDS = 2.0
@@ -23,21 +25,30 @@ FINE = (0, 75)
 
 
 class Watch:
-    """Waits for child processes, stops all when one fails, and passes signals on."""
+    """Waits for child processes, stops all when one fails, and passes signals on.
 
-    def __init__(self, grace_seconds: float = NOTHING_TO_SAVE_SECONDS) -> None:
-        self.pids: dict[int, int] = {}
-        self._reaped: Callable[[int], int | None] = lambda rank: None
+    A child that is stopped (SIGSTOP, a debugger) for ``stopped_seconds`` is killed and has the status -SIGSTOP; 0 is no
+    limit. ``ends_process`` says that this process ends after its children, so that later signals change nothing.
+    """
+
+    def __init__(
+        self,
+        grace_seconds: float = NOTHING_TO_SAVE_SECONDS,
+        stopped_seconds: float = 0.0,
+        ends_process: bool = False,
+    ) -> None:
+        self._stopped_seconds = stopped_seconds
+        self._ends_process = ends_process
         self._grace_seconds = grace_seconds
         self._asked_at = 0.0
         self._interrupted_at = 0.0
-        self.statuses: dict[int, int] = {}
-        self.ended_at: dict[int, float] = {}
-        self.stopped_by_us: set[int] = set()
         self.signal_number = 0
+        self.reason = ""
+        """Of the request to stop."""
+        self.begin({})
 
     @contextlib.contextmanager
-    def signals(self) -> Iterator[None]:
+    def passing_signals_on(self) -> Iterator[None]:
         """Pass requests to stop on to the ranks; a second SIGINT kills them, other repetitions say nothing new."""
 
         def handle(number: int, _frame: FrameType | None) -> None:
@@ -45,22 +56,22 @@ class Watch:
             # only the first request is passed on: others of the same kind would be new ones to the ranks
             if not self.signal_number:
                 self.signal_number = number
+                self.reason = signal.Signals(number).name
                 self._asked_at = now
                 self.send(signal.Signals(number))
             if number == signal.SIGINT:
                 if self._interrupted_at and now - self._interrupted_at > ONE_REQUEST_SECONDS:
+                    self.reason = "a second SIGINT"
                     self.send(signal.SIGKILL)
                 self._interrupted_at = self._interrupted_at or now
 
-        # which is how nohup asks for it
-        names = [n for n in GRACEFUL if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
-        before = {number: signal.signal(number, handle) for number in names}
+        before = signals.handle_requests(handle)
         try:
             yield
         finally:
             self.send(signal.SIGKILL)
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self._ends_process else handler)
 
     def begin(self, pids: dict[int, int], reaped: Callable[[int], int | None] = lambda rank: None) -> None:
         """Watch these processes, by rank; a request that came before they were there reaches them now.
@@ -69,9 +80,10 @@ class Watch:
         """
         self._reaped = reaped
         self.pids = pids
-        self.statuses = {}
-        self.ended_at = {}
-        self.stopped_by_us = set()
+        self.statuses: dict[int, int] = {}
+        self.ended_at: dict[int, float] = {}
+        self.stopped_by_us: set[int] = set()
+        self._looks_stopped: Counter[int] = Counter()
         if self.signal_number:
             self.send(signal.Signals(self.signal_number))
 
@@ -82,8 +94,12 @@ class Watch:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pids[rank], number)
 
-    def wait(self) -> dict[int, int]:
-        """Wait for all ranks; gives rank -> exit status, minus the number of the signal for one that was killed."""
+    def wait(self, each_look: Callable[[], object] = lambda: None) -> dict[int, int]:
+        """Wait for all ranks. Return rank -> exit status, minus the number of the signal for one that was killed.
+
+        Args:
+            each_look: called every ``POLL_SECONDS``.
+        """
         failed_at = math.inf
         while len(self.statuses) < len(self.pids):
             self._poll()
@@ -94,13 +110,14 @@ class Watch:
             no_time = self.signal_number and now - self._asked_at > self._grace_seconds
             if now - failed_at > PEERS_SPEAK_SECONDS or no_time:
                 self.send(signal.SIGKILL)
+            each_look()
             time.sleep(POLL_SECONDS)
         return self.statuses
 
     def _poll(self) -> None:
         for rank in self.pids.keys() - self.statuses.keys():
             try:
-                status = exit_status(self.pids[rank])
+                status = self._exit_status(rank)
             except ChildProcessError:
                 found = self._reaped(rank)
                 status = 1 if found is None else found
@@ -108,15 +125,23 @@ class Watch:
                 self.statuses[rank] = status
                 self.ended_at[rank] = time.time()
 
-
-def exit_status(pid: int) -> int | None:
-    """How a child ended: its status, minus the number of the signal that killed it, or None while it runs."""
-    if not hasattr(os, "waitid"):
-        # macOS before Python 3.13; ranks are fresh processes there, and subprocess copes with one already reaped
-        found, status = os.waitpid(pid, os.WNOHANG)
-        return os.waitstatus_to_exitcode(status) if found else None
-    # WNOWAIT leaves the status for PyTorch, which reaps the process in close()
-    result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    if result is None:
-        return None
-    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+    def _exit_status(self, rank: int) -> int | None:
+        """Return how a child ended: its status, minus the number of the signal that killed it. None if it runs."""
+        pid = self.pids[rank]
+        if not hasattr(os, "waitid"):
+            # macOS before Python 3.13; ranks are fresh processes there, and subprocess copes with one already reaped
+            found, status = os.waitpid(pid, os.WNOHANG)
+            return os.waitstatus_to_exitcode(status) if found else None
+        # WNOWAIT leaves the status for PyTorch, which reaps the process in close()
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+        if result is None:
+            self._looks_stopped[rank] = 0
+            return None
+        if result.si_code in (os.CLD_EXITED, os.CLD_KILLED, os.CLD_DUMPED):
+            return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        # count looks instead of seconds: Ctrl-Z stops this process too
+        self._looks_stopped[rank] += 1
+        if not self._stopped_seconds or self._looks_stopped[rank] * POLL_SECONDS < self._stopped_seconds:
+            return None
+        os.kill(pid, signal.SIGKILL)
+        return -signal.SIGSTOP

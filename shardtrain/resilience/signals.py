@@ -18,6 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Any
 
 from shardtrain.checkpoint import retention
 from shardtrain.checkpoint.storage import Place
@@ -48,9 +50,7 @@ def listen(
     receiver, sender = socket.socketpair()
     stop.receiver = receiver
     sender.setblocking(False)
-    for number in GRACEFUL:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which is how nohup asks for it
-            signal.signal(number, stop.handle)
+    handle_requests(stop.handle)
     signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
 
     def notify_launcher() -> None:
@@ -64,6 +64,17 @@ def listen(
     return stop
 
 
+def handle_requests(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> dict[int, Any]:
+    """Handle each request to stop in the main thread; return the handlers that were replaced.
+
+    A SIGHUP that is ignored stays ignored, as ``nohup`` wants it. Pass ``signal.SIG_IGN`` once it is decided how this
+    process ends, so that its exit status is what ``exit.json`` says: while the interpreter ends, Python replaces other
+    handlers by the default.
+    """
+    numbers = [n for n in GRACEFUL if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
 def _watch(
     stop: StopRequest, numbers: socket.socket, hurry: Callable[[str], None], notify_launcher: Callable[[], None]
 ) -> None:
@@ -71,20 +82,23 @@ def _watch(
 
     ``hurry`` ends the process, and is given the reason; ``notify_launcher`` lets the launcher know of the request.
     """
+
+    def end(reason: str) -> None:
+        if stop.end_lock.acquire(blocking=False):
+            hurry(reason)
+
     notified = False
     interrupted_at = -math.inf
     while True:
         ready, _, _ = select.select([numbers], [], [], stop.next_look_seconds())
-        # the run has ended: whatever comes now is for `StopRequest.handle` alone
-        if stop.closed:
-            return
         for number in numbers.recv(64) if ready else b"":
-            if number in GRACEFUL:
+            # a library may have its own handler meanwhile, such as for a time limit by SIGALRM
+            if number in GRACEFUL and signal.getsignal(number) == stop.handle:
                 stop.note(signal.Signals(number).name)
             if number == signal.SIGINT:
                 # Ctrl-C and the launcher that passes it on are one request; a later one is a person in a hurry
                 if interrupted_at > -math.inf and time.monotonic() - interrupted_at > ONE_REQUEST_SECONDS:
-                    hurry("a second SIGINT")
+                    end("a second SIGINT")
                 if interrupted_at == -math.inf:
                     interrupted_at = time.monotonic()
         if stop.asked() and not notified:
@@ -92,8 +106,8 @@ def _watch(
             notify_launcher()
             # the signal may have gone to another thread, and the end of the job sends none
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        if stop.remaining_seconds() <= 0:
-            hurry(f"{stop.reason}, and the time was over")
+        if stop.remaining_seconds() <= 0 and not stop.closed:
+            end(f"{stop.reason}, and the time was over")
 
 
 def _keep_from_children(sender: socket.socket, owner: int) -> None:

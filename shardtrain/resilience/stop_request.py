@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 import signal
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
+from shardtrain.resilience.run_ends import REQUESTS
+
 T = TypeVar("T")
 
-GRACEFUL = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2", "SIGHUP") if hasattr(signal, name)
-)
-"""Signals that ask for a save and an end; the second SIGINT means at once."""
+GRACEFUL = tuple(getattr(signal, name) for name in REQUESTS if hasattr(signal, name))
+"""The requests to stop that this system has."""
 ONE_REQUEST_SECONDS = 0.5
 """SIGINTs closer to each other are one: Ctrl-C goes to all processes of a terminal, and a launcher passes it on."""
 NOT_IN_TIME = float(2**20)
@@ -75,6 +76,8 @@ class StopRequest:
         self._deadline = math.inf
         self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
         self._reading = self._raised = self.closed = False
+        self.end_lock = threading.Lock()
+        """Taken by the thread that writes how this process ends, and never released: there is one answer."""
         self.receiver: socket.socket | None = None
         """Kept open when nobody reads any more: Python would print a trace for each signal that it cannot write."""
 
@@ -124,12 +127,8 @@ class StopRequest:
             raise
 
     def handle(self, number: int, _frame: FrameType | None = None) -> None:
-        """Python's handler, in the main thread: end a wait for data, or the run where nothing can be saved.
-
-        A run that has ended has nothing to lose: the first request is too late, and the next one ends the process.
-        """
+        """Python's handler, in the main thread: end a wait for data, or a run without checkpoints."""
         if self.closed:
-            signal.signal(number, signal.SIG_DFL)
             return
         self.note(signal.Signals(number).name)
         # who signals every process of a job ends those that prepare data, and PyTorch's handler would raise here
@@ -142,12 +141,20 @@ class StopRequest:
             raise Interrupted
 
     def close(self) -> None:
-        """The run has ended and says so itself: no request is heard any more, and there is no deadline."""
+        """Ignore requests and deadlines from the last step on. A second SIGINT still ends the process at once."""
         self.closed = True
+
+    def end(self) -> None:
+        """Ignore all signals from now on: the caller writes how this process ends. Does not return if it is too late.
+
+        Then another thread has written another end, and is about to leave.
+        """
+        self.close()
+        self.end_lock.acquire()
 
     def note(self, reason: str) -> None:
         """Note a request; only the first counts."""
-        if self.reason:
+        if self.reason or self.closed:
             return
         grace = self._grace_seconds
         grace -= min(RESERVE_SECONDS, RESERVE_FRACTION * grace) if grace < math.inf else 0.0
@@ -159,6 +166,6 @@ class StopRequest:
 
     def next_look_seconds(self) -> float:
         """When the thread should look again."""
-        if self.reason:
+        if self.reason and not self.closed:
             return min(max(self.remaining_seconds(), 0.0), 3600.0)
         return LOOK_SECONDS / 2 if self._end < math.inf else 3600.0

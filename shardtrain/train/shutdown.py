@@ -18,7 +18,7 @@ from shardtrain.checkpoint.storage import folder_of
 from shardtrain.data.data_budget import check_enough
 from shardtrain.hf.saving import HubSaves
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.resilience import signals
+from shardtrain.resilience import run_ends, signals
 from shardtrain.resilience.stop_request import NOT_IN_TIME
 from shardtrain.train.resume import save, weights
 from shardtrain.utils.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem, fix_first
@@ -167,8 +167,8 @@ def leave(run: Run, checkpoints: Checkpoints) -> NoReturn:
                 )
             logger.warning(f"asked to stop by {reason}: saving step {step}")
             save(run, checkpoints, last=False, wait=True)
-    where = f"everything is saved in {folder / f'step-{step}'}" if step else "before the first step"
-    raise Preempted(f"stopped by {reason} after step {step}; {where}; the same command continues from there")
+    end = run_ends.SAVED if step else run_ends.BEFORE_FIRST_STEP
+    raise Preempted(end.line.format(reason=reason, step=step, folder=folder / f"step-{step}"))
 
 
 def data_ended(run: Run, checkpoints: Checkpoints) -> None:

@@ -146,10 +146,11 @@ class WaitingHeartbeat:
         return None if self.seconds is None else max(0.0, since + self.seconds - time.monotonic())
 
     def tell(self) -> None:
-        """Print a line."""
-        not_silent()
-        self._since = last_said()
-        _print(self._line())
+        """Print a line if there has been silence for long enough."""
+        if self.timeout == 0:
+            not_silent()
+            self._since = last_said()
+            _print(self._line())
 
     def __enter__(self) -> WaitingHeartbeat:
         """Return itself."""

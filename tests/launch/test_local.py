@@ -143,7 +143,7 @@ def test_a_second_interrupt_kills_ranks_that_do_not_answer(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=patience.seconds(30))
     assert process.returncode == 76
-    assert err.splitlines() == ["stopped[76]: stopped by SIGINT; nothing was saved on the way out"]
+    assert err.splitlines() == ["stopped[76]: stopped by a second SIGINT; nothing was saved on the way out"]
     assert not any(runs(pid) for pid in pids(tmp_path))
 
 

@@ -12,91 +12,28 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import patience
 import pytest
 import torch
-from launched import HELD, STEPS, TIMEOUT, config, end, fork, losses, newest, no_orphans, record, wait_for
+from launched import HELD, STEPS, TIMEOUT, config, end, fork, losses, newest, no_orphans, patch, record, wait_for
 from ports import free_port
 from tiers import cases
 from tiny import text_file
 
-from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import DataLoaderOptions
-from shardtrain.data import DataLoader
-from shardtrain.data.loader import MicroBatches
 from shardtrain.launch import environment, local
 from shardtrain.resilience import signals
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import account, attempts_of
 from shardtrain.resilience.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.train import trainer as train
-from shardtrain.train import validation
 from shardtrain.train.preflight import judge, machine
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
-
-
-def hold(folder: Path, seconds: float = TIMEOUT) -> None:
-    (folder / "ready").touch()
-    end = time.monotonic() + patience.seconds(seconds)
-    while not (folder / "go").exists() and time.monotonic() < end:
-        time.sleep(0.01)
-
-
-def before(owner, name, when, action):
-    """Call ``action`` before each call of a method for which ``when(run of calls so far)`` holds."""
-    original, calls = getattr(owner, name), []
-
-    def patched(*arguments, **names):
-        calls.append(1)
-        if when(len(calls)):
-            action()
-        return original(*arguments, **names)
-
-    setattr(owner, name, patched)
-
-
-def patch(folder: Path, phase: str) -> None:
-    """Hold this rank in a phase; only in the process of one rank."""
-    held = lambda: hold(folder)  # noqa: E731
-    in_step = lambda number: lambda calls: calls == number  # noqa: E731
-    if phase in ("step", "warm-up"):
-        before(train.optim, "set_learning_rate", in_step(HELD if phase == "step" else 1), held)
-    elif phase == "evaluation":
-        generator = validation._batches
-
-        def batches(*arguments):
-            for number, batch in enumerate(generator(*arguments)):
-                if number == 1:
-                    hold(folder)
-                yield batch
-
-        validation._batches = batches
-    elif phase == "save":
-        before(Checkpoints, "save", in_step(1), held)
-    elif phase == "data":
-        before(DataLoader, "__next__", in_step(HELD), lambda: ((folder / "ready").touch(), time.sleep(10 * TIMEOUT)))
-    elif phase == "worker":
-        pid = folder / "pid-worker"
-        stall = lambda: ((folder / "ready").touch(), pid.write_text(str(os.getpid())), time.sleep(10 * TIMEOUT))  # noqa: E731
-        before(MicroBatches, "__getitem__", in_step(HELD), stall)
-    elif phase == "slow save":
-        before(Checkpoints, "save", lambda _: True, lambda: time.sleep(4))
-        before(train.optim, "set_learning_rate", in_step(HELD), held)
-    elif phase == "slow second save":
-        before(Checkpoints, "save", in_step(2), lambda: ((folder / "ready").touch(), time.sleep(TIMEOUT)))
-    elif phase == "done":
-        done = folder / f"done-{os.environ['RANK']}"
-        before(Checkpoints, "close", in_step(1), lambda: (done.touch(), hold(folder)))
-    elif phase == "ask itself":
-        before(train.optim, "set_learning_rate", in_step(1), lambda: os.kill(os.getpid(), signal.SIGUSR1))
-    elif phase == "slow steps":
-        before(train.optim, "set_learning_rate", lambda _: True, lambda: time.sleep(0.2))
 
 
 def trainer(folder: Path, phase: str, held_rank: int):
@@ -396,11 +333,10 @@ def _signalled_after_its_end(told):
     sys.stderr = told.open("w", buffering=1)
     stop = signals.listen(30, can_save=True, hurry=lambda _: None)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    stop.close()
-    for _ in range(3):
-        os.kill(os.getpid(), signal.SIGCHLD)
-        while any(thread.name == "stopping" for thread in threading.enumerate()):
-            time.sleep(0.01)  # nobody reads of the signals from here on
+    stop.end()
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
     os._exit(0)
 
 

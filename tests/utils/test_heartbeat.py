@@ -61,7 +61,11 @@ def test_a_process_that_may_fork_prints_without_a_thread(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("SHARDTRAIN_HEARTBEAT_SECONDS", "0.01")
+    not_silent()
     waiting, threads = WaitingHeartbeat("checking data"), threading.active_count()
+    waiting.tell()
+    assert capsys.readouterr().err == ""
+    patience.wait_for(lambda: waiting.timeout == 0, 10)
     waiting.tell()
     assert threading.active_count() == threads and waiting.seconds == 0.01
     assert capsys.readouterr().err.startswith("checking data: ")

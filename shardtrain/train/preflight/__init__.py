@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import wait
+from typing import Any
 
 from shardtrain import config
 from shardtrain.config import Loaded, secondary
 from shardtrain.config.machine import mesh_notes, watching_problem
+from shardtrain.launch import failure, local
+from shardtrain.launch.failure import Failure
+from shardtrain.launch.watch import Watch
+from shardtrain.resilience import run_ends
+from shardtrain.resilience.stop_request import GRACEFUL
 from shardtrain.train.preflight.machine import Machine, named, this_machine
 from shardtrain.utils import errors
 from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, ShardtrainError
@@ -53,13 +60,17 @@ class Verdict:
             return
         # one error for all: its type, and so the exit code, is that of the problem that goes first
         worst = min(self.errors, key=lambda error: error.exit_code)
-        if len(self.errors) == 1:
-            raise worst
-        if isinstance(worst, ConfigError):
-            raise ConfigError(self.lines)
-        joined = type(worst)("\n".join(self.lines))
-        joined.problems = tuple(self.lines)
-        raise joined
+        raise worst if len(self.errors) == 1 else _error_of_lines(type(worst), self.lines)
+
+
+def _error_of_lines(kind: type[ShardtrainError], lines: list[str]) -> ShardtrainError:
+    """Return an error whose lines are printed one by one."""
+    if issubclass(kind, ConfigError):
+        return kind(lines)
+    error = kind("\n".join(lines))
+    if len(lines) > 1:
+        error.problems = tuple(lines)
+    return error
 
 
 @dataclass
@@ -101,58 +112,62 @@ def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> No
             print(f"warning: {redact(visible(line, lines=False))}", file=sys.stderr, flush=True)
 
 
-def require_in_child(loaded: Loaded, machine: Machine) -> None:
+def require_in_child(loaded: Loaded, machine: Machine, watch: Watch) -> Failure | None:
     """As ``require``, in a child: libraries that open data start threads, and this process is about to fork its ranks.
 
+    Returns:
+        None if there is nothing to refuse. A Failure if the child was killed, or ended at a request to stop.
+
     Raises:
-        ShardtrainError: what ``require`` raises; or the child was killed, as when a library crashes.
+        ShardtrainError: what ``require`` raises; or the child failed with an exception, which it has printed.
     """
-    # what is buffered would be printed twice, by the child as well
-    receiver, sender = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(receiver)
-            answer = None
+    with tempfile.TemporaryFile("w+") as answer:
+        # what is buffered would be printed twice, by the child as well
+        sys.stdout.flush()
+        sys.stderr.flush()
+        parent = os.getpid()
+        # so that no signal reaches the child before it has dropped the handlers of this process
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, GRACEFUL)
+        pid = os.fork()
+        if pid == 0:
+            code = 1
             try:
-                require(loaded, machine)
-            except ShardtrainError as error:
-                answer = [type(error).__name__, [str(line) for line in getattr(error, "problems", [error])]]
-            with os.fdopen(sender, "w") as pipe:
-                json.dump(answer, pipe)
-            code = 0
-        except KeyboardInterrupt:
-            pass  # the parent was interrupted too, and reports it
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            # without the parent's handlers at exit, which would clean up what it still uses
-            os._exit(code)
-    os.close(sender)
-    what = "checking configuration, data, tokenizer and model"
-    with os.fdopen(receiver) as pipe, WaitingHeartbeat(what) as heartbeat:
-        while not wait([receiver], heartbeat.timeout):
-            heartbeat.tell()
-        text = pipe.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if code:
-        how = f"was killed by signal {-code}" if code < 0 else "failed"
-        raise ShardtrainError(f"the process that looks at data, tokenizer and model before ranks start {how}")
-    answer = json.loads(text)
-    if answer is None:
-        return
-    kind = getattr(errors, answer[0])
-    lines = answer[1]
-    if issubclass(kind, ConfigError):
-        raise kind(lines)
-    refusal = kind("\n".join(lines))
-    if len(lines) > 1:
-        refusal.problems = tuple(lines)
-    raise refusal
+                local.detach(parent)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+                json.dump(_refusals(loaded, machine), answer)
+                answer.flush()
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                # without the parent's handlers at exit, which would clean up what it still uses
+                os._exit(code)
+        watch.begin({0: pid})
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        with WaitingHeartbeat("checking configuration, data, tokenizer and model") as heartbeat:
+            status = watch.wait(heartbeat.tell)[0]
+        os.waitpid(pid, 0)
+        answer.seek(0)
+        text = answer.read()
+    if status < 0 and watch.reason:
+        return failure.stopped(None, watch.reason, run_end=run_ends.BEFORE_FIRST_STEP)
+    if status < 0:
+        return failure.killed(None, -status, watch.ended_at[0])
+    if status:
+        raise ShardtrainError("the process that checks data, tokenizer and model before ranks start failed")
+    for kind, lines in json.loads(text):
+        raise _error_of_lines(getattr(errors, kind), lines)
+    return None
+
+
+def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
+    """Return the class and the lines of the error that ``require`` raises; an empty list if it raises none."""
+    try:
+        require(loaded, machine)
+    except ShardtrainError as error:
+        return [(type(error).__name__, [str(line) for line in getattr(error, "problems", [error])])]
+    return []
 
 
 def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) -> Verdict:

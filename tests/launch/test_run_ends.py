@@ -1,0 +1,198 @@
+"""Every cell of the table of signals and phases, on the whole command with one process and with two ranks.
+
+A command is a fork of this process, so that it does not import torch again. A hook holds it in a phase: it creates the
+file ``ready`` and waits for ``go``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from launched import HELD, before, end, fork, hold, no_orphans, patch, record, wait_for
+from tiers import cases
+from tiny import text_file
+
+from shardtrain import cli, config
+from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.launch import failure, local
+from shardtrain.resilience import run_ends
+from shardtrain.resilience.run_ends import REQUESTS, TABLE
+from shardtrain.resilience.stop_request import ONE_REQUEST_SECONDS
+from shardtrain.tools.generate import command as generate
+from shardtrain.train import preflight, trainer
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
+
+RUN = f"""
+[job]
+dump_folder = "run"
+[model]
+flavor = "debugmodel"
+hf_assets_path = "bytes"
+[model.overrides]
+num_layers = 1
+dim = 32
+ffn_dim = 32
+vocab_size = 320
+[training]
+dataset = "text"
+dataset_path = "{text_file()}"
+steps = {HELD + 1}
+seq_len = 32
+local_batch_size = 2
+device = "cpu"
+[checkpoint]
+enable = true
+interval = {HELD}
+[validation]
+enable = true
+freq = {HELD}
+steps = 3
+dataset = "text"
+dataset_path = "{text_file()}"
+seq_len = 32
+local_batch_size = 1
+"""
+PHASES = list(TABLE["SIGTERM"])
+ARGUMENTS, PREFLIGHT, STARTING, *_, AFTER = PHASES
+TWICE, _, PAUSE = list(TABLE)[-3:]
+HELD_IN = {"first step": "warm-up", "training": "step", "validation": "evaluation", "saving": "save"}
+"""Phases of the table that ``patch`` holds under another name."""
+
+
+def held_in(folder: Path, phase: str) -> None:
+    """Hold this command, or its rank 0, in a phase of the table."""
+    if phase == ARGUMENTS:
+        before(config, "load", lambda calls: calls == 1, lambda: hold(folder))
+    elif phase == PREFLIGHT:
+        pid = folder / "pid-preflight"
+        note = lambda: (pid.write_text(str(os.getpid())), hold(folder))  # noqa: E731
+        before(preflight, "require", lambda calls: not pid.exists(), note)
+    elif phase == "sample":
+        before(generate, "main", lambda calls: True, lambda: hold(folder))
+    else:
+        main = trainer.main
+
+        def held_main(loaded):
+            rank = os.environ.get("RANK", "0")
+            (folder / f"pid-{rank}").write_text(str(os.getpid()))
+            if rank == "0" and phase in HELD_IN:
+                patch(folder, HELD_IN[phase])
+            elif rank == "0" and phase == STARTING:
+                before(trainer.process_group, "join", lambda calls: True, lambda: hold(folder))
+            elif rank == "0" and phase == AFTER:
+                before(Checkpoints, "close", lambda calls: True, lambda: hold(folder))
+            return main(loaded)
+
+        trainer.main = held_main
+
+
+def _command(folder: Path, phase: str, words: list[str]) -> None:
+    os.chdir(folder)
+    os.dup2(os.open("err", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    sys.stderr = os.fdopen(2, "w", 1, closefd=False)
+    for name in [name for name in os.environ if name in ("NGPU", "LOG_RANK") or name.startswith("SHARDTRAIN_STORE")]:
+        del os.environ[name]
+    held_in(folder, phase)
+    os._exit(cli.main(["train", "run.toml", *words]))
+
+
+def start(folder: Path, phase: str, *words: str):
+    """Start the command and wait until it is held."""
+    (folder / "run.toml").write_text(RUN)
+    process = fork(_command, folder, phase, list(words))
+    wait_for((folder / "ready").exists)
+    return process
+
+
+def send(pid: int, name: str) -> None:
+    """Send what a row of the table says."""
+    if name == TWICE:
+        os.kill(pid, signal.SIGINT)
+        time.sleep(3 * ONE_REQUEST_SECONDS)
+    for number in {TWICE: ["SIGINT"], PAUSE: ["SIGSTOP", "SIGCONT"]}.get(name, [name]):
+        try:
+            os.kill(pid, signal.Signals[number])
+        except ProcessLookupError:
+            assert name == TWICE  # the first one was enough
+        time.sleep(0.2)
+
+
+CELLS = [(name, phase, ranks) for name in TABLE for phase in PHASES for ranks in (1, 2)]
+FIRST = [
+    ("SIGTERM", ARGUMENTS, 1), ("SIGALRM", PREFLIGHT, 1), ("SIGTERM", PREFLIGHT, 2), ("SIGQUIT", STARTING, 2),
+    (TWICE, AFTER, 1), (TWICE, "training", 2), ("SIGKILL", "training", 1), (PAUSE, PREFLIGHT, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "phase", "ranks"), cases(FIRST, nightly=[c for c in CELLS if c not in FIRST]))
+def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
+    process = start(tmp_path, phase, "--nproc", str(ranks))
+    send(process.pid, name)
+    (tmp_path / "go").touch()
+    expected = TABLE[name][phase]
+    status = end(process)
+    assert (128 - status if status < 0 else status) == expected.code
+    wait_for(lambda: no_orphans(tmp_path))
+    run_folder = tmp_path / "run"
+    assert (run_folder / "exit.json").exists() == expected.writes_exit_json
+    err = (tmp_path / "err").read_text()
+    if expected.writes_exit_json:
+        assert record(run_folder)["code"] == expected.code
+        assert record(run_folder)["retryable"] == (expected.code in failure.RETRYABLE)
+    if expected.line:
+        reason = "a second SIGINT" if expected == run_ends.AT_ONCE else name.partition(" ")[0]
+        start_of_line = expected.line.partition(" after step")[0].partition("{kept}")[0].format(reason=reason)
+        assert err.count(f"stopped[{expected.code}]: {start_of_line}") == 1, err
+    assert "Traceback" not in err
+    if name == "SIGKILL" and phase not in (ARGUMENTS, PREFLIGHT):
+        local.prepare(run_folder)
+        assert "was killed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("name", cases(["SIGINT"], nightly=sorted({*REQUESTS} - {"SIGINT", "SIGHUP"})))
+def test_a_signal_after_the_end_stops_the_sample_and_not_the_status(tmp_path, name):
+    process = start(tmp_path, "sample", "--nproc", "1", "--metrics.sample_prompt", "a")
+    send(process.pid, name)
+    (tmp_path / "go").touch()
+    assert end(process) == record(tmp_path / "run")["code"] == 0
+    assert "the sample was stopped by a signal" in (tmp_path / "err").read_text()
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+@pytest.mark.parametrize(("number", "cause"), [
+    (signal.SIGKILL, "was killed by signal 9 (the kernel does that when memory runs out)"),
+    (signal.SIGSTOP, "was stopped (by SIGSTOP, a debugger, or a read from the terminal in the background)"),
+])  # fmt: skip
+def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(tmp_path, number, cause, restarts):
+    """Only the first check is held: the second one passes."""
+    words = ["--nproc", "2", "--max_restarts", str(restarts), "--comm.hang_timeout_seconds", "2"]
+    process = start(tmp_path, PREFLIGHT, *words)
+    os.kill(int((tmp_path / "pid-preflight").read_text()), number)
+    status = end(process)
+    lines = (tmp_path / "err").read_text().splitlines()
+    what = "the process that checks data, tokenizer and model before ranks start"
+    assert [line for line in lines if line.startswith(f"error[6]: {what} {cause}")], lines
+    assert status == record(tmp_path / "run")["code"] == (0 if restarts else 6)
+    assert ("restart 1 of 1" in lines) == bool(restarts)
+    if not restarts:
+        assert record(tmp_path / "run")["retryable"] and not record(tmp_path / "run")["message"].endswith("log")
+    assert no_orphans(tmp_path)
+
+
+def table() -> str:
+    """The table as Markdown."""
+    rows = [f"| Signal | {' | '.join(PHASES)} |", "|---" * (len(PHASES) + 1) + "|"]
+    for name in ("SIGTERM", *list(TABLE)[-3:]):
+        cells = [f"{one.code}{'' if one.writes_exit_json else ', no file'}" for one in TABLE[name].values()]
+        rows.append(f"| {', '.join(REQUESTS) if name == 'SIGTERM' else name} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def test_the_table_in_the_documentation_is_that_of_the_code():
+    assert table() in (Path(__file__).parents[2] / "docs/launch.md").read_text(), table()
