@@ -27,8 +27,8 @@ FINE = (0, 75)
 class Watch:
     """Waits for child processes, stops all when one fails, and passes signals on.
 
-    A child that is stopped (SIGSTOP, a debugger) for ``stopped_seconds`` is killed and has the status -SIGSTOP; 0 is no
-    limit. ``ends_process`` says that this process ends after its children, so that later signals change nothing.
+    A child that is stopped (SIGSTOP, a debugger) for ``stopped_seconds`` is killed and has the status -SIGSTOP. 0 turns
+    that off. ``ends_process`` says that this process ends after its children, so that later signals change nothing.
     """
 
     def __init__(
