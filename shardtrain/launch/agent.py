@@ -7,11 +7,11 @@ Slurm sends to every process of a step, is a request to stop.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -22,22 +22,24 @@ from typing import TYPE_CHECKING, Any
 from shardtrain import __version__
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config
-from shardtrain.launch import addresses, environment
+from shardtrain.launch import addresses, environment, greeting
 from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED, SUPERVISED
 from shardtrain.launch.job import NOTICE_SECONDS
-from shardtrain.launch.nodes import Nodes, choose_processes_here
+from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.launch.restart import RESTARTABLE
-from shardtrain.utils.errors import ConfigError, PeerError, Problem
-from shardtrain.utils.process import SECRET
+from shardtrain.utils.errors import ShardtrainError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     from shardtrain.config import Loaded
+    from shardtrain.launch.meeting import Meeting
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 LOOK_SECONDS = 0.1
+LOST_SECONDS = 15.0
+"""A store that does not reply for so long is gone."""
 
 
 def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callable[[int | None, int], None]) -> int:
@@ -62,6 +64,8 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
         file=sys.stderr,
         flush=True,
     )
+    if nodes.least < nodes.most:
+        nodes = count_nodes(nodes, loaded, choice.count)
     words = ["train", *([arguments.path] if arguments.path else []), *arguments.overrides]
     return run(nodes, choice.count, words, loaded.config.checkpoint.grace_seconds)
 
@@ -85,14 +89,23 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]  # nohup's
     before = {name: signal.signal(getattr(signal, name), end) for name in heard}
     # before the import of PyTorch, which takes seconds: a port that is taken is reported at once
-    if nodes.hosts_meeting:
-        _refuse_taken(nodes.endpoint)
+    serves = nodes.hosts_meeting is not False
+    if serves:
+        try:
+            greeting.claim(nodes.endpoint, nodes.join_seconds if nodes.hosts_meeting else greeting.CONNECT_SECONDS)
+        except ShardtrainError:
+            if nodes.hosts_meeting:
+                raise
+            serves = False
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    from shardtrain.launch import meeting
 
     # after the import, which the host of the meeting does at the same time
-    if nodes.hosts_meeting is False:
-        _await_host(nodes)
+    if not serves:
+        greeting.await_store(nodes.endpoint, nodes.join_seconds)
     nodes = _with_address(nodes)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is reported by its rank
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
@@ -101,21 +114,16 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
         # or the first round alone publishes where its store is, and a node that joins a later one waits for ever
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     with tempfile.TemporaryDirectory(prefix="shardtrain-") as records:
+        rendezvous = None
         try:
-            agent = _agent(nodes, ranks, command, grace_seconds, records)
+            rendezvous = greeting.within(nodes.join_seconds, lambda: meeting.open_meeting(nodes, serves))
+            agent = _agent(nodes, rendezvous, ranks, command, grace_seconds, records)
             result = agent.run()
             return status_of([one.exitcode for one in result.failures.values()])
         except SignalException:
             return status_of(_left(agent))
-        except RendezvousError as error:
-            rule = f"of {nodes.least} nodes did not happen within {nodes.join_seconds} s, or its host is gone"
-            reason = f"({type(error).__name__})"
-            fix = "are all nodes up, and is the port open between them?"
-            if isinstance(error, RendezvousStateError):
-                rule = "was disturbed:"
-                reason = str(error)
-                fix = f"give all nodes the same {SECRET}, or look for who else reaches that port"
-            raise PeerError(f"the meeting at {nodes.endpoint} {rule} {reason}; {fix}") from None
+        except (RendezvousError, DistError, TimeoutError) as error:
+            raise meeting.failed(error, nodes, rendezvous) from None
         finally:
             for name, handler in before.items():
                 signal.signal(getattr(signal, name), handler)
@@ -127,7 +135,13 @@ def _with_address(nodes: Nodes) -> Nodes:
     Ranks that talk by gloo get the interface of that address; it would look up the same name.
     """
     address = nodes.local_address
-    if address is None:
+    if address is not None:
+        greeting.claim(
+            f"{address}:0",
+            min(15, nodes.join_seconds),
+            "this node cannot be reached at its own address (SHARDTRAIN_LOCAL_ADDR)",
+        )
+    else:
         address = addresses.toward(nodes.endpoint.rpartition(":")[0])
         if address is None or addresses.is_loopback(address):
             return nodes  # the others may be elsewhere: only this node knows itself by that
@@ -135,34 +149,6 @@ def _with_address(nodes: Nodes) -> Nodes:
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     return replace(nodes, local_address=address)
-
-
-def _refuse_taken(endpoint: str) -> None:
-    """Stop where another program listens on the port that this node should serve."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", int(endpoint.rpartition(":")[2])))
-        except OSError as error:
-            rule = f"cannot be served from this host: {error.strerror}"
-            fix = "choose another port, or end the program that has it"
-            raise ConfigError(Problem("rendezvous", endpoint, rule, fix)) from None
-
-
-def _await_host(nodes: Nodes) -> None:
-    """Wait until something listens where the nodes meet: PyTorch's own wait hears no signal, and is 60 s at most."""
-    host, _, port = nodes.endpoint.rpartition(":")
-    end = time.monotonic() + nodes.join_seconds
-    why = ""
-    while time.monotonic() < end:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
-            return
-        except (OSError, ValueError) as error:
-            why = str(error)
-        time.sleep(LOOK_SECONDS)
-    rule = f"nothing answers there after {nodes.join_seconds} s ({why})"
-    raise PeerError(f"the nodes cannot meet at {nodes.endpoint}: {rule}; is the first node up, and its port open?")
 
 
 def status_of(codes: Sequence[int]) -> int:
@@ -185,13 +171,14 @@ def _left(agent: LocalElasticAgent) -> list[int]:
     return [NOT_SAVED if code is None or code < 0 else code for code in codes] or [NOT_SAVED]
 
 
-def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, records: str) -> LocalElasticAgent:
+def _agent(
+    nodes: Nodes, rendezvous: Meeting, ranks: int, command: Sequence[str], grace_seconds: int, records: str
+) -> LocalElasticAgent:
+    from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-    from shardtrain.launch import signed_meeting
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
     # in a job of Slurm the end of its time is one that ranks know of by themselves
     is_elastic = nodes.least < nodes.most and "SLURM_JOB_END_TIME" not in os.environ
@@ -212,25 +199,25 @@ def _agent(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int,
                 self._remaining_restarts = 0
             return result
 
-    # else PyTorch compares names of hosts, which may be other ones inside a container
-    host = {} if nodes.hosts_meeting is None else {"is_host": str(nodes.hosts_meeting).lower()}
-    settings: dict[str, Any] = {"join_timeout": nodes.join_seconds, **host, **nodes.rendezvous}
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=nodes.endpoint,
-        run_id=nodes.run_id,
-        min_nodes=nodes.least,
-        max_nodes=nodes.most,
-        local_addr=nodes.local_address,
-        **settings,
-    )
+        def _exit_barrier(self) -> None:
+            """Wait for the ranks of other nodes, which may need the store that this process serves."""
+            group: Any = self._worker_group
+
+            def have_ended() -> bool:
+                return rendezvous.others_have_ended(group.store, group.group_rank)
+
+            # if the store is gone or silent, nobody needs this node: its own ranks have ended well
+            with contextlib.suppress(RendezvousError, DistError, TimeoutError):
+                while not greeting.within(LOST_SECONDS, have_ended):
+                    time.sleep(LOOK_SECONDS)
+
     spec = WorkerSpec(
         role="shardtrain",
         local_world_size=ranks,
         entrypoint=sys.executable,
         # PyTorch replaces ${local_rank} in arguments, and two dollars by one
         args=("-m", "shardtrain", *(word.replace("$", "$$") for word in command)),
-        rdzv_handler=signed_meeting.handler(parameters),
+        rdzv_handler=rendezvous,
         max_restarts=nodes.max_restarts,
         local_addr=nodes.local_address,
     )

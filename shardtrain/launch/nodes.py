@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from shardtrain.config.command_line import CommandLine
+from shardtrain.config.load import Loaded
+from shardtrain.config.machine import mesh_notes
 from shardtrain.config.schema import Config
 from shardtrain.launch import environment
 from shardtrain.launch.environment import ProcessCount
@@ -19,6 +22,9 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 DEFAULT_PORT = 29500
 JOIN_SECONDS = 600
+CLOCKS_APART_SECONDS = 5.0
+"""Clocks that differ by more are reported: torchrun's rendezvous sends a heartbeat every 5 s, drops a node whose last
+one is 15 s old by the reader's wall clock, and so may drop a living node."""
 
 NNODES = ("SHARDTRAIN_NNODES", "OVERRIDE_PET_NNODES", "PET_NNODES")
 NODE_RANK = (
@@ -50,6 +56,10 @@ class Nodes:
     reason: str
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     """Settings of PyTorch's rendezvous, as last_call_timeout (seconds); they beat what is said above."""
+    counts: Sequence[int] = ()
+    """Numbers of nodes that can work, ascending; empty if all from ``least`` to ``most`` can."""
+    first_decides: bool = False
+    """The nodes that meet first decide the global batch, which later numbers of nodes must divide."""
 
     @property
     def hosts_meeting(self) -> bool | None:
@@ -216,6 +226,25 @@ def _number(
 
 def _at(name: str) -> str:
     return "command line" if name.startswith("-") else "environment"
+
+
+def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
+    """Find out with how many nodes an elastic run can work; a note says so if some numbers cannot.
+
+    Raises:
+        ConfigError: none can.
+    """
+    problems = {
+        count: next(mesh_notes(loaded, count * local_ranks), None) for count in range(nodes.least, nodes.most + 1)
+    }
+    counts = [count for count in problems if problems[count] is None]
+    name, _, text = nodes.reason.partition("=")
+    for count in sorted({*problems} - {*counts})[-1:]:
+        rule = f"{' or '.join(map(str, counts)) or 'no number of'} nodes can work: with {count}, {problems[count]}"
+        if not counts:
+            raise ConfigError(Problem(name, text, rule, "choose other numbers of nodes", _at(name)))
+        print(f"note: {name}={text}: {rule}; others wait", file=sys.stderr, flush=True)
+    return replace(nodes, counts=counts, first_decides=loaded.config.training.global_batch_size == -1)
 
 
 def choose_processes_here(config: Config, requested: int | None, nodes: Nodes) -> ProcessCount:

@@ -10,27 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-from shardtrain.utils.process import SECRET
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token
 
 _PREFIX = b"shardtrain-sha256 "
-
-
-def handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    """The rendezvous of this node, signed if it has a secret; raises RendezvousError as PyTorch's does."""
-    secret = os.environ.get(SECRET, "")
-    if not secret or parameters.backend != "c10d":
-        return get_rendezvous_handler(parameters)
-    backend, store = create_backend(parameters)
-    return create_handler(store, SignedBackend(backend, secret, parameters.run_id), parameters)
 
 
 class SignedBackend(RendezvousBackend):

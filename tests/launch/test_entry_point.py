@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import shlex
 import signal
 import subprocess
@@ -12,6 +14,7 @@ from pathlib import Path
 import forked
 import patience
 import pytest
+from clocks import set_clock
 from launched import losses, newest, record, wait_for
 from ports import free_port
 from tiers import cases
@@ -60,11 +63,18 @@ def ended(*processes: subprocess.Popen[str]) -> list[tuple[int, str]]:
             one.kill()
 
 
-def node(number: int, port: int, words: list[str], folder: Path, **names: str) -> subprocess.Popen[str]:
-    """One of two shells: ``shardtrain train --nnodes 2 --node_rank K --rdzv_endpoint 127.0.0.1:PORT --nproc 1``."""
+def node(
+    number: int, port: int, words: list[str], folder: Path, clock: float = 0, **names: str
+) -> subprocess.Popen[str]:
+    """One of two shells: ``shardtrain train --nnodes 2 --node_rank K --rdzv_endpoint 127.0.0.1:PORT --nproc 1``.
+
+    The clock of the node is ``clock`` seconds ahead.
+    """
     place = ["--nnodes", "2", "--node_rank", str(number), "--rdzv_endpoint", f"127.0.0.1:{port}", "--nproc", "1"]
     environment = bare(folder, SHARDTRAIN_LOCAL_ADDR="127.0.0.1", **names)
-    return start([sys.executable, "-m", "shardtrain", "train", *place, *words], environment, forked.Popen)
+    command = [sys.executable, "-m", "shardtrain", "train", *place, *words]
+    shift = functools.partial(set_clock, setattr, clock) if clock else None
+    return forked.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=shift)
 
 
 def errors(words: str) -> list[str]:
@@ -148,6 +158,22 @@ def test_a_node_waits_for_one_that_comes_later_and_each_rank_has_its_file(tmp_pa
         assert code == 0, said
     assert list(losses(tmp_path / "run")) == [1, 2]
     assert sorted(path.name for path in (tmp_path / "run/logs").glob("*.log")) == ["rank-0.log", "rank-1.log"]
+
+
+@pytest.mark.nightly(
+    "each node's ranks are interpreters of their own",
+    by="tests/launch/test_meeting.py::test_nodes_with_any_clocks_meet_in_one_world_and_the_difference_is_named",
+)
+@pytest.mark.parametrize("ahead", [-20, 60])
+def test_two_nodes_with_different_clocks_train_one_run_and_end(tmp_path, ahead):
+    port, words = free_port(), options(tmp_path / "run", 2)
+    pair = [node(0, port, words, tmp_path), node(1, port, words, tmp_path, ahead)]
+    told = ended(*pair)
+    assert [code for code, _ in told] == [0, 0], told
+    assert list(losses(tmp_path / "run")) == [1, 2]
+    start_line = json.loads((tmp_path / "run/goodput.jsonl").read_text().splitlines()[0])
+    assert start_line["world_size"] == 2
+    assert sum("the clock of node 1 (127.0.0.1) is" in words for _, words in told) == 1
 
 
 @pytest.mark.parametrize("number", cases([1], nightly=[0]))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
-from ports import free_port
 
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config, Parallelism
-from shardtrain.launch import agent, environment, nodes
+from shardtrain.launch import environment, nodes
 from shardtrain.launch.agent import status_of
-from shardtrain.utils.errors import ConfigError, PeerError
+from shardtrain.utils.errors import ConfigError
 
 PYTORCHJOB = {
     "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456", "RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2",
@@ -196,21 +193,6 @@ def test_a_wrong_number_of_gpus_is_an_error():
 )  # fmt: skip
 def test_a_node_leaves_with_the_status_that_tells_most(codes, status):
     assert status_of(codes) == status
-
-
-def test_a_port_that_is_taken_is_reported_before_torch_is_imported():
-    with socket.create_server(("127.0.0.1", 0)) as busy:
-        endpoint = f"127.0.0.1:{busy.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"{endpoint}.*in use"):
-            agent._refuse_taken(endpoint)
-
-
-def test_a_host_that_never_comes_is_reported_after_the_stated_time():
-    port = free_port()
-    it = nodes.find(NOTHING, {"PET_NNODES": "2", "PET_RDZV_ENDPOINT": f"127.0.0.1:{port}", "RDZV_TIMEOUT": "1"})
-    assert it is not None
-    with pytest.raises(PeerError, match=f"127.0.0.1:{port}.*after 1 s"):
-        agent._await_host(it)
 
 
 def test_settings_of_the_rendezvous_are_read_and_a_wrong_list_is_refused():

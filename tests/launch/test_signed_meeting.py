@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from hostile_files import Bomb
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from shardtrain.launch import signed_meeting
+from shardtrain.launch.meeting import open_meeting
+from shardtrain.launch.nodes import Nodes
 from shardtrain.launch.signed_meeting import SignedBackend
 from shardtrain.utils.process import SECRET
 
@@ -61,10 +61,8 @@ def test_a_pickle_that_a_stranger_has_set_is_run_by_no_node_with_a_secret(
 ) -> None:
     canary, file = tmp_path / "canary", tmp_path / "store"
     monkeypatch.setenv(SECRET, secret)
-    parameters = RendezvousParameters(
-        "c10d", str(file), "run", min_nodes=1, max_nodes=1, local_addr="127.0.0.1", store_type="file"
-    )
-    handler = signed_meeting.handler(parameters)
+    node = Nodes(1, 1, str(file), None, "run", "127.0.0.1", 0, 60, "", {"store_type": "file"})
+    handler = open_meeting(node, serves=False)
     dist.FileStore(str(file)).set(KEY, b64encode(pickle.dumps(Bomb(canary))).decode())
     with pytest.raises(RendezvousStateError if secret else Exception):
         handler.next_rendezvous()

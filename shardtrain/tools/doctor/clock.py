@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 
+from shardtrain.launch.nodes import CLOCKS_APART_SECONDS
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, Verdict, each, kernel_text
 
@@ -15,8 +16,6 @@ AREA = "clock"
 ROUNDS = 4
 WARN_SECONDS = 1.0
 """How far clocks may differ: beyond it logs do not show who was first."""
-FAIL_SECONDS = 30.0
-"""Beyond it leases and certificates seem expired."""
 _TIME_ERROR = 5
 """What adjtimex(2) returns where the clock is not synchronized."""
 
@@ -70,7 +69,7 @@ def judge(reports: Reports) -> Iterator[Finding]:
             first = away[0]
             text = f"{found[first]:+.1f} s on {reports.who([first])}, {apart:.1f} s apart"
             fix = "start chrony or ntpd on that host: chronyc makestep"
-            verdict: Verdict = "fail" if abs(found[first]) > FAIL_SECONDS else "warn"
+            verdict: Verdict = "fail" if abs(found[first]) > CLOCKS_APART_SECONDS else "warn"
             yield Finding(AREA, "skew", verdict, text, expected, fix, tuple(away))
         else:
             yield Finding(AREA, "skew", "pass", f"{1000 * apart:.0f} ms apart", expected)

@@ -1,0 +1,129 @@
+"""Check the endpoint of the rendezvous before PyTorch uses it: its name, the way to it, and the program that answers.
+
+PyTorch's store tries for minutes in C++, hears no signal meanwhile, and does not say what is wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from shardtrain.utils.errors import ConfigError, PeerError, Problem
+from shardtrain.utils.redact import visible
+
+LOOK_SECONDS = 0.1
+QUIET_SECONDS = 5.0
+"""A wait that takes longer is reported with its cause."""
+CONNECT_SECONDS = 5.0
+# the first words of every client of PyTorch's TCPStore, VALIDATE with a magic number and PING with a number that the
+# store sends back: one that is also an empty line, to which servers of text protocols such as HTTP reply
+_ECHO = b"\r\n\r\n"
+GREETING = struct.pack("<BIB", 0, 0x3C85F7CE, 13) + _ECHO
+
+Result = TypeVar("Result")
+
+
+def within(seconds: float | None, action: Callable[[], Result]) -> Result:
+    """Run ``action`` in a thread and return its result, so that this thread handles signals and keeps the limit.
+
+    Raises:
+        TimeoutError: the action takes longer. Its thread is left behind, and ends with the process.
+    """
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(action())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)
+
+
+def claim(endpoint: str, seconds: float, problem: str = "the nodes cannot meet at") -> None:
+    """Wait until a connection to ``endpoint`` arrives at this process: then this node can serve it.
+
+    Raises:
+        ConfigError: another program has the port.
+        PeerError: no connection arrived within ``seconds``: ``problem``, the endpoint, and the last cause.
+    """
+    fix = "name an address of this node that every node reaches"
+    _await(endpoint, seconds, _reach_self, problem, fix)
+
+
+def await_store(endpoint: str, seconds: float) -> None:
+    """Wait until the store of a first node answers at ``endpoint``.
+
+    Raises:
+        ConfigError: another program answers there.
+        PeerError: no store answered within ``seconds``; the message names the last cause.
+    """
+    _await(endpoint, seconds, _greet, "the nodes cannot meet at", "is the first node up, and its port open?")
+
+
+def _await(endpoint: str, seconds: float, look: Callable[[str], None], problem: str, fix: str) -> None:
+    """Call ``look`` until it raises no OSError."""
+    end = time.monotonic() + seconds
+    cause = "no reply"
+    is_reported = False
+    while (remaining := end - time.monotonic()) > 0:
+        try:
+            return within(remaining, lambda: look(endpoint))
+        except (OSError, UnicodeError) as error:
+            cause = getattr(error, "strerror", None) or str(error) or cause
+        if remaining < seconds - QUIET_SECONDS and not is_reported:
+            print(f"waiting for {endpoint}: {cause}", file=sys.stderr, flush=True)
+            is_reported = True
+        time.sleep(LOOK_SECONDS)
+    raise PeerError(f"{problem} {endpoint}: {cause}, after {seconds:g} s; {fix}")
+
+
+def _reach_self(endpoint: str) -> None:
+    """Listen on the port of ``endpoint`` and connect to it; raise OSError if the connection does not arrive."""
+    host, _, port = endpoint.rpartition(":")
+    both = socket.has_dualstack_ipv6()  # as PyTorch's store listens
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        server = socket.create_server(("", int(port)), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        rule = f"cannot be served from this host: {os.strerror(error.errno or 0)}"
+        fix = "choose another port, or end the program that has it"
+        raise ConfigError(Problem("rendezvous", endpoint, rule, fix)) from None
+    token = secrets.token_bytes(16)
+    server.settimeout(CONNECT_SECONDS)
+    with server, socket.create_connection((host.strip("[]"), server.getsockname()[1]), CONNECT_SECONDS) as connection:
+        connection.sendall(token)
+        received = b""
+        while received != token:  # others may connect, too, and try again
+            try:
+                arrived = server.accept()[0]
+            except TimeoutError:
+                raise OSError(f"it leads to another machine ({connection.getpeername()[0]})") from None
+            with arrived:
+                received = arrived.recv(len(token))
+
+
+def _greet(endpoint: str) -> None:
+    """Greet the store at ``endpoint``; raise OSError if nothing replies, and ConfigError if another program does."""
+    host, _, port = endpoint.rpartition(":")
+    with socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as connection:
+        connection.sendall(GREETING)
+        try:
+            reply = connection.recv(64)
+        except TimeoutError:
+            raise OSError("a program accepts the connection and says nothing") from None
+    if not reply:
+        raise OSError("the connection ends at once")
+    if reply != _ECHO:
+        words = visible(reply.decode("latin-1"), lines=False)
+        rule = f"is served by another program, which answers {words!r}"
+        raise ConfigError(Problem("rendezvous", endpoint, rule, "choose another port, or end that program"))

@@ -1,0 +1,175 @@
+"""The rendezvous of several nodes: PyTorch's, without its wall clocks, and with only as many nodes as can work.
+
+PyTorch's handler drops a node whose heartbeat is 15 s old by the wall clock of the node that reads it. Nodes whose
+clocks differ by more drop each other, and each trains on its own. Here a node is lost when its heartbeat has not
+changed for that time, by the reader's own monotonic clock.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as pytorch
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+
+from shardtrain.launch.greeting import within
+from shardtrain.launch.nodes import CLOCKS_APART_SECONDS, Nodes
+from shardtrain.launch.signed_meeting import SignedBackend
+from shardtrain.utils.errors import PeerError
+from shardtrain.utils.process import SECRET
+
+_TIMEOUTS = ("join", "last_call", "close", "heartbeat")
+
+
+def open_meeting(nodes: Nodes, serves: bool) -> Meeting:
+    """Connect to the store of the rendezvous, or serve it; the shared state is signed if this node has a secret.
+
+    Raises:
+        RendezvousConnectionError: the port was taken meanwhile, or the store does not answer.
+    """
+    counts = nodes.counts or range(nodes.least, nodes.most + 1)
+    # where no node has a number, PyTorch serves the store unless another process of this machine has begun to
+    host = {} if serves and nodes.node_rank is None else {"is_host": str(serves).lower()}
+    settings: dict[str, Any] = {"join_timeout": nodes.join_seconds, **host, **nodes.rendezvous}
+    parameters = RendezvousParameters(
+        "c10d", nodes.endpoint, nodes.run_id, counts[0], counts[-1], nodes.local_address, **settings
+    )
+    backend, store = create_backend(parameters)
+    secret = os.environ.get(SECRET, "")
+    meeting = Meeting.from_backend(
+        parameters.run_id,
+        store,
+        SignedBackend(backend, secret, parameters.run_id) if secret else backend,
+        counts[0],
+        counts[-1],
+        parameters.local_addr,
+        pytorch.RendezvousTimeout(*(pytorch._get_timeout(parameters, name) for name in _TIMEOUTS)),
+        keep_alive_interval=parameters.get_as_int("keep_alive_interval", 5) or 5,
+        keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt", 3) or 3,
+    )
+    meeting.counts = counts
+    meeting.first_decides = nodes.first_decides
+    return meeting
+
+
+def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError:
+    """Describe an error of the rendezvous: nodes that have not come, a host that is gone, or a stranger."""
+    rule = f"has ended: its host is gone ({type(error).__name__}); look at the first node"
+    if isinstance(error, RendezvousStateError):
+        rule = f"was disturbed: {error}; give all nodes the same {SECRET}, or look for who else reaches that port"
+    elif meeting is not None and isinstance(error, RendezvousTimeoutError):
+        came = len({*meeting.state.participants, *meeting.state.wait_list, meeting.own_node})
+        rule = f"of {nodes.least} nodes did not happen within {nodes.join_seconds} s: {came} came; are all nodes up?"
+    return PeerError(f"the meeting at {nodes.endpoint} {rule}")
+
+
+class _SteadyState(pytorch._BackendRendezvousStateHolder):
+    """The shared state of one node. Heartbeats of others are judged by when they changed, not by the time they tell."""
+
+    def __init__(self, backend: Any, settings: Any, own_node: Any) -> None:
+        super().__init__(backend, settings)
+        self._own_node = own_node
+        self._changes: dict[tuple[Any, datetime], float] = {}
+
+    def _sanitize(self) -> None:
+        """Remove nodes whose heartbeats have stopped."""
+        told = self._state.last_heartbeats
+        now = time.monotonic()
+        # keyed by node and heartbeat: the time at which this node has first seen it
+        changes = self._changes = {one: self._changes.get(one, now) for one in told.items()}
+        # PyTorch compares heartbeats with this node's wall clock: give them in it, then put back what the others wrote
+        wall_clock = datetime.now(UTC)
+        own_times = {node: wall_clock - timedelta(seconds=now - changed) for (node, _), changed in changes.items()}
+        self._state.last_heartbeats = own_times
+        super()._sanitize()
+        # a node's own heartbeat stays in its wall clock of now, which may have jumped since it was written
+        own_times.update({node: told[node] for node in own_times if node != self._own_node})
+
+
+class Meeting(pytorch.DynamicRendezvousHandler):
+    """The rendezvous of one node."""
+
+    counts: Sequence[int]
+    """Numbers of nodes that can work, ascending."""
+    first_decides = False
+    """As ``Nodes.first_decides``."""
+
+    def __init__(self, node: Any, settings: Any, backend_name: str, store: dist.Store, state_holder: Any) -> None:
+        steady = _SteadyState(state_holder._backend, settings, node)
+        super().__init__(node, settings, backend_name, store, steady)
+        self.own_node = node
+
+    @property
+    def state(self) -> Any:
+        """The shared state, as it was read last."""
+        return self._state_holder.state
+
+    def largest(self, nodes: int) -> int:
+        """The largest number of nodes that can work, of so many; 0 if none can."""
+        return max((count for count in self.counts if count <= nodes), default=0)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes, and repeat while this node is not one of as many as can work.
+
+        Raises:
+            RendezvousTimeoutError: too few nodes came, and no run is on that this node could wait to join.
+        """
+        return within(None, self._meet)
+
+    def _meet(self) -> RendezvousInfo:
+        while True:
+            try:
+                info = super().next_rendezvous()
+            except RendezvousTimeoutError:
+                if not self.state.complete:
+                    raise
+                continue  # a run is on, and has no place yet
+            size = self.largest(info.world_size)
+            if self.first_decides:
+                # without the prefix of this round: the same answer for all nodes and rounds
+                first_size = int(self._store.compare_set("shardtrain/first-size", "", str(size)))
+                self.counts = [count for count in self.counts if first_size % count == 0]
+                size = self.largest(info.world_size)
+            if info.rank < size:
+                self._compare_clocks(info.store, info.rank, size)
+                return RendezvousInfo(info.store, info.rank, size, info.bootstrap_store_info)  # type: ignore[arg-type]
+            text = f"{info.world_size} nodes have met, and {' or '.join(map(str, self.counts))} can work"
+            print(f"{text}: this node waits for others", file=sys.stderr, flush=True)
+
+    def _compare_clocks(self, store: dist.Store, rank: int, size: int) -> None:
+        """Warn of nodes whose clock differs from that of rank 0: each notes the time when all have met."""
+        if store.add("shardtrain/met", 1) == size:
+            store.set("shardtrain/all-met", "")
+        store.wait(["shardtrain/all-met"])
+        store.set(f"shardtrain/clock-{rank}", str(time.time()))
+        if rank != 0:
+            return
+        own_time, *others = [float(store.get(f"shardtrain/clock-{node}")) for node in range(size)]
+        addresses = {number: node.addr for node, number in self.state.participants.items()}
+        for node, other_time in enumerate(others, start=1):
+            ahead = other_time - own_time
+            if abs(ahead) > CLOCKS_APART_SECONDS:
+                text = f"the clock of node {node} ({addresses.get(node)}) is {abs(ahead):.0f} s"
+                text += f" {'ahead of' if ahead > 0 else 'behind'} that of node 0"
+                print(f"warning: {text}; start chrony or ntpd on both", file=sys.stderr, flush=True)
+
+    def num_nodes_waiting(self) -> int:
+        """How many nodes wait for a place; 0 while their number makes no larger number of nodes that can work."""
+        waiting = within(None, super().num_nodes_waiting)
+        members = len(self.state.participants)
+        return waiting if self.largest(members + waiting) > members else 0
+
+    def others_have_ended(self, store: dist.Store, rank: int) -> bool:
+        """Say that the ranks of this node have ended. True once those of all nodes that are still there have, too."""
+        store.set(f"shardtrain/ended-{rank}", "")
+        with self._heartbeat_lock:
+            self._state_holder.sync()
+        return store.check([f"shardtrain/ended-{number}" for number in self.state.participants.values()])

@@ -1,0 +1,145 @@
+"""Where the nodes meet is looked at before PyTorch uses it: every wrong endpoint is named, within the stated time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+from ports import free_port
+
+from shardtrain.launch import agent, greeting, nodes
+from shardtrain.utils.errors import ConfigError, PeerError
+
+HTTP = b"HTTP/1.0 400 Bad request\r\n\r\n"
+
+
+@contextlib.contextmanager
+def program(behave: Callable[[socket.socket], None]) -> Iterator[int]:
+    """A program that accepts connections on a port and treats them as ``behave`` does; the port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    with connection:
+                        behave(connection)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+def answer(connection: socket.socket) -> None:
+    connection.recv(64)
+    connection.sendall(HTTP)
+
+
+def stay_silent(connection: socket.socket) -> None:
+    time.sleep(0.3)
+
+
+def close(connection: socket.socket) -> None:
+    connection.recv(64)
+
+
+@pytest.mark.parametrize("libuv", [True, False])
+def test_the_store_of_pytorch_is_greeted_at_once(libuv):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, use_libuv=libuv, wait_for_workers=False)
+    greeting.await_store(f"127.0.0.1:{store.port}", 30)
+    store.set("key", "value")
+    assert store.get("key") == b"value", "the store goes on"
+
+
+# what a node that is not the first finds at the endpoint -> error, words of its message
+STRANGERS = {
+    "answers": (answer, ConfigError, "another program, which answers 'HTTP/1.0 400 Bad request"),
+    "is silent": (stay_silent, PeerError, "accepts the connection and says nothing"),
+    "closes": (close, PeerError, "the connection ends at once"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_a_stranger_at_the_endpoint_is_named(kind, monkeypatch):
+    behave, error, told = STRANGERS[kind]
+    monkeypatch.setattr(greeting, "CONNECT_SECONDS", 0.2)
+    with program(behave) as port, pytest.raises(error) as raised:
+        greeting.await_store(f"127.0.0.1:{port}", 1)
+    assert told in str(raised.value) and f"127.0.0.1:{port}" in str(raised.value)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+# endpoint (PORT is a free one) -> words of the message
+NOWHERE = {
+    "nothing.invalid:PORT": "Name or service not known",
+    "a..b:PORT": "label empty or too long",
+    "127.0.0.1:PORT": "Connection refused",
+}
+
+
+@pytest.mark.parametrize("endpoint", NOWHERE)
+def test_an_endpoint_at_which_nobody_is_reached_is_named_by_another_node(endpoint):
+    place = endpoint.replace("PORT", str(free_port()))
+    with pytest.raises(
+        PeerError, match=rf"cannot meet at {place}: .*{NOWHERE[endpoint]}.*, after 1 s; is the first node"
+    ):
+        greeting.await_store(place, 1)
+
+
+@pytest.mark.parametrize("endpoint", [name for name in NOWHERE if "127" not in name])
+def test_a_name_that_does_not_resolve_is_named_by_the_first_node(endpoint):
+    place = endpoint.replace("PORT", str(free_port()))
+    with pytest.raises(
+        PeerError, match=rf"cannot meet at {place}: .*{NOWHERE[endpoint]}.*, after 1 s; name an address"
+    ):
+        greeting.claim(place, 1)
+
+
+def test_a_name_service_that_does_not_answer_does_not_make_the_wait_longer(monkeypatch):
+    never = threading.Event()
+    monkeypatch.setattr(greeting.socket, "create_connection", lambda *_, **__: never.wait())
+    with pytest.raises(PeerError, match="no reply, after 1 s"):
+        greeting.await_store("slow.invalid:1", 1)
+    never.set()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.9", "[::1]"])
+def test_a_node_that_the_endpoint_leads_to_can_serve_it(host):
+    greeting.claim(f"{host}:{free_port()}", 30)
+
+
+def test_an_endpoint_that_leads_to_another_machine_is_named(monkeypatch):
+    """The other machine is played by a program of this one, on another port."""
+    monkeypatch.setattr(greeting, "CONNECT_SECONDS", 0.2)
+    connect = socket.create_connection
+    with program(stay_silent) as elsewhere:
+        monkeypatch.setattr(greeting.socket, "create_connection", lambda *_: connect(("127.0.0.1", elsewhere)))
+        with pytest.raises(PeerError, match=r"it leads to another machine \(127.0.0.1\), after 1 s; name an address"):
+            greeting.claim(f"10.9.9.9:{free_port()}", 1)
+
+
+def test_an_address_that_is_not_of_this_node_is_named():
+    node = nodes.Nodes(2, 2, "127.0.0.1:1", 1, "run", "nothing.invalid", 0, 1, "--nnodes=2")
+    with pytest.raises(
+        PeerError, match="own address .SHARDTRAIN_LOCAL_ADDR. nothing.invalid:0: Name or service not known"
+    ):
+        agent._with_address(node)
+
+
+def test_a_port_that_is_taken_is_reported_at_once():
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        endpoint = f"127.0.0.1:{busy.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"{endpoint}.*: Address already in use; choose"):
+            greeting.claim(endpoint, 600)
+
+
+def test_a_long_wait_is_reported_once_with_its_cause(monkeypatch, capsys):
+    monkeypatch.setattr(greeting, "QUIET_SECONDS", 0.1)
+    with pytest.raises(PeerError):
+        greeting.await_store("nothing.invalid:1", 1)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == "waiting for nothing.invalid:1: Name or service not known"

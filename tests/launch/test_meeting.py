@@ -1,0 +1,204 @@
+"""Nodes meet whatever their clocks say, only as many as can work, and a node whose ranks have ended ends soon."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import signal
+import threading
+import time
+from typing import Any
+
+import patience
+import pytest
+import torch.distributed as dist
+from clocks import set_clock
+from ports import free_port
+from ranks import run_ranks
+from tiers import cases
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as pytorch
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from shardtrain.launch import meeting, nodes
+from shardtrain.launch.greeting import within
+from shardtrain.launch.meeting import Meeting, open_meeting
+
+
+def node(rank: int, port: int, **options: Any) -> nodes.Nodes:
+    count = options.pop("most", 2)
+    return nodes.Nodes(
+        least=options.pop("least", count),
+        most=count,
+        endpoint=f"127.0.0.1:{port}",
+        node_rank=rank,
+        run_id="run",
+        local_address="127.0.0.1",
+        max_restarts=0,
+        join_seconds=round(patience.seconds(30)),
+        reason="--nnodes=2",
+        **options,
+    )
+
+
+def end_together(rendezvous: Meeting, store: dist.Store, rank: int) -> None:
+    """Stay until all nodes have read what they need: the first one serves the store."""
+    while not rendezvous.others_have_ended(store, rank):
+        time.sleep(0.05)
+    if rank == 0:
+        time.sleep(1)
+
+
+def meet(rank: int, port: int, clocks: list[float]) -> tuple[int, int]:
+    set_clock(setattr, clocks[rank])
+    rendezvous = open_meeting(node(rank, port, most=len(clocks)), serves=rank == 0)
+    info = rendezvous.next_rendezvous()
+    time.sleep(2)  # two looks at the heartbeats, by which a clock could still drop a node
+    assert rendezvous.num_nodes_waiting() == 0 and len(rendezvous.state.participants) == len(clocks)
+    end_together(rendezvous, info.store, info.rank)
+    return info.rank, info.world_size
+
+
+# seconds by which the clock of each node is ahead
+CLOCKS = {
+    "second behind": [0, -20],
+    "second ahead": [0, 60],
+    "first behind": [-3600, 0],
+    "first ahead": [86_400, 0],
+    "three nodes": [0, 20, -20],
+    "equal": [0, 0],
+}
+
+
+@pytest.mark.parametrize("name", cases(["second behind"], nightly=[name for name in CLOCKS if name != "second behind"]))
+def test_nodes_with_any_clocks_meet_in_one_world_and_the_difference_is_named(name, capfd):
+    clocks = CLOCKS[name]
+    worlds = run_ranks(len(clocks), meet, free_port(), clocks)
+    assert sorted(worlds) == [(number, len(clocks)) for number in range(len(clocks))]
+    warnings = re.findall(r"the clock of node \d \(127.0.0.1\) is (\d+) s (ahead of|behind)", capfd.readouterr().err)
+    first = clocks[[rank for rank, _ in worlds].index(0)]
+    expected = [clock - first for clock in clocks if clock != first]
+    said = [int(seconds) * (1 if direction == "ahead of" else -1) for seconds, direction in warnings]
+    assert sorted(said) == pytest.approx(sorted(expected), abs=patience.seconds(1)), "all nodes note one moment"
+
+
+def state_of(store: dist.Store, name: str) -> Any:
+    """The shared state as one node reads it: a node called ``name``, with heartbeats that expire after 15 s."""
+    settings = pytorch.RendezvousSettings(
+        "run", 1, 2, pytorch.RendezvousTimeout(), datetime.timedelta(seconds=5), keep_alive_max_attempt=3
+    )
+    own_node = pytorch._NodeDesc(name, 1, 0)
+    holder = meeting._SteadyState(C10dRendezvousBackend(store, "run"), settings, own_node)
+    return own_node, holder
+
+
+def beat(own_node: Any, holder: Any, at: datetime.datetime) -> None:
+    holder._last_sync_time = -1  # it reads at most once a second
+    holder.sync()
+    holder.state.participants[own_node] = 0
+    holder.state.last_heartbeats[own_node] = at
+    holder.mark_dirty()
+    assert holder.sync()
+
+
+@pytest.mark.parametrize("ahead", [0, -3600, 3600])
+def test_a_node_is_lost_when_its_heartbeat_has_not_changed_for_fifteen_seconds(monkeypatch, ahead):
+    passed = [0.0]
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: 1000.0 + passed[0])
+    store = dist.HashStore()
+    reader, other = state_of(store, "reader"), state_of(store, "other")
+    wrong_clock = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=ahead)
+
+    def sees_other() -> bool:
+        beat(*reader, datetime.datetime.now(datetime.UTC))
+        return other[0] in reader[1].state.participants
+
+    beat(*other, wrong_clock)
+    for passed[0] in (0, 10, 14):
+        assert sees_other()
+    passed[0] = 20
+    beat(*other, wrong_clock + datetime.timedelta(seconds=5))
+    for passed[0] in (20, 30, 34):
+        assert sees_other(), "a heartbeat of any time counts from when it came"
+    passed[0] = 36
+    assert not sees_other()
+
+
+@pytest.mark.parametrize("jump", [-3600, 3600])
+def test_a_node_whose_clock_jumps_still_sends_heartbeats(monkeypatch, jump):
+    passed = [0.0]
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: 1000.0 + passed[0])
+    own_node, holder = state_of(dist.HashStore(), "own")
+    beat(own_node, holder, datetime.datetime.now(datetime.UTC))
+    with monkeypatch.context() as patch:
+        set_clock(patch.setattr, jump)
+        passed[0] = 6
+        holder._last_sync_time = -1
+        holder.sync()
+        context = pytorch._RendezvousContext(own_node, holder.state, holder._settings)
+        assert own_node in holder.state.participants and pytorch._should_keep_alive(context)
+
+
+def test_a_world_of_fewer_nodes_than_asked_for_does_not_train(monkeypatch, capsys):
+    """Whatever drops a node from a world that was complete: the others meet again, and end after their limit."""
+    rendezvous = Meeting.from_backend(
+        "run", dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "run"), 2, 2, "127.0.0.1"
+    )
+    rendezvous.counts = [2]
+    alone = pytorch.RendezvousInfo(dist.HashStore(), 0, 1, None)
+    answers = iter([alone])
+
+    def next_rendezvous(self: Any) -> Any:
+        for answer in answers:
+            return answer
+        raise pytorch.RendezvousTimeoutError
+
+    monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "next_rendezvous", next_rendezvous)
+    with pytest.raises(pytorch.RendezvousTimeoutError):
+        rendezvous.next_rendezvous()
+    assert "1 nodes have met, and 2 can work: this node waits" in capsys.readouterr().err
+
+
+def end_without_the_other(rank: int, port: int) -> bool:
+    settings = {"keep_alive_interval": "1"}
+    rendezvous = open_meeting(node(rank, port, rendezvous=settings), serves=rank == 0)
+    info = rendezvous.next_rendezvous()
+    if info.rank == 1:
+        rendezvous._stop_heartbeats()  # as a machine that is gone, except for the store that it may serve
+        info.store.wait(["first has ended"])
+        return True
+    waits = not rendezvous.others_have_ended(info.store, 0)
+    while not rendezvous.others_have_ended(info.store, 0):
+        time.sleep(0.1)
+    info.store.set("first has ended", "")
+    time.sleep(1)
+    return waits
+
+
+def test_a_node_whose_ranks_have_ended_waits_for_the_others_and_not_for_a_lost_one():
+    assert run_ranks(2, end_without_the_other, free_port()) == [True, True]
+
+
+def test_a_signal_is_heard_while_the_rendezvous_does_not_answer(monkeypatch):
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    never = threading.Event()
+    try:
+        threading.Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(KeyboardInterrupt):
+            within(None, never.wait)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        never.set()
+
+
+def test_an_answer_that_does_not_come_ends_the_wait_and_an_error_is_passed_on():
+    never = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.1, never.wait)
+    never.set()
+    with pytest.raises(ZeroDivisionError):
+        within(None, lambda: 1 // 0)
+    assert within(None, lambda: 3) == 3
