@@ -16,6 +16,7 @@ from typing import Any
 
 from shardtrain.config.options import nearest
 from shardtrain.config.settings import Value
+from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 MODELS_FOLDER = Path(__file__).parent.parent / "models"
@@ -113,7 +114,7 @@ def _parse(path: Path, name: str) -> ast.Module:
 @functools.lru_cache(maxsize=64)  # each rule that looks at sizes reads the model's file
 def _parsed(path: Path, mtime_ns: int, size_bytes: int) -> ast.Module:
     """A file as it was when it had this time and size."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return own_file.parse(path)
 
 
 def _definition(module: ast.Module, wanted: str, name: str, follow: bool = True) -> tuple[ast.Module, ast.AST] | None:

@@ -74,7 +74,7 @@ def _parse(name: str) -> ast.Module:
         fix = f"{hint}tasks are {', '.join(task_names())}, and paths that end in .py"
         raise ConfigError(Problem("task.name", name, "is not a task", fix))
     try:
-        return ast.parse(path.read_text(encoding="utf-8"))
+        return own_file.parse(path)
     except (SyntaxError, UnicodeDecodeError, OSError) as error:
         rule = f"cannot be read as Python ({error})"
         raise ConfigError(Problem("task.name", name, rule, "correct the file")) from error

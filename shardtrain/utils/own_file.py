@@ -30,9 +30,9 @@ def fault(path: str, names: Sequence[str], fix: str) -> tuple[str, str] | None:
     return (f"has no {' and no '.join(missing)}", fix) if missing else None
 
 
-def parse(path: str) -> ast.Module:
+def parse(path: str | Path) -> ast.Module:
     """Return the syntax tree of a file; raises SyntaxError, ValueError or OSError if it cannot be read as Python."""
-    return ast.parse(Path(path).read_text(encoding="utf-8"))
+    return ast.parse(Path(path).read_bytes())  # of bytes, it accepts the same encodings as Python
 
 
 def load(path: str, kind: str, option: str, names: Sequence[str], fix: str) -> ModuleType:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 def open_content(file: Path, content: bytes, option: str, path: str) -> Tokenizer:
     """Open a tokenizer whose file has been read, in this process. Raises as ``tokenizer.open_tokenizer``."""
+    content = content.removeprefix(codecs.BOM_UTF8)
     if file.suffix == ".json" or content[:1] == b"{":
         return JsonTokenizer(file, content, option, path)
     if looks_like(content):

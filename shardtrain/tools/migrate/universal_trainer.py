@@ -10,6 +10,7 @@ from typing import Any
 
 from shardtrain.config.task_file import read_task_file
 from shardtrain.tools.migrate.report import JOINED, Found, Rule, To
+from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 SYSTEM = "pytorch_universal_trainer"
@@ -278,7 +279,7 @@ def _hooks(found: Found) -> bool:
 
 def _classes(file: Path) -> set[str]:
     """Names that a Python file gives a value at its top, without running it."""
-    module = ast.parse(file.read_text(encoding="utf-8"))
+    module = own_file.parse(file)
     names: set[str] = set()
     for node in module.body:
         if isinstance(node, ast.ClassDef):

@@ -93,7 +93,7 @@ def learn_report(path: Path, device: Device) -> Measured:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise wrong(f"has more than {_MOST_BYTES} bytes, and is not a report")
-        report = json.loads(path.read_text(encoding="utf-8"))
+        report = json.loads(path.read_bytes())
         rates = report["rates"]
         name = str(report["device"])
         flops = {str(dtype): float(rate) for dtype, rate in rates["flops"].items()}

@@ -155,7 +155,7 @@ def _tables(found: Any) -> dict[str, dict[str, Any]]:
 
 def _read(path: Path, option: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
         raise ConfigError(Problem(option, str(path), rule, "give a file that is there")) from error
