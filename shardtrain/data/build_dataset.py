@@ -272,6 +272,7 @@ def _open_feed(
             seed=seed,
             passes=passes,
             vocab_size=tokenizer.vocab_size,
+            name=named.name,
         )
         logger.info("dataset %s is read while training runs, by %d virtual readers", named.name, feed.num_readers)
         return feed

@@ -86,14 +86,21 @@ class Rows(Protocol):
         ...
 
 
-def lost_documents(rows: Rows, num_documents: int) -> list[str]:
-    """Describe the documents that were cut, left out because they are longer than a row, or have no target."""
+def fates(rows: Rows) -> dict[str, int]:
+    """Count the documents that were cut, left out because they are longer than a row, or have no target."""
     most = rows.packing.seq_len + 1
     is_cut = rows.packing.long_documents == "cut"
     reason = "have no target in their first" if is_cut else "are longer than"
-    fates = [(rows.cut, f"are cut to {most} tokens"), (rows.dropped, f"{reason} {most} tokens and are left out")]
-    fates.append((rows.single, "have a single token, and so no target"))
-    return [f"{count} of {num_documents} documents {fate}" for count, fate in fates if count]
+    return {
+        f"are cut to {most} tokens": rows.cut,
+        f"{reason} {most} tokens and are left out": rows.dropped,
+        "have a single token, and so no target": rows.single,
+    }
+
+
+def lost_documents(rows: Rows, num_documents: int) -> list[str]:
+    """Describe these documents, one line for each fate."""
+    return [f"{count} of {num_documents} documents {fate}" for fate, count in fates(rows).items() if count]
 
 
 class ConcatRows:

@@ -31,7 +31,7 @@ from shardtrain.data.packing import Packing, Sequences
 from shardtrain.data.read_documents import BadRows
 from shardtrain.data.sources import Row, Shards, Table
 from shardtrain.data.sources._files import FileSource
-from shardtrain.data.stream_pack import FRUITLESS_PASSES, Place, packer
+from shardtrain.data.stream_pack import FRUITLESS_PASSES, LostDocuments, Place, packer
 from shardtrain.utils.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ class StreamFeed:
         seed: int | None,
         passes: int | None,
         vocab_size: int,
+        name: str = "",
     ) -> None:
         self.source = source
         self.encoder = encoder
@@ -63,6 +64,7 @@ class StreamFeed:
         self.seed = seed
         self.passes = passes
         self.vocab_size = vocab_size
+        self.lost = LostDocuments(name)
 
         # At most as many readers as there are documents or shards, and 16 rows' worth of bytes for each. It depends on
         # data and options alone, never on ranks or workers: which reader gives row k is part of the order.
@@ -147,7 +149,8 @@ class _Reader:
         self.cursor = cursor
         self._walk = feed.walk(index)
         documents = self._documents((cursor[0], cursor[1]))
-        self._packer = packer(feed.packing, documents, cursor, feed.vocab_size, self._walk.parts_per_epoch)
+        per_epoch = self._walk.parts_per_epoch
+        self._packer = packer(feed.packing, documents, cursor, feed.vocab_size, per_epoch, feed.lost)
         self._scratch: Sequences | None = None
 
     @property
@@ -200,6 +203,7 @@ class _Reader:
                     # Where a file was changed, that is what is wrong, and not its row.
                     self._feed.source.check_unchanged()
                 policy.meet(result, self._walk.where(place))
+                self._feed.lost.add({f"are left out: {result.reason}": 1}, logging.INFO)
                 if place[0] > last_found + FRUITLESS_PASSES * self._walk.parts_per_epoch:
                     text = "reader %d of %d found no document in %d passes, and gives none any more: %s"
                     logger.warning(text, self._index, self._feed.num_readers, FRUITLESS_PASSES, result.reason)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from shardtrain.data.document import Document
 from shardtrain.data.feed import Cursor
 from shardtrain.data.fitted import pack
-from shardtrain.data.packing import Packing, Rows, Sequences, write_window
+from shardtrain.data.packing import Packing, Rows, Sequences, fates, write_window
 from shardtrain.data.token_buffer import MemoryTokenBuffer
 
 logger = logging.getLogger(__name__)
@@ -47,11 +47,36 @@ class Packer(Protocol):
         ...
 
 
-def packer(packing: Packing, documents: Documents, cursor: Cursor, vocab_size: int, parts_per_epoch: int) -> Packer:
-    """The rows of documents that begin at a cursor."""
+class LostDocuments:
+    """Counts of documents that a stream cuts or leaves out, by what happens to them, as far as this process has read.
+
+    A count is logged when it reaches a power of two: nobody knows the last one before the stream ends.
+    """
+
+    def __init__(self, dataset: str) -> None:
+        self._dataset = dataset
+        self._counts: Counter[str] = Counter()
+
+    def add(self, counts: Mapping[str, int], level: int = logging.WARNING) -> None:
+        for fate, count in counts.items():
+            before = self._counts[fate]
+            self._counts[fate] += count
+            if self._counts[fate].bit_length() > before.bit_length():
+                logger.log(level, "dataset %s: %d documents so far %s", self._dataset, before + count, fate)
+
+
+def packer(
+    packing: Packing,
+    documents: Documents,
+    cursor: Cursor,
+    vocab_size: int,
+    parts_per_epoch: int,
+    lost: LostDocuments,
+) -> Packer:
+    """The rows of documents that begin at a cursor; ``lost`` counts those that are cut or have no place in a row."""
     if packing.kind == "concat":
         return ConcatPacker(packing, documents, cursor)
-    return FittedPacker(packing, documents, cursor, vocab_size, parts_per_epoch)
+    return FittedPacker(packing, documents, cursor, vocab_size, parts_per_epoch, lost)
 
 
 class ConcatPacker:
@@ -123,12 +148,19 @@ class FittedPacker:
     """
 
     def __init__(
-        self, packing: Packing, documents: Documents, cursor: Cursor, vocab_size: int, parts_per_epoch: int
+        self,
+        packing: Packing,
+        documents: Documents,
+        cursor: Cursor,
+        vocab_size: int,
+        parts_per_epoch: int,
+        lost: LostDocuments,
     ) -> None:
         self._packing = packing
         self._documents = documents
         self._vocab_size = vocab_size
         self._parts_per_epoch = parts_per_epoch
+        self._lost = lost
         self.part = cursor[0]
         self._ahead: tuple[Place, Document] | None = None  # the first document of the next block
         self._block: Rows | None = None
@@ -153,6 +185,7 @@ class FittedPacker:
                 return False
             self._after = block[-1][0]
             self._block = pack(MemoryTokenBuffer((document for _, document in block), self._vocab_size), self._packing)
+            self._lost.add(fates(self._block))
             if not self._block.num_rows and self._after[0] > self.part + FRUITLESS_PASSES * self._parts_per_epoch:
                 text = "a reader has no document that fits, in %d passes, and gives none any more (data.long_documents)"
                 logger.warning(text, FRUITLESS_PASSES)

@@ -82,7 +82,7 @@ def shards(lengths, count):
 
 
 def feed_of(source, packing=None, readers=4, seed=7, passes=1):
-    options = {"readers": readers, "seed": seed, "passes": passes, "vocab_size": 60_000}
+    options = {"readers": readers, "seed": seed, "passes": passes, "vocab_size": 60_000, "name": "rows"}
     return StreamFeed(source, Letters(), packing or Packing(8), **options)
 
 
@@ -94,6 +94,34 @@ def take(feed, start, stop):
         sample, moved = feed.write(k, out, 0)
         result.append((sample, out.tokens_BT[0].tolist(), out.targets_BT[0].tolist(), moved))
     return result
+
+
+@pytest.mark.parametrize(
+    ("packing", "lost"),
+    [
+        (Packing(8), []),
+        (
+            Packing(8, kind="first_fit", masked=True, long_documents="drop"),
+            ["are longer than 9 tokens and are left out"],
+        ),
+        (Packing(8, kind="padded", long_documents="cut"), ["are cut to 9 tokens"]),
+    ],
+    ids=["concat", "first_fit", "padded"],
+)
+def test_documents_that_are_cut_or_left_out_are_counted(packing, lost, caplog):
+    """Each count is logged when it reaches a power of two. Documents laid end to end need no second token."""
+    caplog.set_level("INFO")
+    lengths = [1, 0, 4, 1, 12, 0, 1, 0, 5, 12, 0, 1, 12, 1]
+    feed = feed_of(table(lengths), packing, readers=1)
+    take(feed, 0, len(lengths))
+    told = [record.getMessage() for record in caplog.records]
+    # All documents are one block, so its counts are added at once; rows without a document come one by one
+    expected = [f"dataset rows: {count} documents so far are left out: empty" for count in (1, 2, 4)]
+    if packing.kind != "concat":
+        lost = [f"3 documents so far {fate}" for fate in lost]
+        lost.append("5 documents so far have a single token, and so no target")
+        expected += [f"dataset rows: {line}" for line in lost]
+    assert told == expected
 
 
 sources = st.builds(
