@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from shardtrain.config.schema import Config, Data, Model, Parallelism
+from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.utils.units import format_count
 
 
@@ -64,6 +65,17 @@ def accumulation_steps(config: Config, world_size: int) -> int:
     """Forward and backward passes per optimizer step on each data-parallel rank."""
     per_pass = config.training.local_batch_size * data_parallel_degree(config, world_size)
     return global_batch_size(config, world_size) // per_pass
+
+
+def notes_on_rows(config: Config) -> list[str]:
+    """Say how long rows are taken to be by a plan or a dry run, which read no data; empty where all have one length."""
+    if config.task.name in OF_NEXT_TOKENS:
+        return []
+    length = f"training.seq_len={config.training.seq_len}"
+    return [
+        f'every sequence of task.name="{config.task.name}" is counted with {length} tokens, the most that it may have; '
+        "a run's batch is as wide as its longest row, and its speed counts the tokens that rows have"
+    ]
 
 
 def compute_dtype(config: Config) -> str:

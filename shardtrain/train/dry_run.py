@@ -318,7 +318,7 @@ def _without_compiler(config: Config) -> Config:
 
 
 def _left_out(config: Config) -> list[str]:
-    notes = []
+    notes = derived.notes_on_rows(config)
     if config.compile.enable:
         notes.append("compile.enable=true: nothing is compiled here; activations are those of the uncompiled model")
     if config.parallelism.enable_async_tensor_parallel:

@@ -128,7 +128,7 @@ def of_config(
     mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(recompute.mode, "none")
 
     # What the plan does not know of this configuration, as notes in its answer.
-    notes = []
+    notes = derived.notes_on_rows(config)
     if recompute.mode == "memory_budget":
         notes.append(
             "activation_checkpoint.memory_budget is what the compiler decides; planned as if nothing recomputes"

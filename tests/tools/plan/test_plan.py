@@ -272,6 +272,24 @@ def test_float8_is_searched_where_it_is_asked_for_and_the_device_has_it(tmp_path
     assert code == 2 and "has no float8 products" in err
 
 
+@pytest.mark.parametrize(
+    ("task", "has_rows"), [("preference", True), ("reward_model", True), ("language_model", False)]
+)
+def test_plan_and_dry_run_say_how_long_they_take_rows_to_be(capsys, monkeypatch, tmp_path, task, has_rows):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.delenv("RANK", raising=False)
+    note = f'every sequence of task.name="{task}" is counted with training.seq_len=64 tokens'
+    words = [
+        f"--task.name={task}",
+        "--training.seq_len=64",
+        "--training.dataset=jsonl",
+        f"--training.dataset_path={tmp_path}",
+    ]
+    for verb in (["plan", "debug"], ["train", "debug", "--comm.mode=fake_backend", "--nproc", "2"]):
+        assert cli.main([*verb, *words]) == 0
+        assert (note in " ".join(capsys.readouterr().out.split())) == has_rows
+
+
 def test_mx_is_counted_as_float8_where_the_device_has_that_and_says_when_it_is_emulated(capsys):
     words = ["plan", "llama3_8b", "--gpus", "8", "--device", "b200", "--json"]
     found = {}
