@@ -265,7 +265,7 @@ def test_a_model_that_is_laid_out_otherwise_is_refused_both_ways(tmp_path: Path,
     assert cli.main(["checkpoint", "from-dcp", str(folder), str(tmp_path / "ours"), "--model.name=gpt_oss"]) == 2
     told = capfd.readouterr().err
     assert "gpt_oss" in told and "w1 and w3 as one matrix" in told and "shardtrain import" in told
-    with pytest.raises(ConfigError, match=r"w1 and w3 as one matrix there.*--names=shardtrain"):
+    with pytest.raises(ConfigError, match=r"use --names=shardtrain; reason: .*w1 and w3 as one matrix there"):
         naming.naming(naming.TORCHTITAN, "gpt_oss", None)
     assert not (tmp_path / "ours").exists()
 
