@@ -77,7 +77,7 @@ class Shim:
 
     def __init__(self, folder: Path, fault: Fault | None, data: str | None = None) -> None:
         """``data`` is watched in place of the run's folder, where the calls are noted all the same."""
-        self._folder, self._fault, self._own = str(folder), fault, set[int]()
+        self._folder, self._fault, self._paths = str(folder), fault, dict[int, str]()
         self._watches = f"{data or folder}/"
         self._count, self._pid = 0, 0
         self._until = multiprocessing.get_context("fork").Value("d", 0.0)
@@ -88,21 +88,23 @@ class Shim:
 
     def _watched(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            if arguments and self._is_ours(name, arguments[0]):
-                self._meet(name, arguments[0])
+            what = arguments[0] if arguments else None
+            folder = options.get("dir_fd", options.get("src_dir_fd"))
+            if folder is not None and not isinstance(what, int):
+                what = os.path.join(self._paths.get(folder, ""), what)  # a name in a folder that was opened before
+            if name in BY_DESCRIPTOR:
+                what = self._paths.get(what)
+            if self._is_ours(what):
+                self._meet(name, what)
             found = original(*arguments, **options)
-            if name == "open" and self._is_ours(name, arguments[0]):
-                self._own.add(found)
-            elif name == "open":
-                self._own.discard(found)  # a number that is used again
+            if name == "open":
+                self._paths[found] = os.fspath(what)
             return found
 
         return call
 
-    def _is_ours(self, name: str, what: Any) -> bool:
-        if name in BY_DESCRIPTOR:
-            return what in self._own
-        if isinstance(what, int) or not isinstance(what, str | os.PathLike):
+    def _is_ours(self, what: Any) -> bool:
+        if not isinstance(what, str | os.PathLike):
             return False
         below = f"{what}/".startswith(self._watches)
         if self._fault is not None and self._fault.file:

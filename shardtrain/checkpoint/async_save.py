@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +24,7 @@ from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops import accelerator
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.utils import storage_errors
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import StorageError
 
 LOOK_SECONDS = 0.5
@@ -193,12 +192,8 @@ def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None
     if isinstance(path, ObjectPath):
         path.put(text.encode(), new=False)
         return
-    # Renamed, so that half a marker is never read. Not synced: it is read by the run that is alive, and is removed
-    # before the commit.
-    part = path.with_suffix(".part")
-    with storage_errors.naming(path):
-        part.write_text(text, encoding="utf-8")
-        os.rename(part, path)
+    # Not synced: it is read by the run that is alive, and is removed before the commit.
+    atomic_io.write(path, text)
 
 
 def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Callable[[], None]) -> StoredFile:

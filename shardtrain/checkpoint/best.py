@@ -84,7 +84,7 @@ class Best:
         whole = [step for step in (self.step, state["kept"]) if retention.is_whole(folder / f"step-{step}")]
         self.kept = whole[0] if whole else -1
 
-    def point(self, folder: Place, saved: Mapping[str, Any] | None, nonce: str) -> None:
+    def point(self, folder: Place, saved: Mapping[str, Any] | None) -> None:
         """Let ``best.json`` name the best checkpoint, by the state that one just committed holds; first rank alone."""
         step = saved["step"] if saved else -1
         if not saved or not self._keeps or step < 0:
@@ -94,7 +94,7 @@ class Best:
             return
         fields = {"step": step, "metric": saved["metric"], "mode": saved["mode"], "value": saved["value"]}
         try:
-            files.replace_whole(folder / POINTER, (json.dumps(fields) + "\n").encode(), nonce)
+            files.replace_whole(folder / POINTER, (json.dumps(fields) + "\n").encode())
         except OSError as error:
             # The checkpoint is safe, and its own facts say that it is the best; the next save tries again.
             logger.warning(str(storage_errors.cannot("write", folder / POINTER, error)))

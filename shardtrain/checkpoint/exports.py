@@ -18,7 +18,6 @@ from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.checkpoint.lease import Lease
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.storage import Place
-from shardtrain.utils import storage_errors
 
 
 class Exporter(Protocol):
@@ -43,8 +42,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
         lease.check()
         draft = _draft(checkpoint, lease.nonce)
         retention.remove(draft)
-        with storage_errors.naming(draft):
-            draft.mkdir()
+        files.make_draft(draft)
         return [lease.nonce, secrets.token_hex(4)]
 
     rank = dist.get_rank()
@@ -65,6 +63,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
         files.sync_folder(draft)
         lease.check()
         retention.discard_hub(checkpoint)
+        retention.make_room(retention.hub_folder(checkpoint), "")
         files.rename(draft, retention.hub_folder(checkpoint))
 
     return Writing(retention.step_of(checkpoint) or 0, write, is_export=True)

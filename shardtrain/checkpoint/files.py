@@ -1,6 +1,6 @@
 """Bytes that are on disk when a function returns: hashed while written, flushed, and renamed as one.
 
-All bytes of a checkpoint in a folder go through ``os.open``, ``os.write``, ``os.fsync`` and ``os.rename`` here; an
+All bytes of a checkpoint in a folder go through ``atomic_io``, ``os.write``, ``os.fsync`` and ``os.rename`` here; an
 OSError of any of them is raised as it is, with the path in it. Those of an object store go through ``objects.py``.
 """
 
@@ -114,7 +114,7 @@ def sync(path: Path) -> None:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a new small file; when this returns it is on disk."""
     with storage_errors.naming(path):
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        descriptor = _create(path, 0.0)
         try:
             _write_all(descriptor, memoryview(data))
             os.fsync(descriptor)
@@ -127,7 +127,7 @@ def _create(path: Path, wait_seconds: float) -> int:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            return atomic_io.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > deadline:
                 raise
@@ -140,19 +140,12 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[written:]
 
 
-def replace_whole(path: Path | ObjectPath, data: bytes, nonce: str) -> None:
-    """Put a small file in the place of the one that may be there, at once. Raises OSError."""
+def replace_whole(path: Path | ObjectPath, data: bytes) -> None:
+    """Replace a small file, atomically and durably. Raises OSError."""
     if isinstance(path, ObjectPath):
         path.put(data, new=False)
-        return
-    part = path.with_name(f"{path.name}.{nonce}")
-    part.unlink(missing_ok=True)
-    try:
-        write_whole(part, data)
-        rename(part, path)
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
+    else:
+        atomic_io.write(path, data, durable=True)
 
 
 def read_small(path: Path | ObjectPath, limit_bytes: int = 4096) -> bytes:
@@ -164,18 +157,21 @@ def read_small(path: Path | ObjectPath, limit_bytes: int = 4096) -> bytes:
 
 def sync_folder(path: Path) -> None:
     """Put the names in a folder on disk: a file or rename is durable only after this."""
-    with storage_errors.naming(path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    with storage_errors.naming(path), atomic_io.folder(path) as descriptor:
+        os.fsync(descriptor)
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename, durably: the names are on disk when this returns."""
-    os.rename(old, new)
-    sync_folder(new.parent)
+    """Rename within a folder, durably: the names are on disk when this returns."""
+    with atomic_io.folder(new.parent) as parent:
+        os.rename(old.name, new.name, src_dir_fd=parent, dst_dir_fd=parent)
+        os.fsync(parent)
+
+
+def make_draft(path: Path) -> None:
+    """Make the folder of a draft, which must not exist. Raises OSError."""
+    with storage_errors.naming(path), atomic_io.folder(path.parent) as parent:
+        os.mkdir(path.name, dir_fd=parent)
 
 
 def free_bytes(path: Path) -> int:

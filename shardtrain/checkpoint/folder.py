@@ -13,7 +13,7 @@ from shardtrain.checkpoint import choice, manifest, rank0_storage, retention, te
 from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank
 from shardtrain.checkpoint.lease import LEASE, Lease
-from shardtrain.checkpoint.manifest import MANIFEST, Manifest
+from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.checkpoint.save import Saver
 from shardtrain.checkpoint.storage import Place
 from shardtrain.checkpoint.verification import verify
@@ -87,29 +87,25 @@ class Checkpoints(Saver):
                 rank0_storage.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
 
-        # Rank 0 lists the steps for all: where a shared folder lags, ranks would start from different ones. A step-N
-        # without a manifest is not a checkpoint, and is reported below; an object store has no folders.
+        # Rank 0 lists the steps for all: where a shared folder lags, ranks would start from different ones. An entry
+        # step-N without a manifest is not a checkpoint, and is reported below; an object store has no folders.
         steps = self.steps()
-        incomplete = list[int]()
+        damages = list[str]()
         if isinstance(self._folder, Path):
-            incomplete = sorted({*retention.step_folders(self._folder)} - {*steps})
-        steps, incomplete = broadcast_json([steps, incomplete])
+            for step in sorted({*retention.step_folders(self._folder)} - {*steps}):
+                damages.append(f"step-{step} {manifest.why_not_one(self._folder / f'step-{step}')}")
+        steps, damages = broadcast_json([steps, damages])
         if self._options.load_step != -1:
-            return self._requested(steps)
+            return self._continued(self._requested(steps))
 
         # The newest undamaged one; warn of skipped ones only when it is known what the run continues from.
-        ways = [manifest.way_from_dcp(self._folder / f"step-{step}") for step in incomplete]
-        damages = [
-            f"step-{step} has no {MANIFEST}{f': {way}' if way else ''}"
-            for step, way in zip(incomplete, ways, strict=True)
-        ]
         for step in reversed(steps):
             path = self._folder / f"step-{step}"
             damage = self._verify(path)
             if not damage:
                 for skipped in damages:
                     logger.warning(f"{skipped}: skipped, continuing from step-{step} in {self._folder}")
-                return path
+                return self._continued(path)
             damages.append(damage)
         if damages:
             raise CheckpointError(
@@ -117,6 +113,12 @@ class Checkpoints(Saver):
                 "away to start from scratch"
             )
         return None
+
+    def _continued(self, path: Place) -> Place:
+        """Take the name of the run that saved a verified checkpoint, which this run continues."""
+        assert self._verified is not None
+        self._origin = self._verified[1].origin
+        return path
 
     def choose(self, step: str | None) -> choice.Choice:
         """Return the checkpoint that ``--step`` names; see ``choice.choose``."""
@@ -189,7 +191,8 @@ class Checkpoints(Saver):
         def discard() -> None:
             for step in self.steps():
                 path = self._folder / f"step-{step}"
-                if step in steps and (step <= started_at or manifest.read(path).run == self._lease.nonce):
+                is_undone = step in steps and (step <= started_at or manifest.read(path).run == self._lease.nonce)
+                if is_undone and retention.is_of(path, self._origin):
                     retention.discard(path)
 
         first_rank(discard)

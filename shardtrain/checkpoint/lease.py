@@ -59,7 +59,7 @@ class Lease:
         """
         if self._held:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_io.make_folder(self._path.parent)
         # Written beside it, then linked to its name: a lease is there whole, and of one of two that try at once.
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
         files.write_whole(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
@@ -113,7 +113,7 @@ class Lease:
             with self._writing:
                 if self._held and not self._ended.is_set():
                     if with_folder:
-                        self._path.parent.mkdir(parents=True, exist_ok=True)
+                        atomic_io.make_folder(self._path.parent)
                     self._put_back()
             return _read(self._path)
 

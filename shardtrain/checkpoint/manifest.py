@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import secrets
 from collections.abc import Iterator, Mapping
@@ -77,7 +78,14 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What ``manifest.json`` says. ``facts`` are the counters of the run, as ``resume.py`` wrote them."""
+    """The content of ``manifest.json``.
+
+    Attributes:
+        run: Name of the process that saved the checkpoint: its nonce of the lease.
+        origin: Name of the run: the nonce of the process with which it began, in all checkpoints of the run however
+            often it is continued. Empty in checkpoints of earlier versions, and of runs that continue from one.
+        facts: Counters of the run, as ``resume.py`` wrote them.
+    """
 
     step: int
     world_size: int
@@ -86,6 +94,7 @@ class Manifest:
     files: tuple[StoredFile, ...]
     tensors: Mapping[str, StoredTensor]
     facts: Mapping[str, Any] = field(default_factory=dict)
+    origin: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -100,6 +109,7 @@ class Manifest:
             "version": 2 if any(grid.axes for t in self.tensors.values() for grid in t.grids) else 1,
             "created_by": self.created_by,
             "run": self.run,
+            "origin": self.origin,
             "step": self.step,
             "world_size": self.world_size,
             "files": [[file.name, file.bytes, file.sha256] for file in self.files],
@@ -154,10 +164,22 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
                 "it is a Hugging Face folder; a run begins with its weights where checkpoint.initial_load_in_hf = true"
             )
             raise CheckpointError(f"checkpoint {path}: {way}") from error
+        if isinstance(path, Path) and (path.is_symlink() or path.is_file()):
+            raise CheckpointError(f"checkpoint {path} {why_not_one(path)}; use another one") from error
         if isinstance(path, Path) and not path.exists():
             fix = "name one that does, such as outputs/checkpoint/step-100"
             raise CheckpointError(f"checkpoint {path} does not exist; {fix}") from error
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} cannot be read: {reason}; use another one") from error
+
+
+def why_not_one(path: Path) -> str:
+    """Say what an entry without a manifest is, as the end of a sentence about it."""
+    if path.is_symlink():
+        return f"is a link to {os.readlink(path)}, where no checkpoint is"
+    if not path.is_dir():
+        return "is not a folder"
+    way = way_from_dcp(path)
+    return f"has no {MANIFEST}{f': {way}' if way else ''}"
 
 
 def way_from_dcp(path: Path | ObjectPath) -> str:
@@ -218,6 +240,7 @@ def _parse(data: bytes) -> Manifest:
         files=files,
         tensors=tensors,
         facts=facts,
+        origin=_text(body.get("origin", ""), "origin"),
     )
 
 

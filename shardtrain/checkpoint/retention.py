@@ -26,8 +26,8 @@ _SMALL = re.compile(r"(?:lease|best)\.json\.([0-9a-f]+)(?:\.old)?")
 _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
 LEFTOVER_SECONDS = 3600.0
 """A save cut short is swept away when nothing in it changed for an hour."""
-_sizes: dict[tuple[str, int, int], tuple[list[str], list[int]]] = {}
-"""Files and their bytes by manifest, its size and time: each save asks for the same ones again."""
+_contents: dict[tuple[str, int, int], tuple[list[str], list[int], str]] = {}
+"""Files, their bytes and the run by manifest, its size and time: each save needs the same ones again."""
 _MOST_REMEMBERED = 64
 
 
@@ -38,10 +38,10 @@ def step_of(path: Path | ObjectPath) -> int | None:
 
 
 def step_folders(folder: Path | ObjectPath) -> list[int]:
-    """Steps with a folder, oldest first, whatever is in it; in an object store, which has no folders, see ``steps``."""
+    """Steps with an entry ``step-N``, oldest first, whatever it is. An object store has no folders: see ``steps``."""
     if isinstance(folder, ObjectPath):
         return steps(folder)
-    return sorted(s for path in folder.glob("step-*") if (s := step_of(path)) is not None and path.is_dir())
+    return sorted(s for path in folder.glob("step-*") if (s := step_of(path)) is not None)
 
 
 def steps(folder: Path | ObjectPath) -> list[int]:
@@ -68,29 +68,44 @@ def unusable(path: Path | ObjectPath, damage: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path} cannot be used: {damage}{fix}")
 
 
-def is_whole(path: Path | ObjectPath) -> bool:
-    """Whether a checkpoint has a good manifest and every file at its size; contents are not read."""
+def is_whole(path: Path | ObjectPath, origin: str | None = None) -> bool:
+    """True if a checkpoint has a good manifest and every file at its size; contents are not read.
+
+    With ``origin`` the manifest must name that run.
+    """
     try:
-        status = (path / MANIFEST).stat()
-        # A store of objects tells no time: see ``forget``.
-        key = (str(path), status.st_size, getattr(status, "st_mtime_ns", 0))
-        if key not in _sizes:
-            stored = read(path).files
-            _sizes[key] = [file.name for file in stored], [file.bytes for file in stored]
-            for old in list(_sizes)[:-_MOST_REMEMBERED]:
-                del _sizes[old]
-        names, sizes = _sizes[key]
-        return files.sizes_of(path, names) == sizes
+        names, sizes, found = _content(path)
+        return origin in (None, found) and files.sizes_of(path, names) == sizes
     except (CheckpointError, OSError):
         return False
+
+
+def is_of(path: Path | ObjectPath, origin: str) -> bool:
+    """True if the manifest of a checkpoint names the run ``origin``; False if it cannot be read."""
+    try:
+        return _content(path)[2] == origin
+    except (CheckpointError, OSError):
+        return False
+
+
+def _content(path: Path | ObjectPath) -> tuple[list[str], list[int], str]:
+    status = (path / MANIFEST).stat()
+    # A store of objects tells no time: see ``forget``.
+    key = (str(path), status.st_size, getattr(status, "st_mtime_ns", 0))
+    if key not in _contents:
+        stored = read(path)
+        _contents[key] = [file.name for file in stored.files], [file.bytes for file in stored.files], stored.origin
+        for old in list(_contents)[:-_MOST_REMEMBERED]:
+            del _contents[old]
+    return _contents[key]
 
 
 def forget(path: Path | ObjectPath) -> None:
     """Drop what ``is_whole`` remembers of a checkpoint that was just written: a store of objects tells no time by which
     a new manifest of the same size could be told from the old one.
     """
-    for key in [key for key in _sizes if key[0] == str(path)]:
-        del _sizes[key]
+    for key in [key for key in _contents if key[0] == str(path)]:
+        del _contents[key]
 
 
 def to_delete(own: Sequence[int], keep: int, whole: Collection[int]) -> list[int]:
@@ -108,10 +123,11 @@ def to_delete(own: Sequence[int], keep: int, whole: Collection[int]) -> list[int
     return [step for step in own if step < oldest_kept]
 
 
-def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, spare: int) -> None:
+def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, spare: int, origin: str) -> None:
     """Delete what is not to be kept after the checkpoint of step ``saved``: see ``to_delete``.
 
-    Multiples of ``forever`` stay, unless it is 0, and so does step ``spare``.
+    Multiples of ``forever`` stay, unless it is 0, and so does step ``spare``. Only checkpoints whose manifest names the
+    run ``origin`` are counted, and only these are deleted.
     """
     if not keep:
         return
@@ -122,10 +138,10 @@ def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, s
     # be thousands, and a store is asked for each apart.
     whole: list[int] = []
     for step in reversed(own):
-        if len(whole) < keep and is_whole(folder / f"step-{step}"):
+        if len(whole) < keep and is_whole(folder / f"step-{step}", origin):
             whole.append(step)
     for step in to_delete(own, keep, whole):
-        if step == spare or (forever and step % forever == 0) or not (folder / f"step-{step}" / MANIFEST).is_file():
+        if step == spare or (forever and step % forever == 0) or not is_of(folder / f"step-{step}", origin):
             continue
         try:
             discard(folder / f"step-{step}")
@@ -143,6 +159,21 @@ def discard(path: Path | ObjectPath) -> None:
         return
     discard_hub(path)
     _to_trash(path)
+
+
+def make_room(path: Path, origin: str) -> None:
+    """Delete an earlier checkpoint of the run ``origin`` that is in the place of a new one; move aside anything else.
+
+    What is moved may be a link, a file, or a checkpoint of another run or version. Raises OSError.
+    """
+    if not os.path.lexists(path):
+        return
+    if not path.is_symlink() and is_of(path, origin):
+        discard(path)
+        return
+    aside = path.with_name(f"{path.name}.aside-{secrets.token_hex(4)}")
+    files.rename(path, aside)
+    logger.warning(f"{path} was in the place of a new checkpoint, but is not of this run: renamed to {aside.name}")
 
 
 def hub_folder(path: Path) -> Path:

@@ -63,6 +63,8 @@ class Saver:
         self._lease = self._storage.lease
         self._run_lease: Lease | None = None
         """Held by a run that writes no checkpoint below ``job.dump_folder``."""
+        self._origin = self._lease.nonce
+        """Name of the run in its manifests; a run that continues keeps the name. Used by rank 0 only."""
         self._is_first = dist.get_rank() == 0
         self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
         self._number = 0
@@ -363,6 +365,7 @@ class Saver:
             files=tuple(stored_files),
             tensors=shares.tensors,
             facts=facts,
+            origin=self._origin,
         )
 
     def _export_if_due(self, step: int, wait: bool, must: bool) -> None:
@@ -414,11 +417,10 @@ class Saver:
 
     def _tidy(self, saved: int, facts: Mapping[str, Any]) -> None:
         """After a commit: name the best one, and delete what retention does not keep."""
-        self.best.point(self._folder, facts.get("best"), self._lease.nonce)
+        self.best.point(self._folder, facts.get("best"))
         options = self._options
-        retention.delete_old(
-            self._folder, saved, options.keep_latest_k, options.keep_every_n_steps, spare=self.best.kept
-        )
+        keep = options.keep_latest_k
+        retention.delete_old(self._folder, saved, keep, options.keep_every_n_steps, self.best.kept, self._origin)
 
 
 def _fields(file: StoredFile | None) -> list[Any] | None:

@@ -18,7 +18,7 @@ from shardtrain.checkpoint.lease import LEASE, Lease
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.object_lease import ObjectLease
 from shardtrain.checkpoint.objects import MARK, ObjectPath, open_address, unlink_all
-from shardtrain.utils import storage_errors
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import CheckpointError, StorageError, fix_first
 from shardtrain.utils.log import logger
 
@@ -100,8 +100,7 @@ class LocalStorage:
                 )
             )
         retention.remove(draft)
-        with storage_errors.naming(draft):
-            draft.mkdir()
+        files.make_draft(draft)
 
     def publish(self, draft: Place, stored: Manifest, check: Callable[[], None]) -> Place:
         assert isinstance(draft, Path)
@@ -114,8 +113,7 @@ class LocalStorage:
         check()
         with storage_errors.naming(final):
             # A run that went back to an older step writes its own history.
-            if final.exists():
-                retention.discard(final)
+            retention.make_room(final, stored.origin)
             files.rename(draft, final)
         # The folder of checkpoints may be new itself.
         with contextlib.suppress(OSError):
@@ -135,6 +133,7 @@ class LocalStorage:
     def sweep(self) -> None:
         assert isinstance(self.folder, Path)
         retention.sweep(self.folder, self.lease.nonce, (self.folder / LEASE).stat().st_mtime, self.lease.dead)
+        atomic_io.sweep(self.folder)
 
 
 class ObjectStorage:

@@ -87,8 +87,7 @@ def main(words: Sequence[str], ask: Callable[[str], str] = input) -> int:
     ]
     text = "\n".join([*head, *_explained(loaded)]) + "\n"
     with storage_errors.writing(path, "name another file"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_io.write(path, text)
+        atomic_io.write(path, text, create_folder=True)
         atomic_io.write(path.with_name(FILE), json_schema_text())
     print(f"wrote {path}, and {FILE} for editors; next:")
     print("\n".join(f"  shardtrain {verb} {shlex.quote(str(path))}" for verb in ("config check", "plan", "train")))

@@ -24,6 +24,7 @@ from shardtrain.config.rules.experts import check_experts_of_world
 from shardtrain.config.rules.float8 import needs_mx_products, needs_products
 from shardtrain.config.rules.model import model_shape
 from shardtrain.config.rules.pipeline import check_microbatches, known_rows
+from shardtrain.config.rules.safety import ALSO_ELSEWHERE, ALWAYS_BELOW, BELOW_DUMP_FOLDER
 from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.schema import Config
 from shardtrain.config.stages import num_stages
@@ -52,6 +53,7 @@ def machine_notes(
     found += check_pinned(loaded, device)
     found += _paths(loaded)
     found += _folders(loaded)
+    found += _linked_folders(loaded)
     found += _tokenizer(loaded)
     found += _packages(loaded)
     return found
@@ -241,6 +243,25 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
         rule = _why_not_writable(Path(folder).absolute())
         if rule:
             yield problem(loaded, option, rule, "choose another folder")
+
+
+def _linked_folders(loaded: Loaded) -> Iterator[Problem]:
+    """A folder inside the run folder that is a link: what a run writes there would change another place."""
+    run_folder = Path(loaded.config.job.dump_folder).absolute()
+    written = {option: loaded.value(option) or "" for option in BELOW_DUMP_FOLDER}
+    files = [option for option in written if option.endswith("_file")]
+    checkpoint = loaded.config.checkpoint
+    if not checkpoint.enable or checkpoint.load_only or "://" in checkpoint.folder:
+        del written["checkpoint.folder"]
+    for option, path in [*written.items(), *[("job.dump_folder", name) for name in ALWAYS_BELOW]]:
+        below = [run_folder / path, *(run_folder / path).parents]
+        for folder in below[option in files :]:
+            if folder.is_relative_to(run_folder) and folder != run_folder and folder.is_symlink():
+                rule = f"leads through {folder}, a link to {os.readlink(folder)}, which a run does not follow"
+                fix = "remove the link, or choose another job.dump_folder"
+                if option in ALSO_ELSEWHERE:
+                    fix = f"remove the link, or set {option} to {folder.resolve()}"
+                yield problem(loaded, option, rule, fix)
 
 
 def _why_not_writable(path: Path) -> str:

@@ -32,7 +32,7 @@ from shardtrain.data.shard_index import (
     tokens_name,
 )
 from shardtrain.data.token_buffer import Mask
-from shardtrain.utils import storage_errors
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, DataError
 
 SHARD_BYTES = 512 * 10**6
@@ -164,7 +164,7 @@ class ShardWriter:
                 created_by=f"shardtrain {__version__}",
                 **facts,
             )
-            write_whole(self.folder / INDEX, index.to_json())
+            atomic_io.write(self.folder / INDEX, index.to_json(), durable=True)
         return index
 
     def close(self) -> None:
@@ -251,22 +251,6 @@ def storing(folder: Path) -> Iterator[None]:
     """Raise an OSError of the block as StorageError; the command continues where it stopped."""
     with storage_errors.writing(folder, "name another --output; the same command continues where it stopped"):
         yield
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file so that it is there whole or not at all, also after a loss of power."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    # The rename is in the folder, which has to be synced too to outlast a loss of power.
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def beyond_vocabulary(token: int, vocab_size: int) -> ConfigError:

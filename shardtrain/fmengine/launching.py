@@ -13,7 +13,7 @@ from shardtrain import cli, config
 from shardtrain.config.command_line import Option, take
 from shardtrain.tools import migrate
 from shardtrain.tools.migrate.fmengine import FLAG
-from shardtrain.utils import storage_errors
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 
 HOSTFILE = "/job/hostfile"
@@ -180,8 +180,7 @@ def _on_hosts(options: dict[str, str], flags: Sequence[str], words: list[str]) -
     folder = Path(loaded.config.job.dump_folder)
     file = folder / "fmengine.toml"
     with storage_errors.writing(file, "name another --output_dir"):
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(config.set_toml(loaded), encoding="utf-8")
+        atomic_io.write(file, config.set_toml(loaded), create_folder=True)
     for notice in loaded.notices:
         print(notice, file=sys.stderr)
 

@@ -225,8 +225,8 @@ def append_trace(failure: Failure, log_path: Path) -> None:
     if not text:
         return
     try:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with open(log_path, "a", encoding="utf-8", opener=atomic_io.not_through_a_link) as file:
+        descriptor = atomic_io.open_file(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, create_folder=True)
+        with open(descriptor, "a", encoding="utf-8") as file:
             file.write(text if text.endswith("\n") else text + "\n")
     except OSError:
         pass
@@ -309,7 +309,7 @@ def _write_elsewhere(path: Path, reserve: Path, record: dict[str, Any], error: O
     # the room is of a fixed size, so the text is filled up to it: nothing has to be allocated on a full disk
     data = json.dumps(record, indent=2).encode().ljust(_RESERVED_BYTES - 1) + b"\n"
     try:
-        descriptor = os.open(reserve, os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = atomic_io.open_file(reserve, os.O_WRONLY)
         try:
             if os.write(descriptor, data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -362,5 +362,4 @@ def _origin(trace: TracebackType | None) -> str:
 
 def _replace_file(path: Path, record: dict[str, Any]) -> None:
     """Write JSON so that a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_io.write(path, json.dumps(record, indent=2) + "\n")
+    atomic_io.write(path, json.dumps(record, indent=2) + "\n", create_folder=True)

@@ -29,7 +29,7 @@ def note(job_id: str, run_folder: str) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if path.exists() and path.stat().st_size > _MOST_BYTES:
             path.replace(path.with_suffix(".old.jsonl"))
-        descriptor = atomic_io.not_through_a_link(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        descriptor = atomic_io.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(line)
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _STOPPED_TIMEOUTS = 2
 """A process that is stopped for so many times comm.hang_timeout_seconds is killed: after the watchdog of its peers."""
 Main = Callable[["Loaded"], object]
+OUTPUTS = "logs"
+"""Folder below the run folder for what ranks print."""
 
 
 def log_path(loaded: Loaded, rank: int | None) -> Path:
@@ -60,7 +62,8 @@ def prepare(run_folder: Path) -> None:
         StorageError: the folder cannot be made or written.
     """
     try:
-        (run_folder / "logs").mkdir(parents=True, exist_ok=True)
+        atomic_io.guard(run_folder)
+        atomic_io.make_folder(run_folder / OUTPUTS)
         if (run_folder / failure.RESERVED).exists() and not (run_folder / "exit.json").exists():
             print(failure.killed_before(run_folder), file=sys.stderr, flush=True)
         (run_folder / "exit.json").unlink(missing_ok=True)
@@ -75,9 +78,10 @@ def storage_errors_in_exit_json(loaded: Loaded) -> Iterator[None]:
     """Write ``exit.json`` if a storage error keeps a run from starting."""
     try:
         yield
-    except StorageError as error:
+    except (StorageError, OSError) as raised:
+        error = _of_storage(raised, Path(loaded.config.job.dump_folder))
         _write_exit_before_ranks(loaded, failure.describe(error, 0))
-        raise
+        raise error from raised.__cause__
 
 
 def _write_exit_before_ranks(loaded: Loaded, report: failure.Failure) -> None:
@@ -245,7 +249,8 @@ def _attempt(
         stack.callback(shutil.rmtree, records, ignore_errors=True)
         # only for forks: a new process does not inherit the descriptor, and has threads before it could enter
         network = stack.enter_context(private_network.made()) if main and count > 1 else {}
-        processes = _start(loaded, count, main, command, records, network, restarts, job)
+        with storage_errors_in_exit_json(loaded):
+            processes = _start(loaded, count, main, command, records, network, restarts, job)
         # multiprocessing reaps ended ranks before each fork, so ask it for their status too
         watch.begin(processes.pids(), lambda rank: _reaped(processes, rank))
         try:
@@ -278,7 +283,8 @@ def _start(
         envs[rank] |= {"TORCHELASTIC_ERROR_FILE": str(_record_path(records, rank)), **network}
     entrypoint: Any = _forked if main else command[0]
     arguments = {rank: (loaded, main, os.getpid()) if main else tuple(command[1:]) for rank in ranks}
-    specs = _logs_specs(loaded, count)
+    outputs = contextlib.ExitStack()
+    specs = _logs_specs(loaded, count, outputs)
     if not main:
         # a fresh process gets this environment and nothing else
         envs = {rank: {**os.environ, **envs[rank], "SHARDTRAIN_PARENT": str(os.getpid())} for rank in ranks}
@@ -297,30 +303,39 @@ def _start(
     try:
         return start_processes("shardtrain", entrypoint, arguments, envs, specs, start_method="fork")
     finally:
+        outputs.close()
         gc.unfreeze()
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _logs_specs(loaded: Loaded, count: int) -> LogsSpecs:
-    """Ranks in LOG_RANK share the terminal; the output of each other one goes to ``logs/rank-1.out`` and ``.err``."""
+def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> LogsSpecs:
+    """Ranks in LOG_RANK share the terminal; the output of each other one goes to ``logs/rank-1.out`` and ``.err``.
+
+    ``stack`` closes the files in this process once the ranks have them.
+    """
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
-    folder = Path(loaded.config.job.dump_folder) / "logs"
-    shown = log.console_ranks()
-    # for PyTorch an empty path means the stream of this process
-    paths = {rank: "" if rank in shown else str(folder / f"rank-{rank}") for rank in range(count)}
+    folder = Path(loaded.config.job.dump_folder) / OUTPUTS
+    hidden = [rank for rank in range(count) if rank not in log.console_ranks()]
+
+    def output_paths(ending: str) -> dict[int, str]:
+        # for PyTorch an empty path means the stream of this process; it opens the others by the name of our descriptor
+        paths = dict.fromkeys(range(count), "")
+        for rank in hidden:
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+            descriptor = atomic_io.open_file(folder / f"rank-{rank}{ending}", flags, fresh=True)
+            stack.callback(os.close, descriptor)
+            paths[rank] = f"/dev/fd/{descriptor}"
+        return paths
 
     class Specs(LogsSpecs):
         root_log_dir = str(folder)
 
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            return LogsDest(
-                stdouts={rank: path and path + ".out" for rank, path in paths.items()},
-                stderrs={rank: path and path + ".err" for rank, path in paths.items()},
-                error_files={rank: envs[rank]["TORCHELASTIC_ERROR_FILE"] for rank in paths},
-            )
+            error_files = {rank: envs[rank]["TORCHELASTIC_ERROR_FILE"] for rank in range(count)}
+            return LogsDest(stdouts=output_paths(".out"), stderrs=output_paths(".err"), error_files=error_files)
 
     return Specs()
 

@@ -5,7 +5,6 @@ torch is imported when a profiler starts, not with this module.
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardtrain.config.schema import Config
-from shardtrain.utils import storage_errors
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -155,11 +154,9 @@ class _Trace:
             return
         start = time.perf_counter()
         path = self._folder / f"iteration_{profile.step_num}" / f"rank{self._rank}_trace.json"
-        temporary = path.with_name(f".{path.name}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(temporary))
-            os.replace(temporary, path)
+            with atomic_io.for_library(path) as temporary:
+                profile.export_chrome_trace(temporary)
         except (OSError, RuntimeError) as error:
             logger.warning(f"cannot write the trace {path}: {storage_errors.explain(error, path)}")
             return
@@ -187,11 +184,10 @@ class _MemorySnapshot:
 
     def dump(self, suffix: str = "") -> None:
         """Write the history up to now; a failure is a warning."""
-        folder = self._folder / f"iteration_{self._step}{suffix}"
-        path = folder / f"rank{self._rank}_memory_snapshot.pickle"
+        path = self._folder / f"iteration_{self._step}{suffix}" / f"rank{self._rank}_memory_snapshot.pickle"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._memory._dump_snapshot(str(path))
+            with atomic_io.for_library(path) as temporary:
+                self._memory._dump_snapshot(temporary)
         except (OSError, RuntimeError) as error:
             logger.warning(f"cannot write the memory snapshot {path}: {storage_errors.explain(error, path)}")
             return

@@ -11,7 +11,6 @@ import json
 import os
 import platform
 import re
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 
 from shardtrain.ops import blocked_attention, flash_attention, onednn_linear, packed_linear, rms_norm
 from shardtrain.ops.cpu_kernels import FAILED, NARROW_HEAD, WIDE_HEAD, Kernels
-from shardtrain.utils import user_cache
+from shardtrain.utils import atomic_io, user_cache
 from shardtrain.utils.log import logger
 
 _CLEAR = 1.25
@@ -54,12 +53,9 @@ def remembered_or_measured() -> Kernels:
         return kernels
     kernels = measure()
     path = _cache_file(threads)
-    # Written beside and renamed: runs that start together write the same file, and none may read half of it
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(asdict(kernels) | ({_SHORT_OF_MEMORY: True} if _is_short_of_memory() else {}), file)
-        os.replace(file.name, path)
+        content = asdict(kernels) | ({_SHORT_OF_MEMORY: True} if _is_short_of_memory() else {})
+        atomic_io.write(path, json.dumps(content), create_folder=True)
     except OSError:  # a home that cannot be written costs each start the measurement
         pass
     return kernels

@@ -34,6 +34,7 @@ def open_log(loaded: Loaded, world: World, notices: Iterable[str], compared: Ite
     # LOG_RANK names the ranks whose lines are shown; more than one need their numbers in front
     ranks = log.console_ranks()
     folder = Path(config.job.dump_folder)
+    atomic_io.guard(folder, folder / config.checkpoint.folder)
     color = not config.metrics.disable_color_printing
     file_pattern = config.metrics.save_log_file
     prefix = len(ranks) > 1
@@ -58,8 +59,7 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
         paths.append(folder / loaded.config.job.save_config_file)
     with storage_errors.writing(folder, "set job.dump_folder to another folder"):
         for path in paths:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_io.write(path, text)
+            atomic_io.write(path, text, create_folder=True)
             atomic_io.write(path.with_name(json_schema.FILE), json_schema.json_schema_text())
 
 

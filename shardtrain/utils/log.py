@@ -271,12 +271,11 @@ class _FileHandler(logging.Handler):
         super().close()
 
     def _open(self) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        return atomic_io.not_through_a_link(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        return atomic_io.open_file(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, create_folder=True)
 
     def _is_gone(self) -> bool:
         try:
-            there = os.stat(self.path)
+            there = os.lstat(self.path)
             own = os.fstat(self._descriptor)
         except FileNotFoundError:
             return True

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from shardtrain.utils.atomic_io import umask
 from shardtrain.utils.redact import redact, visible
 
 OTHERS_WRITE = 0o002
@@ -38,7 +37,8 @@ def own_process() -> None:
     """Set all of it for this process and those that it starts; a program that only calls this package keeps its own."""
     keep_streams()
     mask_uncaught()
-    os.umask(umask() | OTHERS_WRITE)
+    mask = os.umask(OTHERS_WRITE)  # setting it is the only way to ask everywhere
+    os.umask(mask | OTHERS_WRITE)
     allow_open_files()
 
 

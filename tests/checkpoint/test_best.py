@@ -105,15 +105,12 @@ def test_a_pointer_that_is_behind_or_broken_is_rewritten(
 ) -> None:
     kept, folder = Checkpoints(config(tmp_path)), tmp_path / "checkpoint"
     save(kept, 1, 3.0)
-    rename = files.rename
     with monkeypatch.context() as patch:
 
-        def refuse(old: Path, new: Path) -> None:
-            if new.name == "best.json":
-                raise OSError(28, "No space left on device")
-            rename(old, new)
+        def refuse(path: Path, data: bytes) -> None:
+            raise OSError(28, "No space left on device", str(path))
 
-        patch.setattr(files, "rename", refuse)
+        patch.setattr(files, "replace_whole", refuse)
         save(kept, 2, 2.0)
     assert read_pointer(folder)["step"] == 1 and kept.steps() == [1, 2] and "cannot write" in caplog.text
     save(kept, 3, 2.5)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,9 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shardtrain.checkpoint import files, manifest, weights_file
+from shardtrain.checkpoint import command, files, manifest, retention, weights_file
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.storage import place
 from shardtrain.config.schema import Checkpoint, Config, Job
 from shardtrain.utils.errors import CheckpointError, StorageError
 
@@ -148,18 +151,148 @@ def test_the_newest_k_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_run_that_went_back_keeps_what_it_saves(tmp_path: Path) -> None:
-    save(tmp_path, 1, 2, 9, 10, keep_latest_k=0)
-    save(tmp_path, 3, 4, keep_latest_k=2)
+    save(tmp_path, 1, 2, 9, 10, keep_latest_k=0).close()
+    kept = checkpoints(tmp_path, load_step=2, keep_latest_k=2)
+    kept.to_continue()
+    for step in (3, 4):
+        kept.save(step, weights(step), rest(step), FACTS, False)
     assert folder(tmp_path) == ["step-10", "step-3", "step-4", "step-9"]
 
 
 def test_a_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
-    save(tmp_path, 3)
-    checkpoints(tmp_path).save(3, weights(8), rest(8), FACTS, False)
+    kept = save(tmp_path, 3)
+    kept.save(3, weights(8), rest(8), FACTS, False)
     into = weights()
     checkpoints(tmp_path).load(tmp_path / "checkpoint/step-3", into, rest())
     assert torch.equal(into["model.a"], weights(8)["model.a"])
     assert folder(tmp_path) == ["step-3"]
+
+
+def entries(root: Path) -> list[str]:
+    """Names in the folder of checkpoints, without the random end of what was moved aside."""
+    return sorted(name.partition(".aside")[0] + ".aside" * (".aside" in name) for name in folder(root))
+
+
+def without_origin(path: Path) -> None:
+    """Write the manifest as versions did that did not name the run."""
+    stored = manifest.read(path)
+    (path / "manifest.json").write_bytes(dataclasses.replace(stored, origin="").to_bytes())
+
+
+def continue_run(root: Path, *steps: int, **options: Any) -> None:
+    """Continue the run of a folder in a new process, and save."""
+    kept = checkpoints(root, **options)
+    kept.to_continue()
+    for step in steps:
+        kept.save(step, weights(step), rest(step), FACTS, False)
+    kept.close()
+
+
+def test_retention_deletes_the_checkpoints_of_its_run_only(tmp_path: Path) -> None:
+    """Those of another run that somebody has copied into the folder neither go nor count."""
+    save(tmp_path / "other", 1, 4, 8, keep_latest_k=0).close()
+    save(tmp_path / "run", 2, 3, keep_latest_k=0).close()
+    for step in (1, 4):
+        shutil.copytree(tmp_path / f"other/checkpoint/step-{step}", tmp_path / f"run/checkpoint/step-{step}")
+    continue_run(tmp_path / "run", 5, 6, 7, keep_latest_k=2, load_step=3)
+    assert folder(tmp_path / "run") == ["step-1", "step-4", "step-6", "step-7"]
+    continue_run(tmp_path / "run", 8, keep_latest_k=2)
+    assert folder(tmp_path / "run") == ["step-1", "step-4", "step-7", "step-8"], "the name is kept over restarts"
+
+
+@pytest.mark.parametrize("how", ["renamed", "copied"])
+def test_a_run_whose_folder_was_renamed_or_copied_deletes_its_own_checkpoints(tmp_path: Path, how: str) -> None:
+    save(tmp_path / "old", 1, 2, 3, keep_latest_k=0).close()
+    (shutil.move if how == "renamed" else shutil.copytree)(tmp_path / "old", tmp_path / "new")
+    continue_run(tmp_path / "new", 4, keep_latest_k=2)
+    assert folder(tmp_path / "new") == ["step-3", "step-4"]
+    assert how == "renamed" or folder(tmp_path / "old") == ["step-1", "step-2", "step-3"]
+
+
+def test_a_run_of_an_earlier_version_deletes_its_own_checkpoints_and_no_named_ones(tmp_path: Path) -> None:
+    save(tmp_path / "other", 1).close()
+    save(tmp_path / "run", 2, 3, 4, keep_latest_k=0).close()
+    for step in (2, 3, 4):
+        without_origin(tmp_path / f"run/checkpoint/step-{step}")
+    shutil.copytree(tmp_path / "other/checkpoint/step-1", tmp_path / "run/checkpoint/step-1")
+    continue_run(tmp_path / "run", 5, keep_latest_k=2)
+    continue_run(tmp_path / "run", 6, keep_latest_k=2)
+    assert folder(tmp_path / "run") == ["step-1", "step-5", "step-6"]
+
+
+def test_retention_in_an_object_store_deletes_the_checkpoints_of_its_run_only(tmp_path: Path) -> None:
+    for step, origin in ((1, "other"), (2, "mine"), (3, "mine"), (4, "other"), (5, "mine")):
+        save(tmp_path, step).close()
+        path = tmp_path / f"checkpoint/step-{step}"
+        (path / "manifest.json").write_bytes(dataclasses.replace(manifest.read(path), origin=origin).to_bytes())
+    stored = place(f"file://{tmp_path}/checkpoint")
+    retention.delete_old(stored, saved=5, keep=2, forever=0, spare=-1, origin="mine")
+    assert retention.steps(stored) == [1, 3, 4, 5]
+
+
+def a_file(path: Path) -> str:
+    path.write_text("no checkpoint")
+    return "is not a folder"
+
+
+def a_link_to_nothing(path: Path) -> str:
+    path.symlink_to(path.with_name("gone"))
+    return f"is a link to {path.with_name('gone')}, where no checkpoint is"
+
+
+def a_link_to_a_file(path: Path) -> str:
+    path.with_name("notes").write_text("no checkpoint")
+    path.symlink_to(path.with_name("notes"))
+    return f"is a link to {path.with_name('notes')}, where no checkpoint is"
+
+
+def a_link_to_a_folder(path: Path) -> str:
+    path.with_name("elsewhere").mkdir()
+    path.symlink_to(path.with_name("elsewhere"))
+    return f"is a link to {path.with_name('elsewhere')}, where no checkpoint is"
+
+
+def an_empty_folder(path: Path) -> str:
+    path.mkdir()
+    return "has no manifest.json"
+
+
+ENTRIES = [a_file, a_link_to_nothing, a_link_to_a_file, a_link_to_a_folder, an_empty_folder]
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_stray_entry_is_named_at_the_start_and_moved_aside_by_its_save(
+    entry: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 9).close()
+    path = tmp_path / "checkpoint/step-12"
+    what = entry(path)
+    assert command.main(["ls", str(tmp_path)]) == 0
+    assert f"step-12  cannot be used: checkpoint {path}" in capsys.readouterr().out
+    kept = checkpoints(tmp_path)
+    assert kept.to_continue() == tmp_path / "checkpoint/step-9"
+    assert f"step-12 {what}: skipped, continuing from step-9" in caplog.text
+    kept.save(12, weights(12), rest(12), FACTS, False)
+    kept.close()
+    assert checkpoints(tmp_path).to_continue() == path and not path.is_symlink()
+    assert [name for name in entries(tmp_path) if name.startswith("step-12")] == ["step-12", "step-12.aside"]
+    assert "is not of this run: renamed to step-12.aside-" in caplog.text
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_a_stray_entry_does_not_let_a_run_start_from_scratch(entry: Any, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    what = entry(tmp_path / "checkpoint/step-12")
+    with pytest.raises(CheckpointError, match=f"no checkpoint in .* can be used: step-12 {what}; fix it"):
+        checkpoints(tmp_path).to_continue()
+
+
+def test_a_checkpoint_of_another_run_in_the_place_of_a_save_is_moved_aside(tmp_path: Path) -> None:
+    save(tmp_path / "other", 3).close()
+    save(tmp_path / "run", 2).close()
+    shutil.copytree(tmp_path / "other/checkpoint/step-3", tmp_path / "run/checkpoint/step-3")
+    continue_run(tmp_path / "run", 3, load_step=2)
+    assert entries(tmp_path / "run") == ["step-2", "step-3", "step-3.aside"]
 
 
 def test_what_a_save_cut_short_has_left_does_not_matter(tmp_path: Path) -> None:

@@ -74,6 +74,7 @@ class Disk:
     def __init__(self, root: Path) -> None:
         self.root, self.top = root, self.read(root)
         self.opened: dict[int, Any] = {}
+        self.paths: dict[int, Path] = {}
         self.seen: set[Any] = set()
         self.states: list[tuple[int, Any]] = []
         self.changes = 0
@@ -121,8 +122,15 @@ class Disk:
         def inside(path: Any) -> bool:
             return isinstance(path, str | Path) and Path(path).is_relative_to(self.root)
 
+        def whole(path: Any, folder: int | None) -> Any:
+            """A name in an open folder, as a path."""
+            return path if folder is None else self.paths.get(folder, Path()) / path
+
         def open_(path: Any, flags: int, *rest: Any, **options: Any) -> int:
             descriptor = real["open"](path, flags, *rest, **options)
+            path = whole(path, options.get("dir_fd"))
+            self.opened.pop(descriptor, None)
+            self.paths[descriptor] = Path(path)
             if inside(path):
                 folder, name = self.at(path)
                 if flags & os.O_CREAT and name not in folder.entries:
@@ -147,8 +155,9 @@ class Disk:
                 node.sync()
             self.keep_states()
 
-        def rename(old: Any, new: Any) -> None:
-            real["rename"](old, new)
+        def rename(old: Any, new: Any, **options: Any) -> None:
+            real["rename"](old, new, **options)
+            old, new = whole(old, options.get("src_dir_fd")), whole(new, options.get("dst_dir_fd"))
             folder, name = self.at(old)
             assert self.at(new)[0] is folder, "a rename between folders is two changes"
             folder.change(**{name: None, Path(new).name: folder.entries[name]})
@@ -156,6 +165,7 @@ class Disk:
 
         def mkdir(path: Any, *rest: Any, **options: Any) -> None:
             real["mkdir"](path, *rest, **options)
+            path = whole(path, options.get("dir_fd"))
             folder, name = self.at(path)
             folder.change(**{name: Folder()})
             self.keep_states()
@@ -163,6 +173,7 @@ class Disk:
         def remove(kind: str) -> Any:
             def call(path: Any, **options: Any) -> None:
                 real[kind](path, **options)
+                path = whole(path, options.get("dir_fd"))
                 folder, name = self.at(path)
                 folder.change(**{name: None})
                 self.keep_states()

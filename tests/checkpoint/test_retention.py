@@ -308,7 +308,8 @@ def test_a_save_looks_at_as_many_checkpoints_as_it_keeps_whatever_stays_for_ever
     for step in range(10, 3010, 10):
         (tmp_path / f"step-{step}").mkdir()
     looked: list[str] = []
-    monkeypatch.setattr(retention, "is_whole", lambda path: (looked.append(path.name), True)[1])
-    retention.delete_old(tmp_path, saved=3000, keep=2, forever=10, spare=0)
+    monkeypatch.setattr(retention, "is_whole", lambda path, origin: (looked.append(path.name), True)[1])
+    monkeypatch.setattr(retention, "is_of", lambda path, origin: True)
+    retention.delete_old(tmp_path, saved=3000, keep=2, forever=10, spare=0, origin="")
     assert looked == ["step-3000", "step-2990"]
     assert len(list(tmp_path.iterdir())) == 300

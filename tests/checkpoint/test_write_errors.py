@@ -197,7 +197,7 @@ def test_bytes_are_on_disk_before_the_name_that_promises_them(tmp_path: Path, mo
 
     monkeypatch.setattr(os, "open", noted_open)
     monkeypatch.setattr(os, "fsync", lambda d: (order.append(f"fsync {opened[d]}"), os_fsync(d))[1])
-    monkeypatch.setattr(os, "rename", lambda a, b: (order.append("rename"), os_rename(a, b))[1])
+    monkeypatch.setattr(os, "rename", lambda a, b, **at: (order.append("rename"), os_rename(a, b, **at))[1])
     kept = checkpoints(tmp_path)
     kept.to_continue()
     order.clear()

@@ -24,6 +24,9 @@ BELOW_DUMP_FOLDER = (
 )
 """Where a run writes, as paths below ``job.dump_folder``; that folder itself is the user's to choose."""
 
+ALWAYS_BELOW = ("logs", "mlruns", "trackio", "wandb")
+"""Folders below ``job.dump_folder`` that no option names: what ranks print, and files of the libraries of sinks."""
+
 ALSO_ELSEWHERE = ("checkpoint.folder",)
 """Checkpoints are often on a filesystem of their own, which an absolute path names."""
 

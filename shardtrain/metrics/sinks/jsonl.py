@@ -32,7 +32,6 @@ class JsonlFile:
         self.history: list[dict[str, Any]] = []
         self._warned = False
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             self.history = _straighten(path, start_step)
         except OSError as error:
             self._warn(error)
@@ -54,8 +53,9 @@ class JsonlFile:
 
     def _append(self, line: bytes) -> None:
         # Opened per record: at most once per log_freq steps, and a mount that comes back is written to again.
-        self.path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed under the run
-        descriptor = atomic_io.not_through_a_link(str(self.path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        # The folder may have been removed under the run.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        descriptor = atomic_io.open_file(self.path, flags, 0o644, create_folder=True)
         size = os.fstat(descriptor).st_size
         try:
             written = os.write(descriptor, line)
@@ -152,7 +152,7 @@ def _straighten(path: Path, start_step: int) -> list[dict[str, Any]]:
             history = _thinned(file, end)
             if all(one["step"] < other["step"] for one, other in itertools.pairwise(history)):
                 if end < size:
-                    descriptor = atomic_io.not_through_a_link(str(path), os.O_WRONLY, 0o644)
+                    descriptor = atomic_io.open_file(path, os.O_WRONLY)
                     try:
                         os.ftruncate(descriptor, end)
                         os.fsync(descriptor)

@@ -11,6 +11,7 @@ from typing import Any
 from shardtrain.metrics.sinks import Request
 from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
+from shardtrain.utils import atomic_io
 
 RUN_ID_FILE = "mlflow_run_id"
 """Below the run folder: the run that a resumed run continues."""
@@ -56,7 +57,7 @@ class _Run(Client):
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         title = os.environ.get("MLFLOW_RUN_NAME") or (request.config.job.description or None)
         self._id = self._client.create_run(experiment, run_name=title).info.run_id
-        kept.write_text(f"{self._id}\n")
+        atomic_io.write(kept, f"{self._id}\n")
         flat = list(_flat(run_config(request)))
         for start in range(0, len(flat), _AT_A_TIME):
             params = [Param(key, value[:_PARAMETER_LENGTH]) for key, value in flat[start : start + _AT_A_TIME]]

@@ -121,8 +121,8 @@ def read(folder: Path) -> tuple[list[Event], int]:
 
 def append(path: Path, event: Event) -> None:
     """Add one line, on a line of its own whatever a kill or a full disk left; raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been removed under the run
-    descriptor = atomic_io.not_through_a_link(str(path), os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    # the folder may have been removed under the run
+    descriptor = atomic_io.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644, create_folder=True)
     try:
         # a line that a kill has cut short must not swallow this one
         size = os.fstat(descriptor).st_size

@@ -342,7 +342,7 @@ class Watchdog:
             state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
             logger.error(f"process {child.pid}, which prepares data: {_STATES.get(state, state)}")
         logger.error("stacks of all threads of this rank:")
-        with open(self._log, "a", encoding="utf-8", opener=atomic_io.not_through_a_link) as file:
+        with open(self._log, "a", encoding="utf-8", opener=atomic_io.open_file) as file:
             faulthandler.dump_traceback(file, all_threads=True)
 
 

@@ -29,11 +29,12 @@ from shardtrain.data.fit_table import FitTableWriter
 from shardtrain.data.packing import Packing
 from shardtrain.data.read_documents import BadRows, RowStats
 from shardtrain.data.shard_index import INDEX, UNFINISHED, Index, read_index
-from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens, storing, write_whole
+from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens, storing
 from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.sources import Shards, Table
 from shardtrain.tools.data import pool, units
 from shardtrain.tools.data.progress import Progress
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
 
@@ -333,7 +334,7 @@ class _Work:
 
     def _write_state(self, state: Mapping[str, Any]) -> None:
         with storing(self.folder):
-            write_whole(self.folder / _PROGRESS, json.dumps({**state, "facts": dict(self.job.facts)}))
+            atomic_io.write(self.folder / _PROGRESS, json.dumps({**state, "facts": dict(self.job.facts)}), durable=True)
 
     def _find_finished(self) -> None:
         """Keep the whole units of an earlier run, and remove the rest of what it left."""

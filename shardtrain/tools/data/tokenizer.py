@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -19,7 +18,7 @@ from shardtrain.data.bad_rows import attempt
 from shardtrain.data.columns import text
 from shardtrain.data.sources import Request, every_row, find, place_of
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
-from shardtrain.utils import storage_errors
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.arguments import Arguments, help_if_asked
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
@@ -162,11 +161,8 @@ def save(tokenizer: Any, folder: Path) -> None:
         "tokenizer.json": tokenizer.to_str(pretty=True),
     }
     with storage_errors.writing(folder, "name another folder with --output"):
-        folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            part = folder / f".{name}.part"
-            part.write_text(content, encoding="utf-8")
-            os.replace(part, folder / name)
+            atomic_io.write(folder / name, content, create_folder=True)
 
 
 def _parser() -> Arguments:

@@ -126,10 +126,7 @@ def write_unit(
             hashes = files.finish()
         done = {"unit": unit.number, "files": hashes, "tally": tally_to_json(tally)}
         with storing(folder):
-            path = folder / unit_name(unit, "json")
-            temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(done), encoding="utf-8")
-            temporary.replace(path)
+            atomic_io.write(folder / unit_name(unit, "json"), json.dumps(done))
     finally:
         files.abandon()
     return done

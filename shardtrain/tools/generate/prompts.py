@@ -15,7 +15,7 @@ from shardtrain.data.chat_messages import NO_VARIABLES, Variables, messages_of, 
 from shardtrain.data.columns import Unusable, column, text
 from shardtrain.data.ends import ends_of
 from shardtrain.data.tokenizer import Tokenizer
-from shardtrain.utils import storage_errors
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 
@@ -124,16 +124,8 @@ def check_output(path: Path | None) -> None:
 
 def write_rows(path: Path, rows: Sequence[Row], predictions: Sequence[str], field: str) -> None:
     """Write all rows with their predictions, or nothing."""
-    # under a name of this process until it is whole and on the disk
-    lines = (row.with_prediction(field, text) for row, text in zip(rows, predictions, strict=True))
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    lines = [row.with_prediction(field, text) for row, text in zip(rows, predictions, strict=True)]
     try:
-        with open(temporary, "x", encoding="utf-8", newline="\n") as file:
-            file.writelines(f"{line}\n" for line in lines)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        atomic_io.write(path, "".join(f"{line}\n" for line in lines), durable=True)
     except OSError as error:
         raise storage_errors.cannot("write", path, error, "choose another folder") from error
-    finally:
-        temporary.unlink(missing_ok=True)

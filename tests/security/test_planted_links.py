@@ -1,0 +1,226 @@
+"""A run writes into its own folder only, whatever links somebody has planted there before or while it starts."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import patience
+import pytest
+import storage_faults
+from tiers import cases
+from tiny import shallow_config
+
+import shardtrain
+from shardtrain.checkpoint.lease import Lease
+from shardtrain.config import Loaded
+from shardtrain.config.machine import machine_notes
+from shardtrain.config.schema import Config
+from shardtrain.launch import local
+from shardtrain.train import trainer
+from shardtrain.utils import atomic_io
+from shardtrain.utils.errors import StorageError
+
+PACKAGE = Path(shardtrain.__file__).parent
+STEPS = 3
+WRITE_FLAGS = {"O_WRONLY", "O_RDWR", "O_CREAT", "O_APPEND", "O_TRUNC"}
+WRITERS = {"write_text", "write_bytes", "touch", "mkstemp", "NamedTemporaryFile", "save_file", "SummaryWriter"}
+
+NOT_OF_A_RUN = {
+    "cli.py": "/dev/null",
+    "checkpoint/objects.py": "an object store",
+    "config/options_page.py": "pages of the repository",
+    "data/fit_table.py": "a cache of the user's",
+    "data/shard_writer.py": "prepared data",
+    "data/tokenizer.py": "a temporary folder",
+    "distributed/compile.py": "the cache of compiled kernels",
+    "distributed/mapped_memory.py": "shared memory",
+    "distributed/private_store.py": "the folder where ranks meet, of mode 0700",
+    "fmengine/folders.py": "a converted checkpoint, in a new folder",
+    "fmengine/launching.py": "commands for the user's PATH",
+    "hf/source.py": "a temporary folder",
+    "launch/failure.py": "exit.json where the run folder is full: a temporary file",
+    "launch/job_status.py": "the state folder of the user",
+    "launch/local.py": "the temporary folder of a launch",
+    "launch/platforms/ssh_connections.py": "the state folder of the user",
+    "train/model_check.py": "a temporary folder",
+    "utils/private_network.py": "/proc",
+    "utils/process.py": "/dev/null",
+}
+"""Files outside ``tools/`` that open something for writing by themselves, and what it is."""
+
+
+def written(tree: ast.AST) -> Iterator[int]:
+    """Lines of a module that open a file for writing without ``atomic_io.open_file``."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in calls:
+        words = [part.value for part in [*call.args, *(one.value for one in call.keywords)] if is_word(part)]
+        modes = [word for word in words if len(word) < 4 and set(word) & set("wax+")]
+        flags = {part.attr for argument in call.args for part in ast.walk(argument) if isinstance(part, ast.Attribute)}
+        first = call.args[0] if call.args else None
+        is_open_already = isinstance(first, ast.Call) or (isinstance(first, ast.Name) and first.id == "descriptor")
+        is_opener_given = any(one.arg == "opener" and name_of(one.value) == "open_file" for one in call.keywords)
+        opens = name_of(call.func) == "open" and not is_open_already and not is_opener_given
+        if name_of(call.func) in WRITERS or (opens and (modes or flags & WRITE_FLAGS)):
+            yield call.lineno
+
+
+def is_word(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def name_of(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def test_one_function_opens_what_a_run_writes() -> None:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.startswith("tools/") or name == "utils/atomic_io.py":
+            continue
+        lines = [*written(ast.parse(path.read_text(encoding="utf-8")))]
+        if lines:
+            found[name] = lines
+    assert found.keys() - NOT_OF_A_RUN == set(), found
+
+
+def config_of(folder: Path) -> Config:
+    """A run of two ranks that writes every kind of file that a run writes on CPUs."""
+    config = shallow_config(
+        job={"dump_folder": str(folder), "save_config_file": "config.toml"},
+        model={"overrides": {"num_layers": 1, "dim": 32, "num_heads": 2, "num_kv_heads": 2, "ffn_dim": 32}},
+        training={"seq_len": 16, "local_batch_size": 1, "global_batch_size": 2, "steps": STEPS},
+        checkpoint={"enable": True, "interval": 1, "keep_latest_k": 2, "async_mode": "async"},
+        metrics={"enable_tensorboard": True, "log_freq": 1},
+        profiling={"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1, "profiler_active": 1},
+        validation={"enable": True, "dataset": "text", "dataset_path": None, "freq": 2, "steps": 1},
+    )
+    return replace(config, validation=replace(config.validation, dataset_path=config.training.dataset_path))
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if not path.is_dir())
+
+
+def test_a_run_opens_its_files_below_the_handle_of_a_folder(tmp_path: Path) -> None:
+    """An audit hook sees each opening, in the launcher and in ranks; none for writing has a path in the run folder."""
+    config = config_of(tmp_path / "run")
+    report = os.open(tmp_path / "report", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def look(event: str, arguments: tuple[object, ...]) -> None:
+        if event != "open" or not isinstance(arguments[0], str) or not isinstance(arguments[2], int):
+            return
+        path, _, flags = arguments
+        if flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            kind = "path" if os.path.abspath(path).startswith(f"{tmp_path}/run/") else "name"
+            os.write(report, f"{kind} {path}\n".encode())
+
+    def launch() -> None:
+        sys.addaudithook(look)
+        storage_faults._launch(config, 2, None, False, tmp_path / "terminal", trainer.main, False)
+
+    process = multiprocessing.get_context("fork").Process(target=launch)
+    process.start()
+    process.join(patience.seconds(120))
+    assert process.exitcode == 0, (tmp_path / "terminal").read_text()
+    opened = (tmp_path / "report").read_text().splitlines()
+    assert [line for line in opened if line.startswith("path")] == []
+    names = {line.removeprefix("name ") for line in opened}
+    assert {"metrics.jsonl", "goodput.jsonl", "rank-1.log", "rank-1.out", "manifest.json", "rank-00001.bin"} <= names
+    assert any(name.startswith("events.out.tfevents") for name in names)
+    assert any(name.startswith(".exit.json.") for name in names)
+
+
+def symbolic(path: Path, precious: Path) -> None:
+    path.symlink_to(precious)
+
+
+def to_nothing(path: Path, precious: Path) -> None:
+    path.symlink_to(precious.with_name(f"new-{precious.name}"))
+
+
+def hard(path: Path, precious: Path) -> None:
+    path.hardlink_to(precious)
+
+
+def pipe(path: Path, _: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("plant", cases([symbolic], nightly=[to_nothing, hard, pipe]))
+def test_links_in_place_of_all_files_of_a_run_are_not_written_through(
+    plant: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    """The names are those that an undisturbed run writes, so a file that is added to a run is covered."""
+    first, second = config_of(tmp_path / "first"), config_of(tmp_path / "second")
+    code, told = storage_faults.run(first, 2, None)
+    assert code == 0, told
+    names = [path.relative_to(tmp_path / "first") for path in files_below(tmp_path / "first")]
+    names = [name for name in names if not name.parts[1:2] or not name.parts[1].startswith("step-")]
+    assert {"logs/rank-1.out", "logs/rank-1.err", "exit.json", "metrics.jsonl"} <= {str(name) for name in names}
+    (tmp_path / "precious").mkdir()
+    for number, name in enumerate([*names, Path(".exit.json.reserved"), Path("checkpoint/step-2")]):
+        precious = tmp_path / f"precious/{number}"
+        precious.write_text("kept")
+        (tmp_path / "second" / name).parent.mkdir(parents=True, exist_ok=True)
+        plant(tmp_path / "second" / name, precious)
+    if plant is not pipe:
+        (tmp_path / "second/checkpoint/step-2").unlink()
+    code, told = storage_faults.run(second, 2, None)
+    assert code == 0, told
+    assert {path.read_text() for path in (tmp_path / "precious").iterdir()} == {"kept"}
+    assert len(list((tmp_path / "precious").iterdir())) == len(names) + 2
+    assert len((tmp_path / "second/metrics.jsonl").read_text().splitlines()) >= STEPS
+
+
+FOLDERS = {
+    "checkpoint": "checkpoint.folder",
+    "tb": "metrics.save_tb_folder",
+    "logs": "metrics.save_log_file",
+    "profile_traces": "profiling.save_traces_folder",
+    "profile_traces/deeper": "profiling.save_traces_folder",
+    "memory_snapshot": "profiling.save_memory_snapshot_folder",
+    "comm_traces": "comm.save_traces_folder",
+    "wandb": "job.dump_folder",
+}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_linked_folder_is_refused_at_the_start_with_its_target(folder: str, tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    config = config_of(run)
+    config = replace(config, profiling=replace(config.profiling, save_traces_folder="profile_traces/deeper"))
+    assert not [one for one in machine_notes(Loaded(config)) if "link" in one.rule]
+    elsewhere.mkdir()
+    (run / folder).parent.mkdir(parents=True, exist_ok=True)
+    (run / folder).symlink_to(elsewhere)
+    problems = [one for one in machine_notes(Loaded(config)) if "link" in one.rule]
+    assert FOLDERS[folder] in {one.option for one in problems}
+    assert all(f"{run / folder}, a link to {elsewhere}" in one.rule for one in problems)
+    if folder == "checkpoint":
+        assert problems[0].fix == f"remove the link, or set checkpoint.folder to {elsewhere}"
+        at_its_target = replace(config, checkpoint=replace(config.checkpoint, folder=str(elsewhere)))
+        assert not [one for one in machine_notes(Loaded(at_its_target)) if "link" in one.rule]
+        no_saves = replace(config, checkpoint=replace(config.checkpoint, load_only=True))
+        assert not [one for one in machine_notes(Loaded(no_saves)) if "link" in one.rule]
+    assert not list(elsewhere.iterdir())
+
+
+def test_a_folder_that_becomes_a_link_after_the_checks_is_not_written_through(tmp_path: Path) -> None:
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run.mkdir()
+    for name in ("logs", "checkpoint"):
+        (run / name).symlink_to(elsewhere)
+    with pytest.raises(StorageError, match=rf"{run}/logs is a link to {elsewhere}, which a run does not follow"):
+        local.prepare(run)
+    with pytest.raises(OSError, match=rf"{run}/checkpoint is a link to {elsewhere}, which a run does not follow"):
+        Lease(run / "checkpoint").acquire()
+    assert not list(elsewhere.iterdir())
+    atomic_io.guard()
