@@ -1,6 +1,10 @@
+import errno
 import importlib.util
 import itertools
 import math
+import os
+import shutil
+import threading
 import time
 
 import pytest
@@ -12,6 +16,7 @@ from shardtrain.metrics.memory import DeviceMemory
 from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import tensorboard
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink
+from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import ConfigError
 
 TAGS = {
@@ -116,17 +121,68 @@ def test_a_step_whose_loss_is_not_finite_is_marked(tmp_path, kit):
     assert math.isnan(read(tmp_path / "tb/20260131-1200")["loss_metrics/global_avg_loss"][1])
 
 
-def test_a_failing_writer_is_one_warning_and_no_end_of_training(tmp_path, monkeypatch, caplog):
-    sink = TensorBoardSink(tmp_path)
+def fail_with(number):
+    def fault(folder, monkeypatch):
+        def fail(path, *_, **__):
+            raise OSError(number, os.strerror(number), str(path))
 
-    def fail(*_):
-        raise RuntimeError("disk is gone")
+        monkeypatch.setattr(atomic_io, "open_file", fail)
 
-    monkeypatch.setattr(sink._writer.file_writer, "add_summary", fail)
-    sink.scalars(1, {"a": 1.0, "b": 2.0})
-    sink.scalars(2, {"a": 1.0})
+    return fault
+
+
+def full_disk(folder, monkeypatch):
+    """The open succeeds, and the write does not."""
+    monkeypatch.setattr(atomic_io, "open_file", lambda *_, **__: os.open("/dev/full", os.O_WRONLY))
+
+
+def moved_folder(folder, _):
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def removed_folder(folder, _):
+    shutil.rmtree(folder)
+
+
+def linked_folder(folder, _):
+    (folder / "tb").rename(folder.with_name("elsewhere"))
+    (folder / "tb").symlink_to(folder.with_name("elsewhere"))
+
+
+FAULTS = {
+    **{name: fail_with(getattr(errno, name)) for name in ("ESTALE", "ENOSPC", "EIO", "EROFS", "EACCES")},
+    "full disk": full_disk,
+    "moved": moved_folder,
+    "removed": removed_folder,
+    "linked": linked_folder,
+}
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["at a step", "at the end"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_write_that_fails_is_one_warning_and_closes_the_sink(fault, late, tmp_path, monkeypatch, caplog, capfd):
+    monkeypatch.setattr(tensorboard, "FLUSH_SECONDS", 1000 if late else 0)
+    atomic_io.guard(tmp_path / "run")
+    sink = TensorBoardSink(tmp_path / "run/tb")
+    FAULTS[fault](tmp_path / "run", monkeypatch)
+    for step in (1, 2, 3):
+        sink.scalars(step, {"a": 1.0, "b": 2.0})
     sink.close()
-    assert caplog.text.count("disk is gone") == 1
+    atomic_io.guard()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"cannot write TensorBoard files in {tmp_path}/run/tb" in caplog.text
+    assert "training continues without them" in caplog.text and "\n" not in caplog.messages[0]
+    assert capfd.readouterr() == ("", ""), "no thread prints a trace"
+
+
+def test_points_are_in_the_file_once_the_sink_is_closed_and_a_thread_is_not_needed(tmp_path):
+    before = threading.active_count()
+    sink = TensorBoardSink(tmp_path)
+    for step in range(1, 100):
+        sink.scalars(step, {"a": step})
+    assert threading.active_count() == before
+    sink.close()
+    assert read(sink.folder)["a"] == {step: step for step in range(1, 100)}
 
 
 def test_a_missing_package_is_an_error_and_not_an_empty_folder(tmp_path, monkeypatch):

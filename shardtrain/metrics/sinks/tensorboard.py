@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import io
+import math
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,11 +15,13 @@ from typing import Any
 
 from shardtrain.metrics.record import Record, tags_of
 from shardtrain.metrics.sinks import Request, validation_tags
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
 REPLAYED = 5000
 """Points of the time before a resume that the new event file gets: five times what TensorBoard draws of a curve."""
+FLUSH_SECONDS = 10.0
 
 
 def open_sink(request: Request) -> TensorBoardSink | None:
@@ -45,8 +51,12 @@ def thinned(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
 class TensorBoardSink:
     """Writes scalars by tag into ``folder/YYYYmmdd-HHMM`` (and ``rank_N`` below it, where every rank writes).
 
-    A folder that exists already, from a restart within the same minute, is left alone: the new one ends in ``-2``.
-    A failing write closes the sink with one warning. Raises ConfigError where the package is missing.
+    A folder that exists already, from a restart within the same minute, is left alone: the new one ends in ``-2``. The
+    file is opened for each write, every ``FLUSH_SECONDS``, so a folder that is gone is noticed. A failing write closes
+    the sink with one warning: metrics never stop training.
+
+    Raises:
+        ConfigError: the package is missing.
     """
 
     def __init__(
@@ -55,15 +65,21 @@ class TensorBoardSink:
         self._tags = tags or (lambda record: record.tags("cpu"))
         self.summary = ""
         require_package("tensorboard", "metrics.enable_tensorboard")
-        # Imported here: 0.2 s that only runs with TensorBoard pay.
-        from torch.utils.tensorboard import SummaryWriter
+        # Not PyTorch's SummaryWriter: it follows links, and its thread prints a trace for each failing write.
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self.folder = _fresh_folder(folder, "" if rank is None else f"rank_{rank}")
-        self._writer: Any = None
+        self._waiting = io.BytesIO()
+        self._records = RecordWriter(self._waiting)
+        self._is_open = True
+        self._written = -math.inf
+        self.folder = folder
         try:
-            self._writer = SummaryWriter(str(self.folder), flush_secs=10)
+            self.folder = _fresh_folder(folder, "" if rank is None else f"rank_{rank}")
         except OSError as error:
             self._fail(error)
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        self._file = self.folder / name
+        self._add(file_version="brain.Event:2")
 
     def write(self, record: Record) -> None:
         """Add a logged step."""
@@ -75,30 +91,44 @@ class TensorBoardSink:
 
     def scalars(self, step: int, tags: Mapping[str, float]) -> None:
         """Add one point per tag."""
-        if self._writer is None:
-            return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        try:
-            # One event for all of a step: a tenth of the time of one for each.
-            values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
-            self._writer.file_writer.add_summary(Summary(value=values), step)
-        except Exception as error:
-            self._fail(error)
+        # One event for all of a step: a tenth of the time of one for each.
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
+        self._add(step=step, summary=Summary(value=values))
 
     def close(self) -> None:
-        """Flush and close the event file."""
-        if self._writer is not None:
-            try:
-                self._writer.close()
-            except Exception as error:
-                self._fail(error)
-            self._writer = None
+        """Write what waits, and close the sink."""
+        self._write()
+        self._is_open = False
 
-    def _fail(self, error: Exception) -> None:
-        # Any exception: the writer's thread hands over whatever it met, and metrics never stop training.
-        self._writer = None
-        logger.warning(f"cannot write TensorBoard files in {self.folder}: {error}; training continues without them")
+    def _add(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        if self._is_open:
+            self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+            if time.monotonic() - self._written >= FLUSH_SECONDS:
+                self._write()
+
+    def _write(self) -> None:
+        """Append the events that wait to the file. Only the first write makes it."""
+        if not self._is_open or not self._waiting.tell():
+            return
+        is_first = self._written < 0
+        flags = os.O_WRONLY | os.O_APPEND | (os.O_CREAT | os.O_EXCL if is_first else 0)
+        try:
+            with open(atomic_io.open_file(self._file, flags, create_folder=is_first), "ab") as file:
+                file.write(self._waiting.getvalue())
+        except OSError as error:
+            self._fail(error)
+        self._waiting.seek(0)
+        self._waiting.truncate()
+        self._written = time.monotonic()
+
+    def _fail(self, error: OSError) -> None:
+        self._is_open = False
+        problem = storage_errors.explain(error, self.folder)
+        logger.warning(f"cannot write TensorBoard files in {self.folder}: {problem}; training continues without them")
 
 
 def require_package(name: str, option: str, pip: str = "", value: object = True) -> None:
