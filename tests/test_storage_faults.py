@@ -79,7 +79,7 @@ def wrong(config: Config, ranks: int, fault: Fault, expected: dict[int, float]) 
     if code not in (0, 8):
         return f"exit {code}: {told}"
     record = folder / "exit.json"
-    refused = told.splitlines()[-1:] and "job.dump_folder" in told.splitlines()[-1] and "cannot be written" in told
+    refused = told.splitlines()[-1:] and "job.dump_folder" in told.splitlines()[-1] and "cannot write" in told
     if not record.exists() and " it is in " not in told and not refused:
         return f"no verdict: {told}"
     if record.exists() and json.loads(record.read_text())["code"] != code:

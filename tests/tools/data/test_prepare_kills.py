@@ -174,7 +174,7 @@ def test_a_full_disk_is_a_storage_error_from_which_it_continues(
     more = ["--output", str(folder), "--processes", "2", *words]
     full = in_child(more, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes)))
     assert full == 8
-    assert "make room and start the same command again" in capfd.readouterr().err
+    assert "the same command continues where it stopped" in capfd.readouterr().err
     assert in_child(more) == 0
     assert contents(folder) == contents(whole)
 
