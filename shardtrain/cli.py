@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardtrain import __version__
 from shardtrain.config import help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
-from shardtrain.utils import garbage_collection, process, storage_errors
+from shardtrain.utils import garbage_collection, limits, process, storage_errors
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import heartbeat
@@ -89,7 +89,8 @@ def run(action: Callable[[list[str]], int], arguments: Sequence[str] | None = No
         process.own_process()
     try:
         # flush here, where a full disk or a closed pipe becomes one line
-        code = _status(action, words)
+        with limits.memory_errors():
+            code = _status(action, words)
         if arguments is None:
             sys.stdout.flush()
         return code
@@ -305,6 +306,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
         local.leave(local.run_child(loaded, _trainer()))
     world_size = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limits.require(local_ranks)
     # all ranks looking at the same files would be a burst on the storage of a large run
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     with local.storage_errors_in_exit_json(loaded):
@@ -314,7 +316,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
 
 
 def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int:
-    """Check the configuration, choose the number of ranks, and run them from this process."""
+    """Check limits and configuration, choose the number of ranks, and run them from this process."""
     from shardtrain import config
     from shardtrain.launch import environment, local
     from shardtrain.train import preflight
@@ -322,6 +324,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
     choice = environment.choose_processes_here(loaded.config, arguments.nproc)
+    limits.require(choice.count)
     restarts = arguments.max_restarts or 0
 
     # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
@@ -377,7 +380,9 @@ def _compare_with_plan(code: int, loaded: Loaded, world_size: int, machine: Mach
     if code == failure.OUT_OF_MEMORY:
         from shardtrain.tools.plan import after_run
 
-        return after_run.after_out_of_memory(loaded.config, world_size, machine.device == "cpu")
+        is_cpu = machine.device == "cpu"
+        per_rank = machine.memory_bytes // (machine.local_ranks if is_cpu else 1)  # ranks on CPUs share the host's
+        return after_run.after_out_of_memory(loaded.config, world_size, is_cpu, per_rank)
     if code == 0 and machine.device not in ("cpu", None):
         from shardtrain.tools.plan import after_run
 

@@ -12,6 +12,7 @@ from typing import Any
 from shardtrain.data.chat_messages import NO_VARIABLES, Message
 from shardtrain.data.chat_sandbox import MAX_CHARACTERS, Work, bounded, deep_size, sandbox
 from shardtrain.data.columns import Unusable
+from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
@@ -120,13 +121,8 @@ class ChatTemplate:
 
     def _compile(self, text: str, file: str | None) -> Any:
         option = "data.chat_template"
-        try:
-            import jinja2
-            from jinja2.ext import loopcontrols
-        except ImportError as error:
-            raise ConfigError(
-                Problem(option, None, "needs the jinja2 library", 'pip install "shardtrain[hf]"')
-            ) from error
+        jinja2 = libraries.load("jinja2", option)
+        loopcontrols = libraries.load("jinja2.ext", option).loopcontrols
         # The sandbox is only as good as Jinja's own.
         version = importlib.metadata.version("jinja2")
         if tuple(int(part) for part in version.split(".")[:3] if part.isdecimal()) < _SAFE_JINJA:

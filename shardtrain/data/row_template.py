@@ -20,6 +20,7 @@ from shardtrain.data.chat_sandbox import MAX_CHARACTERS, Work, sandbox
 from shardtrain.data.columns import Unusable, check_text, kind
 from shardtrain.data.document import Document, Encoder
 from shardtrain.data.sources import BadRow
+from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 
 ROLES = ("system", "user", "assistant")
@@ -88,11 +89,7 @@ class RowTemplate:
         return check_text(str(text), f"what the template of {name!r} writes")
 
     def _compile(self, name: str, text: str, option: str) -> Any:
-        try:
-            import jinja2
-        except ImportError as error:
-            fix = 'pip install "shardtrain[hf]"'
-            raise ConfigError(Problem(option, None, "needs the jinja2 library", fix)) from error
+        jinja2 = libraries.load("jinja2", option)
         environment = sandbox(self._work)
         environment.undefined = jinja2.StrictUndefined
         environment.keep_trailing_newline = True  # a prompt may end in one

@@ -9,7 +9,6 @@ hash.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -24,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.limits import is_out_of_memory
 
 PASSED_ON = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "SYSTEMROOT")
 """What of the environment a process needs to find Python and its packages: no token, no proxy."""
 _ANSWER_BYTES = 16 * 1024
-_MEMORY_WORDS = ("alloc", "out of memory", "not enough memory", "worker thread")
 _WHOLE_BYTES = 2**28
 _WALL_FACTOR = 4
 _START_SECONDS = 60
@@ -208,7 +207,7 @@ def _open_arrow(request: Mapping[str, Any]) -> None:
         else:
             opened = [datasets.Dataset.from_file(path) for path in request["paths"]]
     except Exception as error:
-        if _is_of_memory(error):
+        if is_out_of_memory(error):
             raise
         raise ShardtrainError from None  # the parent finds the same, and knows which file it is
     for dataset in opened:
@@ -223,12 +222,6 @@ def _open_arrow(request: Mapping[str, Any]) -> None:
 _OPENERS = {"tokenizer": _open_tokenizer, "parquet": _open_parquet, "arrow": _open_arrow}
 
 
-def _is_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
-        return True
-    return any(word in str(error)[:1000].lower() for word in _MEMORY_WORDS)
-
-
 def main() -> None:
     """Open what standard input names; says one line of JSON."""
     request = json.loads(sys.stdin.buffer.read())
@@ -241,7 +234,7 @@ def main() -> None:
         refused = ""  # within the limits: who opens it next tells what is wrong with it
     except BaseException as error:  # a library may raise anything; panics of Rust are not an Exception
         refused = f"cannot be opened ({' '.join(str(error).split())[:200]})"
-        if _is_of_memory(error):
+        if is_out_of_memory(error):
             refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
     os.write(1, json.dumps({"refused": refused[:1000]}).encode() + b"\n")
     os._exit(0)  # nothing that was loaded gets another turn

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardtrain.hf.config_json import read_json
 from shardtrain.hf.format import CODE
 from shardtrain.layout import Draw
+from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger, without_torchao_warnings
 
@@ -184,15 +185,10 @@ def _warn(folder: str, warnings: Sequence[str]) -> None:
 
 
 def _transformers() -> Any:
-    try:
-        with without_torchao_warnings():
-            import transformers
-            import transformers.models.auto.configuration_auto
-            import transformers.models.auto.modeling_auto
-    except ImportError as error:
-        rule = f"needs transformers, which cannot be imported ({_line(error)})"
-        raise ConfigError(Problem("model.name", "transformers", rule, "install shardtrain[hf]")) from None
-    return transformers
+    with without_torchao_warnings():
+        for name in ("configuration_auto", "modeling_auto"):
+            libraries.load(f"transformers.models.auto.{name}", "model.name", "transformers")
+        return libraries.load("transformers", "model.name", "transformers")
 
 
 def _tables() -> dict[str, Mapping[str, Any]]:

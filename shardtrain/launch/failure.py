@@ -23,7 +23,7 @@ from typing import Any
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
 from shardtrain.resilience import progress, run_ends
-from shardtrain.utils import atomic_io, log, reading, storage_errors
+from shardtrain.utils import atomic_io, limits, log, reading, storage_errors
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError
 from shardtrain.utils.redact import one_line, redact, visible
@@ -53,7 +53,6 @@ _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "Forged
 # what gloo, NCCL and the store say when the other end has gone; a rank that says so is not the cause
 _PEER_WORDS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL communicator was abort")
 _OF_RANK = re.compile(r"rank (\d+) on (\S+): (.+)")
-_MEMORY_WORDS = ("can't allocate memory", "CUDA out of memory", "HIP out of memory")
 
 
 @dataclass(frozen=True)
@@ -94,6 +93,8 @@ def describe(error: BaseException, rank: int) -> Failure:
         return stopped(rank, str(error) or "SIGINT")
     kind = type(error).__name__
     text = visible(" ".join(str(error).split()))
+    if not isinstance(error, ShardtrainError) and limits.is_out_of_memory(error):
+        text = limits.explain(error)
     if isinstance(error, SystemExit):
         text = f"sys.exit({text or 'None'}) was called before the run had ended"
     host = socket.gethostname()
@@ -349,8 +350,7 @@ def _exit_code(error: BaseException, kind: str, text: str, is_peer: bool) -> int
         return error.exit_code
     if isinstance(error, SystemExit):  # of code of the user's or of a library; here nothing ends a run so
         return GENERAL if not isinstance(error.code, int) or error.code in MEANINGS else error.code & 0xFF or GENERAL
-    # torch.OutOfMemoryError by name: this module does not import torch
-    if isinstance(error, MemoryError) or kind == "OutOfMemoryError" or any(word in text for word in _MEMORY_WORDS):
+    if limits.is_out_of_memory(error):
         return OUT_OF_MEMORY
     return PEER if is_peer else GENERAL
 

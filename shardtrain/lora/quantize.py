@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from shardtrain.layout import Layout, word_of
 from shardtrain.lora.linear import FrozenLinear, is_linear
+from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import without_torchao_warnings
 
@@ -155,13 +156,8 @@ def count(module: nn.Module, config: Config) -> int:
 
 
 def _torchao() -> Any:
-    try:
-        with without_torchao_warnings():
-            import torchao.quantization as torchao
-    except ImportError:
-        fix = "install the qlora extra (pip install shardtrain[qlora])"
-        raise ConfigError(Problem(OPTION, None, "needs torchao, which is not installed", fix)) from None
-    return torchao
+    with without_torchao_warnings():
+        return libraries.load("torchao.quantization", OPTION, install='"shardtrain[qlora]"')
 
 
 def _nf4(weight_OI: Tensor) -> Any:

@@ -52,9 +52,10 @@ def whole(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def start(path: str | os.PathLike[str], most: int) -> bytes:
-    """The first bytes of a regular file, at most ``most``. Raises OSError."""
+    """Return the first bytes of a regular file, at most ``most``. Raises OSError."""
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
-        return file.read(most)
+        # read() takes memory for all that it is asked for
+        return file.read(min(most, os.fstat(file.fileno()).st_size))
 
 
 def end(path: str | os.PathLike[str], most: int) -> bytes:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardtrain.utils import limits
 from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError, StorageError
 
 
@@ -41,7 +42,7 @@ _CAUSES = {
     "ENOLCK": Cause("the file server refuses locks", "start its lock service or mount with local locks"),
     "EMFILE": Cause("this process reached its limit of open files", "raise it with ulimit -n", may_pass=True),
     "ENFILE": Cause("all processes reached the limit of open files", "raise the sysctl fs.file-max", may_pass=True),
-    "ENOMEM": Cause("", "free memory or raise its limit", may_pass=True),
+    "ENOMEM": Cause("", "see utils/limits.py", may_pass=True),
     "EACCES": Cause("this user has no right to it", "change its owner or mode with chown or chmod"),
     "EPERM": Cause("the filesystem forbids it", "check lsattr (an immutable file?) and the mount options"),
     "EEXIST": Cause("another file or folder has the name", "rename it"),
@@ -53,7 +54,7 @@ _CAUSES = {
     "EFBIG": Cause("the file would exceed the size limit", "raise it with ulimit -f, or use another filesystem"),
     "ETXTBSY": Cause("the file is a running program", "stop the program"),
     "EBUSY": Cause("another program or a mount uses it", "stop the program (see fuser -v) or unmount it"),
-    "EAGAIN": Cause("no further process may start", "raise the limit of processes with ulimit -u", may_pass=True),
+    "EAGAIN": Cause("no further process may start", "see utils/limits.py", may_pass=True),
 }
 CAUSES = {getattr(errno, name): cause for name, cause in _CAUSES.items() if hasattr(errno, name)}
 _UNKNOWN = Cause("", "check the storage")
@@ -73,6 +74,8 @@ def explain(error: Exception, path: str | os.PathLike[str] = "", otherwise: str 
 
     ``otherwise`` is a fix that only the caller knows, such as another folder. It follows the fix of the errno.
     """
+    if isinstance(error, OSError) and error.errno in _OF_MEMORY:
+        return limits.explain(error)
     if not isinstance(error, OSError) or error.errno is None:
         return f"{str(error) or type(error).__name__}; {otherwise or _UNKNOWN.fix}"
     cause = CAUSES.get(error.errno, _UNKNOWN)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import importlib
 import io
 import lzma
 import os
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 
 from shardtrain.data import sandbox
 from shardtrain.data.sources._files import File
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils import libraries
 
 BLOCK_BYTES = 256 * 1024
 """Bytes that readers ask for at once; hundreds of files may be open at a time."""
@@ -142,12 +141,7 @@ class _Zstd:
     """Frames of zstandard, one after the other. The library's own reader takes a cut file for a whole one."""
 
     def __init__(self, file: File, raw: io.RawIOBase) -> None:
-        try:
-            self._library: Any = importlib.import_module("zstandard")
-        except ImportError as error:
-            rule = "is compressed by zstandard, which is not installed"
-            fix = 'pip install "shardtrain[hf]"'
-            raise ConfigError(Problem(file.option, file.path, rule, fix)) from error
+        self._library = libraries.load("zstandard", file.option, file.path)
         self._raw = raw
         self._compressed = memoryview(b"")
         self._frame: Any = None

@@ -15,7 +15,7 @@ from shardtrain.data.sources import Request, Row, Shards, Table
 from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._files import File, FileSource
 from shardtrain.data.sources._hub_errors import one_line, refusal
-from shardtrain.utils import reading
+from shardtrain.utils import libraries, reading
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 _SAMPLES = 64
@@ -286,12 +286,7 @@ def _revision(name: str, streaming: bool) -> str | None:
 
 
 def _datasets(request: Request) -> Any:
-    try:
-        library = importlib.import_module("datasets")
-    except ImportError as error:
-        rule = "needs the library datasets, which is not installed"
-        fix = 'pip install "shardtrain[hf]"'
-        raise ConfigError(Problem(request.option, request.path, rule, fix)) from error
+    library = libraries.load("datasets", request.option, request.path)
     if hasattr(library.config, "HF_DATASETS_TRUST_REMOTE_CODE"):
         library.config.HF_DATASETS_TRUST_REMOTE_CODE = False  # before version 4 the environment could allow it
     return library

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -15,8 +14,7 @@ from shardtrain.data.sources import BadRow, Request, Row, Shards
 from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._files import File, FileSource, is_many, list_files, place_listed
 from shardtrain.facts import file_kinds
-from shardtrain.utils import reading
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils import libraries, reading
 
 ENDINGS = file_kinds.ENDINGS["parquet"]
 
@@ -194,9 +192,4 @@ def _open(file: File) -> Any:
 
 
 def _library(name: str, file: File) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        rule = "is read by pyarrow, which is not installed"
-        fix = 'pip install "shardtrain[hf]"'
-        raise ConfigError(Problem(file.option, file.path, rule, fix)) from error
+    return libraries.load(name, file.option, file.path)

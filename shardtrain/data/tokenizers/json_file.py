@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data.tokenizers.tokenizer_config import ends_facts, read_beside
+from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
@@ -115,11 +116,7 @@ class JsonTokenizer:
 
 def _load(file: Path, content: bytes, option: str) -> tuple[tokenizers.Tokenizer, tuple[int, ...], tuple[int, ...]]:
     """The tokenizer without its post-processor, and what that puts before and after a text."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        fix = 'pip install tokenizers, or use "bytes"'
-        raise ConfigError(Problem(option, str(file), "needs the tokenizers library", fix)) from error
+    tokenizers = libraries.load("tokenizers", option, str(file), "tokenizers", otherwise='use "bytes"')
     if content.count(b'"SpecialToken"') > 2 * _MOST_ADDED:  # before memory is spent on each of them
         raise _adds_too_many(file, option)
     _check_growth(content, file, option)

@@ -14,6 +14,7 @@ from shardtrain.data.tokenizers.spans import to_characters
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
 from shardtrain.data.tokenizers.tokenizer_config import TokenizerConfig, ends_facts, read_beside
+from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 
 # ModelProto.normalizer_spec (field 3) { add_dummy_prefix (field 3): false }. A message that occurs twice in a protobuf
@@ -149,11 +150,7 @@ class SentencePieceTokenizer:
 
 
 def _load(file: Path, content: bytes, option: str) -> Any:
-    try:
-        import sentencepiece
-    except ImportError as error:
-        fix = 'pip install "shardtrain[hf]", or use a tokenizer.json'
-        raise ConfigError(Problem(option, str(file), "needs the sentencepiece library", fix)) from error
+    sentencepiece = libraries.load("sentencepiece", option, str(file), otherwise="use a tokenizer.json")
     processor = sentencepiece.SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(content)

@@ -19,6 +19,7 @@ from shardtrain.data.tokenizers.spans import character_spans
 from shardtrain.data.tokenizers.split import Splitter
 from shardtrain.data.tokenizers.threads import threads
 from shardtrain.data.tokenizers.tokenizer_config import ends_facts, read_beside
+from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem
 
 _PATTERN = (
@@ -74,11 +75,7 @@ class TiktokenTokenizer:
                 raise ConfigError(Problem(option, str(file), rule, "use files that belong together"))
             names[i] = token.content
         specials = {text: i for i, text in names.items()}
-        try:
-            import tiktoken
-        except ImportError as error:
-            fix = 'pip install "shardtrain[hf]", or use a tokenizer.json'
-            raise ConfigError(Problem(option, str(file), "needs the tiktoken library", fix)) from error
+        tiktoken = libraries.load("tiktoken", option, str(file), otherwise="use a tokenizer.json")
 
         # The library is given no special tokens, so that a text that spells one out stays ordinary text; where they
         # are meant (``encode_spans``), the splitter finds them.

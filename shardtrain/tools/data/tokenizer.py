@@ -18,7 +18,7 @@ from shardtrain.data.bad_rows import attempt
 from shardtrain.data.columns import text
 from shardtrain.data.sources import Request, every_row, find, place_of
 from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
-from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils import atomic_io, libraries, storage_errors
 from shardtrain.utils.arguments import Arguments, help_if_asked
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
@@ -120,11 +120,9 @@ def main(words: list[str]) -> int:
 
 def train(texts: Texts, vocab_size: int, special: list[str]) -> Any:
     """Train on all texts; the same texts give the same tokenizer. Memory grows with distinct words, not with texts."""
-    try:
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-    except ImportError as error:
-        raise ConfigError(Problem(PROGRAM, None, "needs the tokenizers library", "pip install tokenizers")) from error
+    tokenizers = libraries.load("tokenizers", PROGRAM, install="tokenizers")
+    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
     tokenizer = tokenizers.Tokenizer(models.BPE())
     split = pre_tokenizers.Split(tokenizers.Regex(_SPLIT), behavior="isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from shardtrain.tools.doctor.context import RankContext
 from shardtrain.tools.doctor.result import Facts, Finding, Judged, Reports, each, warn_if
-from shardtrain.train.preflight.machine import cgroup_memory, host_memory
+from shardtrain.utils.limits import cgroup_memory, host_memory
 from shardtrain.utils.units import GIB, MIB, format_bytes
 
 AREA = "memory"

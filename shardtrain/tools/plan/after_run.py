@@ -24,13 +24,14 @@ _SMALL_GIB = 1.0
 _FEWEST_STEPS = 5
 
 
-def after_out_of_memory(config: Config, world_size: int, is_cpu: bool) -> list[str]:
-    """Lines for people: the changes that would take less; none where nothing can be planned.
+def after_out_of_memory(config: Config, world_size: int, is_cpu: bool, memory_bytes: int = 0) -> list[str]:
+    """Return lines for people: changes with which ``memory_bytes`` of a rank (0 if unknown) would suffice.
 
-    The plan is of a CPU or of an H100: what a change saves hardly depends on the device.
+    Empty if there are none, or if nothing can be planned. The plan is of a CPU or of an H100: what a change saves
+    hardly depends on the device.
     """
     with contextlib.suppress(Exception):  # the run's own error is what counts, and it was reported
-        found = planning.lighter(config, world_size, hardware.find("cpu" if is_cpu else "h100"))
+        found = planning.lighter(config, world_size, hardware.find("cpu" if is_cpu else "h100"), memory_bytes)
         if found:
             return ["less memory would be taken with one of these (docs/plan.md):", *(f"  {line}" for line in found)]
     return []

@@ -252,13 +252,23 @@ def smallest_world(config: Config, device: Device) -> int:
     return others * shard if shard != -1 else math.lcm(others, device.devices_per_node)
 
 
-def lighter(config: Config, world_size: int, device: Device) -> list[str]:
-    """Up to three changes that take at least a tenth less memory than a configuration does, the fastest first."""
+_FILLS = 0.7
+"""Share of the memory that a plan, which is not exact, takes at least if the model is why memory ran out."""
+
+
+def lighter(config: Config, world_size: int, device: Device, memory_bytes: int = 0) -> list[str]:
+    """Return up to three changes that take at least a tenth less memory than a configuration does, the fastest first.
+
+    ``memory_bytes`` is what a rank has; 0 if unknown. Returns nothing if the model is not what fills it.
+    """
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row
     job = jobs.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     now = of_job(model, job, device, kernels_of(device, config, world_size))
-    plans = [one for one in _changed(model, job, device, config) if one[1].peak_bytes < 0.9 * now.peak_bytes]
+    if now.peak_bytes < _FILLS * memory_bytes:
+        return []
+    enough = min(0.9 * now.peak_bytes, memory_bytes or math.inf)
+    plans = [one for one in _changed(model, job, device, config) if one[1].peak_bytes < enough]
     plans.sort(key=lambda one: (one[1].world_size, -one[1].tps))
     own = format_bytes(now.peak_bytes)
     return [f"{text}: {format_bytes(plan.peak_bytes)} planned, in place of {own}" for text, plan in plans[:3]]

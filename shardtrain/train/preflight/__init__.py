@@ -25,7 +25,7 @@ from shardtrain.launch.watch import Watch
 from shardtrain.resilience import run_ends
 from shardtrain.resilience.stop_request import GRACEFUL
 from shardtrain.train.preflight.machine import Machine, named, this_machine
-from shardtrain.utils import errors
+from shardtrain.utils import errors, limits
 from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import WaitingHeartbeat
 from shardtrain.utils.log import kept_warnings
@@ -105,7 +105,8 @@ def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> No
         ConfigError: where a problem of the configuration is among it, with the lines of all others.
         DataError, CheckpointError: where all is well but the data, or the first weights.
     """
-    verdict = judge(loaded, machine, looks_at_files)
+    with limits.memory_errors():
+        verdict = judge(loaded, machine, looks_at_files)
     verdict.raise_errors()
     if os.environ.get("RANK", "0") == "0":
         for line in verdict.warnings:

@@ -7,16 +7,15 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from shardtrain.config import Loaded, derived, without_effect_on_a_cpu
 from shardtrain.config.schema import Config
 from shardtrain.facts import devices
 from shardtrain.launch import environment
+from shardtrain.utils import limits
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import GIB
 
-_NO_LIMIT = 1 << 60
 _ASK_SECONDS = 20
 
 
@@ -68,7 +67,7 @@ def this_machine(
         local_ranks = environment.choose_processes_here(config, nproc).count
         world_size = local_ranks
     device = environment.device_type(config.training.device, accelerators)
-    name, memory = _gpu() if device != "cpu" and accelerators else _host()
+    name, memory = _gpu() if device != "cpu" and accelerators else _host(local_ranks)
     return Machine(world_size, local_ranks, device, accelerators, name, memory)
 
 
@@ -96,48 +95,18 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
     return Machine(count, count, row.get("torch_device", "cuda"), count, known, memory_bytes, is_here=False)
 
 
-def host_memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
-    """Total and available bytes of this host; macOS tells the total alone."""
-    try:
-        lines = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
-    except OSError:
-        return {"total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
-    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
-    names = {"total": "MemTotal", "available": "MemAvailable"}
-    return {name: kib[key] * 1024 for name, key in names.items() if key in kib}
-
-
-def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Limit and use of this container in bytes (version 2, then 1); the limit is 0 where there is none."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        value = number_in(root / limit)
-        if 0 < value < _NO_LIMIT:
-            return value, number_in(root / used)
-    return 0, 0
-
-
-def number_in(path: Path) -> int:
-    """The number that a file of the system holds; 0 where it holds none."""
-    try:
-        return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0
-
-
-def _host() -> tuple[str, int]:
-    """What this host or container has: all of it, as what is used now may be free when the run needs it."""
-    total = host_memory().get("total", 0)
-    (limit, _) = cgroup_memory()
+def _host(ranks: int) -> tuple[str, int]:
+    """Name and bytes of the memory that ``ranks`` of this host may use, including memory in use now."""
+    memory = limits.host_memory()
     # swap counts: a run that needs it is slow, and is not killed
-    try:
-        lines = [line.split() for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines()]
-    except OSError:
-        lines = []
-    swap = sum(int(words[1]) * 1024 for words in lines if words and words[0] == "SwapTotal:")
-    return ("this container", limit + swap) if limit and limit < total else ("this machine", total + swap)
+    swap = memory.get("swap", 0)
+    (limit, _) = limits.cgroup_memory()
+    places = [("this machine", memory.get("total", 0) + swap)]
+    if limit:
+        places.append(("this container", limit + swap))
+    if (of_ranks := limits.memory_of_ranks(ranks)) is not None:
+        places.append(of_ranks)
+    return min(places, key=lambda place: place[1])
 
 
 def _gpu(environment: Mapping[str, str] = os.environ) -> tuple[str, int]:

@@ -283,13 +283,13 @@ def test_a_path_is_asked_for_where_one_is_needed():
 
 def test_a_dataset_named_without_a_path_is_reported_by_its_name(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r'^training.dataset="allenai/c4" needs the library datasets'):
+    with pytest.raises(ConfigError, match=r'^training.dataset="allenai/c4" needs the datasets library'):
         sources.find("c4_mini").open_source(Request(None))
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r'datasets, which is not installed; pip install "shardtrain\[hf\]"'):
+    with pytest.raises(ConfigError, match=r'datasets library, which is not installed; pip install "shardtrain\[hf\]"'):
         opened("org/name")
     save_jsonl(tmp_path / "x.jsonl")
     assert len(texts(opened(tmp_path))) == 150  # local files need it not

@@ -99,7 +99,7 @@ def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
     path = write(tmp_path / "a.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
-        ConfigError, match=r'is read by pyarrow, which is not installed; pip install "shardtrain\[hf\]"'
+        ConfigError, match=r'needs the pyarrow library, which is not installed; pip install "shardtrain\[hf\]"'
     ):
         opened(path)
 

@@ -15,6 +15,7 @@ from tiers import cases
 from shardtrain import config
 from shardtrain.tools.plan import after_run, hardware, planning
 from shardtrain.train import trainer
+from shardtrain.utils import limits
 
 
 def shares(lines: list[str]) -> list[float]:
@@ -36,6 +37,15 @@ def test_where_nothing_can_be_planned_nothing_is_said(monkeypatch: pytest.Monkey
     assert after_run.after_out_of_memory(config.load("debug").config, 1, is_cpu=True) == []
 
 
+@pytest.mark.parametrize(("memory_mib", "changes"), [(0, 3), (2**20, 0), (60, 3), (38, 2), (20, 0)])
+def test_only_changes_that_would_suffice_are_advised(memory_mib: int, changes: int) -> None:
+    """A single rank of this configuration is planned with 51 MiB; the changes take 37, 41 and 37 MiB."""
+    options = ["--training.seq_len=64", "--training.local_batch_size=4", "--model.hf_assets_path=bytes"]
+    asked = config.load("debug", options).config
+    lines = after_run.after_out_of_memory(asked, 1, is_cpu=True, memory_bytes=memory_mib * 2**20)
+    assert len(lines[1:]) == changes, lines
+
+
 @pytest.mark.parametrize("ranks", cases([2], nightly=[1]))
 def test_a_run_without_memory_ends_with_7_and_what_would_take_less(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -44,6 +54,10 @@ def test_a_run_without_memory_ends_with_7_and_what_would_take_less(
         raise MemoryError("can't allocate memory")
 
     monkeypatch.setattr(trainer, "_steps", no_memory)
+    # planned are 38 MiB of one of two ranks, 51 MiB of a single one
+    memory = {"total": 90 * 2**20, "available": 2**20} if ranks == 2 else {"total": 60 * 2**20, "available": 2**20}
+    monkeypatch.setattr(limits, "host_memory", lambda: memory)
+    monkeypatch.setattr(limits, "cgroup_memory", lambda: (0, 0))
     command = [sys.executable, "-m", "shardtrain", "train", "debug", f"--nproc={ranks}", "--training.seq_len=64"]
     command += ["--training.local_batch_size=4", "--model.hf_assets_path=bytes", f"--job.dump_folder={tmp_path}"]
     done = forked.run(command, capture_output=True, text=True, timeout=patience.seconds(120))

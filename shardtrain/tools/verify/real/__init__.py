@@ -22,8 +22,8 @@ from typing import Any, Literal
 from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.tools.verify import workers
-from shardtrain.train.preflight.machine import cgroup_memory, host_memory
 from shardtrain.utils.heartbeat import not_silent
+from shardtrain.utils.limits import cgroup_memory, host_memory
 from shardtrain.utils.units import format_bytes
 
 SUM_LIMIT = 1e-6

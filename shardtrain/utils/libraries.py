@@ -1,0 +1,37 @@
+"""Import of optional libraries: one message for a missing library, another one for an import that failed."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from shardtrain.utils import limits
+from shardtrain.utils.errors import ConfigError, OutOfMemoryError, Problem
+
+
+def load(name: str, option: str, value: object = None, install: str = '"shardtrain[hf]"', otherwise: str = "") -> Any:
+    """Import an optional library or a module of one, and return it.
+
+    Args:
+        name: The module, such as ``jinja2`` or ``torchao.quantization``.
+        option: The option that needs the library, with its ``value``.
+        install: What ``pip install`` gets it with.
+        otherwise: Another fix, such as a setting that does not need the library.
+
+    Raises:
+        ConfigError: The library is not installed, or its import failed.
+        OutOfMemoryError: Its import met a limit of memory.
+    """
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # an installed library may raise anything when it is imported
+        if limits.is_out_of_memory(error):
+            raise OutOfMemoryError(limits.explain(error)) from error
+        library = name.partition(".")[0]
+        rule = f"needs the {library} library, which is not installed"
+        fix = f"pip install {install}"
+        if not isinstance(error, ModuleNotFoundError) or error.name != library:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            rule = f"needs the {library} library, which is installed but cannot be imported ({reason})"
+            fix = f"repair it, for example with pip install --force-reinstall {install}"
+        raise ConfigError(Problem(option, value, rule, f"{fix}{otherwise and f', or {otherwise}'}")) from error

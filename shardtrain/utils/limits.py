@@ -1,0 +1,183 @@
+"""Limits on memory, threads and open files of this process: what ranks need at least, and which limit was met."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError
+from shardtrain.utils.units import MIB, format_bytes
+
+# What a rank with the smallest model needs on a CPU, with one thread (measured: docs/launch.md#limits).
+RANK_ADDRESS_BYTES = 1536 * MIB
+RANK_DATA_BYTES = 560 * MIB
+RANK_RESIDENT_BYTES = 192 * MIB
+"""A fork shares the pages of PyTorch with its parent."""
+FIRST_RESIDENT_BYTES = 256 * MIB
+RANK_THREADS = 12
+RANK_FILES = 32
+_WORDS = (
+    *("allocate memory", "memory allocation", "malloc of size", "bad_alloc", "out of memory", "not enough memory"),
+    *("start new thread", "worker thread", "create a primitive", "create a memory", "failed to map segment"),
+)
+"""Of messages of Python, PyTorch, oneDNN, Arrow, Rust and the loader about memory or threads that they did not get."""
+OF_MEMORY = ("ulimit -v", "ulimit -d")
+OF_THREADS = "ulimit -u"
+_NO_LIMIT = 1 << 60
+_CGROUP_FILES = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A limit, what is used of it, and what ``ranks`` of a host need of it. Bytes, or a number if ``is_count``."""
+
+    name: str
+    value: int
+    used: int
+    needed: int
+    fix: str
+    is_count: bool = False
+
+    def format(self, value: int) -> str:
+        """Format a value of this limit."""
+        return str(value) if self.is_count else format_bytes(value)
+
+
+def read(ranks: int = 1) -> list[Limit]:
+    """Return the limits that this process has: ulimits, and the memory of its cgroup. Empty if not on Linux."""
+    if sys.platform != "linux":
+        return []
+    import resource
+
+    kib = {words[0]: words[1] for line in _lines("/proc/self/status") if len(words := line.split()) > 1}
+    used = {name: int(kib.get(f"{name}:", 0)) * 1024 for name in ("VmPeak", "VmData")}
+    rows = [
+        (resource.RLIMIT_AS, "ulimit -v", used["VmPeak"], RANK_ADDRESS_BYTES, False),
+        (resource.RLIMIT_DATA, "ulimit -d", used["VmData"], RANK_DATA_BYTES, False),
+        (resource.RLIMIT_NOFILE, "ulimit -n", 0, RANK_FILES * (ranks + 1), True),
+        (resource.RLIMIT_NPROC, OF_THREADS, 0, RANK_THREADS * ranks, True),
+    ]
+    found = []
+    for number, name, in_use, needed, is_count in rows:
+        value = resource.getrlimit(number)[0]
+        # root may start as many processes as it wants
+        is_free = value == resource.RLIM_INFINITY or (name == OF_THREADS and os.geteuid() == 0)
+        if not is_free:
+            found.append(Limit(name, value, in_use, needed, f"raise it with {name}", is_count))
+    size, in_use = cgroup_memory()
+    if size:
+        needed = FIRST_RESIDENT_BYTES + RANK_RESIDENT_BYTES * ranks
+        found.append(Limit("memory of the cgroup", size, in_use, needed, "give the container or job more memory"))
+    return found
+
+
+def require(ranks: int) -> None:
+    """Check that each limit suffices for ``ranks`` of this host with the smallest model.
+
+    Raises:
+        OutOfMemoryError: names each limit that is too small, and what is needed.
+    """
+    problems = [
+        f"{limit.name}={limit.format(limit.value)} must be at least {limit.format(limit.needed)} for "
+        f"{ranks} rank{'s' if ranks > 1 else ''} of this host, even with the smallest model; {limit.fix}"
+        for limit in read(ranks)
+        if limit.value < limit.needed
+    ]
+    if problems:
+        error = OutOfMemoryError("\n".join(problems))
+        error.problems = tuple(problems)
+        raise error
+
+
+def memory_of_ranks(ranks: int) -> tuple[str, int] | None:
+    """Return name and bytes of the limit that leaves least memory for the models of ``ranks``; None without ulimits."""
+    # about a quarter of what is needed is for a model, even the smallest one
+    left = [(int(limit.value - 0.75 * limit.needed) * ranks, limit.name) for limit in read() if limit.name in OF_MEMORY]
+    size, name = min(left, default=(0, ""))
+    return (f"{name} of {ranks} rank{'s' if ranks > 1 else ''}", size) if name else None
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True if memory, or a thread, was refused: by Python, by the system, or by a library in its own words."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
+        return not hasattr(error, "characters_written")  # a stream without blocking, not a fork
+    text = str(error)[:1000].lower()
+    return not isinstance(error, ShardtrainError) and any(word in text for word in _WORDS)
+
+
+def explain(error: BaseException) -> str:
+    """Return the message of an error for which ``is_out_of_memory``: its own text, and the limit that was met."""
+    text = " ".join((getattr(error, "strerror", None) or str(error)).split())
+    if "CUDA" in text or "HIP" in text:
+        return text  # memory of the device: the text says how much it has
+    said = f"memory ran out{text and f' ({text})'}"
+    is_thread = "thread" in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN)
+    # memory may be free again, as the failed attempt has ended
+    full = [limit for limit in read() if not limit.is_count and limit.used > 0.6 * limit.value]
+    if is_thread:
+        full = [limit for limit in read() if limit.name == OF_THREADS] or full
+    for limit in sorted(full, key=lambda limit: limit.used / limit.value, reverse=True)[:1]:
+        used = "" if limit.is_count else f"; {limit.format(limit.used)} of it are used"
+        return f"{said} under {limit.name}={limit.format(limit.value)}: {limit.fix}{used}"
+    memory = host_memory()
+    sizes = [format_bytes(memory[name]) for name in ("available", "total") if name in memory]
+    return f"{said}: free memory of this machine; {' of '.join(sizes)} are free now"
+
+
+@contextlib.contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise errors of the block that are about memory as OutOfMemoryError with the limit that was met."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ShardtrainError) or not is_out_of_memory(error):
+            raise
+        raise OutOfMemoryError(explain(error)) from error
+
+
+def host_memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
+    """Return total, available and swap bytes of this host; only the total on macOS."""
+    lines = [line.split() for line in _lines(path)]
+    if not lines:
+        return {"total": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")}
+    kib = {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1}
+    names = {"total": "MemTotal", "available": "MemAvailable", "swap": "SwapTotal"}
+    return {name: kib[key] * 1024 for name, key in names.items() if key in kib}
+
+
+def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
+    """Limit and use of this container in bytes (version 2, then 1); the limit is 0 where there is none."""
+    # without a namespace of its own, as in a Slurm job, this process is in a folder below the root
+    own = next((line[len("0::/") :] for line in _lines("/proc/self/cgroup") if line.startswith("0::/")), "")
+    found = [
+        (value, number_in(folder / used))
+        for folder in (root / own, *(root / own).parents)
+        for limit, used in _CGROUP_FILES
+        if folder.is_relative_to(root) and 0 < (value := number_in(folder / limit)) < _NO_LIMIT
+    ]
+    return min(found, default=(0, 0))
+
+
+def number_in(path: Path) -> int:
+    """The number that a file of the system holds; 0 where it holds none."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+def _lines(path: str | Path) -> list[str]:
+    try:
+        return Path(path).read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return []
