@@ -306,10 +306,10 @@ def _train_rank(loaded: Loaded) -> NoReturn:
         local.leave(local.run_child(loaded, _trainer()))
     world_size = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    limits.require(local_ranks)
     # all ranks looking at the same files would be a burst on the storage of a large run
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     with local.storage_errors_in_exit_json(loaded):
+        limits.require(local_ranks)
         preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
     code = local.run_rank(loaded, _trainer(), world_size)
     local.leave(failure.stop_status(loaded.config) if code == failure.PREEMPTED else code)
@@ -324,7 +324,8 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     environment.set_allocator_default(os.environ)
     accelerators = environment.count_accelerators(loaded.config.training.device)
     choice = environment.choose_processes_here(loaded.config, arguments.nproc)
-    limits.require(choice.count)
+    with local.storage_errors_in_exit_json(loaded):
+        limits.require(choice.count)
     restarts = arguments.max_restarts or 0
 
     # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves

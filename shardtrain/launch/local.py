@@ -32,7 +32,7 @@ from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 from shardtrain.resilience import run_ends, signals
 from shardtrain.resilience.goodput import ledger
 from shardtrain.utils import atomic_io, log, private_network, storage_errors
-from shardtrain.utils.errors import StorageError
+from shardtrain.utils.errors import OutOfMemoryError, StorageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext
@@ -75,10 +75,10 @@ def prepare(run_folder: Path) -> None:
 
 @contextlib.contextmanager
 def storage_errors_in_exit_json(loaded: Loaded) -> Iterator[None]:
-    """Write ``exit.json`` if a storage error keeps a run from starting."""
+    """Write ``exit.json`` if a storage error, or a limit of the system, keeps a run from starting."""
     try:
         yield
-    except (StorageError, OSError) as raised:
+    except (StorageError, OutOfMemoryError, OSError) as raised:
         error = _of_storage(raised, Path(loaded.config.job.dump_folder))
         _write_exit_before_ranks(loaded, failure.describe(error, 0))
         raise error from raised.__cause__

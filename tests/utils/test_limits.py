@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import resource
 import sys
 import tracemalloc
@@ -70,6 +71,7 @@ def test_a_run_under_a_small_limit_ends_with_7_and_one_line(name: str, value: in
     )  # fmt: skip
     (line,) = done.stderr.splitlines()
     assert done.returncode == 7 and line.startswith(f"error[7]: {told}"), done.stderr
+    assert json.loads((tmp_path / "exit.json").read_text())["code"] == 7
 
 
 REFUSALS = [
