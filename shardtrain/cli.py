@@ -303,14 +303,18 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     from shardtrain.train import preflight
 
     if local.become_rank():
-        local.leave(local.run_child(loaded, _trainer()))
+        local.leave(local.run_rank(loaded, _trainer()))
     world_size = int(os.environ["WORLD_SIZE"])
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     # all ranks looking at the same files would be a burst on the storage of a large run
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
-    with local.storage_errors_in_exit_json(loaded):
-        limits.require(local_ranks)
-        preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
+    try:
+        with local.storage_errors_in_exit_json(loaded):
+            limits.require(local_ranks)
+            preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
+    except ShardtrainError as error:
+        local.leave_refused(error)  # to the agent of this node, if there is one
+        raise
     code = local.run_rank(loaded, _trainer(), world_size)
     local.leave(failure.stop_status(loaded.config) if code == failure.PREEMPTED else code)
 

@@ -7,14 +7,12 @@ Slurm sends to every process of a step, is a request to stop.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -22,12 +20,11 @@ from typing import TYPE_CHECKING, Any
 from shardtrain import __version__
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config
-from shardtrain.launch import addresses, environment, greeting
+from shardtrain.launch import addresses, environment, exit_report, greeting
 from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED, SUPERVISED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
-from shardtrain.launch.restart import RESTARTABLE
 from shardtrain.utils.errors import ShardtrainError
 
 if TYPE_CHECKING:
@@ -38,8 +35,6 @@ if TYPE_CHECKING:
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
 LOOK_SECONDS = 0.1
-LOST_SECONDS = 15.0
-"""A store that does not reply for so long is gone."""
 
 
 def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callable[[int | None, int], None]) -> int:
@@ -67,7 +62,7 @@ def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callabl
     if nodes.least < nodes.most:
         nodes = count_nodes(nodes, loaded, choice.count)
     words = ["train", *([arguments.path] if arguments.path else []), *arguments.overrides]
-    return run(nodes, choice.count, words, loaded.config.checkpoint.grace_seconds)
+    return run(nodes, choice.count, words, loaded.config.checkpoint.grace_seconds, loaded)
 
 
 def run_verb(
@@ -81,8 +76,11 @@ def run_verb(
     return run(several, choice.count, [verb, *words], grace_seconds=0)
 
 
-def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) -> int:
-    """Start ``ranks`` ranks of ``command`` here, when enough nodes have come; gives the status of this node."""
+def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, training: Loaded | None = None) -> int:
+    """Start ``ranks`` ranks of ``command`` here, when enough nodes have come; gives the status of this node.
+
+    The ends of a ``training`` are explained here; ranks of other verbs report their failures themselves.
+    """
     # until ranks run there is nothing to save, and PyTorch's wait for the rendezvous would hear no handler of Python's
     # (but the first process of a container dies of no signal that it does not handle)
     end = signal.SIG_DFL if os.getpid() != 1 else lambda *_: os._exit(NOT_SAVED)
@@ -110,23 +108,29 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int) ->
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is reported by its rank
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     os.environ[SUPERVISED] = "1"
+    if training:
+        os.environ[exit_report.AGENT] = "1"
     if nodes.least < nodes.most:
         # or the first round alone publishes where its store is, and a node that joins a later one waits for ever
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    agent: Any = None
     with tempfile.TemporaryDirectory(prefix="shardtrain-") as records:
         rendezvous = None
         try:
             rendezvous = greeting.within(nodes.join_seconds, lambda: meeting.open_meeting(nodes, serves))
-            agent = _agent(nodes, rendezvous, ranks, command, grace_seconds, records)
+            agent = _agent(nodes, rendezvous, ranks, command, grace_seconds, records, training)
             result = agent.run()
-            return status_of([one.exitcode for one in result.failures.values()])
-        except SignalException:
-            return status_of(_left(agent))
+            codes = [one.exitcode for one in result.failures.values()]
+        except SignalException as error:
+            codes = _left(agent)
+            if training and agent:
+                agent.explain_stop(error.sigval.name)
         except (RendezvousError, DistError, TimeoutError) as error:
             raise meeting.failed(error, nodes, rendezvous) from None
         finally:
             for name, handler in before.items():
                 signal.signal(getattr(signal, name), handler)
+    return agent.cause.exit_code if training and agent.cause else status_of(codes)
 
 
 def _with_address(nodes: Nodes) -> Nodes:
@@ -172,44 +176,19 @@ def _left(agent: LocalElasticAgent) -> list[int]:
 
 
 def _agent(
-    nodes: Nodes, rendezvous: Meeting, ranks: int, command: Sequence[str], grace_seconds: int, records: str
+    nodes: Nodes,
+    rendezvous: Meeting,
+    ranks: int,
+    command: Sequence[str],
+    grace_seconds: int,
+    records: str,
+    training: Loaded | None,
 ) -> LocalElasticAgent:
-    from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-    # in a job of Slurm the end of its time is one that ranks know of by themselves
-    is_elastic = nodes.least < nodes.most and "SLURM_JOB_END_TIME" not in os.environ
-
-    class Agent(LocalElasticAgent):
-        """Gives up at once where a new attempt would end as the last, or where the ranks were asked to stop.
-
-        In an elastic run ranks also stop because another node is asked to go, or has come: those of a node that was
-        asked nothing itself (it would not be here then) have saved with the others, and continue with who is there.
-        """
-
-        def _monitor_workers(self, worker_group: Any) -> Any:
-            result = super()._monitor_workers(worker_group)
-            codes = [one.exitcode for one in result.failures.values()] if result.is_failed() else []
-            if codes and is_elastic and set(codes) <= {PREEMPTED, NOT_SAVED}:
-                self._remaining_restarts += 1  # spent by PyTorch for this: nothing has failed
-            elif codes and status_of(codes) not in RESTARTABLE:
-                self._remaining_restarts = 0
-            return result
-
-        def _exit_barrier(self) -> None:
-            """Wait for the ranks of other nodes, which may need the store that this process serves."""
-            group: Any = self._worker_group
-
-            def have_ended() -> bool:
-                return rendezvous.others_have_ended(group.store, group.group_rank)
-
-            # if the store is gone or silent, nobody needs this node: its own ranks have ended well
-            with contextlib.suppress(RendezvousError, DistError, TimeoutError):
-                while not greeting.within(LOST_SECONDS, have_ended):
-                    time.sleep(LOOK_SECONDS)
+    from shardtrain.launch.elastic_agent import NodeAgent, TrainingAgent
 
     spec = WorkerSpec(
         role="shardtrain",
@@ -218,7 +197,7 @@ def _agent(
         # PyTorch replaces ${local_rank} in arguments, and two dollars by one
         args=("-m", "shardtrain", *(word.replace("$", "$$") for word in command)),
         rdzv_handler=rendezvous,
-        max_restarts=nodes.max_restarts,
+        max_restarts=nodes.max_restarts if training else 0,
         local_addr=nodes.local_address,
     )
     logs = DefaultLogsSpecs(log_dir=records)
@@ -226,4 +205,8 @@ def _agent(
     # newer versions of PyTorch alone let ranks have more than 30 s for their last save
     if "shutdown_timeout" in inspect.signature(LocalElasticAgent.__init__).parameters:
         more["shutdown_timeout"] = grace_seconds + NOTICE_SECONDS
-    return Agent(spec, logs, **more)
+    if training is None:
+        return NodeAgent(rendezvous, spec, logs, **more)
+    # in a job of Slurm the end of its time is one that ranks know of by themselves
+    is_elastic = nodes.least < nodes.most and "SLURM_JOB_END_TIME" not in os.environ
+    return TrainingAgent(training, nodes.run_id, is_elastic, rendezvous, spec, logs, **more)

@@ -11,21 +11,29 @@ from shardtrain.launch import failure
 from shardtrain.launch.failure import Failure
 from shardtrain.resilience import signals
 
-_parent_speaks = False
+PARENT = "SHARDTRAIN_PARENT"
+"""Variable of the ranks that this command has started on one machine: the process that watches them."""
+AGENT = "SHARDTRAIN_AGENT"
+"""Variable of the ranks of one of several nodes, which the elastic agent of their node watches."""
 
 
-def leave_to_parent() -> None:
-    """The parent of this rank reads its record, and tells of the failure."""
-    global _parent_speaks
-    _parent_speaks = True
+def is_left_to_parent() -> bool:
+    """True if a process of ours watches this rank: it reads the rank's record, and tells how the run ended."""
+    return PARENT in os.environ or AGENT in os.environ
 
 
 def record(report: Failure, log_path: Path, run_folder: Path, world_size: int, is_first: bool) -> None:
     """Hand the failure to a launcher that reads records; without our own, the first of the ranks tells of it."""
     if os.environ.get("TORCHELASTIC_ERROR_FILE"):
         failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
-    if is_first and not _parent_speaks:
-        print(*failure.lines(report, log_path, world_size), sep="\n", file=sys.stderr, flush=True)
+    if is_first and not is_left_to_parent():
+        tell(report, log_path, run_folder, world_size)
+
+
+def tell(report: Failure, log_path: Path, run_folder: Path, world_size: int) -> None:
+    """Print the failure that ended a run in one line, and write ``exit.json``."""
+    print(*failure.lines(report, log_path, world_size), sep="\n", file=sys.stderr, flush=True)
+    if not report.leaves_folder_alone:
         failure.write_exit(run_folder, report, report.exit_code)
 
 

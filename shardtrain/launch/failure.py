@@ -37,6 +37,8 @@ MEANINGS = frozenset({0, 2, 3, 4, 5, PEER, OUT_OF_MEMORY, 8, PREEMPTED, NOT_SAVE
 """Statuses that say what happened, to people and to schedulers."""
 RETRYABLE = frozenset({6, 8, 75, 76})
 MESSAGE_LENGTH = 500
+END_LINES = ("error[", "stopped[")
+"""How the lines begin that tell how a run ended."""
 SUPERVISED = "SHARDTRAIN_SUPERVISED"
 """Variable of commands and ranks whose supervisor is another command or script of ours, which expects 75."""
 RESERVED = ".exit.json.reserved"
@@ -160,6 +162,12 @@ def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
     return Failure(rank, socket.gethostname(), "", message, "", time_seconds, status)
 
 
+def lost_with_node(rank: int, host: str) -> Failure:
+    """The failure of the ranks of a node that has not reported how they ended; ``rank`` is the first of them."""
+    message = "is lost with its node, which did not report how its ranks ended: is the machine up, and its network?"
+    return Failure(rank, host, "", message, "", time.time(), PEER)
+
+
 def stopped(
     rank: int | None, reason: str, newest: Place | None = None, run_end: run_ends.RunEnd = run_ends.AT_ONCE
 ) -> Failure:
@@ -185,8 +193,12 @@ def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> F
 
 
 def culprit(failures: Iterable[Failure]) -> Failure:
-    """The rank to blame: first by time among those with a cause of their own, before those that lost a peer."""
-    return min(failures, key=lambda failure: (failure.is_peer, failure.time_seconds))
+    """The rank to blame: first by time among those with a cause of their own, before those that lost a peer.
+
+    Its step is the last one that any of the ranks completed.
+    """
+    ordered = sorted(failures, key=lambda failure: (failure.is_peer, failure.time_seconds))
+    return replace(ordered[0], step=max(failure.step for failure in ordered))
 
 
 def lines(failure: Failure, log_path: Path | str, world_size: int) -> list[str]:
@@ -246,10 +258,14 @@ def write_record(failure: Failure, path: str | os.PathLike[str]) -> None:
 def read_record(path: str | os.PathLike[str]) -> Failure | None:
     """The failure that a rank wrote, or None where it wrote none or died while writing."""
     try:
-        fields = json.loads(Path(path).read_text(encoding="utf-8"))["shardtrain"]
-        return replace(Failure(**fields), problems=tuple(fields["problems"]))
+        return from_fields(json.loads(Path(path).read_text(encoding="utf-8"))["shardtrain"])
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def from_fields(fields: dict[str, Any]) -> Failure:
+    """Return the failure that ``dataclasses.asdict`` has made a dict of, for JSON."""
+    return replace(Failure(**fields), problems=tuple(fields["problems"]))
 
 
 def write_exit(run_folder: Path, failure: Failure | None, code: int, step: int = 0) -> None:
@@ -273,7 +289,7 @@ def _write_exit(run_folder: Path, failure: Failure | None, code: int, step: int)
         "code": code,
         "class": failure.kind if failure else "",
         "message": failure.message if failure else "",
-        "rank": failure.rank if failure else None,
+        "rank": failure.rank if failure and code not in (PREEMPTED, NOT_SAVED) else None,
         "host": failure.host if failure else socket.gethostname(),
         "retryable": code in RETRYABLE,
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import os
@@ -32,14 +33,14 @@ from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 from shardtrain.resilience import run_ends, signals
 from shardtrain.resilience.goodput import ledger
 from shardtrain.utils import atomic_io, log, private_network, storage_errors
-from shardtrain.utils.errors import OutOfMemoryError, StorageError
+from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError, StorageError
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext
 
     from shardtrain.config import Loaded
 
-_STOPPED_TIMEOUTS = 2
+STOPPED_TIMEOUTS = 2
 """A process that is stopped for so many times comm.hang_timeout_seconds is killed: after the watchdog of its peers."""
 Main = Callable[["Loaded"], object]
 OUTPUTS = "logs"
@@ -119,40 +120,42 @@ def end_at_request(loaded: Loaded | None) -> None:
 def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     """Run this process as one rank, report a failure, and return the exit status.
 
-    Alone or under another launcher (torchrun, srun) it prints the failure and writes ``exit.json`` itself; a rank that
-    only lost its peer leaves both to the one that failed first. ``world_size`` is that of the whole run.
+    A rank that a process of ours has started leaves a record for it. Alone or under another launcher (torchrun, srun)
+    a rank prints its failure and writes ``exit.json`` itself; one that only lost its peer leaves both to the rank that
+    failed first. ``world_size`` is that of the whole run.
     """
     rank = int(os.environ.get("RANK", "0"))
     run_folder = Path(loaded.config.job.dump_folder)
 
     def end_now(reason: str) -> None:
-        report = failure.stopped(rank, reason, _newest_checkpoint(loaded))
-        print(*failure.lines(report, "", world_size), sep="\n", file=sys.stderr, flush=True)
-        failure.write_exit(run_folder, report, report.exit_code)
+        report = stopped(loaded, rank, reason)
+        exit_report.record(report, log_path(loaded, rank), run_folder, world_size, is_first=True)
         exit_report.end(report.exit_code)
 
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    parent = int(os.environ.get(exit_report.PARENT, "0"))
+    if "TORCHELASTIC_RUN_ID" in os.environ and not parent:
         signals.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
-    stop = _listen(loaded, end_now)
+    stop = _listen(loaded, end_now, parent)
     try:
         main(loaded)
     except BaseException as error:
         stop.end()
         signals.handle_requests(signal.SIG_IGN)
         report = failure.describe(_of_storage(error, run_folder), rank)
+        # a rank that lost a peer is not the cause: the peer reports itself
+        is_cause = world_size == 1 or not report.is_peer
+        # the record first: it is what the parent reads, and the parent may be about to end this rank
+        exit_report.record(report, log_path(loaded, rank), run_folder, world_size, is_cause)
         if not report.leaves_folder_alone:
             failure.append_trace(report, log_path(loaded, rank))
-        if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-            failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
-        # a rank that lost a peer is not the cause: the peer reports itself
-        if world_size == 1 or not report.is_peer:
-            print(*failure.lines(report, log_path(loaded, rank), world_size), sep="\n", file=sys.stderr, flush=True)
-            if not report.leaves_folder_alone:
-                failure.write_exit(run_folder, report, report.exit_code)
         return report.exit_code
     stop.end()
     signals.handle_requests(signal.SIG_IGN)
-    if rank == 0:
+    if exit_report.is_left_to_parent():
+        # proves that the rank finished: a status of 0 may come from an os._exit(0) in a library
+        with contextlib.suppress(OSError):  # on a full disk the file exists and is empty
+            _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).write_text(json.dumps(failure.own_end()))
+    elif rank == 0:
         failure.write_exit(run_folder, None, 0, failure.own_end()["step"])
     return 0
 
@@ -185,6 +188,11 @@ def _newest_checkpoint(loaded: Loaded) -> Place | None:
     return signals.newest_checkpoint(folder_of(config.job.dump_folder, config.checkpoint.folder))
 
 
+def stopped(loaded: Loaded, rank: int, reason: str) -> failure.Failure:
+    """Return the end of a rank that could not save, with the last checkpoint of the run."""
+    return failure.stopped(rank, reason, _newest_checkpoint(loaded))
+
+
 def launch(
     loaded: Loaded,
     num_processes: int,
@@ -208,7 +216,7 @@ def launch(
     """
     config = loaded.config
     grace_seconds = config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS
-    watch = Watch(grace_seconds, _STOPPED_TIMEOUTS * config.comm.hang_timeout_seconds, ends_process)
+    watch = Watch(grace_seconds, STOPPED_TIMEOUTS * config.comm.hang_timeout_seconds, ends_process)
     job = ledger.new_job()
     folder = Path(loaded.config.job.dump_folder)
     restarts = Restarts(max_restarts, lambda: signals.step_of(_newest_checkpoint(loaded)))
@@ -280,14 +288,15 @@ def _start(
     ranks = range(count)
     envs = {rank: environment.rank_environment(rank, count, meeting, run_id, restarts, job) for rank in ranks}
     for rank in ranks:
-        envs[rank] |= {"TORCHELASTIC_ERROR_FILE": str(_record_path(records, rank)), **network}
+        record = str(_record_path(records, rank))
+        envs[rank] |= {"TORCHELASTIC_ERROR_FILE": record, exit_report.PARENT: str(os.getpid()), **network}
     entrypoint: Any = _forked if main else command[0]
     arguments = {rank: (loaded, main, os.getpid()) if main else tuple(command[1:]) for rank in ranks}
     outputs = contextlib.ExitStack()
     specs = _logs_specs(loaded, count, outputs)
     if not main:
         # a fresh process gets this environment and nothing else
-        envs = {rank: {**os.environ, **envs[rank], "SHARDTRAIN_PARENT": str(os.getpid())} for rank in ranks}
+        envs = {rank: {**os.environ, **envs[rank]} for rank in ranks}
     # the state that ranks inherit by the fork
     if main:
         _warn_of_threads()
@@ -368,7 +377,16 @@ def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
     private_network.enter_user()
     detach(parent)
     gc.freeze()  # keep the parent's pages shared: a garbage collection would write to them
-    leave(run_child(loaded, main))
+    leave(run_rank(loaded, main))
+
+
+def leave_refused(error: ShardtrainError) -> None:
+    """End this rank, which may not start, if the agent of its node tells of it. The run's folder stays as it is."""
+    if exit_report.AGENT in os.environ:
+        report = failure.describe(error, int(os.environ["RANK"]))
+        report = dataclasses.replace(report, leaves_folder_alone=True)
+        failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
+        leave(report.exit_code)
 
 
 def leave(code: int) -> NoReturn:
@@ -384,37 +402,9 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def run_child(loaded: Loaded, main: Main) -> int:
-    """Run a rank that ``launch`` has started; ``launch`` reports a failure, so nothing is printed here."""
-    rank = int(os.environ["RANK"])
-
-    def end_now(reason: str) -> None:
-        report = failure.stopped(rank, reason, _newest_checkpoint(loaded))
-        failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
-        exit_report.end(report.exit_code)
-
-    exit_report.leave_to_parent()
-    stop = _listen(loaded, end_now, parent=os.getppid())
-    try:
-        main(loaded)
-    except BaseException as error:
-        stop.end()
-        report = failure.describe(_of_storage(error, Path(loaded.config.job.dump_folder)), rank)
-        # the record first: it is what the parent reads, and the parent may be about to end this rank
-        failure.write_record(report, os.environ["TORCHELASTIC_ERROR_FILE"])
-        if not report.leaves_folder_alone:
-            failure.append_trace(report, log_path(loaded, rank))
-        return report.exit_code
-    stop.end()
-    # proves that the rank finished: a status of 0 may come from an os._exit(0) in a library
-    with contextlib.suppress(OSError):  # on a full disk the file exists and is empty
-        _done_path(Path(os.environ["TORCHELASTIC_ERROR_FILE"])).write_text(json.dumps(failure.own_end()))
-    return 0
-
-
 def become_rank() -> bool:
     """Prepare this process as one of several ranks. True if this command started it, False for torchrun and srun."""
-    parent = os.environ.get("SHARDTRAIN_PARENT")
+    parent = os.environ.get(exit_report.PARENT)
     if parent:
         detach(int(parent))
     environment.adopt_slurm(os.environ)
@@ -456,27 +446,38 @@ def _record_path(records: Path, rank: int) -> Path:
     return records / f"rank-{rank}.json"
 
 
-def _report(
-    loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path
-) -> tuple[int, failure.Failure | None]:
-    """Find the first cause, print it in one line, write ``exit.json``; returns the exit status and the cause."""
+def failures_of(
+    statuses: Mapping[int, int], watch: Watch, record_of: Callable[[int], Path]
+) -> tuple[list[failure.Failure], bool, int]:
+    """Return the failures of ranks that have ended, whether all are done, and the last step that one has completed.
+
+    A failure is what the rank left in its record, or how it died without one. A rank that ``watch`` has ended, and
+    that left no record, has no failure.
+    """
     failures = []
     last_step = 0
     all_done = True
-    # a rank has finished, or left a failure record, or died without one: then report its exit status
     for rank, status in statuses.items():
-        report = failure.read_record(_record_path(records, rank))
-        is_done = status in FINE and (status != 0 or _done_path(_record_path(records, rank)).exists())
+        report = failure.read_record(record_of(rank))
+        is_done = status in FINE and (status != 0 or _done_path(record_of(rank)).exists())
         all_done = all_done and is_done
         if report is None and not is_done and rank not in watch.stopped_by_us:
             when = watch.ended_at[rank]
             report = failure.killed(rank, -status, when) if status < 0 else failure.ended(rank, status, when)
         if report is not None:
             failures.append(report)
-        end = dataclasses.asdict(report) if report else _read_end(_done_path(_record_path(records, rank)))
+        end = dataclasses.asdict(report) if report else _read_end(_done_path(record_of(rank)))
         last_step = max(last_step, end.get("step", 0))
         if end.get("lost_lines") and rank not in log.console_ranks():
             print(f"warning: rank {rank}: {end['lost_lines']}", file=sys.stderr)
+    return failures, all_done, last_step
+
+
+def _report(
+    loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path
+) -> tuple[int, failure.Failure | None]:
+    """Find the first cause, print it in one line, write ``exit.json``; returns the exit status and the cause."""
+    failures, all_done, last_step = failures_of(statuses, watch, functools.partial(_record_path, records))
     if failures:
         first = failure.culprit(failures)
         code = first.exit_code
@@ -484,7 +485,7 @@ def _report(
     # ended by our signals before they had saved
     elif not all_done:
         code = failure.NOT_SAVED
-        first = failure.stopped(0, watch.reason or "SIGTERM", _newest_checkpoint(loaded))
+        first = stopped(loaded, 0, watch.reason or "SIGTERM")
         print(*failure.lines(first, "", len(statuses)), file=sys.stderr)
     else:
         first = None

@@ -65,7 +65,7 @@ def start(verb: Verb) -> int:
 
 def _as_rank(verb: Verb) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``start`` as a fresh process."""
-    has_parent = local.become_rank()
+    local.become_rank()
     action = verb.load()
     folder = Path(tempfile.mkdtemp(prefix=f"shardtrain-{verb.name}-"))
     local.prepare(folder)
@@ -76,7 +76,7 @@ def _as_rank(verb: Verb) -> NoReturn:
         action()
 
     loaded = _launched(folder)
-    code = local.run_child(loaded, run) if has_parent else local.run_rank(loaded, run, int(os.environ["WORLD_SIZE"]))
+    code = local.run_rank(loaded, run, int(os.environ["WORLD_SIZE"]))
     if code == 0:
         shutil.rmtree(folder, ignore_errors=True)
     local.leave(code)

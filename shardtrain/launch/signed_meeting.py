@@ -18,12 +18,37 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 _PREFIX = b"shardtrain-sha256 "
 
 
+class Seal:
+    """Signs what the nodes of one run write for each other. Without a secret nothing is signed or checked."""
+
+    def __init__(self, secret: str, run_id: str) -> None:
+        self._key = hashlib.sha256(f"{run_id}\0{secret}".encode()).digest() if secret else b""
+
+    def close(self, state: bytes) -> bytes:
+        """Return the state with its signature in front."""
+        if not self._key:
+            return state
+        # in front: a node without the secret cannot take the rest for a pickle
+        return _PREFIX + hmac.new(self._key, state, hashlib.sha256).hexdigest().encode() + b"\n" + state
+
+    def open(self, sealed: bytes) -> bytes:
+        """Return the state in a sealed one.
+
+        Raises:
+            RendezvousStateError: it was not signed with this secret.
+        """
+        state = sealed.partition(b"\n")[2] if self._key else sealed
+        if not hmac.compare_digest(sealed, self.close(state)):
+            raise RendezvousStateError("what another has written there is not signed with the secret of this node")
+        return state
+
+
 class SignedBackend(RendezvousBackend):
     """A backend whose state is signed with a secret, for one run."""
 
     def __init__(self, backend: RendezvousBackend, secret: str, run_id: str) -> None:
         self._backend = backend
-        self._key = hashlib.sha256(f"{run_id}\0{secret}".encode()).digest()
+        self._seal = Seal(secret, run_id)
 
     @property
     def name(self) -> str:
@@ -33,24 +58,9 @@ class SignedBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         """As the backend; raises RendezvousStateError where a stranger has written it."""
         found = self._backend.get_state()
-        return (self._opened(found[0]), found[1]) if found else None
+        return (self._seal.open(found[0]), found[1]) if found else None
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         """As the backend; raises RendezvousStateError where a stranger has written before."""
-        found: Any = self._backend.set_state(self._seal(state), token)
-        return (self._opened(found[0]), *found[1:]) if found else None
-
-    def _seal(self, state: bytes) -> bytes:
-        # in front: a node without the secret cannot take the rest for a pickle
-        return _PREFIX + hmac.new(self._key, state, hashlib.sha256).hexdigest().encode() + b"\n" + state
-
-    def _opened(self, sealed: bytes) -> bytes:
-        """The state in a sealed one.
-
-        Raises:
-            RendezvousStateError: it was not signed with this secret.
-        """
-        state = sealed.partition(b"\n")[2]
-        if not hmac.compare_digest(sealed, self._seal(state)):
-            raise RendezvousStateError("what another has written there is not signed with the secret of this node")
-        return state
+        found: Any = self._backend.set_state(self._seal.close(state), token)
+        return (self._seal.open(found[0]), *found[1:]) if found else None

@@ -84,6 +84,7 @@ class Watch:
         self.ended_at: dict[int, float] = {}
         self.stopped_by_us: set[int] = set()
         self._looks_stopped: Counter[int] = Counter()
+        self._failed_at = math.inf
         if self.signal_number:
             self.send(signal.Signals(self.signal_number))
 
@@ -100,19 +101,26 @@ class Watch:
         Args:
             each_look: called every ``POLL_SECONDS``.
         """
-        failed_at = math.inf
-        while len(self.statuses) < len(self.pids):
-            self._poll()
-            now = time.monotonic()
-            if any(status not in FINE for status in self.statuses.values()):
-                # the moment of the first failure: the others get a little time from then on
-                failed_at = min(failed_at, now)
-            no_time = self.signal_number and now - self._asked_at > self._grace_seconds
-            if now - failed_at > PEERS_SPEAK_SECONDS or no_time:
-                self.send(signal.SIGKILL)
+        while not self.look():
             each_look()
             time.sleep(POLL_SECONDS)
         return self.statuses
+
+    def look(self, others_have_failed: bool = False) -> bool:
+        """Look at the ranks once, and kill them if a failure has left them no time. True if all have ended.
+
+        Args:
+            others_have_failed: whether ranks that somebody else watches have failed.
+        """
+        self._poll()
+        now = time.monotonic()
+        if others_have_failed or any(status not in FINE for status in self.statuses.values()):
+            # the moment of the first failure: the others get a little time from then on
+            self._failed_at = min(self._failed_at, now)
+        no_time = self.signal_number and now - self._asked_at > self._grace_seconds
+        if now - self._failed_at > PEERS_SPEAK_SECONDS or no_time:
+            self.send(signal.SIGKILL)
+        return len(self.statuses) == len(self.pids)
 
     def _poll(self) -> None:
         for rank in self.pids.keys() - self.statuses.keys():

@@ -19,7 +19,7 @@ from typing import IO
 
 from shardtrain import __version__
 from shardtrain.config.schema.launch import LaunchSSH
-from shardtrain.launch import addresses, remote_agent
+from shardtrain.launch import addresses, failure, remote_agent
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED
 from shardtrain.launch.platforms import pdsh
@@ -32,6 +32,8 @@ START_SECONDS = 20
 """Added to the time of a connection: Python's own start on a cold file system."""
 END_SECONDS = 5.0
 """What the hosts have to end what they run when they are told to kill it, before their connections are cut."""
+FOLLOW_SECONDS = 3.0
+"""What the other hosts have to end by themselves when one has ended, before they are asked to: they explain why."""
 FILES_PER_HOST = 5
 """Open files of a connection: two pipes, the host's log, and both ends of a pipe while ssh starts."""
 OTHER_FILES = 100
@@ -85,6 +87,7 @@ class Run:
         self._lines: queue.Queue[tuple[_Connection, bytes | None]] = queue.Queue()
         self._fan: pdsh.Fan | None = None
         self._requests = 0
+        self._ends = set[str]()
         self._kill_at = float("inf")
         self._ended = threading.Event()
         self._beats = threading.Thread(target=self._beat, daemon=True)
@@ -221,7 +224,11 @@ class Run:
         one.last = visible(text.strip()) or one.last
         one.log.write(line)
         one.log.flush()
-        if one.ready:
+        # each host tells how the run ended, in the same words
+        is_repeated = text in self._ends
+        if text.startswith(failure.END_LINES):
+            self._ends.add(text)
+        if one.ready and not is_repeated:
             print(f"[{one.name}] {visible(text, colors=True)}", file=sys.stderr, flush=True)
 
     def _found(self) -> list[Mapping[str, str]]:
@@ -238,10 +245,13 @@ class Run:
 
     def _follow(self) -> int:
         """Wait for all hosts; the first that fails ends the others, and so does a request to stop."""
+        failed_at = float("inf")
         while any(one.process.poll() is None for one in self._open) or not self._lines.empty():
             self._take()
             failed = [one for one in self._open if one.process.poll() not in (None, 0)]
-            if failed or self._requests:
+            if failed:
+                failed_at = min(failed_at, time.monotonic())
+            if time.monotonic() > failed_at + FOLLOW_SECONDS or self._requests:
                 self._ask_to_stop(failed)
             if self._requests > 1 and self._kill_at == float("inf"):
                 self._kill_at = time.monotonic() + END_SECONDS
@@ -251,9 +261,11 @@ class Run:
                 return self._stopped("at once, while hosts did not answer; those end what they run by themselves")
         # all have ended: ssh gives the status of what ran there, or 255 where it lost the connection
         codes = [one.process.wait() for one in self._open]
-        lost = [one for one, code in zip(self._open, codes, strict=True) if code == LOST]
-        if lost and not self._requests:
-            raise self._lost(lost[0])
+        # how the run has ended is what those hosts say whose connection is not lost
+        known = [code for code in codes if code != LOST]
+        if not known and not self._requests:
+            raise self._lost(self._open[0])
+        codes = known or codes
         if self._requests:  # a node that was asked before its ranks ran has died of it
             codes = [NOT_SAVED if code > 128 else code for code in codes]
         return status_of([-code if code > 128 else code for code in codes])

@@ -185,7 +185,7 @@ def _as_rank(request: Request) -> NoReturn:
     os.environ.setdefault(*_OWN_WORDS)
     environment.set_process_defaults(os.environ, _local_size(), environment.usable_cores(), alone=False)
     if parent:
-        local.leave(local.run_child(_with_folder(request.loaded, Path(os.environ[FOLDER])), lambda _: _run(request)))
+        local.leave(local.run_rank(_with_folder(request.loaded, Path(os.environ[FOLDER])), lambda _: _run(request)))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         signals.die_with_parent(signal.SIGTERM)
     result = _run(request)

@@ -91,7 +91,7 @@ def _start(loaded: Loaded, found: Plan, request: _Request, command: Sequence[str
     # One rank of a launcher's: of our own, which is then its parent, or of torchrun or srun.
     if environment.is_rank(os.environ):
         if local.become_rank():
-            local.leave(local.run_child(loaded, rank))
+            local.leave(local.run_rank(loaded, rank))
         local.leave(local.run_rank(loaded, rank, int(os.environ["WORLD_SIZE"])))
 
     # As many ranks as the run had, if they can be had here.

@@ -80,7 +80,7 @@ def _as_rank(asked: Request) -> NoReturn:
     from shardtrain.tools.test import run
 
     if has_parent:
-        local.leave(local.run_child(asked.launched, lambda _: run.main(asked)))
+        local.leave(local.run_rank(asked.launched, lambda _: run.main(asked)))
     _require(asked.loaded, size, environment.count_accelerators(asked.loaded.config.training.device))
     local.leave(local.run_rank(asked.launched, lambda _: run.main(asked), size))
 

@@ -88,7 +88,7 @@ if __name__ == "__main__":
     run = loaded(folder)
     if "SHARDTRAIN_PARENT" in os.environ:
         local.detach(int(os.environ["SHARDTRAIN_PARENT"]))
-        local.leave(local.run_child(run, trainer(mode)))
+        local.leave(local.run_rank(run, trainer(mode)))
     started_as = {name: os.environ[name] for name in environment.RANK_NAMES if name in os.environ}
     environment.set_process_defaults(os.environ, int(count), 2, alone=True)
     if how == "alone":

@@ -1,0 +1,117 @@
+"""PyTorch's elastic agent: its end, and for training how each attempt ended, with restarts of what may succeed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+from shardtrain.config import Loaded
+from shardtrain.launch import exit_report, failure, greeting, local
+from shardtrain.launch.failure import NOT_SAVED, PREEMPTED, Failure
+from shardtrain.launch.meeting import Meeting
+from shardtrain.launch.node_reports import LOST_SECONDS, NodeReports
+from shardtrain.launch.restart import RESTARTABLE
+from shardtrain.launch.watch import Watch
+
+LOOK_SECONDS = 0.1
+
+
+class NodeAgent(LocalElasticAgent):
+    """The agent of one node."""
+
+    def __init__(self, rendezvous: Meeting, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._meeting = rendezvous
+
+    def _exit_barrier(self) -> None:
+        """Wait for the ranks of other nodes, which may need the store that this process serves."""
+        group: Any = self._worker_group
+
+        def have_ended() -> bool:
+            return self._meeting.others_have_ended(group.store, group.group_rank)
+
+        # if the store is gone or silent, nobody needs this node: its own ranks have ended well
+        with contextlib.suppress(RendezvousError, DistError, TimeoutError):
+            while not greeting.within(LOST_SECONDS, have_ended):
+                time.sleep(LOOK_SECONDS)
+
+
+class TrainingAgent(NodeAgent):
+    """The agent of one node of a training. All nodes name the same cause of an end, and so agree on a restart.
+
+    In an elastic run ranks also stop because another node leaves or joins. The ranks of a node that was not asked
+    itself have saved with the others, and continue with the nodes that are there.
+    """
+
+    def __init__(self, training: Loaded, run_id: str, is_elastic: bool, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.cause: Failure | None = None
+        """The failure of a rank, on any node, that ended the last attempt."""
+        self._training = training
+        self._folder = Path(training.config.job.dump_folder)
+        self._run_id = run_id
+        self._is_elastic = is_elastic
+        stopped_seconds = local.STOPPED_TIMEOUTS * training.config.comm.hang_timeout_seconds
+        self._watch = Watch(stopped_seconds=stopped_seconds)
+        self._first_rank = 0
+        self._reports: NodeReports
+
+    def explain_stop(self, signal_name: str) -> None:
+        """Explain the end of the ranks, which PyTorch has ended because this process received a signal."""
+        if self._watch.pids:
+            self._watch.look()
+            self._watch.stopped_by_us.update(self._watch.pids)
+            self._explain(signal_name)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        number, count = worker_group.group_rank, worker_group.group_world_size
+        assert number is not None and count is not None
+        if number == 0:
+            with local.storage_errors_in_exit_json(self._training):
+                local.prepare(self._folder)
+        self._first_rank = worker_group.workers[0].global_rank
+        self._reports = NodeReports(self._store, self._run_id, number, count, self._first_rank)
+        pids = super()._start_workers(worker_group)
+        self._watch.begin({self._first_rank + local_rank: pid for local_rank, pid in pids.items()})
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not self._watch.look(self._reports.others_have_failed()):
+            return RunResult(state=WorkerState.HEALTHY)
+        result = super()._monitor_workers(worker_group)  # all have ended, and it reaps them
+        self._explain()
+        if self.cause is None:
+            return result
+        result.state = WorkerState.FAILED
+        most = worker_group.spec.max_restarts
+        if self._is_elastic and self.cause.exit_code in (PREEMPTED, NOT_SAVED):
+            self._remaining_restarts += 1  # PyTorch counts this restart, but nothing has failed
+        elif self.cause.exit_code not in RESTARTABLE:
+            self._remaining_restarts = 0
+        elif self._remaining_restarts:
+            print(f"restart {most - self._remaining_restarts + 1} of {most}", file=sys.stderr, flush=True)
+        return result
+
+    def _explain(self, signal_name: str = "") -> None:
+        """Find the failure that ended the attempt; print it in one line and write ``exit.json``."""
+        failures, all_done, last_step = local.failures_of(self._watch.statuses, self._watch, self._record_of)
+        if signal_name and not failures and not all_done:
+            failures = [local.stopped(self._training, self._first_rank, signal_name)]
+        self.cause = self._reports.explain(failures, all_done, self._folder)
+        if self.cause is None:
+            failure.write_exit(self._folder, None, 0, last_step)
+            return
+        world_size = self._worker_group.workers[0].world_size
+        exit_report.tell(self.cause, local.log_path(self._training, self.cause.rank), self._folder, world_size)
+
+    def _record_of(self, rank: int) -> Path:
+        assert self._pcontext is not None
+        return Path(self._pcontext.error_files[rank - self._first_rank])

@@ -1,0 +1,100 @@
+"""Reports of nodes on the end of an attempt, exchanged through its store: all nodes name the same cause and act alike.
+
+A node reports when its ranks have ended. The first report of a failure makes the other nodes end their ranks too, so
+that a rank that is stopped or waits for a lost peer keeps no node alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError
+
+from shardtrain.launch import failure
+from shardtrain.launch.failure import NOT_SAVED, PREEMPTED, Failure
+from shardtrain.launch.greeting import within
+from shardtrain.launch.signed_meeting import Seal
+from shardtrain.utils import atomic_io
+from shardtrain.utils.process import SECRET
+
+WAIT_SECONDS = 10.0
+"""How long a node waits for the reports of the others after its own. They notice the first one within
+``LOOK_SECONDS``, and give their ranks ``watch.PEERS_SPEAK_SECONDS`` to end."""
+LOST_SECONDS = 15.0
+"""A store that does not reply for so long is gone."""
+LOOK_SECONDS = 1.0
+POLL_SECONDS = 0.1
+_KEY = "shardtrain/nodes"
+_ENDED = f"{_KEY}/ended"
+_FAILED = f"{_KEY}/failed"
+
+
+class NodeReports:
+    """The reports of all nodes on one attempt. ``number`` is this node's position among them."""
+
+    def __init__(self, store: Any, run_id: str, number: int, count: int, first_rank: int) -> None:
+        self._store = store
+        self._seal = Seal(os.environ.get(SECRET, ""), run_id)
+        self._number = number
+        self._looked_at = 0.0
+        self._write("node", (first_rank, socket.gethostname()))
+        self._nodes = [self._read("node", number) for number in range(count)]
+
+    def others_have_failed(self) -> bool:
+        """True if a rank of another node has failed, or if the store is gone with the node that serves it."""
+        if time.monotonic() - self._looked_at < LOOK_SECONDS:
+            return False
+        self._looked_at = time.monotonic()
+        try:
+            return within(LOST_SECONDS, lambda: self._store.add(_FAILED, 0)) > 0
+        except (DistError, TimeoutError):
+            return True
+
+    def explain(self, failures: Sequence[Failure], all_done: bool, run_folder: Path) -> Failure | None:
+        """Report the failures of this node's ranks. Return the one that ended the attempt, or None if there is none.
+
+        All nodes return the same one, once all have reported or ``WAIT_SECONDS`` are over. ``logs/node-NUMBER.json``
+        has what this node reported. ``all_done`` is whether all its ranks have finished or saved.
+        """
+        report = [asdict(one) for one in failures]
+        with contextlib.suppress(OSError):
+            atomic_io.write(run_folder / "logs" / f"node-{self._number}.json", json.dumps(report, indent=2) + "\n")
+        reports = {self._number: list(failures)}
+        # ranks that were asked to stop have all ended after the same step
+        all_stopped = all(one.exit_code in (PREEMPTED, NOT_SAVED) for one in failures)
+        is_failure = not all_done and not (failures and all_stopped)
+        with contextlib.suppress(DistError, TimeoutError):  # the node that serves the store is gone
+            within(WAIT_SECONDS + LOST_SECONDS, lambda: self._exchange(reports, is_failure))
+        all_failures = [one for of_node in reports.values() for one in of_node]
+        if is_failure and all(one.is_peer for one in all_failures):
+            lost = [node for number, node in enumerate(self._nodes) if number not in reports]
+            all_failures += [failure.lost_with_node(*node) for node in lost]
+        return failure.culprit(all_failures) if all_failures else None
+
+    def _exchange(self, reports: dict[int, list[Failure]], is_failure: bool) -> None:
+        """Add the reports of the other nodes to that of this node, unless no node has failed."""
+        self._write("end", [asdict(one) for one in reports[self._number]])
+        failed_nodes = self._store.add(_FAILED, int(is_failure))
+        self._store.add(_ENDED, 1)
+        if not failed_nodes:
+            return
+        until = time.monotonic() + WAIT_SECONDS
+        while self._store.add(_ENDED, 0) < len(self._nodes) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        for number in range(len(self._nodes)):
+            if self._store.check([f"{_KEY}/end/{number}"]):
+                reports[number] = [failure.from_fields(fields) for fields in self._read("end", number)]
+
+    def _write(self, kind: str, value: object) -> None:
+        self._store.set(f"{_KEY}/{kind}/{self._number}", self._seal.close(json.dumps(value).encode()).decode())
+
+    def _read(self, kind: str, number: int) -> Any:
+        return json.loads(self._seal.open(self._store.get(f"{_KEY}/{kind}/{number}")))

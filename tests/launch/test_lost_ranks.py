@@ -1,0 +1,122 @@
+"""A rank that is lost on one of two hosts is explained on both, in ``exit.json`` and by the launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import forked
+import patience
+import pytest
+import sshd
+from launched import newest, record, wait_for
+from ports import free_port
+from tiers import cases
+from tiny import text_file
+
+ROOT = Path(__file__).parents[2]
+HANG_SECONDS = max(4, round(patience.seconds(1)))
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="127.0.0.2 is Linux's"),
+    pytest.mark.slow,
+]
+
+# in the rank, or from outside -> exit code, class, words of the message
+FAULTS: dict[str, tuple[int, str, str]] = {
+    "os.kill(os.getpid(), 9)": (6, "", "was killed by signal 9"),
+    "os._exit(41)": (41, "", "ended with status 41"),
+    'raise MemoryError("no room")': (7, "MemoryError", "no room"),
+    'raise ValueError("of my own")': (1, "ValueError", "of my own"),
+    "SIGTERM": (75, "Preempted", "stopped by SIGTERM after step"),
+    "SIGSTOP": (6, "Hang", "gives no sign of life"),
+}
+STARTS = ("train --nnodes 2", "launch ssh")
+FIRST = ("train --nnodes 2", "os.kill(os.getpid(), 9)", 1)
+ALL = [(how, fault, rank) for how in STARTS for fault in FAULTS for rank in (0, 1)]
+
+SCHEDULE = """
+import os, pathlib, time
+
+def factor(step, total_steps, warmup_steps, min_lr_factor):
+    folder = pathlib.Path(__file__).parent
+    if os.environ.get("RANK") == "{rank}" and (folder / "run/checkpoint/step-2/manifest.json").exists():
+        first = folder / "pid"
+        if not first.exists():
+            first.with_suffix(".new").write_text(str(os.getpid()))
+            os.rename(first.with_suffix(".new"), first)
+            {fault}
+    return 1.0
+"""
+
+
+def options(folder: Path) -> list[str]:
+    values = {
+        "job.dump_folder": folder / "run", "training.dataset": "text", "training.dataset_path": text_file(),
+        "training.device": "cpu", "training.seq_len": 32, "training.local_batch_size": 1, "training.steps": 100_000,
+        "training.on_data_end": "repeat", "model.overrides.num_layers": 1, "lr_scheduler.warmup_steps": 1,
+        "lr_scheduler.name": folder / "faulty.py", "checkpoint.enable": "true", "checkpoint.interval": 2,
+        "metrics.log_freq": 5, "comm.hang_timeout_seconds": HANG_SECONDS,
+    }  # fmt: skip
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+@contextlib.contextmanager
+def started(how: str, folder: Path, *more: str) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two hosts on the loopback: two agents, or a launcher that reaches them by ssh."""
+    names = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "XDG_STATE_HOME": str(folder)}
+    words = [sys.executable, "-m", "shardtrain"]
+    with contextlib.ExitStack() as stack:
+        if how == "launch ssh":
+            if sshd.missing():
+                pytest.skip(sshd.missing())
+            config = stack.enter_context(sshd.server(folder / "sshd", {"host-a": "127.0.0.1", "host-b": "127.0.0.2"}))
+            place = [f"--launch.ssh.config_file={config}", f"--launch.ssh.rendezvous_port={free_port()}",
+                     f"--launch.python={sys.executable}", f"--launch.workdir={ROOT}",
+                     "--launch.env.OMP_NUM_THREADS=1"]  # fmt: skip
+            commands = [[*words, "launch", "ssh", "--hosts", "host-a,host-b", *place]]
+        else:
+            names["SHARDTRAIN_LOCAL_ADDR"] = "127.0.0.1"
+            port = free_port()
+            commands = [
+                [*words, "train", "--nnodes=2", f"--node_rank={n}", f"--rdzv_endpoint=127.0.0.1:{port}"] for n in (0, 1)
+            ]
+        pipe = subprocess.PIPE
+        hosts = [
+            forked.Popen([*command, "--nproc=1", *options(folder), *more], env=names, cwd=ROOT, stderr=pipe, text=True)
+            for command in commands
+        ]
+        try:
+            yield hosts
+        finally:
+            for host in hosts:
+                host.kill()
+
+
+@pytest.mark.parametrize(("how", "fault", "rank"), cases([FIRST], nightly=[one for one in ALL if one != FIRST]))
+def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank):
+    is_signal = fault.startswith("SIG")
+    code, kind, words = FAULTS[fault]
+    (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=rank, fault="pass" if is_signal else fault))
+    with started(how, tmp_path) as hosts:
+        wait_for(lambda: (tmp_path / "pid").exists() or any(host.poll() is not None for host in hosts))
+        if is_signal:
+            os.kill(int((tmp_path / "pid").read_text()), getattr(signal, fault))
+        told = [host.communicate(timeout=patience.seconds(90))[1] for host in hosts]
+    assert [host.returncode for host in hosts] == [code] * len(hosts), told
+    for text in told:
+        lines = [line for line in text.splitlines() if "error[" in line or "stopped[" in line]
+        assert len(lines) == 1 and words in lines[0] and "Traceback" not in text, text
+        assert code == 75 or (f"rank {rank} (host " in lines[0] and f"logs/rank-{rank}.log" in lines[0])
+    end = record(tmp_path / "run")
+    assert (end["code"], end["class"]) == (code, kind) and words in end["message"]
+    assert code == 75 or end["rank"] == rank
+    assert code != 75 or f"step-{newest(tmp_path / 'run')};" in end["message"]
+    for number in (0, 1):
+        json.loads((tmp_path / f"run/logs/node-{number}.json").read_text())

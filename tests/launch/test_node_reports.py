@@ -1,0 +1,105 @@
+"""All nodes of an attempt name the same cause of its end, whatever each has seen of it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+
+from shardtrain.launch import failure, node_reports
+from shardtrain.launch.failure import Failure
+from shardtrain.launch.node_reports import NodeReports
+from shardtrain.utils.process import SECRET
+
+KILLED = failure.killed(3, 9, 10.0)
+LEFT = failure.ended(1, 41, 10.0)
+MEMORY = Failure(2, "b", "MemoryError", "", "model.py:3", 10.0, 7)
+HANG_SEEN_BY_0 = Failure(3, "b", "Hang", "has not arrived", "", 10.0, 6, phase="step")
+PEERS = [Failure(rank, "any", "PeerError", "connection closed by peer", "", 9.0 + rank, 6, is_peer=True)
+         for rank in range(4)]  # fmt: skip
+SAVED = [Failure(rank, "any", "Preempted", "everything is saved", "", 10.0 + rank, 75) for rank in range(4)]
+
+# the failures that each of two nodes with two ranks sees -> the cause (rank, code), or None
+ENDS: dict[str, tuple[list[Failure], list[Failure], tuple[int, int] | None]] = {
+    "done": ([], [], None),
+    "a rank of node 1 is killed": ([PEERS[0], PEERS[1]], [PEERS[2], KILLED], (3, 6)),
+    "its peer on node 0 is ended by the agent, without a record": ([], [KILLED], (3, 6)),
+    "a rank of node 0 leaves with its own status": ([PEERS[0], LEFT], [PEERS[2], PEERS[3]], (1, 41)),
+    "memory runs out on node 1": ([PEERS[0]], [MEMORY, PEERS[3]], (2, 7)),
+    "a stopped rank is seen by the others": ([HANG_SEEN_BY_0], [], (3, 6)),
+    "asked to stop": (SAVED[:2], SAVED[2:], (0, 75)),
+}
+
+
+def explain_on_both(folder: Path, end: str) -> list[Failure | None]:
+    """What two nodes answer, which have the same store and run folder."""
+    failures = ENDS[end][:2]
+    store = dist.HashStore()
+    (folder / "logs").mkdir()
+
+    def node(number: int) -> Failure | None:
+        reports = NodeReports(store, "run", number, 2, first_rank=2 * number)
+        all_done = end in ("done", "asked to stop")
+        return reports.explain(failures[number], all_done, folder)
+
+    with ThreadPoolExecutor(2) as nodes:
+        return list(nodes.map(node, range(2)))
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_two_nodes_name_the_same_cause(tmp_path, end):
+    expected = ENDS[end][2]
+    causes = explain_on_both(tmp_path, end)
+    if end == "asked to stop":  # each node names one of its own ranks: all have saved the same step
+        assert [cause.exit_code for cause in causes] == [75, 75]
+        return
+    assert [cause and (cause.rank, cause.exit_code) for cause in causes] == [expected] * 2
+    for number in (0, 1):
+        assert (tmp_path / f"logs/node-{number}.json").exists()
+
+
+def test_a_node_that_says_nothing_is_named_if_no_rank_is_to_blame(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.2)
+    store = dist.HashStore()
+    (tmp_path / "logs").mkdir()
+    with ThreadPoolExecutor(2) as nodes:
+        made = nodes.map(lambda number: NodeReports(store, "run", number, 2, first_rank=2 * number), range(2))
+        left, _lost = list(made)
+    cause = left.explain([PEERS[0], PEERS[1]], False, tmp_path)
+    assert cause and (cause.rank, cause.exit_code) == (2, 6) and "did not report" in cause.message
+    own = left.explain([LEFT, PEERS[0]], False, tmp_path)
+    assert own and own.rank == 1, "a cause on this node does not need a lost one"
+
+
+def test_a_failure_of_another_node_is_noticed_and_its_stop_is_not_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_reports, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.0)
+    for failures, all_done, is_noticed in (([], True, False), (SAVED[:2], True, False), ([KILLED], False, True)):
+        store = dist.HashStore()
+        with ThreadPoolExecutor(2) as nodes:
+            first, second = nodes.map(lambda number: NodeReports(store, "run", number, 2, number), range(2))  # noqa: B023
+        assert not second.others_have_failed()
+        first.explain(failures, all_done, tmp_path)
+        assert second.others_have_failed() == is_noticed
+
+
+def test_a_report_that_is_not_signed_with_the_secret_of_the_nodes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv(SECRET, "of all")
+    store = dist.HashStore()
+    NodeReports(store, "run", 0, 1, first_rank=0)
+    store.set("shardtrain/nodes/node/0", '[0, "stranger"]')
+    with pytest.raises(RendezvousStateError, match="not signed"):
+        NodeReports(_Frozen(store), "run", 0, 1, first_rank=0)
+
+
+class _Frozen:
+    """A store that keeps what a stranger has written."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.get = store.get
+
+    def set(self, *_: object) -> None:
+        pass
