@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +20,7 @@ from tiers import cases
 
 from shardtrain import config
 from shardtrain.config.command_line import split
-from shardtrain.launch import nodes
+from shardtrain.launch import failure, nodes
 from shardtrain.launch.job import to_job
 from shardtrain.launch.platforms import slurm
 from shardtrain.utils.errors import ConfigError
@@ -66,8 +69,7 @@ def test_the_notice_is_longer_than_the_trainers_grace():
     assert directives(script("--checkpoint.grace_seconds=100"))["signal"] == "USR1@110"
 
 
-def test_a_job_that_saved_on_request_is_queued_again_unless_that_is_unwanted():
-    assert "scontrol requeue" in script()
+def test_a_job_is_queued_again_unless_that_is_unwanted():
     text = script("--launch.slurm.no_requeue")
     assert "scontrol requeue" not in text and "no-requeue" in directives(text)
 
@@ -143,7 +145,8 @@ def test_what_slurm_cannot_do_is_refused(arguments, told):
 def shimmed(tmp_path: Path, command: list[str], **names: str) -> subprocess.CompletedProcess[str]:
     """Run a script with two nodes of paper: srun starts one process a node, on this machine."""
     shims = {
-        "scontrol": 'echo 127.0.0.1; echo node2; echo "$*" >> "$CALLS"',
+        "scontrol": 'echo "$*" >> "$CALLS"; [[ "$2" == job ]] && echo "   StdOut=${LOG:-}" && exit; '
+        "echo 127.0.0.1; echo node2",
         "srun": 'while [[ "$1" == --* ]]; do shift; done; for i in 0 1; do SLURM_NODEID=$i SLURM_PROCID=$i "$@" & '
         "pids+=($!); done; code=0; for pid in ${pids[@]}; do wait $pid || code=$?; done; exit $code",
         "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
@@ -186,32 +189,87 @@ def test_a_job_that_was_signalled_before_it_could_hear_is_queued_again(tmp_path)
     assert done.returncode == 138 and f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
 
 
+def queued_again(tmp_path: Path) -> bool:
+    return f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
+
+
+@pytest.mark.parametrize("code", [75, 6])
+def test_only_the_task_of_a_sweep_that_ended_is_queued_again(tmp_path, code):
+    """The last task of an array has the array's number, which would mean every task."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\n[[ "$1" == -c ]] || exit {code}\n')
+    python.chmod(0o755)
+    batch = tmp_path / "batch"
+    batch.write_text(script(f"--launch.python={python}", '--launch.slurm.sweep=["--optimizer.lr 1e-4"]'))
+    names = {"SLURM_ARRAY_JOB_ID": str(os.getpid()), "SLURM_ARRAY_TASK_ID": "0"}
+    assert shimmed(tmp_path, ["bash", str(batch)], **names).returncode == code
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert [call for call in calls if call.startswith("requeue")] == [f"requeue {os.getpid()}_0"]
+
+
+CODES = {
+    **{code: 0 for code in (0, 1, 2, 3, 4, 5, 7, 93)},
+    **{code: 3 for code in (6, 8, 76, 137, 143)},
+    75: math.inf,
+    138: math.inf,
+}
+"""How often a job is queued again after a code, where 3 failures are allowed."""
+
+
+@pytest.mark.parametrize("which", ["rendered", "the script at the root"])
+@pytest.mark.parametrize("log", ["readable", "none"])
+@pytest.mark.parametrize(
+    ("code", "failures"),
+    cases([(6, 0), (6, 3), (1, 0), (75, 3)], nightly=[(code, n) for code in CODES for n in (0, 2, 3, 9)]),
+)
+def test_every_retryable_code_is_queued_again_and_failures_a_limited_number_of_times(
+    tmp_path, code, failures, log, which
+):
+    """Failures are counted in the job's log. Slurm's own count, with requests to stop, stands in if there is none."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/bash\n[[ "$1" == -c ]] || exit {code}\n')
+    python.chmod(0o755)
+    names = {"SLURM_RESTART_COUNT": str(failures)}
+    if log == "readable":
+        path = tmp_path / "job.log"
+        path.write_text("step: 1\n" + "queued again after code 6: failure\nsaved\n" * failures)
+        names = {"SLURM_RESTART_COUNT": "50", "LOG": str(path)}
+    batch = tmp_path / "batch"
+    if which == "rendered":
+        batch.write_text(script(f"--launch.python={python}", "--launch.max_restarts=3"))
+    else:
+        batch.write_text((ROOT / "multinode_trainer.slurm").read_text())
+    done = shimmed(tmp_path, ["bash", str(batch)], **names, PYTHON=str(python), MAX_REQUEUES="3")
+    assert done.returncode == code, done.stderr
+    assert queued_again(tmp_path) == (failures < CODES[code])
+    told = f"queued again after code {code}: failure {failures + 1} of at most 3"
+    assert (told in done.stdout) == (queued_again(tmp_path) and code not in (75, 138))
+
+
+def test_the_codes_that_are_queued_again_are_those_that_the_documentation_calls_retryable():
+    rows = re.findall(r"^\| (\d+) \| .* \| (\w*) \|$", (ROOT / "docs/launch.md").read_text(), re.MULTILINE)
+    table = {int(code): retry in ("yes", "later") for code, retry in rows}
+    assert {code for code, retry in table.items() if retry} == failure.RETRYABLE
+    assert all(bool(CODES[code]) == retry for code, retry in table.items())
+
+
 @pytest.mark.parametrize("stop_exit_code", [75, 0, 3])
-@pytest.mark.parametrize("code", [75, 0, 1, 76])
-def test_a_stopped_job_is_queued_again_whatever_its_status_is(tmp_path, stop_exit_code, code):
+@pytest.mark.parametrize("which", ["rendered", "the script at the root"])
+def test_a_stopped_job_is_queued_again_whatever_its_status_is(tmp_path, stop_exit_code, which):
     """Within the job a saved stop has status 75, which the script translates at its end."""
     python = tmp_path / "python"
-    supervised = "" if stop_exit_code == 75 else "1"
     python.write_text(
-        f'#!/bin/bash\n[[ "$1" == -c ]] && exit; [[ "$SHARDTRAIN_SUPERVISED" == "{supervised}" ]] && exit {code}\n'
+        f'#!/bin/bash\n[[ "$1" == -c ]] && exit; exit $((SHARDTRAIN_SUPERVISED ? 75 : {stop_exit_code}))\n'
     )
     python.chmod(0o755)
     batch = tmp_path / "batch"
-    batch.write_text(script(f"--launch.python={python}", f"--checkpoint.stop_exit_code={stop_exit_code}"))
-    done = shimmed(tmp_path, ["bash", str(batch)])
-    assert done.returncode == (stop_exit_code if code == 75 else code), done.stderr
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert (f"requeue {os.getpid()}" in calls) == (code == 75)
-
-
-@pytest.mark.parametrize("status", ["75", "3"])
-def test_the_script_at_the_root_translates_the_status_of_a_stopped_job(tmp_path, status):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/bash\n[[ "$SHARDTRAIN_SUPERVISED" == 1 ]] && exit 75\n')
-    python.chmod(0o755)
-    done = shimmed(tmp_path, ["bash", str(ROOT / "multinode_trainer.slurm")], PYTHON=str(python), STOP_STATUS=status)
-    assert done.returncode == int(status), done.stderr
-    assert f"requeue {os.getpid()}" in (tmp_path / "calls").read_text().splitlines()
+    if which == "rendered":
+        batch.write_text(script(f"--launch.python={python}", f"--checkpoint.stop_exit_code={stop_exit_code}"))
+    else:
+        batch.write_text((ROOT / "multinode_trainer.slurm").read_text())
+    done = shimmed(tmp_path, ["bash", str(batch)], PYTHON=str(python), STOP_STATUS=str(stop_exit_code))
+    assert done.returncode == stop_exit_code, done.stderr
+    assert queued_again(tmp_path)
 
 
 @pytest.mark.nightly(
@@ -235,6 +293,47 @@ def test_the_script_at_the_root_runs_on_two_nodes_with_only_their_number_changed
     assert ("of which none can be seen here" in done.stderr) == ("SLURM_JOB_GPUS" in given), "it is told, not silent"
     text = (ROOT / "multinode_trainer.slurm").read_text()
     assert len(re.findall(r"--nodes=", text)) == 1, "one place says how many nodes there are"
+
+
+def processes(folder: Path) -> tuple[list[int], list[int]]:
+    """The agents of a job's nodes, and their ranks."""
+    found = {}
+    for number in map(int, running(folder)):
+        with contextlib.suppress(OSError):
+            if "srun" not in Path(f"/proc/{number}/comm").read_text():
+                found[number] = int(Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[1])
+    agents = [number for number, parent in found.items() if parent not in found]
+    return agents, [number for number in found if number not in agents]
+
+
+@pytest.mark.nightly(
+    "a minute each",
+    by="tests/launch/test_slurm.py::test_every_retryable_code_is_queued_again_and_failures_a_limited_number_of_times",
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["agent", "rank"])
+def test_a_real_slurm_queues_a_job_again_that_has_lost_a_process_of_a_node(cluster, tmp_path, victim):
+    """The agent of a node dies with the node, and a rank for example of a lack of memory."""
+    folder = tmp_path / "run"
+    job = submit(
+        cluster, tmp_path, f"--name={victim}", "--nodes=2", "--nproc=1", *ON_LOOPBACK, *SMALL,
+        "--training.steps=100000", "--training.on_data_end=repeat", "--checkpoint.enable", "--checkpoint.interval=5",
+        f"--job.dump_folder={folder}",
+    )  # fmt: skip
+    wait_for(lambda: newest(folder) > 0, 180)
+    agents, ranks = processes(folder)
+    assert len(agents) == len(ranks) == 2
+    restarts = int(shown(cluster, job)["Restarts"])
+    os.kill((agents if victim == "agent" else ranks)[-1], signal.SIGKILL)
+    wait_for(lambda: int(shown(cluster, job).get("Restarts", 0)) > restarts, 180)
+    saved = newest(folder)
+    wait_for(lambda: newest(folder) > saved, 240)
+    log = (tmp_path / f"{victim}-{job}.log").read_text()
+    assert re.search(r"^queued again after code (6|137): failure \d of at most 6$", log, re.MULTILINE), log
+    steps = list(losses(folder))
+    assert steps == list(range(1, steps[-1] + 1))
+    assert launch(cluster, "stop", f"slurm/{job}").returncode == 0
+    wait_for(lambda: not running(folder), 60)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Slurm: a batch script that takes nodes, names and ports from Slurm's own variables, and starts one agent a node.
 
-Slurm's signal (``--signal``) goes to the ranks, which save and leave with 75; the script then queues the job again.
+Slurm's signal (``--signal``) goes to the ranks, which save and leave with 75; the script then queues the job again. It
+also does so, a limited number of times, after a failure that may not come again, such as the loss of a node.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from shardtrain.config import presets
 from shardtrain.config.schema.launch import Launch
-from shardtrain.launch.failure import PREEMPTED, SUPERVISED
+from shardtrain.launch.failure import PREEMPTED, RETRYABLE, SUPERVISED
 from shardtrain.launch.job import (
     Job,
     folder_words,
@@ -91,11 +92,23 @@ TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
 """Variables that would not arrive through a script of bash."""
 
 AGAIN = """\
+# of a sweep only this task: the number of its last task means all of them
+job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 if ((code == 75 || code == 138)); then
     # asked to stop, and saved, or by SIGUSR1 before it could hear of it: the same job continues from there
-    scontrol requeue "$SLURM_JOB_ID" || say "saved, and Slurm does not queue it again; submit it again to continue"
+    scontrol requeue "$job" || say "saved, and Slurm does not queue it again; submit it again to continue"
+elif ((CODES || code > 128)); then
+    # a failure that may not come again: the job continues from its last checkpoint. The log counts the failures.
+    # Slurm's own count includes requests to stop, and is used if the log cannot be read
+    log=$(scontrol show job "$job" | sed -n 's/^ *StdOut=//p') || log=
+    failures=$(grep -cs '^queued again after code ' "$log") || [[ -r "$log" ]] || failures=${SLURM_RESTART_COUNT:-0}
+    if ((failures < LIMIT)); then
+        echo "queued again after code $code: failure $((failures + 1)) of at most LIMIT"
+        scontrol requeue "$job" || say "Slurm does not queue it again; submit it again to continue"
+    fi
 fi
 """
+_CODES = " || ".join(f"code == {code}" for code in sorted(RETRYABLE - {PREEMPTED}))
 
 
 def render(job: Job, launch: Launch) -> str:
@@ -136,7 +149,8 @@ def render(job: Job, launch: Launch) -> str:
     step += ["--kill-on-bad-exit=0", f"--wait={job.grace_seconds + 60}", "--export=ALL"]
     container = _container(job, launch)
     lines += ["code=0", " ".join([*step, *map(shlex.quote, container), '"${command[@]}"', "|| code=$?"])]
-    lines += [AGAIN.rstrip()] if slurm.requeue else []
+    limit = str(job.max_restarts or job.retries)
+    lines += [AGAIN.rstrip().replace("CODES", _CODES).replace("LIMIT", limit)] if slurm.requeue else []
     if job.stop_exit_code != PREEMPTED:
         # within the job the status stays 75, by which the script knows that the run has saved
         lines.insert(lines.index("code=0"), f"export {SUPERVISED}=1")
