@@ -309,7 +309,8 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     # all ranks looking at the same files would be a burst on the storage of a large run
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     try:
-        with local.storage_errors_in_exit_json(loaded):
+        # an earlier attempt with other nodes may have written that the same command continues
+        with local.storage_errors_in_exit_json(loaded, ShardtrainError):
             limits.require(local_ranks)
             preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
     except ShardtrainError as error:

@@ -75,11 +75,12 @@ def prepare(run_folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def storage_errors_in_exit_json(loaded: Loaded) -> Iterator[None]:
-    """Write ``exit.json`` if a storage error, or a limit of the system, keeps a run from starting."""
+def storage_errors_in_exit_json(loaded: Loaded, *others: type[ShardtrainError]) -> Iterator[None]:
+    """Write ``exit.json`` if a storage error, a limit of the system or one of ``others`` keeps a run from starting."""
+    kinds: tuple[type[Exception], ...] = (StorageError, OutOfMemoryError, OSError, *others)
     try:
         yield
-    except (StorageError, OutOfMemoryError, OSError) as raised:
+    except kinds as raised:
         error = _of_storage(raised, Path(loaded.config.job.dump_folder))
         _write_exit_before_ranks(loaded, failure.describe(error, 0))
         raise error from raised.__cause__
@@ -381,7 +382,7 @@ def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
 
 
 def leave_refused(error: ShardtrainError) -> None:
-    """End this rank, which may not start, if the agent of its node tells of it. The run's folder stays as it is."""
+    """End this rank, which may not start, if the agent of its node tells of it. ``exit.json`` is written already."""
     if exit_report.AGENT in os.environ:
         report = failure.describe(error, int(os.environ["RANK"]))
         report = dataclasses.replace(report, leaves_folder_alone=True)

@@ -240,10 +240,12 @@ def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
     counts = [count for count in problems if problems[count] is None]
     name, _, text = nodes.reason.partition("=")
     for count in sorted({*problems} - {*counts})[-1:]:
-        rule = f"{' or '.join(map(str, counts)) or 'no number of'} nodes can work: with {count}, {problems[count]}"
+        reason = f"with {count}, {problems[count]}"
         if not counts:
+            rule = f"has no number of nodes that can work: {reason}"
             raise ConfigError(Problem(name, text, rule, "choose other numbers of nodes", _at(name)))
-        print(f"note: {name}={text}: {rule}; others wait", file=sys.stderr, flush=True)
+        working = " or ".join(map(str, counts))
+        print(f"note: {name}={text}: {working} nodes can work, others wait; {reason}", file=sys.stderr, flush=True)
     return replace(nodes, counts=counts, first_decides=loaded.config.training.global_batch_size == -1)
 
 

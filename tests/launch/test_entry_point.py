@@ -199,6 +199,19 @@ def test_two_nodes_with_two_configurations_do_not_train(tmp_path):
     assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+def test_ranks_that_are_refused_replace_what_an_earlier_attempt_has_written(tmp_path):
+    """A run that saves as a node joins records that the same command continues; with more nodes it does not."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/exit.json").write_text('{"code": 75, "retryable": true}')
+    names = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    words = options(tmp_path / "run", 2, **{"training.global_batch_size": 4})
+    [(code, said)] = ended(
+        start([sys.executable, "-m", "shardtrain", "train", *words], bare(tmp_path, **names), forked.Popen)
+    )
+    assert code == 2 and "training.global_batch_size=4" in said, said
+    assert record(tmp_path / "run")["code"] == 2 and record(tmp_path / "run")["retryable"] is False
+
+
 def test_what_another_launcher_has_left_does_not_make_a_run_wait_or_shrink(tmp_path):
     left = {"RANK": "1", "MASTER_ADDR": "gone.invalid", "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "2",
             "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "8", "ROLE_RANK": "x"}  # fmt: skip

@@ -159,6 +159,51 @@ def test_a_world_of_fewer_nodes_than_asked_for_does_not_train(monkeypatch, capsy
     assert "1 nodes have met, and 2 can work: this node waits" in capsys.readouterr().err
 
 
+def join_and_follow(rank: int, port: int) -> list[int]:
+    """The sizes of the worlds in which a node works, until it works in one of four nodes. The last node comes late."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as an agent of several nodes sets it
+    if rank == 3:
+        late = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=patience.seconds(60)))
+        late.wait(["two have worked"])
+    settings = {"last_call_timeout": "5"}
+    rendezvous = open_meeting(node(rank, port, least=2, most=4, counts=[2, 4], rendezvous=settings), serves=rank == 0)
+    worlds = []
+    while 4 not in worlds:
+        info = rendezvous.next_rendezvous()
+        worlds.append(info.world_size)
+        assert info.rank < info.world_size
+        looks = 0
+        while info.world_size == 2 and not rendezvous.num_nodes_waiting():
+            time.sleep(0.5)
+            looks += 1
+            if looks == 10:  # nobody has disturbed these two meanwhile
+                rendezvous._store.set("two have worked", "")
+    end_together(rendezvous, info.store, info.rank)
+    return worlds
+
+
+def test_a_node_that_does_not_fit_waits_and_the_others_go_on_until_more_come():
+    """Two or four nodes can work: of three, two work on and one waits; the fourth lets all work."""
+    worlds = run_ranks(4, join_and_follow, free_port())
+    assert {size for sizes in worlds for size in sizes} == {2, 4}
+    assert all(sizes[-1] == 4 for sizes in worlds)
+    assert [4] in worlds[:3], "one of the first three has waited"
+
+
+def test_without_a_global_batch_the_nodes_that_meet_first_decide_which_numbers_can_work(monkeypatch):
+    """Their batch is kept by later worlds, which must divide it: nodes that do not wait."""
+    shared = dist.HashStore()
+    monkeypatch.setattr(Meeting, "_compare_clocks", lambda *_: None)
+    for met, rank, size in [(4, 0, 4), (3, 1, 2), (2, 0, 2), (4, 3, 4)]:
+        rendezvous = Meeting.from_backend("run", shared, C10dRendezvousBackend(shared, "run"), 1, 4, "127.0.0.1")
+        rendezvous.counts = [1, 2, 3, 4]
+        rendezvous.first_decides = True
+        info = pytorch.RendezvousInfo(shared, rank, met, None)
+        monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "next_rendezvous", lambda _, info=info: info)
+        assert rendezvous.next_rendezvous().world_size == size
+        assert rendezvous.counts == [1, 2, 4]
+
+
 def end_without_the_other(rank: int, port: int) -> bool:
     settings = {"keep_alive_interval": "1"}
     rendezvous = open_meeting(node(rank, port, rendezvous=settings), serves=rank == 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from shardtrain.config import load
 from shardtrain.config.command_line import CommandLine, split
 from shardtrain.config.schema import Config, Parallelism
 from shardtrain.launch import environment, nodes
@@ -201,3 +204,32 @@ def test_settings_of_the_rendezvous_are_read_and_a_wrong_list_is_refused():
     assert node and node.rendezvous == {"last_call_timeout": "3", "keep_alive_interval": "1"}
     with pytest.raises(ConfigError, match="PET_RDZV_CONF"):
         nodes.find(split([]), {**ELASTIC, "PET_RDZV_CONF": "last_call_timeout"})
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "ranks", "counts", "note"),
+    [
+        ("1:3", 4, 1, [1, 2], "1 or 2 nodes can work, others wait; with 3, .*global_batch_size=4 .*use 3 or 6"),
+        ("1:4", 4, 1, [1, 2, 4], "1 or 2 or 4 nodes can work, others wait; with 3,"),
+        ("1:4", 12, 1, [1, 2, 3, 4], ""),
+        ("1:3", 4, 2, [1, 2], "with 3, .*times 6 data-parallel ranks"),
+        ("3:4", 4, 1, [4], "4 nodes can work, others wait; with 3,"),
+        ("1:3", -1, 1, [1, 2, 3], ""),
+    ],
+)
+def test_numbers_of_nodes_that_cannot_work_are_known_at_the_start(text, batch, ranks, counts, note, capsys):
+    it = nodes.find(NOTHING, {"PET_NNODES": text, "MASTER_ADDR": "a"})
+    loaded = load(None, [f"--training.global_batch_size={batch}", "--training.local_batch_size=1"])
+    found = nodes.count_nodes(it, loaded, ranks)
+    assert list(found.counts) == counts and found.first_decides is (batch == -1)
+    said = capsys.readouterr().err
+    assert bool(said) is bool(note) and re.search(note, said) and said.count("\n") == bool(note)
+
+
+def test_an_elastic_run_of_which_no_number_of_nodes_can_work_is_refused():
+    it = nodes.find(NOTHING, {"PET_NNODES": "5:7", "MASTER_ADDR": "a"})
+    loaded = load(None, ["--training.global_batch_size=4", "--training.local_batch_size=1"])
+    with pytest.raises(
+        ConfigError, match='PET_NNODES="5:7".* has no number of nodes that can work: with 7, .*global_batch_size=4'
+    ):
+        nodes.count_nodes(it, loaded, 1)
