@@ -182,7 +182,7 @@ def join_and_follow(rank: int, port: int) -> list[int]:
     return worlds
 
 
-def test_a_node_that_does_not_fit_waits_and_the_others_go_on_until_more_come():
+def test_a_node_that_does_not_fit_waits_and_others_continue_until_more_come():
     """Two or four nodes can work: of three, two work on and one waits; the fourth lets all work."""
     worlds = run_ranks(4, join_and_follow, free_port())
     assert {size for sizes in worlds for size in sizes} == {2, 4}
