@@ -24,7 +24,7 @@ from typing import Any
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.utils import atomic_io, reading
+from shardtrain.utils import atomic_io, process, reading
 from shardtrain.utils.errors import ConfigError, FolderTaken, fix_first
 from shardtrain.utils.log import logger
 
@@ -218,7 +218,7 @@ def own_fields(nonce: str) -> dict[str, Any]:
         "pid": os.getpid(),
         "process_start": _process_start(os.getpid()),
         "pid_namespace": _pid_namespace(),
-        "boot": _boot(),
+        "boot": process.boot_id(),
         "nonce": nonce,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -245,7 +245,7 @@ def is_seen_from_here(holder: dict[str, Any]) -> bool:
 
     Machines made of one image may share their name, and the first namespace has the same number on each.
     """
-    own = {"pid_namespace": _pid_namespace(), "boot": _boot()}
+    own = {"pid_namespace": _pid_namespace(), "boot": process.boot_id()}
     return holder.get("host") == socket.gethostname() and all(holder.get(key, own[key]) == own[key] for key in own)
 
 
@@ -313,14 +313,6 @@ def _pid_namespace() -> str:
     """What numbers processes here; empty where the system does not say."""
     try:
         return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
-
-
-def _boot() -> str:
-    """What this start of this machine is known by; empty where the system does not say."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +22,7 @@ from shardtrain.data.tokenizers.tiktoken_model import TiktokenTokenizer
 from shardtrain.data.tokenizers.tokenizer_config import files_beside
 from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.temporary import temporary_folder
 
 __all__ = ["ByteTokenizer", "Ids", "Spans", "Tokenizer", "open_tokenizer"]
 
@@ -120,11 +120,11 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
         return opened[0]
 
     # Those open them in a folder of their own, since a tokenizer reads what lies beside it.
-    with tempfile.TemporaryDirectory(prefix="shardtrain-tokenizer-") as folder:
+    with temporary_folder("tokenizer") as folder:
         for name, data in received["files"].items():
-            (Path(folder) / name).parent.mkdir(exist_ok=True)
-            (Path(folder) / name).write_bytes(data)
-        file = Path(folder) / received["name"]
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
+        file = folder / received["name"]
         return open_content(file, file.read_bytes(), option, path)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import atexit
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +23,7 @@ from shardtrain.hf.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_jso
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.weights import BIN, BIN_INDEX, INDEX, SINGLE, HubWeights
-from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils import atomic_io, storage_errors, temporary
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 FACT = "hub_files"
@@ -118,8 +116,8 @@ def of_path(path: Path) -> Source | None:
 
 def unpacked(source: Source) -> Path:
     """A folder with the files of a source, for as long as this process lives."""
-    folder = Path(tempfile.mkdtemp(prefix="shardtrain-hub-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder = temporary.make("hub")
+    atexit.register(temporary.remove, folder)
     for name in source.files:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(source.read(name))

@@ -12,7 +12,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -114,11 +114,11 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
         # or the first round alone publishes where its store is, and a node that joins a later one waits for ever
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     agent: Any = None
-    with tempfile.TemporaryDirectory(prefix="shardtrain-") as records:
+    with temporary_folder() as records:
         rendezvous = None
         try:
             rendezvous = greeting.within(nodes.join_seconds, lambda: meeting.open_meeting(nodes, serves))
-            agent = _agent(nodes, rendezvous, ranks, command, grace_seconds, records, training)
+            agent = _agent(nodes, rendezvous, ranks, command, grace_seconds, str(records), training)
             result = agent.run()
             codes = [one.exitcode for one in result.failures.values()]
         except SignalException as error:

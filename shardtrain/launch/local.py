@@ -15,10 +15,8 @@ import gc
 import json
 import os
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +32,7 @@ from shardtrain.resilience import run_ends, signals
 from shardtrain.resilience.goodput import ledger
 from shardtrain.utils import atomic_io, log, private_network, storage_errors
 from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError, StorageError
+from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, PContext
@@ -252,10 +251,8 @@ def _attempt(
     run_folder = Path(loaded.config.job.dump_folder)
     with storage_errors_in_exit_json(loaded):
         prepare(run_folder)
-    # not a TemporaryDirectory: forks inherit its finalizer, so the first rank to end would delete it for all
-    records = Path(tempfile.mkdtemp(prefix="shardtrain-"))
     with contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, records, ignore_errors=True)
+        records = stack.enter_context(temporary_folder())
         # only for forks: a new process does not inherit the descriptor, and has threads before it could enter
         network = stack.enter_context(private_network.made()) if main and count > 1 else {}
         with storage_errors_in_exit_json(loaded):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from shardtrain.launch import environment, local
+from shardtrain.utils import temporary
 from shardtrain.utils.heartbeat import heartbeat
 
 if TYPE_CHECKING:
@@ -51,15 +50,14 @@ def start(verb: Verb) -> int:
         except KeyboardInterrupt:
             return INTERRUPTED
         return 0
-    folder = Path(tempfile.mkdtemp(prefix=f"shardtrain-{verb.name}-"))
+    folder = temporary.make(verb.name)
     loaded = _launched(folder)
     # as in training: forks on CPUs, fresh processes where there is an accelerator
     if environment.count_accelerators(verb.device) == 0 and sys.platform == "linux":
         code = local.launch(loaded, verb.nproc, main=lambda _: run())
     else:
         code = local.launch(loaded, verb.nproc, command=(sys.executable, "-m", "shardtrain", verb.name, *verb.words))
-    if code == 0:  # else the traces of the ranks are there
-        shutil.rmtree(folder, ignore_errors=True)
+    _close(folder, code)
     return code
 
 
@@ -67,7 +65,7 @@ def _as_rank(verb: Verb) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``start`` as a fresh process."""
     local.become_rank()
     action = verb.load()
-    folder = Path(tempfile.mkdtemp(prefix=f"shardtrain-{verb.name}-"))
+    folder = temporary.make(verb.name)
     local.prepare(folder)
 
     def run(_: Loaded) -> None:
@@ -77,9 +75,16 @@ def _as_rank(verb: Verb) -> NoReturn:
 
     loaded = _launched(folder)
     code = local.run_rank(loaded, run, int(os.environ["WORLD_SIZE"]))
-    if code == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+    _close(folder, code)
     local.leave(code)
+
+
+def _close(folder: Path, code: int) -> None:
+    """Remove the folder of the ranks, unless the traces of a failure are there."""
+    if code:
+        temporary.keep(folder)
+    else:
+        temporary.remove(folder)
 
 
 def _launched(folder: Path) -> Loaded:

@@ -12,8 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +19,7 @@ import torch.distributed as dist
 from shardtrain import config as configs
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.temporary import temporary_folder
 
 LIMIT_SECONDS = 240
 """Of the comparison, which takes some ten; less where the ranks would not wait for each other so long."""
@@ -88,8 +87,8 @@ def _compare(config: Config) -> dict[str, list[str]]:
         for name, value in os.environ.items()
         if name not in _OF_A_RANK and not name.startswith(("TORCHELASTIC_", "SLURM_", "PMI", "OMPI_"))
     } | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "SHARDTRAIN_HEARTBEAT_SECONDS": "0"}
-    with tempfile.TemporaryDirectory(prefix="shardtrain-model-check-") as folder:
-        path = Path(folder) / "config.toml"
+    with temporary_folder("model-check") as folder:
+        path = folder / "config.toml"
         path.write_text(configs.resolved_toml(config), encoding="utf-8")
         command = [sys.executable, "-m", "shardtrain.tools.verify.before_training", str(path)]
         process = subprocess.Popen(

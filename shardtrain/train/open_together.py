@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
 from shardtrain.distributed import gloo_sockets
 from shardtrain.resilience import progress
-from shardtrain.utils import errors, reading
+from shardtrain.utils import errors, process, reading
 from shardtrain.utils.errors import ConfigError, DataError, PeerError, Problem, ShardtrainError, StorageError
 
 _PIECE_BYTES = 16 * 2**20
@@ -250,6 +249,5 @@ def _named(error: Exception) -> Exception:
 
 def _node_number() -> int:
     """A number that ranks of one machine have in common."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    name = f"{socket.gethostname()} {boot.read_text() if boot.exists() else ''}"
+    name = f"{socket.gethostname()} {process.boot_id()}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")

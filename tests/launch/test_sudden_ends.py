@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import patience
 import pytest
 from hangs import config, run
 from launched import alive, end, no_orphans, record, wait_for
+
+from shardtrain.utils import temporary
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")
 
@@ -26,8 +29,11 @@ def pid_of(folder: Path, rank: int) -> int:
 
 
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
-def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim):
+def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim, monkeypatch):
     seconds = []
+    places = tmp_path / "temporary"
+    places.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(places))
     for number in range(ENDS):
         folder = tmp_path / str(number)
         process = run(config(folder, steps=1000, on_data_end="repeat"))
@@ -41,6 +47,10 @@ def test_all_processes_are_gone_within_ten_seconds_of_a_kill(tmp_path, victim):
         status = end(process)
         seconds.append(time.monotonic() - started)
         assert no_orphans(folder)
+        # a killed launcher leaves its folder, which the next start removes
+        assert len([one for one in places.iterdir() if one.name.startswith(temporary.PREFIX)]) == (victim == "launcher")
+        with temporary.temporary_folder() as own:
+            assert [one for one in places.iterdir() if one.name.startswith(temporary.PREFIX)] == [own]
         if victim == "rank":
             assert (status, record(folder)["rank"], record(folder)["code"]) == (6, number % 2, 6)
     seconds.sort()

@@ -51,6 +51,7 @@ NOT_OF_A_RUN = {
     "train/model_check.py": "a temporary folder",
     "utils/private_network.py": "/proc",
     "utils/process.py": "/dev/null",
+    "utils/temporary.py": "the mark of a temporary folder",
 }
 """Files outside ``tools/`` that open something for writing by themselves, and what it is."""
 

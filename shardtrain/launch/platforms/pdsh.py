@@ -14,15 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import IO
 
 from shardtrain.launch.platforms import pdsh_rsh
 from shardtrain.launch.platforms.ssh import Plan
+from shardtrain.utils import temporary
 from shardtrain.utils.errors import ConfigError, Problem
 
 POLL_SECONDS = 0.02
@@ -109,7 +108,7 @@ class Fan:
                 fix = "install it, or leave out launch.ssh.via"
                 raise ConfigError(Problem("launch.ssh.via", "pdsh", f"needs {program}, which is not here", fix))
         self.channels = [Reached(plan) for plan in plans]
-        self._folder = Path(tempfile.mkdtemp(prefix="shardtrain-"))  # for this user alone
+        self._folder = temporary.make()
         path = self._folder / "socket"
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(path))
@@ -162,4 +161,4 @@ class Fan:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        temporary.remove(self._folder)

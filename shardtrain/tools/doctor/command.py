@@ -6,9 +6,7 @@ import dataclasses
 import json
 import os
 import re
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.command_line import Option, split, take
 from shardtrain.resilience import signals
 from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
+from shardtrain.utils import temporary
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
@@ -139,7 +138,7 @@ def _here(request: Request, words: list[str]) -> int:
     print(f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
 
     # The launcher writes logs and exit.json to the run's folder; those of the doctor go where they are removed.
-    folder = Path(tempfile.mkdtemp(prefix="shardtrain-doctor-"))
+    folder = temporary.make("doctor")
     os.environ[FOLDER] = str(folder)
     launched = _with_folder(loaded, folder)
     try:
@@ -158,7 +157,7 @@ def _here(request: Request, words: list[str]) -> int:
             return status or 1
         result = json.loads(report.read_text(encoding="utf-8"))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        temporary.remove(folder)
         del os.environ[FOLDER]
     return _print(request, result)
 

@@ -25,6 +25,7 @@ from shardtrain.tools.verify.request import Request, read
 from shardtrain.tools.verify.shrink import Task
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
+from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from shardtrain.tools.verify.run import Trainer
@@ -55,7 +56,7 @@ def main(words: Sequence[str]) -> int:
     with heartbeat("importing PyTorch"):
         from shardtrain.train import trainer
 
-    with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
+    with temporary_folder("verify") as folder:
         task, probe_notes = probe(task, Path(folder))
         if not request.json:
             for note in probe_notes:
@@ -171,7 +172,7 @@ def small_copy(plans: Sequence[Plan], loaded: Loaded) -> dict[str, Any] | None:
 
     possible = [one for one in plans if not one.problem]
     tp = math.lcm(1, *(one.degrees.get("tp", 1) for one in possible))
-    with tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
+    with temporary_folder("verify") as folder:
         try:
             arguments = (loaded.config, shrink.needed_layers(possible), tp)
             (answer,) = workers.run(1, own_sizes.smaller, *arguments, folder=Path(folder))

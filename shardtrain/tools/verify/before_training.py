@@ -10,7 +10,6 @@ import dataclasses
 import json
 import re
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from shardtrain.tools.verify import meshes, shrink, workers
 from shardtrain.tools.verify.meshes import Plan
 from shardtrain.tools.verify.report import BLIND, Row
 from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.temporary import temporary_folder
 
 STEPS = 1
 """One update: what a second would show, a model that keeps state, is asked of the model alone."""
@@ -70,7 +70,7 @@ def judge(config: Config) -> Verdict:
     if config.activation_checkpoint.mode != "none":
         kinds.add(probes.RECOMPUTE)
     # switched off in this process, casts are off in all that are forked from it
-    with casts.off(), tempfile.TemporaryDirectory(prefix="shardtrain-verify-") as folder:
+    with casts.off(), temporary_folder("verify") as folder:
         try:
             task, notes = verify.probe(task, Path(folder), kinds)
         except ConfigError as error:

@@ -11,8 +11,6 @@ import functools
 import itertools
 import json
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +20,7 @@ from typing import Any, Literal
 from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.tools.verify import workers
+from shardtrain.utils import temporary
 from shardtrain.utils.heartbeat import not_silent
 from shardtrain.utils.limits import cgroup_memory, host_memory
 from shardtrain.utils.units import format_bytes
@@ -148,7 +147,7 @@ def measured(check: Check, budget: int) -> Row:
     row = Row(check.name, check.size, check.mesh, check.ranks, None, check.limit, "left out")
     if check.needs > budget:
         return replace(row, note=f"needs {format_bytes(check.needs)} of memory, {format_bytes(budget)} allowed")
-    folder = Path(tempfile.mkdtemp(prefix="shardtrain-real-"))
+    folder = temporary.make("real")
     started = time.perf_counter()
     try:
         error, note = check.measure(folder)
@@ -157,7 +156,7 @@ def measured(check: Check, budget: int) -> Row:
     except _NotPossible as reason:
         return replace(row, note=str(reason))
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        temporary.remove(folder)
     # written so that an error that is not a number fails
     verdict: Verdict = "pass" if error <= check.limit else "fail"
     return replace(row, error=error, verdict=verdict, seconds=time.perf_counter() - started, note=note)
@@ -268,7 +267,7 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
     if loaded.config.model.name == "transformers":
         yield _left_out(model, "networks of transformers are compared with their own, by import and export")
         return
-    folder = Path(tempfile.mkdtemp(prefix="shardtrain-real-"))
+    folder = temporary.make("real")
     try:
 
         def count(piece: layers.Piece) -> layers.Piece:
@@ -278,7 +277,7 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
         for piece in layers.pieces(loaded, budget, count):
             yield from _of_piece(model, piece, folder / "gradients.safetensors")
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        temporary.remove(folder)
 
 
 def _left_out(model: str, reason: str) -> Check:

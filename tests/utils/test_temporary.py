@@ -1,0 +1,185 @@
+"""A temporary folder goes with its process, or at the next start; what is not ours in that place is not touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardtrain.utils import temporary
+from shardtrain.utils.process import boot_id
+
+OTHER_USER = 65534
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of temporary files."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    return tmp_path / "tmp"
+
+
+def killed_holder(purpose: str = "", child_lives: bool = False) -> tuple[Path, int]:
+    """The folder of a process that was killed, and the process that it had forked, or 0."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if not pid:
+        folder = temporary.make(purpose)
+        (folder / "meeting/deeper").mkdir(parents=True)
+        (folder / "meeting/store").write_text("left")
+        child = os.fork() if child_lives else 0
+        if child or not child_lives:
+            os.write(writer, f"{folder} {child}".encode())
+        while True:
+            signal.pause()
+    os.close(writer)
+    with open(reader) as file:
+        folder, child = os.read(file.fileno(), 4096).decode().split()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return Path(folder), int(child)
+
+
+@pytest.mark.parametrize("purpose", ["", "doctor", "model-check"])
+def test_the_next_start_removes_the_folder_of_a_killed_process(purpose: str, place: Path) -> None:
+    left, _ = killed_holder(purpose)
+    assert (left / "meeting/store").exists()
+    with temporary.temporary_folder() as folder:
+        assert [*place.iterdir()] == [folder] and stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [*place.iterdir()] == []
+
+
+def test_a_folder_of_a_living_process_stays(place: Path) -> None:
+    first = temporary.make()
+    second = temporary.make("verify")
+    assert {*place.iterdir()} == {first, second}
+    temporary.remove(first)
+    temporary.remove(second)
+    assert [*place.iterdir()] == []
+
+
+def test_a_fork_that_outlives_its_parent_keeps_the_folder(place: Path) -> None:
+    left, child = killed_holder(child_lives=True)
+    try:
+        with temporary.temporary_folder():
+            assert (left / "meeting/store").exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        pass
+    with temporary.temporary_folder():
+        assert not left.exists()
+
+
+def test_the_end_of_a_fork_removes_nothing(place: Path) -> None:
+    with temporary.temporary_folder() as folder:
+        pid = os.fork()
+        if not pid:
+            temporary.remove(folder)
+            os._exit(0)
+        os.waitpid(pid, 0)
+        assert folder.exists()
+        with temporary.temporary_folder():
+            assert folder.exists(), "nor is the lock lost"
+
+
+def test_a_folder_that_is_kept_for_the_user_stays(place: Path) -> None:
+    pid = os.fork()
+    if not pid:
+        temporary.keep(temporary.make("verify"))
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with temporary.temporary_folder():
+        assert len([*place.glob("shardtrain-verify-*")]) == 1
+
+
+def marked(path: Path, mode: int = 0o700, text: str = "") -> None:
+    path.mkdir()
+    path.chmod(mode)
+    (path / temporary.MARK).write_text(text or boot_id())
+    (path / "data").write_text("precious")
+
+
+def a_folder_of_the_user(path: Path) -> None:
+    path.mkdir(mode=0o700)
+    (path / "data").write_text("precious")
+
+
+def a_file(path: Path) -> None:
+    path.write_text("precious")
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_socket(path: Path) -> None:
+    os.chdir(path.parent)
+    socket.socket(socket.AF_UNIX).bind(path.name)
+
+
+def a_link_to_a_marked_folder(path: Path) -> None:
+    marked(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def a_folder_for_all(path: Path) -> None:
+    marked(path, mode=0o777)
+
+
+def a_folder_of_another_boot(path: Path) -> None:
+    marked(path, text="0" * 36)
+
+
+def a_linked_mark(path: Path) -> None:
+    a_folder_of_the_user(path)
+    path.with_name("mark").write_text(boot_id())
+    (path / temporary.MARK).symlink_to(path.with_name("mark"))
+
+
+def a_pipe_as_mark(path: Path) -> None:
+    a_folder_of_the_user(path)
+    os.mkfifo(path / temporary.MARK)
+
+
+def a_folder_of_another_user(path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("needs root")
+    marked(path)
+    os.chown(path, OTHER_USER, OTHER_USER)
+
+
+ENTRIES = [
+    a_folder_of_the_user, a_file, a_pipe, a_socket, a_link_to_a_marked_folder, a_folder_for_all,
+    a_folder_of_another_boot, a_linked_mark, a_pipe_as_mark, a_folder_of_another_user,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+@pytest.mark.parametrize("name", ["shardtrain-abcdefgh", "shardtrain-\n; rm -rf x", b"shardtrain-\xff\x1b[2J"])
+def test_what_is_not_ours_is_not_touched(
+    name: str | bytes, entry: Callable[[Path], None], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    entry(place / os.fsdecode(name))
+    before = sorted(path.as_posix() for path in place.rglob("*"))
+    with temporary.temporary_folder() as folder:
+        assert sorted(path.as_posix() for path in place.rglob("*") if folder not in (path, path.parent)) == before
+
+
+def test_a_link_inside_a_left_folder_is_not_followed(place: Path) -> None:
+    (place / "precious").mkdir()
+    (place / "precious/data").write_text("kept")
+    left, _ = killed_holder()
+    (left / "link").symlink_to(place / "precious")
+    (left / "meeting/link").symlink_to(place / "precious")
+    with temporary.temporary_folder():
+        assert not left.exists()
+    assert (place / "precious/data").read_text() == "kept"
