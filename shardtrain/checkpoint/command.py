@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from shardtrain.checkpoint import best, choice, files, interval, manifest, reten
 from shardtrain.checkpoint.manifest import MANIFEST, Manifest
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.utils import storage_errors
+from shardtrain.utils.arguments import HELP_WORDS, take_verb
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds, parse_seconds
 
@@ -48,19 +48,10 @@ the latest). All may be addresses of an object store, such as s3://bucket/run/st
 
 def main(words: Sequence[str], dcp: Callable[..., int] | None = None) -> int:
     """Run one verb; gives the exit status. ``dcp`` runs those of ``shardtrain.tools.dcp``, which knows models."""
-    if not words:
-        fix = f"use one of {', '.join([*VERBS, *_ELSEWHERE])}; shardtrain checkpoint --help says what each does"
-        raise ConfigError(Problem("shardtrain checkpoint", None, "needs a verb", fix, "command line"))
-    verb = words[0]
-    rest = words[1:]
-    if verb in ("help", "--help", "-h") or (verb not in _ELSEWHERE and {"--help", "-h"} & {*rest}):
+    verb, rest = take_verb("shardtrain checkpoint", words, [*VERBS, *_ELSEWHERE])
+    if verb in HELP_WORDS or (verb not in _ELSEWHERE and {"--help", "-h"} & {*rest}):
         print(USAGE, end="")
         return 0
-    if verb not in VERBS and verb not in _ELSEWHERE:
-        known = [*VERBS, *_ELSEWHERE]
-        near = difflib.get_close_matches(verb, known, 1)
-        fix = (f"did you mean {near[0]}? " if near else "") + f"verbs are {', '.join(known)}"
-        raise ConfigError(Problem("shardtrain checkpoint", verb, "is not a verb", fix, "command line"))
     if verb in _ELSEWHERE:
         assert dcp is not None, "the command line gives it"
         return dcp([verb, *rest])

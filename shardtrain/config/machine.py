@@ -47,16 +47,17 @@ def machine_notes(
     ``device`` is "cpu", "cuda" or "xpu", where training would run; ``num_devices`` counts such devices of this host.
     What is None is unknown, and no rule about it is applied.
     """
-    found = list(mesh_notes(loaded, world_size)) if world_size is not None else []
-    found += _device(loaded, device, num_devices)
-    found += _compiler(loaded, device)
-    found += check_pinned(loaded, device)
-    found += _paths(loaded)
-    found += _folders(loaded)
-    found += _linked_folders(loaded)
-    found += _tokenizer(loaded)
-    found += _packages(loaded)
-    return found
+    return [
+        *(mesh_notes(loaded, world_size) if world_size is not None else ()),
+        *_device(loaded, device, num_devices),
+        *_compiler(loaded, device),
+        *check_pinned(loaded, device),
+        *_paths(loaded),
+        *_folders(loaded),
+        *_linked_folders(loaded),
+        *_tokenizer(loaded),
+        *_packages(loaded),
+    ]
 
 
 def watching_problem(loaded: Loaded, world_size: int, local_ranks: int) -> Problem | None:

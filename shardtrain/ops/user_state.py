@@ -47,9 +47,11 @@ class UserState:
             now = _variables(owner)
             differing = [name for name in {**before, **now} if now.get(name) is not before.get(name)]
             names += [f"{label}.{name}".lstrip(".") for name in differing]
-        names += [label for label, container, before in self._contents if not _same_items(container, before)]
-        names += [label for label, function, misses in self._caches if function.cache_info().misses != misses]
-        names += [label for label, tensor, before in self._tensors if _other_numbers(tensor, before)]
+        names += [
+            *(label for label, container, before in self._contents if not _same_items(container, before)),
+            *(label for label, function, misses in self._caches if function.cache_info().misses != misses),
+            *(label for label, tensor, before in self._tensors if _other_numbers(tensor, before)),
+        ]
         return [name.replace("._buffers", "") for name in names]
 
     @torch.no_grad()

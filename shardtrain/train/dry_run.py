@@ -318,17 +318,22 @@ def _without_compiler(config: Config) -> Config:
 
 
 def _left_out(config: Config) -> list[str]:
-    notes = derived.notes_on_rows(config)
-    if config.compile.enable:
-        notes.append("compile.enable=true: nothing is compiled here; activations are those of the uncompiled model")
-    if config.parallelism.enable_async_tensor_parallel:
-        notes.append("parallelism.enable_async_tensor_parallel=true: nothing is overlapped here")
-    if config.activation_checkpoint.mode == "memory_budget":
-        notes.append(
-            'activation_checkpoint.mode="memory_budget": the compiler would decide; here nothing is recomputed'
-        )
-    if config.activation_checkpoint.cpu_offload:
-        notes.append("activation_checkpoint.cpu_offload=true: what would move to host memory is counted as activations")
-    if config.training.enable_cpu_offload:
-        notes.append("training.enable_cpu_offload=true: parameters, gradients and optimizer state are in host memory")
-    return notes
+    recompute = config.activation_checkpoint
+    notes = {
+        "compile.enable=true: nothing is compiled here; activations are those of the uncompiled model": (
+            config.compile.enable
+        ),
+        "parallelism.enable_async_tensor_parallel=true: nothing is overlapped here": (
+            config.parallelism.enable_async_tensor_parallel
+        ),
+        'activation_checkpoint.mode="memory_budget": the compiler would decide; here nothing is recomputed': (
+            recompute.mode == "memory_budget"
+        ),
+        "activation_checkpoint.cpu_offload=true: what would move to host memory is counted as activations": (
+            recompute.cpu_offload
+        ),
+        "training.enable_cpu_offload=true: parameters, gradients and optimizer state are in host memory": (
+            config.training.enable_cpu_offload
+        ),
+    }
+    return [*derived.notes_on_rows(config), *(note for note, applies in notes.items() if applies)]

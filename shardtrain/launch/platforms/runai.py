@@ -30,10 +30,12 @@ def render(job: Job, launch: Launch) -> list[str]:
 
 def _v2(job: Job, launch: Launch) -> list[str]:
     kind = ["pytorch"] if job.nodes > 1 else ["standard"]
-    words = ["runai", "training", *kind, "submit", job.name, *_common(job, launch)]
-    words += ["--gpu-devices-request", str(job.devices)] if job.devices else []
-    words += ["--cpu-core-request", str(job.cpus)] if job.cpus else []
-    words += ["--cpu-memory-request", f"{job.memory_gib}G"] if job.memory_gib else []
+    words = [
+        *("runai", "training", *kind, "submit", job.name, *_common(job, launch)),
+        *(("--gpu-devices-request", str(job.devices)) if job.devices else ()),
+        *(("--cpu-core-request", str(job.cpus)) if job.cpus else ()),
+        *(("--cpu-memory-request", f"{job.memory_gib}G") if job.memory_gib else ()),
+    ]
     if job.nodes > 1:
         words += ["--workers", str(job.nodes - 1)]
         words += ["--master-gpu-devices-request", str(job.devices)] if job.devices else []
@@ -45,11 +47,13 @@ def _v2(job: Job, launch: Launch) -> list[str]:
 
 def _v1(job: Job, launch: Launch) -> list[str]:
     kind = ["submit-dist", "pytorch"] if job.nodes > 1 else ["submit"]
-    words = ["runai", *kind, "--name", job.name, *_common(job, launch)]
-    words += ["--gpu", str(job.devices)] if job.devices else []
-    words += ["--cpu", str(job.cpus)] if job.cpus else []
-    words += ["--memory", f"{job.memory_gib}G"] if job.memory_gib else []
-    words += [f"--workers={job.nodes - 1}", *_elastic(job)] if job.nodes > 1 else []
+    words = [
+        *("runai", *kind, "--name", job.name, *_common(job, launch)),
+        *(("--gpu", str(job.devices)) if job.devices else ()),
+        *(("--cpu", str(job.cpus)) if job.cpus else ()),
+        *(("--memory", f"{job.memory_gib}G") if job.memory_gib else ()),
+        *((f"--workers={job.nodes - 1}", *_elastic(job)) if job.nodes > 1 else ()),
+    ]
     for name, value in job.environment.items():
         if value.startswith("SECRET:"):
             rule = "begins with SECRET:, which runai v1 takes for a reference"

@@ -132,10 +132,12 @@ def render(job: Job, launch: Launch) -> str:
         rule = f"launch.workdir={job.workdir} is not a folder here; use one that all nodes see"
         folder = shlex.quote(folder_words(job.workdir))
         lines.append(f"cd -- {folder} 2>/dev/null || {{ say {shlex.quote(rule)}; exit 2; }}")
-    lines += slurm.setup
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()]
-    # sbatch hands on the environment unless a site's SBATCH_EXPORT, or --export in a directive, says otherwise
-    lines += [f': "${{{name}?was not handed on by sbatch; see --export}}"' for name in job.forwarded]
+    lines += [
+        *slurm.setup,
+        *(f"export {name}={shlex.quote(value)}" for name, value in job.environment.items()),
+        # sbatch hands on the environment unless a site's SBATCH_EXPORT, or --export in a directive, says otherwise
+        *(f': "${{{name}?was not handed on by sbatch; see --export}}"' for name in job.forwarded),
+    ]
 
     # where the nodes meet, and what each of them runs
     suffix = f'${{hosts[0]}}{slurm.host_suffix}:$port"'
@@ -144,9 +146,8 @@ def render(job: Job, launch: Launch) -> str:
     lines += ["", *_command(job, launch), *_look(job, launch)]
 
     # the run itself; its status decides whether the job is queued again
-    step = ["srun", "--ntasks-per-node=1"]
     # an agent that ends early must not take the others with it while they save
-    step += ["--kill-on-bad-exit=0", f"--wait={job.grace_seconds + 60}", "--export=ALL"]
+    step = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0", f"--wait={job.grace_seconds + 60}", "--export=ALL"]
     container = _container(job, launch)
     lines += ["code=0", " ".join([*step, *map(shlex.quote, container), '"${command[@]}"', "|| code=$?"])]
     limit = str(job.max_restarts or job.retries)

@@ -133,8 +133,7 @@ def of_checkpoint(
             config = None
     if config is not None:
         model = config.model
-        facts.append(("Model", derived.model_label(model)))
-        facts.append(("Task", config.task.name))
+        facts += [("Model", derived.model_label(model)), ("Task", config.task.name)]
         if config.task.teacher_path:
             facts.append(("Teacher", config.task.teacher_path))
         if config.lora.enable:
@@ -153,9 +152,11 @@ def of_checkpoint(
 
     # How it was computed.
     if config is not None:
-        facts.append(("Precision", f"stored {config.training.dtype}, computed in {derived.compute_dtype(config)}"))
-        facts.append(("Seed", str(config.debug.seed)))
-        facts.append(("Mesh", _mesh(config, read_world_size(run / RESOLVED_CONFIG))))
+        facts += [
+            ("Precision", f"stored {config.training.dtype}, computed in {derived.compute_dtype(config)}"),
+            ("Seed", str(config.debug.seed)),
+            ("Mesh", _mesh(config, read_world_size(run / RESOLVED_CONFIG))),
+        ]
         with (run / RESOLVED_CONFIG).open(encoding="utf-8", errors="replace") as file:
             if made := re.match(r"# (shardtrain .*?, torch .*?, Python [\d.]+)", file.readline(4096)):
                 facts.append(("Trained by", made[1]))

@@ -146,14 +146,9 @@ def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], th
             integral.append(f"{theirs} {tensor.dtype}")
         if tensor.shape != shapes[name]:
             wrong.append(f"{theirs} {list(tensor.shape)} in place of {list(shapes[name])}")
-    if missing or wrong or integral:
-        parts = []
-        if missing:
-            parts.append(f"{len(missing)} missing: {listed(missing)}")
-        if integral:
-            parts.append(f"{len(integral)} of a type that is not trained: {listed(integral)}")
-        if wrong:
-            parts.append(f"{len(wrong)} of another shape: {listed(wrong)}")
+    lists = {"missing": missing, "of a type that is not trained": integral, "of another shape": wrong}
+    parts = [f"{len(names)} {fault}: {listed(names)}" for fault, names in lists.items() if names]
+    if parts:
         has = f" (it has {listed(sorted(there.tensors))})" if len(missing) == len(weights) else ""
         raise CheckpointError(
             f"{there.folder} is not {model}: {'; '.join(parts)}{has}; name the model, flavor and overrides that it was "

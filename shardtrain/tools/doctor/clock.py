@@ -76,8 +76,8 @@ def judge(reports: Reports) -> Iterator[Finding]:
 
     # the clock of one host alone need follow nothing
     several = len(reports.hosts()) > 1
-    yield from each(reports, AREA, "synchronized", lambda facts: _synchronized(facts, several))
-    yield from each(reports, AREA, "source", _source)
+    rules = {"synchronized": lambda facts: _synchronized(facts, several), "source": _source}
+    yield from each(reports, AREA, rules)
 
 
 def _synchronized(facts: Facts, several: bool) -> Judged | None:

@@ -65,12 +65,11 @@ def judge(reports: Reports) -> Iterator[Finding]:
     if by_rank and all(row.verdict == "pass" for row in rows):
         yield Finding(AREA, "variables", "pass", f"{len(names)} set", "equal on all ranks")
     for name in _INTERFACES:
-        yield from each(reports, AREA, name, functools.partial(_interface, name))
+        yield from each(reports, AREA, {name: functools.partial(_interface, name)})
     for name, pattern, cost in COSTLY:
-        yield from each(reports, AREA, name, functools.partial(_costly, name, pattern, cost))
-    yield from each(reports, AREA, "NCCL_IB_DISABLE", _infiniband)
-    yield from each(reports, AREA, "devices of the job", _unseen)
-    yield from each(reports, AREA, "threads", _threads)
+        yield from each(reports, AREA, {name: functools.partial(_costly, name, pattern, cost)})
+    rules = {"NCCL_IB_DISABLE": _infiniband, "devices of the job": _unseen, "threads": _threads}
+    yield from each(reports, AREA, rules)
 
 
 _FIX = "set it in the job script, which all ranks read, and not in the shell of one host"

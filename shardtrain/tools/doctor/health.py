@@ -174,16 +174,14 @@ def _texts(by_rank: dict[int, Facts], look: Any) -> dict[int, str]:
 
 
 def _memory_errors(facts: Facts) -> str:
-    words = []
     errors = int(_number(facts, "ecc.errors.uncorrected.volatile.total"))
-    if errors:
-        words.append(f"{errors} uncorrected")
-    if facts.get("remapped_rows.pending", "0") not in ("0", "No"):
-        words.append("rows wait for remapping")
-    if facts.get("remapped_rows.failure", "0") not in ("0", "No"):
-        words.append("remapping failed")
-    if facts.get("retired_pages.pending", "No") not in ("0", "No"):
-        words.append("pages wait for retirement")
+    words = [f"{errors} uncorrected"] if errors else []
+    states = {
+        "remapped_rows.pending": "rows wait for remapping",
+        "remapped_rows.failure": "remapping failed",
+        "retired_pages.pending": "pages wait for retirement",
+    }
+    words += [text for name, text in states.items() if facts.get(name, "0") not in ("0", "No")]
     return ", ".join(words)
 
 

@@ -53,14 +53,14 @@ def judge(reports: Reports) -> Iterator[Finding]:
     hosts = reports.hosts()
     by_rank = reports.of(AREA)
     yield _ranks_per_host(reports)
-    yield from each(reports, AREA, "name resolves", lambda facts: _resolves(facts, several=len(hosts) > 1))
+    yield from each(reports, AREA, {"name resolves": lambda facts: _resolves(facts, several=len(hosts) > 1)})
     found = {facts["architecture"] for facts in by_rank.values()}
     if len(found) > 1:
         fix = "use hosts of one kind: kernels of different processors round differently"
         yield Finding(AREA, "architecture", "warn", ", ".join(sorted(found)), "equal on all hosts", fix)
-    yield from each(reports, AREA, "ephemeral ports", _ports)
+    yield from each(reports, AREA, {"ephemeral ports": _ports})
     if not any(facts["in_job"] for facts in by_rank.values()):
-        yield from each(reports, AREA, "meeting port", _port)
+        yield from each(reports, AREA, {"meeting port": _port})
 
 
 def _ranks_per_host(reports: Reports) -> Finding:

@@ -82,16 +82,19 @@ def _chosen(text: str) -> str:
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Each limit against what a run of this size needs."""
-    yield from each(reports, AREA, "open files", _files)
-    yield from each(reports, AREA, "processes", _processes)
-    yield from each(reports, AREA, "locked memory", _locked)
-    yield from each(reports, AREA, "address space", _address)
-    yield from each(reports, AREA, "core dumps", _core)
-    yield from each(reports, AREA, "CPU quota", _quota)
-    yield from each(reports, AREA, "CPU load", _load)
-    yield from each(reports, AREA, "CPU governor", _governor)
-    yield from each(reports, AREA, "CPU steal", _stolen)
-    yield from each(reports, AREA, "huge pages", _pages)
+    rules = {
+        "open files": _files,
+        "processes": _processes,
+        "locked memory": _locked,
+        "address space": _address,
+        "core dumps": _core,
+        "CPU quota": _quota,
+        "CPU load": _load,
+        "CPU governor": _governor,
+        "CPU steal": _stolen,
+        "huge pages": _pages,
+    }
+    yield from each(reports, AREA, rules)
 
 
 def _files(facts: Facts) -> Judged | None:

@@ -54,10 +54,13 @@ def judge(reports: Reports) -> Iterator[Finding]:
     # the first rank has counted the model, in the area of the configuration
     needs = reports.facts.get(0, {}).get("config", {}).get("state_bytes_per_rank", 0)
     on_cpu = not any("device_total" in facts for facts in reports.of(AREA).values())
-    yield from each(reports, AREA, "host memory", lambda facts: _host(facts, needs if on_cpu else 0))
-    yield from each(reports, AREA, "kills for memory", _kills)
-    yield from each(reports, AREA, "/dev/shm", _shared)
-    yield from each(reports, AREA, "device memory", lambda facts: _device(facts, needs))
+    rules = {
+        "host memory": lambda facts: _host(facts, needs if on_cpu else 0),
+        "kills for memory": _kills,
+        "/dev/shm": _shared,
+        "device memory": lambda facts: _device(facts, needs),
+    }
+    yield from each(reports, AREA, rules)
 
 
 def _host(facts: Facts, needs: int) -> Judged:

@@ -65,11 +65,11 @@ def loss_error(logits_NV: torch.Tensor, targets_N: torch.Tensor) -> float:
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Both within the limit on every rank; a sum that is not a number is not."""
-    yield from each(
-        reports, AREA, "gradient norm", lambda facts: _judge(facts, "norm_error", f"{facts['numbers']:,} numbers")
-    )
-    size = "{tokens:,} tokens x {vocabulary:,}"
-    yield from each(reports, AREA, "loss sum", lambda facts: _judge(facts, "loss_error", size.format(**facts)))
+    rules = {
+        "gradient norm": lambda facts: _judge(facts, "norm_error", f"{facts['numbers']:,} numbers"),
+        "loss sum": lambda facts: _judge(facts, "loss_error", f"{facts['tokens']:,} tokens x {facts['vocabulary']:,}"),
+    }
+    yield from each(reports, AREA, rules)
 
 
 def _judge(facts: Facts, name: str, size: str) -> Judged:

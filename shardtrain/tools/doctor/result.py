@@ -121,21 +121,25 @@ def kernel_numbers(path: str) -> list[int]:
         return []
 
 
-def each(reports: Reports, area: str, subject: str, judge: Callable[[Facts], Judged | None]) -> Iterator[Finding]:
-    """Judge each rank by itself; one row for all ranks that got the same verdict, the first of them speaking."""
-    rows: dict[tuple[str, str, str], tuple[Judged, list[int]]] = {}
-    for rank, facts in reports.of(area).items():
-        judged = judge(facts)
-        if judged is not None:
-            verdict, _, expected, fix = judged
-            rows.setdefault((verdict, expected, fix), (judged, []))[1].append(rank)
-    for (verdict, measured, expected, fix), ranks in rows.values():
-        # ranks are named where they are not all, and where something is wrong with them
-        if verdict != "pass" and len(ranks) < len(reports.of(area)):
-            text = f"{measured} on {reports.who(ranks)}"
-            yield Finding(area, subject, verdict, text, expected, fix, tuple(ranks))
-        else:
-            yield Finding(area, subject, verdict, measured, expected, fix)
+def each(reports: Reports, area: str, rules: Mapping[str, Callable[[Facts], Judged | None]]) -> Iterator[Finding]:
+    """Judge each rank by itself, by the rule of each subject. Ranks with the same verdict share a row.
+
+    The row has the measurement of the first of them.
+    """
+    for subject, judge in rules.items():
+        rows: dict[tuple[str, str, str], tuple[Judged, list[int]]] = {}
+        for rank, facts in reports.of(area).items():
+            judged = judge(facts)
+            if judged is not None:
+                verdict, _, expected, fix = judged
+                rows.setdefault((verdict, expected, fix), (judged, []))[1].append(rank)
+        for (verdict, measured, expected, fix), ranks in rows.values():
+            # ranks are named where they are not all, and where something is wrong with them
+            if verdict != "pass" and len(ranks) < len(reports.of(area)):
+                text = f"{measured} on {reports.who(ranks)}"
+                yield Finding(area, subject, verdict, text, expected, fix, tuple(ranks))
+            else:
+                yield Finding(area, subject, verdict, measured, expected, fix)
 
 
 def worst(verdicts: Collection[Verdict]) -> Verdict:

@@ -45,11 +45,14 @@ def _number(path: str) -> int:
 
 def judge(reports: Reports) -> Iterator[Finding]:
     """Each limit against what that many ranks need of one host, the host of the store where it differs."""
-    yield from each(reports, AREA, "store connections", _store)
-    yield from each(reports, AREA, "connections of a host", _ports)
-    yield from each(reports, AREA, "listen backlog", _backlog)
-    yield from each(reports, AREA, "connection tracking", _tracking)
-    yield from each(reports, AREA, "neighbour table", _neighbours)
+    rules = {
+        "store connections": _store,
+        "connections of a host": _ports,
+        "listen backlog": _backlog,
+        "connection tracking": _tracking,
+        "neighbour table": _neighbours,
+    }
+    yield from each(reports, AREA, rules)
 
 
 def _verdict(value: int, needed: int, what: str, fix: str) -> Judged | None:

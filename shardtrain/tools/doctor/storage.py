@@ -238,14 +238,14 @@ def judge(reports: Reports) -> Iterator[Finding]:
     by_rank = reports.of(AREA)
     options = list(dict.fromkeys(option for facts in by_rank.values() for option in facts["folders"]))
     for option in options:
-        yield from each(reports, AREA, option, functools.partial(_written, option))
+        yield from each(reports, AREA, {option: functools.partial(_written, option)})
         yield from _shared(reports, option)
         yield from _rate(reports, option)
 
     # the first rank has counted the model, in the area of the configuration
     needs = reports.facts.get(0, {}).get("config", {}).get("checkpoint_bytes", 0)
     if needs and any("checkpoint.folder" in facts["folders"] for facts in by_rank.values()):
-        yield from each(reports, AREA, "room for a checkpoint", lambda facts: _room(facts, needs))
+        yield from each(reports, AREA, {"room for a checkpoint": functools.partial(_room, needs=needs)})
 
     for option in dict.fromkeys(option for facts in by_rank.values() for option in facts["data"]):
         texts = {rank: str(facts["data"].get(option, "")) for rank, facts in by_rank.items()}

@@ -53,8 +53,8 @@ def run(asked: Request) -> None:
                     print(f'shardtrain evaluate: {name}: data.format="{form}", by its columns', file=sys.stderr)
                 found["sets"][name] = sets.measure(of_set, section, read)
             if world.rank == 0 and not asked.data:
-                limit = f"validation.steps={opened.config.validation.steps}"
-                print(f"shardtrain evaluate: {name}: {read.far()} ({limit})", file=sys.stderr)
+                steps = opened.config.validation.steps
+                print(f"shardtrain evaluate: {name}: {read.far()} (validation.steps={steps})", file=sys.stderr)
         if asked.tasks:
             from shardtrain.tools.evaluate import tasks
 

@@ -145,9 +145,16 @@ def open_model(
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     name = f"{derived.model_label(config.model)}, {weights.name}, {dtype} on {device.type}"
-    width = world.size if world is not None else 1
-    settings = weights.settings()
-    return OpenedModel(model.eval(), module.LAYOUT, open_tokenizer, config, name, width, settings, weights.num_ranks)
+    return OpenedModel(
+        model.eval(),
+        module.LAYOUT,
+        open_tokenizer,
+        config,
+        name,
+        width=world.size if world is not None else 1,
+        settings=weights.settings(),
+        num_ranks=weights.num_ranks,
+    )
 
 
 def _open_tokenizer(path: Path, config: Config, vocab_size: int) -> data.Tokenizer:

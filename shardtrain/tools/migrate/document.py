@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 MAX_BYTES = 2**20
@@ -45,6 +46,15 @@ def read_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(Problem("the file", str(path), "is not UTF-8 text", "save it as UTF-8")) from None
+
+
+def facts_of_folder(folder: str | None) -> dict[str, Any]:
+    """Return what config.json of a model's folder says; {} without a folder that has one."""
+    try:
+        facts = json.loads(reading.whole(Path(folder or "").expanduser() / "config.json", MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def read(path: Path) -> Document:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardtrain.tools.migrate import deepspeed
-from shardtrain.tools.migrate.document import Document, read
+from shardtrain.tools.migrate.document import Document, facts_of_folder, read
 from shardtrain.tools.migrate.report import JOINED, Found, Idle, Rule, To, apply
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -245,7 +244,7 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
         else:
             why = "from its files per layer and model-parallel rank, or its safetensors"
             found.default("checkpoint.initial_load_in_hf", True, why)
-        if _model_type(folder) == "mistral":
+        if facts_of_folder(folder).get("model_type") == "mistral":
             for part in parts:
                 if any(setting.option == "lora.target_modules" for setting in part.settings):
                     part.set("", "lora.target_modules", ["q_proj", "v_proj"], "FMEngine's of Mistral")
@@ -274,11 +273,9 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
         found.default("data.add_eos", False, "and by nothing else")
         found.default("training.on_data_end", "repeat", "the data repeated for ever")
     found.answer("data_path", "ignored", "it is empty")
-    found.default("metrics.log_freq", 1)
-    found.default("training.seq_len", 128)
-    found.default("training.steps", 100)
-    found.default("checkpoint.interval", 100)
-    found.default("debug.seed", 3407)
+    defaults = {"metrics.log_freq": 1, "training.seq_len": 128, "training.steps": 100, "checkpoint.interval": 100}
+    for option, value in {**defaults, "debug.seed": 3407}.items():
+        found.default(option, value)
     found.answer("deepspeed_config", "honoured", "read beside these flags")
     _batches(found, parts, stages, tensor)
 
@@ -298,12 +295,3 @@ def _batches(found: Found, parts: Sequence[Found], stages: int, tensor: int) -> 
         found.default(
             "training.local_batch_size", total // copies, "all rows of a step go through the pipeline at once"
         )
-
-
-def _model_type(folder: str) -> str:
-    """What config.json of a folder calls its model; empty where there is none."""
-    try:
-        facts = json.loads((Path(folder).expanduser() / "config.json").read_bytes()[: 2**20])
-    except (OSError, ValueError, RecursionError):
-        return ""
-    return str(facts.get("model_type", "")) if isinstance(facts, dict) else ""

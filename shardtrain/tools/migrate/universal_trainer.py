@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardtrain.config.task_file import read_task_file
+from shardtrain.tools.migrate.document import facts_of_folder
 from shardtrain.tools.migrate.report import JOINED, Found, Rule, To
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
@@ -445,8 +445,4 @@ def _positions(folder: str | None) -> int:
 
 def _facts(folder: str | None) -> dict[str, Any]:
     """What config.json of a folder says; the program's own model is a BART, where there is no folder yet."""
-    try:
-        facts = json.loads((Path(folder or "").expanduser() / "config.json").read_bytes()[: 2**20])
-    except (OSError, ValueError, RecursionError):
-        return {"model_type": "bart"}
-    return facts if isinstance(facts, dict) else {}
+    return facts_of_folder(folder) or {"model_type": "bart"}

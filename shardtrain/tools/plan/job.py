@@ -128,17 +128,19 @@ def of_config(
     mode = {"selective": recompute.selective_ac_option, "full": "full"}.get(recompute.mode, "none")
 
     # What the plan does not know of this configuration, as notes in its answer.
-    notes = derived.notes_on_rows(config)
-    if recompute.mode == "memory_budget":
-        notes.append(
-            "activation_checkpoint.memory_budget is what the compiler decides; planned as if nothing recomputes"
-        )
-    if config.optimizer.name.endswith(".py"):
-        notes.append("the optimizer is a file: its state is counted as AdamW's")
-    if config.task.name in ("distillation", "preference"):
-        notes.append(f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it")
-    if recompute.cpu_offload:
-        notes.append("activation_checkpoint.cpu_offload: what would move to host memory is counted on the device")
+    not_known = {
+        "activation_checkpoint.memory_budget is what the compiler decides; planned as if nothing recomputes": (
+            recompute.mode == "memory_budget"
+        ),
+        "the optimizer is a file: its state is counted as AdamW's": config.optimizer.name.endswith(".py"),
+        f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it": (
+            config.task.name in ("distillation", "preference")
+        ),
+        "activation_checkpoint.cpu_offload: what would move to host memory is counted on the device": (
+            recompute.cpu_offload
+        ),
+    }
+    notes = [*derived.notes_on_rows(config), *(note for note, applies in not_known.items() if applies)]
     name = stages.schedule_name(p.pipeline_parallel_schedule) or p.pipeline_parallel_schedule
     if name in stages.FROM_CSV and p.pipeline_parallel_degree > 1:
         name = "1F1B" if name in stages.SINGLE else "Interleaved1F1B"
