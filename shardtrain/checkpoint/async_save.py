@@ -7,7 +7,6 @@ ranks tell each other in the sum that begins every step (``Saving.pack_flags``),
 
 from __future__ import annotations
 
-import errno
 import json
 import threading
 import time
@@ -24,7 +23,6 @@ from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops import accelerator
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import StorageError
 
 LOOK_SECONDS = 0.5
@@ -192,8 +190,10 @@ def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None
     if isinstance(path, ObjectPath):
         path.put(text.encode(), new=False)
         return
-    # Not synced: it is read by the run that is alive, and is removed before the commit.
-    atomic_io.write(path, text)
+    # Renamed, so that half a marker is never read. This rank may be the first of its node to see the folder.
+    part = path.with_suffix(".part")
+    files.write_hashed(part, [memoryview(text.encode())], files.SEEN_SECONDS)
+    files.rename(part, path)
 
 
 def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Callable[[], None]) -> StoredFile:
@@ -203,14 +203,15 @@ def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Calla
     while True:
         check_cancelled()
         try:
-            fields: list[Any] = json.loads(files.read_small(path))
-            # A marker with another token is of an attempt before this one, in the same draft.
+            # If a marker is empty, this node does not see its bytes yet. A marker with another token belongs to an
+            # earlier attempt in the same draft.
+            fields: list[Any] = json.loads(files.read_small(path) or b"[0]")
             if fields[0] == token:
                 path.unlink()
                 return StoredFile(str(fields[1]), int(fields[2]), str(fields[3]))
         except OSError as error:
-            # Not there yet, or on a network filesystem seen while it was replaced.
-            if error.errno not in (errno.ENOENT, errno.ESTALE):
+            # It does not exist yet, or a network filesystem showed it while it was replaced.
+            if error.errno not in files.NOT_SEEN_YET:
                 raise
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise StorageError(f"cannot write checkpoint {path}: it holds no word of a rank; start again") from error

@@ -8,15 +8,15 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from shardtrain.checkpoint import async_save, files, retention
+from shardtrain.checkpoint import async_save, files, manifest, retention
 from shardtrain.checkpoint.async_save import Writing
 from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.checkpoint.lease import Lease
-from shardtrain.checkpoint.manifest import StoredFile
+from shardtrain.checkpoint.manifest import MANIFEST, StoredFile
 from shardtrain.checkpoint.storage import Place
 
 
@@ -38,19 +38,22 @@ class Exporter(Protocol):
 def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writing:
     """Begin to write a checkpoint as ``step-N-hf``, by the first ``size`` ranks (a collective)."""
 
-    def prepare() -> list[str]:
+    def prepare() -> list[Any]:
         lease.check()
         draft = _draft(checkpoint, lease.nonce)
         retention.remove(draft)
         files.make_draft(draft)
-        return [lease.nonce, secrets.token_hex(4)]
+        return [lease.nonce, secrets.token_hex(4), (checkpoint / MANIFEST).stat().st_size]
 
     rank = dist.get_rank()
-    nonce, token = first_rank(prepare)
+    nonce, token, manifest_bytes = first_rank(prepare)
     draft = _draft(checkpoint, nonce)
 
     def write(check_cancelled: Callable[[], None]) -> None:
         if rank < size:
+            # Other nodes have written the checkpoint a moment ago.
+            files.wait_for_sizes(checkpoint, {MANIFEST: manifest_bytes})
+            files.wait_for_sizes(checkpoint, {file.name: file.bytes for file in manifest.read(checkpoint).files})
             exporter.write_share(checkpoint, draft, rank, size, check_cancelled)
         if rank:
             if rank < size:

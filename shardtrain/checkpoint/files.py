@@ -11,7 +11,7 @@ import errno
 import hashlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -26,6 +26,12 @@ PIECE_BYTES = 2**23
 
 SEEN_SECONDS = 60.0
 """How long a network filesystem may take until one node sees what another has made."""
+LATE_SECONDS = 1.0
+"""A wait for files of other nodes that is longer than this is reported."""
+REMOUNT = "mount the folder with a shorter attribute cache (NFS: actimeo=1)"
+"""The usual fix where one node sees the files of another late."""
+NOT_SEEN_YET = (errno.ENOENT, errno.ESTALE)
+"""Errors of a name that another node has made a moment ago."""
 _FEW = 32
 _AT_A_TIME = 16
 MOST_VIEWS = 512
@@ -33,9 +39,9 @@ MOST_VIEWS = 512
 
 
 def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
-    """Bytes of files of a folder, -1 for one that is not there. Raises OSError where it cannot be asked.
+    """Return the sizes of files of a folder in bytes, -1 for one that does not exist. Raises OSError.
 
-    Many are asked for at a time: a network answers one question in about a millisecond, and a large run has thousands.
+    Threads ask for many at a time: a network answers one request in about a millisecond, and a large run has thousands.
     """
     if isinstance(folder, ObjectPath):
         sizes = folder.sizes_below()
@@ -46,7 +52,9 @@ def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
         for name in names[start : start + _FEW]:
             try:
                 sizes.append(os.stat(os.path.join(folder, name)).st_size)
-            except FileNotFoundError:
+            except OSError as error:
+                if error.errno not in NOT_SEEN_YET:
+                    raise
                 sizes.append(-1)
         return sizes
 
@@ -54,6 +62,26 @@ def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
         return few(0)
     with ThreadPoolExecutor(_AT_A_TIME, "checkpoint-stat") as pool:
         return [size for part in pool.map(few, range(0, len(names), _FEW)) for size in part]
+
+
+def wait_for_sizes(folder: Path | ObjectPath, sizes: Mapping[str, int]) -> tuple[dict[str, int], float]:
+    """Wait up to ``SEEN_SECONDS`` until this node sees files of other nodes with their ``sizes``.
+
+    Return the sizes that it sees of the files that are still missing or short, and the seconds that it has waited.
+    """
+    begun = time.monotonic()
+    while True:
+        # List the folder first: some network filesystems answer from memory when they are asked for a name.
+        if isinstance(folder, Path):
+            with contextlib.suppress(OSError):
+                os.listdir(folder)
+        seen = dict(zip(sizes, sizes_of(folder, list(sizes)), strict=True))
+        wrong = {name: size for name, size in seen.items() if size != sizes[name]}
+        waited = time.monotonic() - begun
+        if not wrong or waited > SEEN_SECONDS:
+            return wrong, waited
+        progress.tick()
+        time.sleep(0.1)
 
 
 def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_seconds: float = 0.0) -> StoredFile:
@@ -129,8 +157,9 @@ def _create(path: Path, wait_seconds: float) -> int:
         try:
             return atomic_io.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ESTALE) or time.monotonic() > deadline:
+            if error.errno not in NOT_SEEN_YET or time.monotonic() > deadline:
                 raise
+        progress.tick()
         time.sleep(0.2)
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from shardtrain.checkpoint import choice, manifest, rank0_storage, retention, tensor_reader
+from shardtrain.checkpoint import choice, manifest, node_disks, rank0_storage, retention, tensor_reader
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank
+from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_rank, first_word
 from shardtrain.checkpoint.lease import LEASE, Lease
 from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.checkpoint.save import Saver
@@ -28,8 +28,9 @@ class Checkpoints(Saver):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._dump_folder = config.job.dump_folder
         self._verified: tuple[Place, Manifest] | None = None
+        self._holder = 0
+        """The rank whose node holds the checkpoint that was verified last."""
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, oldest first."""
@@ -48,7 +49,7 @@ class Checkpoints(Saver):
         first_rank(self._take_run_folder)
 
     def _take_run_folder(self) -> None:
-        run_folder = Path(self._dump_folder)
+        run_folder = self._run_folder
         saves = self._options.enable and not self._options.load_only
         is_inside = isinstance(self._folder, Path) and self._folder.is_relative_to(run_folder)
         if saves and is_inside and not (run_folder / LEASE).exists():
@@ -60,7 +61,7 @@ class Checkpoints(Saver):
                 self._lease.refuse_if_held_here()
         except OSError as error:
             # A filesystem without links, for example. Checkpoints need the lease, metrics can do without.
-            problem = storage_errors.cannot("lock", self._dump_folder, error)
+            problem = storage_errors.cannot("lock", str(run_folder), error)
             logger.warning(f"{problem}; until then start no other run in this job.dump_folder")
 
     def to_continue(self) -> Place | None:
@@ -87,21 +88,15 @@ class Checkpoints(Saver):
                 rank0_storage.check_seen_by_all(self._folder, self._lease.nonce)
         self._check_writers(self._folder)
 
-        # Rank 0 lists the steps for all: where a shared folder lags, ranks would start from different ones. An entry
-        # step-N without a manifest is not a checkpoint, and is reported below; an object store has no folders.
-        steps = self.steps()
-        damages = list[str]()
-        if isinstance(self._folder, Path):
-            for step in sorted({*retention.step_folders(self._folder)} - {*steps}):
-                damages.append(f"step-{step} {manifest.why_not_one(self._folder / f'step-{step}')}")
-        steps, damages = broadcast_json([steps, damages])
-        if self._options.load_step != -1:
-            return self._continued(self._requested(steps))
-
         # The newest undamaged one; warn of skipped ones only when it is known what the run continues from.
-        for step in reversed(steps):
+        holders, incomplete, notes = self._survey()
+        if self._options.load_step != -1:
+            return self._continued(self._requested(holders))
+        node_disks.refuse_lost(max([*holders, *incomplete], default=-1), notes, self._run_folder)
+        damages = list(incomplete.values())
+        for step in sorted(holders, reverse=True):
             path = self._folder / f"step-{step}"
-            damage = self._verify(path)
+            damage = self._verify(path, holders[step])
             if not damage:
                 for skipped in damages:
                     logger.warning(f"{skipped}: skipped, continuing from step-{step} in {self._folder}")
@@ -123,7 +118,7 @@ class Checkpoints(Saver):
     def choose(self, step: str | None) -> choice.Choice:
         """Return the checkpoint that ``--step`` names; see ``choice.choose``."""
         self._check_writers(self._folder)
-        chosen = choice.choose(self._folder, step, partial(verify, only_rank_0=self._relays))
+        chosen = choice.choose(self._folder, step, partial(verify, reader=0 if self._relays else None))
         self._verified = chosen.path, chosen.stored
         return chosen
 
@@ -142,11 +137,12 @@ class Checkpoints(Saver):
         tensors = {**weights, **rest}
         tensor_files.check_names(tensors, stored, path)
 
-        reader = rank0_storage if self._relays else tensor_reader
-
         def read() -> None:
             try:
-                reader.read(tensors, stored, path)
+                if self._relays:
+                    rank0_storage.read(tensors, stored, path, self._holder)
+                else:
+                    tensor_reader.read(tensors, stored, path)
             except OSError as error:
                 raise CheckpointError(f"checkpoint {path} cannot be loaded: {error}") from error
 
@@ -172,9 +168,10 @@ class Checkpoints(Saver):
         Of this run are those that this process has saved, and those up to the step at which it started.
         """
         self.finish()
-        for step in [step for step in reversed(broadcast_json(self.steps())) if step <= last]:
+        holders, _, _ = self._survey()
+        for step in sorted((step for step in holders if step <= last), reverse=True):
             path = self._folder / f"step-{step}"
-            damage = self._verify(path)
+            damage = self._verify(path, holders[step])
             if damage:
                 logger.warning(f"{damage}: skipped")
                 continue
@@ -196,22 +193,28 @@ class Checkpoints(Saver):
                     retention.discard(path)
 
         first_rank(discard)
+        if self._relays:
+            # Or the next start would find them on a node that saved the checkpoints before this one.
+            all_ranks(lambda: discard() if node_disks.speaks_for_its_node() else None)
+            node_disks.note(self._run_folder, self._survey()[0])
 
     def _check_writers(self, folder: Place) -> None:
         """Refuse a folder that every user can write: hashes detect damage, not a checkpoint of somebody else."""
-        can_check = self._is_first and isinstance(folder, Path)  # an object store has its own access control
-        writable = broadcast_json(retention.open_to_all(Path(str(folder))) if can_check else "")
+        # An object store has its own access control.
+        can_check = isinstance(folder, Path) and (self._is_first or self._relays)
+        writable = first_word(retention.open_to_all(Path(str(folder))) if can_check else "")
         if writable and not self._options.allow_shared_writable:
             raise ConfigError(
                 f"checkpoint.folder: {writable} can be written by every user, who could put weights of his there; run "
                 f'"chmod o-w {writable}", or set checkpoint.allow_shared_writable=true'
             )
 
-    def _requested(self, steps: list[int]) -> Place:
+    def _requested(self, holders: dict[int, list[int]]) -> Place:
         wanted = self._options.load_step
+        steps = sorted(holders)
         if wanted not in steps:
             raise retention.no_such_step(self._folder, wanted, steps)
-        damage = self._verify(self._folder / f"step-{wanted}")
+        damage = self._verify(self._folder / f"step-{wanted}", holders[wanted])
         if damage:
             raise CheckpointError(
                 f"checkpoint.load_step={wanted}: {damage}; choose another step, or -1 for the newest that is good"
@@ -224,12 +227,27 @@ class Checkpoints(Saver):
             )
         return self._folder / f"step-{wanted}"
 
-    def _verify(self, path: Place) -> str:
-        """Return what is damaged in a checkpoint, or "" (a collective); remember the manifest of a good one."""
-        stored, damage = verify(path, only_rank_0=self._relays)
-        if stored is not None:
-            self._verified = path, stored
-        return damage
+    def _survey(self) -> tuple[dict[int, list[int]], dict[int, str], list[Any]]:
+        """Find who holds which checkpoint (a collective); see ``node_disks.survey``."""
+        return node_disks.survey(self._folder, self._run_folder, self._options.storage == "first_node")
+
+    def _verify(self, path: Place, holders: Sequence[int] = (0,)) -> str:
+        """Return what is damaged in a checkpoint, or "" (a collective); remember the manifest of a good one.
+
+        Of ``holders``, ranks whose nodes have a checkpoint each, the first with a good one reads it for all.
+        """
+        damages = []
+        for holder in holders:
+            host = node_disks.host_of(holder) if holder else ""
+            stored, damage = verify(path, holder if self._relays else None)
+            if stored is not None:
+                self._verified = path, stored
+                self._holder = holder
+                if host:
+                    logger.warning(f"{path} is on {host}, and not on the node of rank 0, which saves from now on")
+                return ""
+            damages.append(f"{damage} (on {host})" if host else damage)
+        return "; ".join(damages)
 
 
 def read_facts(path: Place) -> dict[str, Any]:

@@ -7,7 +7,6 @@ the time of one node's disk and one network link; a folder that all nodes see ha
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -21,18 +20,20 @@ from shardtrain.checkpoint.collectives import all_gather_json, broadcast_json, g
 from shardtrain.checkpoint.grids import Chunk
 from shardtrain.checkpoint.holders import box_of
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile
+from shardtrain.checkpoint.node_disks import speaks_for_its_node
 from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.save_plan import Plan
 from shardtrain.checkpoint.storage import Place
 from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, StorageError
+from shardtrain.utils.log import logger
 
 
 def check_seen_by_all(folder: Place, nonce: str) -> None:
-    """Refuse a folder that is not one and the same on all nodes (a collective).
+    """Reject a folder that is not the same on all nodes (a collective).
 
-    The first rank leaves a file there, and the first rank of each node looks for it as long as a network filesystem
-    may take to show it.
+    Rank 0 writes a file there, and one rank of each node looks for it for as long as a network filesystem may take to
+    show it.
 
     Raises:
         StorageError: on all ranks; names the hosts that do not see it.
@@ -51,42 +52,33 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
     if problem:
         raise StorageError(problem)
 
-    # One rank of each node looks, where the launcher says which it is: the others would see the same.
-    seen = os.environ.get("LOCAL_RANK", "0") != "0" or _appears(sign)
-    blind = sorted({host for host, sees in all_gather_json([os.uname().nodename, seen]) if not sees})
+    # The other ranks of a node would see the same.
+    wrong, waited = files.wait_for_sizes(folder, {sign.name: 0}) if speaks_for_its_node() else ({}, 0.0)
+    looked = all_gather_json([round(waited, 1), os.uname().nodename, bool(wrong)])
     if dist.get_rank() == 0:
         sign.unlink(missing_ok=True)
+    blind = sorted({host for _, host, is_blind in looked if is_blind})
     if blind:
         named = ", ".join(blind[:5]) + (f" and {len(blind) - 5} more" if len(blind) > 5 else "")
         raise StorageError(
-            f"checkpoint.folder: {named} {'do' if len(blind) > 1 else 'does'} not see what the first rank wrote into "
-            f"{folder} within {files.SEEN_SECONDS:g} s; put job.dump_folder into a folder that all nodes see, use an "
-            'object store, or send all through the first node with checkpoint.storage = "first_node"'
+            f"checkpoint.folder: {named} {'do' if len(blind) > 1 else 'does'} not see what rank 0 wrote into {folder} "
+            f"within {files.SEEN_SECONDS:g} s; put job.dump_folder into a folder that all nodes see, use an object "
+            'store, or send all through the first node with checkpoint.storage = "first_node"'
         )
-
-
-def _appears(sign: Path) -> bool:
-    deadline = time.monotonic() + files.SEEN_SECONDS
-    while True:
-        try:
-            # Listed, since some network filesystems answer from memory where they are asked for a name.
-            if sign.name in os.listdir(sign.parent):
-                return True
-        except OSError:
-            pass  # the folder itself may come late
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
+    slowest, host, _ = max(looked)
+    if slowest > files.LATE_SECONDS:
+        logger.warning(f"checkpoint.folder: {host} saw what rank 0 wrote {slowest} s late; {files.REMOUNT}")
 
 
 def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[StoredFile]:
-    """Write the files of all ranks on the first one (a collective); gives them there, and none elsewhere.
+    """Write the files of all ranks on rank 0 and return them there; other ranks return none (a collective).
 
     Raises:
-        OSError: on the first rank, when the others have sent everything.
+        OSError: on rank 0, after the other ranks have sent everything.
     """
-    written = []
-    # One rank after the other: the first rank takes what each sends while the others wait for their turn.
+    written: list[StoredFile] = []
+    failures: list[OSError] = []
+    # One rank after the other: rank 0 receives from one while the others wait for their turn.
     for rank in range(dist.get_world_size()):
         own = rank == dist.get_rank()
         names = shares.names_of(rank)
@@ -94,12 +86,7 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[Sto
             continue
         if dist.get_rank() == 0:
             blocks = (tensor_files.bytes_of(tensors[name]) for name in names) if own else _received(shares, rank)
-            try:
-                written.append(files.write_hashed(draft / f"rank-{rank:05d}.bin", blocks))
-            finally:
-                # After an error too: a sender waits until all is taken, whatever became of it.
-                for _ in blocks:
-                    pass
+            written += _write(draft / f"rank-{rank:05d}.bin", blocks, failures)
         elif own:
             # In the pieces that ``_received`` takes.
             for name in names:
@@ -107,11 +94,26 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[Sto
                 for start in range(0, len(block), files.PIECE_BYTES):
                     piece = block[start : start + files.PIECE_BYTES]
                     dist.send(torch.frombuffer(piece, dtype=torch.uint8), 0)
+    if failures:
+        raise failures[0]
+    return written
+
+
+def _write(path: Place, blocks: Iterator[memoryview], failures: list[OSError]) -> list[StoredFile]:
+    """Write a file and return it. After a failure, only receive the blocks: their sender waits until they are taken."""
+    written = []
+    if not failures:
+        try:
+            written.append(files.write_hashed(path, blocks))
+        except OSError as error:
+            failures.append(error)
+    for _ in blocks:
+        pass
     return written
 
 
 def _received(shares: Plan, rank: int) -> Iterator[memoryview]:
-    """What a rank sends, in its order."""
+    """Yield what a rank sends, in its order."""
     for _, size in shares.pieces_of(rank):
         for start in range(0, size, files.PIECE_BYTES):
             piece = torch.empty(min(files.PIECE_BYTES, size - start), dtype=torch.uint8)
@@ -119,20 +121,13 @@ def _received(shares: Plan, rank: int) -> Iterator[memoryview]:
             yield memoryview(piece.numpy().data)
 
 
-def find_damaged_file(manifest: Manifest, folder: Place) -> str:
-    """What is wrong with the first damaged file, found by the first rank alone; empty on the others."""
-    if dist.get_rank() != 0:
-        return ""
-    return next((damage for file in manifest.files if (damage := files.find_damage(folder, file))), "")
-
-
-def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> None:
-    """Fill all ranks' parts of the tensors from what the first rank reads (a collective).
+def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place, holder: int) -> None:
+    """Fill all ranks' parts of the tensors from what rank ``holder`` reads (a collective).
 
     Raises:
-        OSError: on the first rank, when all have taken part to the end.
+        OSError: on that rank, after all ranks have taken part to the end.
     """
-    # All ranks take part to the end, whatever the first one meets: it sends zeros after an error, which it then raises.
+    # All ranks take part to the end: after an error the holder sends zeros, and raises the error last.
     failure: Exception | None = None
     for name in sorted({name for names in gather_distinct_json(sorted(tensors))[0] for name in names}):
         stored = manifest.tensors[name]
@@ -140,13 +135,13 @@ def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place) -> No
             reader = None
             for box in _rows(chunk, ITEM_BYTES[stored.dtype]):
                 piece = torch.zeros(box[1], dtype=getattr(torch, stored.dtype))
-                if dist.get_rank() == 0 and failure is None:
+                if dist.get_rank() == holder and failure is None:
                     try:
                         reader = reader or files.open_stored(folder / manifest.files[chunk.file].name)
                         piece = tensor_files.read_box(reader, chunk, stored.dtype, box).contiguous()
                     except (OSError, CheckpointError) as error:
                         failure = error
-                dist.broadcast(piece.reshape(-1).view(torch.uint8), 0)
+                dist.broadcast(piece.reshape(-1).view(torch.uint8), holder)
                 _take(tensors.get(name), piece, box)
             if reader:
                 reader.close()

@@ -23,6 +23,7 @@ from shardtrain.checkpoint import (
     exports,
     holders,
     manifest,
+    node_disks,
     rank0_storage,
     replica_comparison,
     retention,
@@ -60,6 +61,7 @@ class Saver:
         self._options: Checkpoint = config.checkpoint
         self._storage = storage_of(config.job.dump_folder, config.checkpoint.folder)
         self._folder = self._storage.folder
+        self._run_folder = Path(config.job.dump_folder)
         self._lease = self._storage.lease
         self._run_lease: Lease | None = None
         """Held by a run that writes no checkpoint below ``job.dump_folder``."""
@@ -288,6 +290,8 @@ class Saver:
         # Commit after all have written, and delete old checkpoints after the commit.
         first_rank(lambda: self._commit(draft, self._manifest(step, stored_files, shares, facts)))
         first_rank(lambda: self._tidy(step, facts))
+        if self._relays:
+            node_disks.note(self._run_folder, [step])
 
     def _begin(
         self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.Plan, facts: Mapping[str, Any]

@@ -8,6 +8,7 @@ without one there is none.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -201,9 +202,24 @@ class ObjectStorage:
 
 
 def _check_sizes(folder: Place, stored: Manifest) -> None:
-    for file, size in zip(stored.files, files.sizes_of(folder, [file.name for file in stored.files]), strict=True):
-        if size != file.bytes:
-            raise StorageError(f"cannot write checkpoint {folder / file.name}: its size is not what was written")
+    """Wait until rank 0's node sees all bytes that the ranks have written.
+
+    Raises:
+        StorageError: it does not within ``files.SEEN_SECONDS``; names a file and this node.
+    """
+    sizes = {file.name: file.bytes for file in stored.files}
+    wrong, waited = files.wait_for_sizes(folder, sizes)
+    host = os.uname().nodename
+    for name, size in wrong.items():
+        raise StorageError(
+            f"cannot write checkpoint {folder / name}: {host}, the node of rank 0, sees {max(0, size)} of its "
+            f"{sizes[name]} bytes after {waited:.1f} s; {files.REMOUNT}, then start again"
+        )
+    if waited > files.LATE_SECONDS:
+        logger.warning(
+            f"{folder}: {host}, the node of rank 0, saw files of other nodes {waited:.1f} s late, and each save waits "
+            f"for them; {files.REMOUNT}"
+        )
 
 
 def _readable(stored: Manifest, folder: Place) -> bytes:

@@ -42,13 +42,16 @@ def write_blocks(blocks: Iterable[memoryview], rank: int, world_size: int, folde
     return files.write_hashed(folder / f"rank-{rank:05d}.bin", blocks, wait)
 
 
-def find_damaged_file(manifest: Manifest, folder: Place) -> str:
-    """What is wrong with this rank's share of the files, read whole; empty when nothing is.
+def find_damaged_file(manifest: Manifest, folder: Place, reader: int | None = None) -> str:
+    """Read this rank's share of the files in full; return the damage of the first damaged one, or "".
 
-    Rank r takes every n-th file from the r-th: on the mesh that wrote them its own, which it reads next.
+    Rank r of n reads every n-th file from the r-th on: on the mesh that wrote them its own file, which it loads next.
+    With ``reader``, only that rank reads, and it reads all files.
     """
     rank, size = rank_and_size()
     share = manifest.files[rank::size]
+    if reader is not None:
+        share = manifest.files if rank == reader else ()
     return next((damage for file in share if (damage := files.find_damage(folder, file))), "")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from shardtrain.checkpoint import retention
-from shardtrain.checkpoint.collectives import first_rank
+from shardtrain.checkpoint.collectives import all_ranks_gather, first_rank
 from shardtrain.checkpoint.folder import read_facts
 from shardtrain.checkpoint.storage import folder_of, place
 from shardtrain.config import changes, derived
@@ -38,9 +38,13 @@ def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
     is_free = {BATCH, ALL} & {*options.accept_changes} or "train_state" in options.exclude_from_loading
     if config.training.global_batch_size != -1 or not options.enable or is_free:
         return loaded
-    # Rank 0 decides: where a shared folder lags, ranks would see different checkpoints
-    size = first_rank(lambda: _saved_batch_size(loaded, world.size))
-    if size is None:
+    # Rank 0 decides: where a shared folder lags, ranks would see different checkpoints. Where nodes do not share disks,
+    # the rank with the newest checkpoint decides.
+    found = [first_rank(lambda: _saved_batch_size(loaded, world.size))]
+    if options.storage == "first_node":
+        found = all_ranks_gather(lambda: _saved_batch_size(loaded, world.size))
+    size = max(found)[1]
+    if not size:
         return loaded
     made = derived.global_batch_size(config, world.size)
     logger.info(f"{BATCH}={size} is kept from the checkpoint; without it, this mesh would make it {made}")
@@ -52,8 +56,11 @@ def _with_batch_size(loaded: Loaded, size: int) -> Loaded:
     return replace(loaded, config=replace(loaded.config, training=training))
 
 
-def _saved_batch_size(loaded: Loaded, world_size: int) -> int | None:
-    """Return the batch size of the checkpoint to resume from if it is another one and this mesh can take it."""
+def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
+    """Return the step of the checkpoint to resume from, -1 without one, and its batch size.
+
+    The batch size is 0 if it is that of this run, or if this mesh cannot take it.
+    """
     options = loaded.config.checkpoint
     lora = loaded.config.lora
     start = lora.initial_load_path if lora.enable else options.initial_load_path
@@ -68,8 +75,9 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> int | None:
         except (CheckpointError, StorageError, OSError, AttributeError):
             continue  # resume() reports a damaged checkpoint
         is_other = isinstance(size, int) and size > 0 and size != derived.global_batch_size(loaded.config, world_size)
-        return size if is_other and not problems_of(_with_batch_size(loaded, size), world_size) else None
-    return None
+        is_kept = is_other and not problems_of(_with_batch_size(loaded, size), world_size)
+        return retention.step_of(path) or 0, size if is_kept else 0
+    return -1, 0
 
 
 def record(run: Run) -> dict[str, Any]:

@@ -11,11 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from tiny import Ended, assert_bitwise, tiny_config, train_whole
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from shardtrain.checkpoint import files, rank0_storage
+from shardtrain.checkpoint import files, rank0_storage, save_plan
+from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.config.schema import Config
 from shardtrain.utils.errors import CheckpointError, StorageError
 
@@ -109,3 +113,30 @@ def test_damage_and_a_full_disk_are_reported_on_all_ranks(ended: list[dict[str, 
     for rank in ended:
         assert isinstance(rank["damaged"].error, CheckpointError) and "rank-00001.bin" in str(rank["damaged"].error)
         assert isinstance(rank["full"].error, StorageError) and "errno 28" in str(rank["full"].error)
+
+
+def write_to_a_full_disk(rank: int, folder: Path) -> str:
+    """Save 16 MiB of each rank through rank 0, whose disk is full when it writes those of rank 1."""
+    mesh = init_device_mesh("cpu", (3,))
+    tensors = {"w": distribute_tensor(torch.zeros(3 * 2**22), mesh, [Shard(0)])}
+    shares = save_plan.plan(tensors)
+    write_hashed = files.write_hashed
+
+    def full_disk(path: Path, *arguments: Any) -> Any:
+        if path.name == "rank-00001.bin":
+            next(iter(arguments[0]))
+            raise OSError(28, "No space left on device", str(path))
+        return write_hashed(path, *arguments)
+
+    rank0_storage.files.write_hashed = full_disk  # type: ignore[assignment]
+
+    def write() -> None:
+        rank0_storage.write(tensors, shares, folder)
+
+    with pytest.raises(StorageError) as raised:
+        all_ranks(write)
+    return str(raised.value)
+
+
+def test_a_full_disk_does_not_leave_later_ranks_waiting(tmp_path: Path) -> None:
+    assert all("errno 28" in text for text in run_ranks(3, write_to_a_full_disk, tmp_path))

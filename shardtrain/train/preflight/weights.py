@@ -31,8 +31,9 @@ def look(config: Config, is_alone: bool) -> list[ShardtrainError]:
     folder = Path(config.job.dump_folder, options.folder)
     if is_alone and (taken := _held_here([Path(config.job.dump_folder), folder])):
         return [taken]
-    if not options.enable or "://" in options.folder or "://" in config.job.dump_folder:
-        return []
+    is_elsewhere = "://" in options.folder or "://" in config.job.dump_folder
+    if not options.enable or is_elsewhere or (options.storage == "first_node" and not is_alone):
+        return []  # another node may hold the checkpoints
     named = derived.initial_weights(config)
     adapters = config.lora.initial_load_path if config.lora.enable else None
     if options.load_step == -1 and all(one is None or "://" in one for one in (named, adapters)):

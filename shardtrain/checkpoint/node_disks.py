@@ -1,0 +1,103 @@
+"""Find the checkpoints of a run on the disks of its nodes.
+
+With ``checkpoint.storage = "first_node"`` only the node of rank 0 writes checkpoints. At the next start rank 0 may be
+on another node, so every node reports what it holds. Each other node also keeps a note of the newest step and of the
+host that saved it. The note tells a run that has lost its checkpoints from a run that starts for the first time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from shardtrain.checkpoint import files, manifest, retention
+from shardtrain.checkpoint.collectives import all_ranks, broadcast_json, first_word, gather_distinct_json, rank_and_size
+from shardtrain.checkpoint.storage import Place
+from shardtrain.utils import atomic_io
+from shardtrain.utils.errors import CheckpointError
+
+NOTE = "first_node.json"
+
+
+def survey(folder: Place, run_folder: Path, each_node: bool) -> tuple[dict[int, list[int]], dict[int, str], list[Any]]:
+    """Find the checkpoints of rank 0's node, or those of ``each_node`` (a collective).
+
+    Return the ranks that hold each step, the entries step-N that no node has a manifest for, in words, and [step, host]
+    of the newest save as each node noted it. Of ranks that see the same steps only the lowest is listed.
+    """
+    seen = list[Any]()
+
+    def look() -> None:
+        complete = retention.steps(folder)
+        incomplete = []
+        if isinstance(folder, Path):  # an object store has no folders
+            for step in sorted({*retention.step_folders(folder)} - {*complete}):
+                incomplete.append([step, f"step-{step} {manifest.why_not_one(folder / f'step-{step}')}"])
+        seen.extend([complete, incomplete, _read_note(run_folder / NOTE) if each_node else None])
+
+    all_ranks(look)
+    # Without ``each_node``, rank 0 answers for all: where a shared folder lags, ranks would start from different steps.
+    values, numbers = gather_distinct_json(seen) if each_node else ([broadcast_json(seen)], [0])
+    holders: dict[int, list[int]] = {}
+    for number, (complete, _, _) in enumerate(values):
+        for step in complete:
+            holders.setdefault(step, []).append(numbers.index(number))
+    incomplete = {step: text for _, pairs, _ in values for step, text in pairs if step not in holders}
+    return holders, incomplete, [note for _, _, note in values if note]
+
+
+def refuse_lost(newest: int, notes: Sequence[Any], run_folder: Path) -> None:
+    """Stop a run whose newest checkpoint is on none of its nodes, which hold steps up to ``newest`` (-1 for none).
+
+    Raises:
+        CheckpointError: names the step and the host that saved it.
+    """
+    step, host = max(notes, default=(-1, ""))
+    if step > newest:
+        goes_back = "start from scratch" if newest < 0 else f"continue from step {newest}"
+        raise CheckpointError(
+            f'checkpoint.storage="first_node": step-{step} was saved on {host}, and no node of this run holds it; '
+            f"start with the node that does, or delete {run_folder / NOTE} on all nodes to {goes_back}"
+        )
+
+
+def speaks_for_its_node() -> bool:
+    """True on one rank of each node, where the launcher numbers the ranks of a node; else on all ranks."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def host_of(rank: int) -> str:
+    """Return the host name of a rank, on all ranks (a collective)."""
+    return first_word(os.uname().nodename if rank_and_size()[0] == rank else "")
+
+
+def note(run_folder: Path, steps: Iterable[int]) -> None:
+    """Note the newest of rank 0's ``steps`` and the host of rank 0 on the other nodes (a collective).
+
+    Raises:
+        StorageError: on all ranks, when a node cannot write its note.
+    """
+    newest, host = broadcast_json([max(steps, default=-1), os.uname().nodename])
+    path = run_folder / NOTE
+
+    def write() -> None:
+        if dist.get_rank() == 0:
+            path.unlink(missing_ok=True)
+        elif speaks_for_its_node():
+            atomic_io.write(path, json.dumps([newest, host]), durable=True)
+
+    all_ranks(write)
+
+
+def _read_note(path: Path) -> list[Any] | None:
+    """Return [step, host], or None where there is no note or it cannot be read."""
+    try:
+        step, host = json.loads(files.read_small(path))
+        return [int(step), "".join(char for char in str(host)[:80] if char.isprintable())]
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
+        return None

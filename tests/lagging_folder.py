@@ -1,0 +1,76 @@
+"""A shared folder that shows this process the files of other processes late, as network filesystems do."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class LaggingFolder:
+    """Hide what other processes make below a folder, until ``seconds`` after this process first asks for it.
+
+    ``kind`` is "absent" if a file does not exist until then, and "empty" if its size is 0. Folders are absent. It lasts
+    as long as the process.
+    """
+
+    def __init__(self, folder: Path, seconds: float, kind: str) -> None:
+        self._folder = folder
+        self._seconds = seconds
+        self._kind = kind
+        self._own: set[Path] = set()
+        """Made by this process."""
+        self._renamed: set[Path] = set()
+        """Folders that this process has renamed, with what is in them, which it has seen before."""
+        self._first_asked: dict[Path, float] = {}
+        self._real_stat = os.stat
+        for name in ("stat", "open", "scandir"):
+            setattr(os, name, self._late(name, getattr(os, name)))
+        builtins.open = io.open = self._late("io.open", io.open)  # type: ignore[assignment]
+        for name in ("mkdir", "link", "rename", "replace"):
+            setattr(os, name, self._making(name, getattr(os, name)))
+
+    def _making(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> None:
+            original(*arguments, **options)
+            folder = options.get("dst_dir_fd", options.get("dir_fd"))
+            made = _whole_path(arguments[0] if name == "mkdir" else arguments[1], folder)
+            self._own.add(made)
+            if name == "rename":
+                self._renamed.add(made)
+
+        return call
+
+    def _late(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(where: Any = ".", *arguments: Any, **options: Any) -> Any:
+            if not isinstance(where, str | Path):
+                return original(where, *arguments, **options)
+            path = _whole_path(where, options.get("dir_fd"))
+            mode = arguments[0] if arguments else options.get("mode", "r")
+            creates = mode & os.O_CREAT if name == "open" else name == "io.open" and "w" in mode
+            if creates and not self._is_late(path.parent):
+                self._own.add(path)
+            if not self._is_late(path):
+                return original(where, *arguments, **options)
+            status = self._real_stat(path)
+            if name == "stat" and self._kind == "empty" and stat.S_ISREG(status.st_mode):
+                return os.stat_result([*status[:6], 0, *status[7:10]])
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(where))
+
+        return call
+
+    def _is_late(self, path: Path) -> bool:
+        if path in self._own or self._renamed & {*path.parents} or self._folder not in path.parents:
+            return False
+        asked = self._first_asked.setdefault(path, time.monotonic())
+        return time.monotonic() - asked < self._seconds
+
+
+def _whole_path(path: Any, folder: int | None) -> Path:
+    return Path(path) if folder is None else Path(os.readlink(f"/proc/self/fd/{folder}"), path)
