@@ -26,6 +26,8 @@ from shardtrain.launch.signed_meeting import SignedBackend
 from shardtrain.utils.errors import PeerError
 from shardtrain.utils.process import SECRET
 
+_NO_NUMBER = 2**31
+"""Comes after every --node_rank."""
 _TIMEOUTS = ("join", "last_call", "close", "heartbeat")
 
 
@@ -44,6 +46,7 @@ def open_meeting(nodes: Nodes, serves: bool) -> Meeting:
     )
     backend, store = create_backend(parameters)
     secret = os.environ.get(SECRET, "")
+    Meeting.number = _NO_NUMBER if nodes.node_rank is None else nodes.node_rank
     meeting = Meeting.from_backend(
         parameters.run_id,
         store,
@@ -69,6 +72,16 @@ def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError
         came = len({*meeting.state.participants, *meeting.state.wait_list, meeting.own_node})
         rule = f"of {nodes.least} nodes did not happen within {nodes.join_seconds} s: {came} came; are all nodes up?"
     return PeerError(f"the meeting at {nodes.endpoint} {rule}")
+
+
+class _NumberedNode(pytorch._NodeDesc):
+    """A node that is ordered by its --node_rank. PyTorch compares addresses as text, 127.0.0.10 before 127.0.0.9."""
+
+    number = _NO_NUMBER
+
+    def __lt__(self, other: Any) -> bool:
+        own_place = (self.number, self.addr, self.pid, self.local_id)
+        return own_place < (other.number, other.addr, other.pid, other.local_id)
 
 
 class _SteadyState(pytorch._BackendRendezvousStateHolder):
@@ -101,8 +114,12 @@ class Meeting(pytorch.DynamicRendezvousHandler):
     """Numbers of nodes that can work, ascending."""
     first_decides = False
     """As ``Nodes.first_decides``."""
+    number = _NO_NUMBER
+    """The --node_rank of the next meeting that this process opens."""
 
     def __init__(self, node: Any, settings: Any, backend_name: str, store: dist.Store, state_holder: Any) -> None:
+        node = _NumberedNode(node.addr, node.pid, node.local_id)
+        vars(node)["number"] = self.number  # of a frozen class
         steady = _SteadyState(state_holder._backend, settings, node)
         super().__init__(node, settings, backend_name, store, steady)
         self.own_node = node

@@ -107,7 +107,7 @@ def find(arguments: CommandLine, names: Mapping[str, str]) -> Nodes | None:
         most=most,
         endpoint=endpoint,
         # an elastic platform counts again when pods change
-        node_rank=rank if least == most or "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank else None,
+        node_rank=rank if least == most or "SHARDTRAIN_NODE_RANK" in names or arguments.node_rank is not None else None,
         run_id=next((names[one] for one in RUN_ID if names.get(one)), "shardtrain"),
         local_address=names.get("SHARDTRAIN_LOCAL_ADDR") or names.get("PET_LOCAL_ADDR") or _by_suffix(names),
         max_restarts=_number("--max_restarts", arguments.max_restarts, RESTARTS, names, least=0) or 0,

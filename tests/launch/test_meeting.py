@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import re
@@ -80,6 +81,30 @@ def test_nodes_with_any_clocks_meet_in_one_world_and_the_difference_is_named(nam
     expected = [clock - first for clock in clocks if clock != first]
     said = [int(seconds) * (1 if direction == "ahead of" else -1) for seconds, direction in warnings]
     assert sorted(said) == pytest.approx(sorted(expected), abs=patience.seconds(1)), "all nodes note one moment"
+
+
+def meet_by_number(rank: int, port: int, numbers: list[int], least: int) -> int:
+    # As text, the address of a later node comes first
+    options = {"local_address": f"127.0.0.{11 - rank}", "node_rank": numbers[rank]}
+    own_node = dataclasses.replace(node(rank, port, least=least, most=len(numbers)), **options)
+    rendezvous = open_meeting(own_node, serves=rank == 0)
+    info = rendezvous.next_rendezvous()
+    end_together(rendezvous, info.store, info.rank)
+    return info.rank
+
+
+ORDERS = {
+    "fixed": ([0, 1], 2, [0, 1]),
+    "fixed, three nodes": ([0, 2, 1], 3, [0, 2, 1]),
+    "elastic": ([0, 1], 1, [0, 1]),
+    "elastic, numbers with a gap": ([0, 7, 3], 1, [0, 2, 1]),
+}
+
+
+@pytest.mark.parametrize("name", cases(["fixed"], nightly=[name for name in ORDERS if name != "fixed"]))
+def test_the_given_node_ranks_decide_the_order_of_nodes(name):
+    numbers, least, expected = ORDERS[name]
+    assert run_ranks(len(numbers), meet_by_number, free_port(), numbers, least) == expected
 
 
 def state_of(store: dist.Store, name: str) -> Any:

@@ -71,6 +71,7 @@ def found(names, *flags):
         (SKYPILOT, [], (2, 2, 1, "10.0.0.1:29500", "shardtrain")),
         (INDEXED, [], (2, 2, 1, "s-node-0-0.s:29500", "shardtrain")),
         ({}, ["--nnodes=2", "--node_rank=0", "--rdzv_endpoint=a:1"], (2, 2, 0, "a:1", "shardtrain")),
+        ({}, ["--nnodes=1:2", "--node_rank=0", "--rdzv_endpoint=a:1"], (1, 2, 0, "a:1", "shardtrain")),
     ],
 )
 def test_a_node_is_known_by_what_its_platform_sets(names, flags, expected):
