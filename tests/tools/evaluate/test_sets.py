@@ -122,16 +122,10 @@ RUNS: dict[str, tuple[int, str, dict[str, Any], int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case",
-    cases(
-        ["steps", "data-parallel ranks", "a pipeline", "a stream", "prompts and completions"],
-        nightly=[
-            "the whole set", "more steps than the set has", "another length", "tensor-parallel ranks", "rows",
-            "padded rows",
-        ],
-    ),
-)  # fmt: skip
+BY_DEFAULT = ("steps", "data-parallel ranks", "prompts and completions")
+
+
+@pytest.mark.parametrize("case", cases(BY_DEFAULT, nightly=[name for name in RUNS if name not in BY_DEFAULT]))
 def test_it_is_the_validation_loss_of_the_run(case: str, held_out: dict[str, Path], tmp_path: Path) -> None:
     num_ranks, kind, sections, sequences = RUNS[case]
     if kind == "pairs":
