@@ -24,6 +24,7 @@ from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED, SUPERVISED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
+from shardtrain.resilience import signals
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.temporary import temporary_folder
 
@@ -32,9 +33,6 @@ if TYPE_CHECKING:
 
     from shardtrain.config import Loaded
     from shardtrain.launch.meeting import Meeting
-
-SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2")
-LOOK_SECONDS = 0.1
 
 
 def train(loaded: Loaded, arguments: CommandLine, nodes: Nodes, require: Callable[[int | None, int], None]) -> int:
@@ -81,11 +79,10 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
 
     The ends of a ``training`` are explained here; ranks of other verbs report their failures themselves.
     """
-    # until ranks run there is nothing to save, and PyTorch's wait for the rendezvous would hear no handler of Python's
-    # (but the first process of a container dies of no signal that it does not handle)
-    end = signal.SIG_DFL if os.getpid() != 1 else lambda *_: os._exit(NOT_SAVED)
-    heard = [name for name in SIGNALS if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN]  # nohup's
-    before = {name: signal.signal(getattr(signal, name), end) for name in heard}
+    # until ranks run there is nothing to save; a training handles requests since it was started
+    if training is None:
+        signals.handle_requests(lambda *_: os._exit(NOT_SAVED))
+    heard = [number.name for number in signals.GRACEFUL if signal.getsignal(number) is not signal.SIG_IGN]
     # before the import of PyTorch, which takes seconds: a port that is taken is reported at once
     serves = nodes.hosts_meeting is not False
     if serves:
@@ -128,8 +125,7 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
         except (RendezvousError, DistError, TimeoutError) as error:
             raise meeting.failed(error, nodes, rendezvous) from None
         finally:
-            for name, handler in before.items():
-                signal.signal(getattr(signal, name), handler)
+            signals.handle_requests(signal.SIG_IGN)
     return agent.cause.exit_code if training and agent.cause else status_of(codes)
 
 

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 from launched import HELD, before, end, fork, hold, no_orphans, patch, record, wait_for
+from ports import free_port
 from tiers import cases
 from tiny import text_file
 
 from shardtrain import cli, config
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.launch import failure, local
+from shardtrain.launch import failure, local, meeting
 from shardtrain.resilience import run_ends
 from shardtrain.resilience.run_ends import REQUESTS, TABLE
 from shardtrain.resilience.stop_request import ONE_REQUEST_SECONDS
@@ -73,6 +74,8 @@ def held_in(folder: Path, phase: str) -> None:
         pid = folder / "pid-preflight"
         note = lambda: (pid.write_text(str(os.getpid())), hold(folder))  # noqa: E731
         before(preflight, "require", lambda calls: not pid.exists(), note)
+    elif phase == "meeting":
+        before(meeting.Meeting, "_meet", lambda calls: True, lambda: hold(folder))
     elif phase == "sample":
         before(generate, "main", lambda calls: True, lambda: hold(folder))
     else:
@@ -153,6 +156,22 @@ def test_each_cell_of_the_table(tmp_path, capfd, name, phase, ranks):
     if name == "SIGKILL" and phase not in (ARGUMENTS, PREFLIGHT):
         local.prepare(run_folder)
         assert "was killed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    cases(
+        [("SIGTERM", PREFLIGHT), ("SIGUSR1", "meeting")],
+        nightly=[(name, "meeting") for name in (*REQUESTS, TWICE) if name != "SIGUSR1"],
+    ),
+)
+def test_a_node_that_waits_for_the_others_ends_as_the_table_says(tmp_path, name, phase):
+    words = ["--nnodes", "2", "--node_rank", "0", "--rdzv_endpoint", f"127.0.0.1:{free_port()}", "--nproc", "1"]
+    process = start(tmp_path, phase, *words, "--training.global_batch_size", "4")
+    send(process.pid, name)
+    assert end(process) == record(tmp_path / "run")["code"] == TABLE[name][PREFLIGHT].code
+    line = run_ends.BEFORE_FIRST_STEP.line.format(reason=name.partition(" ")[0])
+    assert f"stopped[75]: {line}\n" in (tmp_path / "err").read_text()
 
 
 @pytest.mark.parametrize("name", cases(["SIGINT"], nightly=sorted({*REQUESTS} - {"SIGINT", "SIGHUP"})))

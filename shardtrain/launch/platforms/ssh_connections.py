@@ -24,6 +24,7 @@ from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED
 from shardtrain.launch.platforms import pdsh
 from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, Plan
+from shardtrain.resilience import signals
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET, allow_open_files
 from shardtrain.utils.redact import visible
@@ -99,7 +100,7 @@ class Run:
             ConfigError: a host cannot be reached, or has no Python with this package; nothing was started anywhere.
             PeerError: the connection to a host was lost.
         """
-        before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = signals.handle_requests(self._request)
         try:
             self._connect()
             if self._requests:
@@ -114,8 +115,8 @@ class Run:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _request(self, *_: object) -> None:
-        self._requests += 1
+    def _request(self, number: int, _frame: object) -> None:
+        self._requests += number == signal.SIGINT or not self._requests  # only a second SIGINT says more than the first
 
     def _connect(self) -> None:
         """Open all connections; no host gets its command before all have answered."""
