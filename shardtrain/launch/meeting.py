@@ -21,6 +21,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError, Rende
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 
 from shardtrain.launch.greeting import within
+from shardtrain.launch.node_reports import LOST_SECONDS
 from shardtrain.launch.nodes import CLOCKS_APART_SECONDS, Nodes
 from shardtrain.launch.signed_meeting import SignedBackend
 from shardtrain.utils.errors import PeerError
@@ -180,7 +181,10 @@ class Meeting(pytorch.DynamicRendezvousHandler):
 
     def num_nodes_waiting(self) -> int:
         """How many nodes wait for a place; 0 while their number makes no larger number of nodes that can work."""
-        waiting = within(None, super().num_nodes_waiting)
+        try:
+            waiting = within(LOST_SECONDS, super().num_nodes_waiting)
+        except TimeoutError:
+            return 0  # nobody can join through a store that does not reply, and the ranks may still work
         members = len(self.state.participants)
         return waiting if self.largest(members + waiting) > members else 0
 

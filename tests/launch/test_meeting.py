@@ -249,6 +249,17 @@ def test_a_node_whose_ranks_have_ended_waits_for_the_others_and_not_for_a_lost_o
     assert run_ranks(2, end_without_the_other, free_port()) == [True, True]
 
 
+def test_a_store_that_does_not_reply_ends_no_healthy_run(monkeypatch):
+    rendezvous = Meeting.from_backend(
+        "run", dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "run"), 2, 2, "127.0.0.1"
+    )
+    never = threading.Event()
+    monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "num_nodes_waiting", lambda _: never.wait())
+    monkeypatch.setattr(meeting, "LOST_SECONDS", 0.1)
+    assert rendezvous.num_nodes_waiting() == 0
+    never.set()
+
+
 def test_a_signal_is_heard_while_the_rendezvous_does_not_answer(monkeypatch):
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
