@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardtrain.launch.meeting import Meeting
 from shardtrain.launch.node_reports import LOST_SECONDS, NodeReports
 from shardtrain.launch.restart import RESTARTABLE
 from shardtrain.launch.watch import Watch
+from shardtrain.resilience import run_ends, signals
 
 LOOK_SECONDS = 0.1
 
@@ -62,14 +64,18 @@ class TrainingAgent(NodeAgent):
         stopped_seconds = local.STOPPED_TIMEOUTS * training.config.comm.hang_timeout_seconds
         self._watch = Watch(stopped_seconds=stopped_seconds)
         self._first_rank = 0
+        self._are_running = False
         self._reports: NodeReports
 
     def explain_stop(self, signal_name: str) -> None:
         """Explain the end of the ranks, which PyTorch has ended because this process received a signal."""
-        if self._watch.pids:
+        signals.handle_requests(signal.SIG_IGN)
+        if self._are_running:
             self._watch.look()
             self._watch.stopped_by_us.update(self._watch.pids)
             self._explain(signal_name)
+        elif self.cause:  # of the attempt before: its ranks were to start again
+            self._tell(failure.stopped(None, signal_name, run_end=run_ends.BEFORE_FIRST_STEP))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         number, count = worker_group.group_rank, worker_group.group_world_size
@@ -81,6 +87,8 @@ class TrainingAgent(NodeAgent):
         self._reports = NodeReports(self._store, self._run_id, number, count, self._first_rank)
         pids = super()._start_workers(worker_group)
         self._watch.begin({self._first_rank + local_rank: pid for local_rank, pid in pids.items()})
+        self._are_running = True
+        self.cause = None
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -88,29 +96,39 @@ class TrainingAgent(NodeAgent):
             return RunResult(state=WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)  # all have ended, and it reaps them
         self._explain()
+        self._are_running = False
         if self.cause is None:
             return result
         result.state = WorkerState.FAILED
-        most = worker_group.spec.max_restarts
-        if self._is_elastic and self.cause.exit_code in (PREEMPTED, NOT_SAVED):
+        self._limit_restarts(self.cause.exit_code, worker_group.spec.max_restarts)
+        if not self._remaining_restarts:
+            signals.handle_requests(signal.SIG_IGN)  # the run has ended, and exit.json says how
+        return result
+
+    def _limit_restarts(self, code: int, most: int) -> None:
+        """Let PyTorch restart the ranks only if that may succeed, and announce it."""
+        if self._is_elastic and code in (PREEMPTED, NOT_SAVED):
             self._remaining_restarts += 1  # PyTorch counts this restart, but nothing has failed
-        elif self.cause.exit_code not in RESTARTABLE:
+        elif code not in RESTARTABLE:
             self._remaining_restarts = 0
         elif self._remaining_restarts:
             print(f"restart {most - self._remaining_restarts + 1} of {most}", file=sys.stderr, flush=True)
-        return result
 
     def _explain(self, signal_name: str = "") -> None:
         """Find the failure that ended the attempt; print it in one line and write ``exit.json``."""
         failures, all_done, last_step = local.failures_of(self._watch.statuses, self._watch, self._record_of)
         if signal_name and not failures and not all_done:
             failures = [local.stopped(self._training, self._first_rank, signal_name)]
-        self.cause = self._reports.explain(failures, all_done, self._folder)
-        if self.cause is None:
+        cause = self._reports.explain(failures, all_done, self._folder)
+        if cause is None:
             failure.write_exit(self._folder, None, 0, last_step)
-            return
-        world_size = self._worker_group.workers[0].world_size
-        exit_report.tell(self.cause, local.log_path(self._training, self.cause.rank), self._folder, world_size)
+        else:
+            self._tell(cause)
+
+    def _tell(self, cause: Failure) -> None:
+        self.cause = cause
+        log_path = local.log_path(self._training, cause.rank or 0)
+        exit_report.tell(cause, log_path, self._folder, self._worker_group.workers[0].world_size)
 
     def _record_of(self, rank: int) -> Path:
         assert self._pcontext is not None

@@ -30,6 +30,8 @@ WAIT_SECONDS = 10.0
 ``LOOK_SECONDS``, and give their ranks ``watch.PEERS_SPEAK_SECONDS`` to end."""
 LOST_SECONDS = 15.0
 """A store that does not reply for so long is gone."""
+MEET_SECONDS = 60.0
+"""A node that has met the others and does not introduce itself for so long is gone."""
 LOOK_SECONDS = 1.0
 POLL_SECONDS = 0.1
 _KEY = "shardtrain/nodes"
@@ -46,7 +48,7 @@ class NodeReports:
         self._number = number
         self._looked_at = 0.0
         self._write("node", (first_rank, socket.gethostname()))
-        self._nodes = [self._read("node", number) for number in range(count)]
+        self._nodes = within(MEET_SECONDS, lambda: [self._read("node", number) for number in range(count)])
 
     def others_have_failed(self) -> bool:
         """True if a rank of another node has failed, or if the store is gone with the node that serves it."""

@@ -116,7 +116,25 @@ def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank
         assert code == 75 or (f"rank {rank} (host " in lines[0] and f"logs/rank-{rank}.log" in lines[0])
     end = record(tmp_path / "run")
     assert (end["code"], end["class"]) == (code, kind) and words in end["message"]
-    assert code == 75 or end["rank"] == rank
-    assert code != 75 or f"step-{newest(tmp_path / 'run')};" in end["message"]
+    assert end["rank"] == (None if code == 75 else rank)
+    assert code != 75 or end["last_step"] == newest(tmp_path / "run")
     for number in (0, 1):
         json.loads((tmp_path / f"run/logs/node-{number}.json").read_text())
+
+
+@pytest.mark.nightly(
+    "two hosts over ssh",
+    by="tests/launch/test_ssh_machines.py::test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s",
+)
+def test_a_cut_session_ends_the_launcher_with_the_status_in_exit_json(tmp_path):
+    (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=1, fault="pass"))
+    with started("launch ssh", tmp_path) as [launcher]:
+        wait_for(lambda: (tmp_path / "pid").exists() or launcher.poll() is not None)
+        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        of_host_b = [pid for pid in children if b"host-b" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")]
+        os.kill(int(of_host_b[0]), signal.SIGKILL)
+        told = launcher.communicate(timeout=patience.seconds(90))[1]
+    end = record(tmp_path / "run")
+    assert launcher.returncode == end["code"] == 75, told
+    assert "the connection to host host-b was lost" in told
+    assert end["last_step"] == newest(tmp_path / "run") and end["rank"] is None

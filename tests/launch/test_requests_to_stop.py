@@ -109,7 +109,8 @@ def test_a_run_that_is_asked_in_any_phase_saves_and_loses_no_step(tmp_path, stra
     (tmp_path / "go").touch()
     assert end(process) == record(tmp_path)["code"] == 75
     assert record(tmp_path)["class"] == "Preempted" and record(tmp_path)["retryable"]
-    assert newest(tmp_path) == PHASES[phase] == max(losses(tmp_path))
+    assert newest(tmp_path) == PHASES[phase] == max(losses(tmp_path)) == record(tmp_path)["last_step"]
+    assert record(tmp_path)["rank"] is None, "no rank is to blame for a request"
     assert no_orphans(tmp_path)
     if held_rank == 1:
         assert check_cancelled(tmp_path, one) == straight

@@ -17,7 +17,7 @@ from pathlib import Path
 import machines
 import patience
 import pytest
-from launched import losses, wait_for
+from launched import losses, record, wait_for
 from tiers import cases
 from tiny import text_file
 
@@ -131,9 +131,8 @@ def test_a_host_whose_cable_is_cut_is_reported_and_ends_what_it_runs(network, tm
         cut_at = time.monotonic()
         _, err = launcher.communicate(timeout=patience.seconds(90))
         told_after = time.monotonic() - cut_at
-        assert launcher.returncode == 6, err
-        (line,) = errors(err.replace("error[76]", "stopped"))
-        assert "error[6]: the connection to host host-b was lost" in line and "last checkpoint" in line
+        assert launcher.returncode in (6, 75, 76) and launcher.returncode == record(folder)["code"], err
+        assert "note: the connection to host host-b was lost" in err and "last checkpoint" in err
         assert "note: host host-b is lost" in err
         assert told_after < ALIVE_SECONDS + 5 + 10 + patience.seconds(
             MACHINE_SECONDS
@@ -163,9 +162,8 @@ def test_a_host_whose_ssh_session_is_killed_is_reported_within_10_s(network, tmp
         killed_at = time.monotonic()
         _, err = launcher.communicate(timeout=patience.seconds(60))
         assert time.monotonic() - killed_at < TELLS_SECONDS + patience.seconds(MACHINE_SECONDS)
-        assert launcher.returncode == 6, err
-        (line,) = errors(err)
-        assert line.startswith("error[6]: the connection to host host-b was lost")
+        assert launcher.returncode in (6, 75, 76) and launcher.returncode == record(folder)["code"], err
+        assert "note: the connection to host host-b was lost" in err
     finally:
         launcher.kill()
 

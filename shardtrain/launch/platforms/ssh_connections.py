@@ -70,6 +70,12 @@ class _Connection:
     def name(self) -> str:
         return self.plan.host.label
 
+    @property
+    def is_lost(self) -> bool:
+        """True if the connection has ended before the command on the host has."""
+        code = self.process.poll()
+        return code is not None and (code == LOST or code < 0)
+
     def say(self, words: bytes) -> None:
         with contextlib.suppress(OSError, ValueError):
             assert self.process.stdin is not None
@@ -260,13 +266,14 @@ class Run:
                     one.say(remote_agent.KILL)
             if time.monotonic() > self._kill_at:  # a host that does not answer ends by itself: nobody speaks to it
                 return self._stopped("at once, while hosts did not answer; those end what they run by themselves")
-        # all have ended: ssh gives the status of what ran there, or 255 where it lost the connection
-        codes = [one.process.wait() for one in self._open]
-        # how the run has ended is what those hosts say whose connection is not lost
-        known = [code for code in codes if code != LOST]
-        if not known and not self._requests:
-            raise self._lost(self._open[0])
-        codes = known or codes
+        # all have ended: ssh gives the status of what ran there, unless it lost the connection or was killed
+        lost = [one for one in self._open if one.is_lost]
+        if lost and not self._requests:
+            if len(lost) == len(self._open):
+                raise self._lost(lost[0])
+            print(f"note: {self._lost(lost[0])}", file=sys.stderr, flush=True)
+        # the other hosts know how the run has ended, and have written the same into exit.json
+        codes = [one.process.wait() for one in self._open if not one.is_lost] or [NOT_SAVED]
         if self._requests:  # a node that was asked before its ranks ran has died of it
             codes = [NOT_SAVED if code > 128 else code for code in codes]
         return status_of([-code if code > 128 else code for code in codes])
@@ -281,7 +288,7 @@ class Run:
             one.asked = True
             one.say(remote_agent.STOP)
         if failed and running and not self._requests:
-            what = "is lost" if failed[0].process.poll() == LOST else f"has ended with {failed[0].process.poll()}"
+            what = "is lost" if failed[0].is_lost else f"has ended with {failed[0].process.poll()}"
             print(f"note: host {failed[0].name} {what}; the others are asked to stop", file=sys.stderr, flush=True)
 
     def _end(self) -> None:
