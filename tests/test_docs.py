@@ -294,3 +294,7 @@ def test_the_first_screen_is_a_sentence_a_picture_three_commands_and_measured_nu
     rows = [line for line in first.splitlines() if line.startswith("| ")][1:]
     assert len(rows) >= 5 and all(re.search(r"\]\(docs/\w+\.md\)", row) for row in rows)
     assert "./run_tests.sh" in (ROOT / "README.md").read_text()
+
+
+def test_the_page_on_monitoring_stays_short():
+    assert len((ROOT / "docs/monitoring.md").read_text().split()) <= 600

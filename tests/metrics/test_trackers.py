@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 import sqlite3
 import sys
@@ -127,8 +128,10 @@ def test_the_dashboard_asks_for_what_a_run_tells(kit, tmp_path) -> None:
     pytest.importorskip("prometheus_client")
     dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana_dashboard.json").read_text())
     asked = {target["expr"].partition("{")[0] for panel in dashboard["panels"] for target in panel["targets"]}
+    rules = (Path(__file__).parents[2] / "docs/monitoring.md").read_text()
+    asked |= {*re.findall(r"shardtrain_\w+(?=[\[) ])", "\n".join(re.findall("expr: (.*)", rules)))}
     port = free_port()
     with Metrics(kit.config(prometheus_port=port), tmp_path, kit.facts(), kit.OneRank()) as metrics:
-        metrics.update(1, torch.tensor(3.0), 2, 2, 0.5, 1e-3, 0.0, {"goodput": 0.5})
+        metrics.update(1, torch.tensor(3.0), 2, 2, 0.5, 1e-3, 0.0, {"goodput": 0.5, "spikes": 0.0})
         metrics.validation(1, {"loss": 2.5})
         assert asked <= scraped(port).keys()

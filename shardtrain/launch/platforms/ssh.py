@@ -15,6 +15,7 @@ from shardtrain.launch.failure import SUPERVISED
 from shardtrain.launch.hostfile import Host
 from shardtrain.launch.job import Job, folder_words, require_nothing_lost
 from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.process import SECRET
 from shardtrain.utils.redact import MASK
 
 ENDPOINT = "SHARDTRAIN_RDZV_ENDPOINT"
@@ -92,10 +93,10 @@ def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id
 
 
 def text(plans: Sequence[Plan]) -> str:
-    """The plans for people: each command, and what goes into it, with the values of forwarded variables masked."""
-    lines = []
+    """Show the plans to people: each command and its standard input, with secret values masked."""
+    lines = [f"# {MASK} stands for a secret that travels over standard input; {SECRET} is random unless you set it"]
     for plan in plans:
-        message = plan.message(dict.fromkeys(plan.forwarded, MASK)).decode().strip()
+        message = plan.message(dict.fromkeys(plan.forwarded, MASK), {SECRET: MASK}).decode().strip()
         lines += [f"# {plan.host.label}", f"{shlex.join(plan.ssh)} <<'END'", message, "END"]
     return "\n".join(lines) + "\n"
 

@@ -60,6 +60,8 @@ class _Connection:
     process: pdsh.Reached | subprocess.Popen[bytes]
     started: float = field(default_factory=time.monotonic)
     ready: bool = False
+    problem: Problem | None = None
+    """Why this host cannot take part."""
     address: str | None = None
     last: str = ""
     asked: bool = False
@@ -137,23 +139,33 @@ class Run:
         seconds = self._options.connect_timeout_seconds + START_SECONDS
         starting = zip(self._plans, self._start(), strict=True)
         while not self._requests:
-            late = [one for one in self._open if not one.ready]
+            waiting = [one for one in self._open if not one.ready and one.problem is None]
             # a wave at a time: this machine encrypts for all of them, and a thousand at once would all be late
-            while len(late) < HOSTS_AT_ONCE and (found := next(starting, None)) is not None:
-                late.append(self._opened(*found))
-            if not late:
-                return
-            if time.monotonic() > late[0].started + seconds:
-                rule = f"did not start shardtrain within {seconds:g} s"
-                raise ConfigError(Problem("host", late[0].name, rule, "is it overloaded, or its disk gone?"))
-            ended = [one for one in self._open if one.process.poll() is not None]
+            while len(waiting) < HOSTS_AT_ONCE and (found := next(starting, None)) is not None:
+                waiting.append(self._opened(*found))
+            if not waiting:
+                break
+            ended = [one for one in self._open if one.process.poll() is not None and one.problem is None]
             self._take()
-            if ended:
-                if ended[0].reader is not None:
-                    ended[0].reader.join(1.0)  # its last line may still be on its way, and says why
+            for one in ended:
+                if one.reader is not None:
+                    one.reader.join(1.0)  # its last line may still be on its way, and says why
                 while not self._lines.empty():
                     self._take()
-                raise self._lost(ended[0]) if ended[0].ready else self._not_started(ended[0])
+                if one.ready:
+                    raise self._lost(one)
+                one.problem = one.problem or self._not_started(one)
+            for one in waiting:
+                if not one.ready and one.problem is None and time.monotonic() > one.started + seconds:
+                    rule = f"did not start shardtrain within {seconds:g} s"
+                    one.problem = Problem("host", one.name, rule, "is it overloaded, or its disk gone?")
+        # hosts with the same problem share a line
+        names: dict[tuple[str, str], list[str]] = {}
+        for one in self._open:
+            if one.problem and not self._requests:
+                names.setdefault((one.problem.rule, one.problem.fix), []).append(one.name)
+        if names:
+            raise ConfigError([Problem("host", ", ".join(same), *cause) for cause, same in names.items()])
 
     def _opened(self, plan: Plan, process: pdsh.Reached | subprocess.Popen[bytes]) -> _Connection:
         one = _Connection(plan, process, log=(self._folder / f"{plan.host.label}.log").open("ab"))
@@ -180,7 +192,7 @@ class Run:
             except FileNotFoundError:
                 raise ConfigError(Problem("ssh", None, "is not on this machine", "install OpenSSH's client")) from None
 
-    def _not_started(self, one: _Connection) -> ConfigError:
+    def _not_started(self, one: _Connection) -> Problem:
         code = one.process.wait()
         message = one.last or "nothing was said"
         if code == LOST:
@@ -188,9 +200,9 @@ class Run:
             words = [word for word in one.plan.ssh[:-1] if word != "BatchMode=yes" or "by hand" not in hint]
             by_hand = shlex.join(words).replace(" -o -o ", " -o ")
             fix = f"{hint} try `{by_hand} true`"
-            return ConfigError(Problem("host", one.name, f"cannot be reached by ssh: {message}", fix))
+            return Problem("host", one.name, f"cannot be reached by ssh: {message}", fix)
         fix = "install shardtrain and torch there, or set launch.python and launch.workdir to where they are"
-        return ConfigError(Problem("host", one.name, f"cannot start shardtrain: {message}", fix))
+        return Problem("host", one.name, f"cannot start shardtrain: {message}", fix)
 
     def _lost(self, one: _Connection) -> PeerError:
         rule = f"the connection to host {one.name} was lost"
@@ -224,7 +236,8 @@ class Run:
             if version != __version__:
                 rule = f"has shardtrain {version or 'of unknown version'}, and this machine has {__version__}"
                 fix = "install one version on all, or set launch.python and launch.workdir to where it is"
-                raise ConfigError(Problem("host", one.name, rule, fix))
+                one.problem = Problem("host", one.name, rule, fix)
+                return
             one.ready = True
             one.address = address if address.strip("-") and "%" not in address else None
             return
