@@ -25,7 +25,6 @@ from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.resilience import signals
-from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -84,14 +83,11 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
         signals.handle_requests(lambda *_: os._exit(NOT_SAVED))
     heard = [number.name for number in signals.GRACEFUL if signal.getsignal(number) is not signal.SIG_IGN]
     # before the import of PyTorch, which takes seconds: a port that is taken is reported at once
-    serves = nodes.hosts_meeting is not False
+    serves = nodes.hosts_meeting
     if serves:
-        try:
-            greeting.claim(nodes.endpoint, nodes.join_seconds if nodes.hosts_meeting else greeting.CONNECT_SECONDS)
-        except ShardtrainError:
-            if nodes.hosts_meeting:
-                raise
-            serves = False
+        greeting.claim(nodes.endpoint, nodes.join_seconds)
+    elif serves is None:
+        serves = greeting.find_place(nodes.endpoint, nodes.join_seconds)
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous.api import RendezvousError

@@ -5,6 +5,7 @@ PyTorch's store tries for minutes in C++, hears no signal meanwhile, and does no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import socket
@@ -70,8 +71,21 @@ def await_store(endpoint: str, seconds: float) -> None:
     _await(endpoint, seconds, _greet, "the nodes cannot meet at", "is the first node up, and its port open?")
 
 
-def _await(endpoint: str, seconds: float, look: Callable[[str], None], problem: str, fix: str) -> None:
-    """Call ``look`` until it raises no OSError."""
+def find_place(endpoint: str, seconds: float) -> bool:
+    """Wait until this node can serve the rendezvous (True), or another one does. Raises as ``await_store``."""
+
+    def look(endpoint: str) -> bool:
+        with contextlib.suppress(ConfigError, OSError, UnicodeError):
+            _reach_self(endpoint)
+            return True
+        _greet(endpoint)
+        return False
+
+    return _await(endpoint, seconds, look, "the nodes cannot meet at", "is the first node up, and its port open?")
+
+
+def _await(endpoint: str, seconds: float, look: Callable[[str], Result], problem: str, fix: str) -> Result:
+    """Call ``look`` until it raises no OSError; return its result."""
     end = time.monotonic() + seconds
     cause = "no reply"
     is_reported = False

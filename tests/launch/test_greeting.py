@@ -137,6 +137,30 @@ def test_a_port_that_is_taken_is_reported_at_once():
             greeting.claim(endpoint, 600)
 
 
+def test_a_node_without_a_number_serves_the_endpoint_or_finds_who_does():
+    assert greeting.find_place(f"127.0.0.1:{free_port()}", 30)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert not greeting.find_place(f"127.0.0.1:{store.port}", 30)
+    with program(answer) as port, pytest.raises(ConfigError, match="another program"):
+        greeting.find_place(f"127.0.0.1:{port}", 30)
+    with pytest.raises(PeerError, match="cannot meet at nothing.invalid:1: Name or service not known, after 1 s"):
+        greeting.find_place("nothing.invalid:1", 1)
+
+
+def test_a_node_without_a_number_waits_for_the_name_service(monkeypatch):
+    """As in a pod, whose own name resolves some seconds after its start."""
+    connect = socket.create_connection
+    answers = iter([socket.gaierror(-2, "Name or service not known")] * 4)
+
+    def connect_later(*arguments: object) -> socket.socket:
+        for error in answers:
+            raise error
+        return connect(*arguments)
+
+    monkeypatch.setattr(greeting.socket, "create_connection", connect_later)
+    assert greeting.find_place(f"127.0.0.1:{free_port()}", 30)
+
+
 def test_a_long_wait_is_reported_once_with_its_cause(monkeypatch, capsys):
     monkeypatch.setattr(greeting, "QUIET_SECONDS", 0.1)
     with pytest.raises(PeerError):
