@@ -269,13 +269,15 @@ def _train(words: list[str]) -> int:
         print(help_pages.train(), end="")
         return 0
     from shardtrain.launch import agent, environment, failure, local, nodes
+    from shardtrain.resilience import signals
 
     local.end_at_request(None)
     loaded, arguments = _open(arguments, "train", keep_problems=True)
-    local.end_at_request(loaded)
     stop_status = failure.stop_status(loaded.config)
     if loaded.config.comm.mode == "fake_backend":
+        signals.handle_requests(signal.SIG_DFL)  # there is no run to stop
         return _module("shardtrain.train.simulated", "run")(loaded, arguments.nproc)
+    local.end_at_request(loaded)
     if environment.is_rank(os.environ) and not arguments.nnodes:
         # a rank of several: of torchrun, srun, or of this command with fresh processes
         if arguments.max_restarts and "SHARDTRAIN_PARENT" not in os.environ:
@@ -405,13 +407,10 @@ def _show_sample(loaded: Loaded) -> None:
     from shardtrain.resilience import signals
     from shardtrain.tools.generate import command
 
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
     print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)
     words = ["--from", config.job.dump_folder, *_own_code(config), "--prompt", prompt, "--max_new_tokens", "160"]
     # The run has ended and is saved. A signal from now on only stops the sample; the exit status stays 0.
-    signals.handle_requests(stop)
+    signals.handle_requests(signal.default_int_handler)
     try:
         command.main([*words, "--temperature", "0.7", "--top_p", "0.9", "--seed", "1"])
         sys.stdout.flush()

@@ -109,10 +109,9 @@ def end_at_request(loaded: Loaded | None) -> None:
         report = failure.stopped(None, signal.Signals(number).name, run_end=run_end)
         if os.environ.get("RANK", "0") == "0":
             print(*failure.lines(report, "", 1), sep="\n", file=sys.stderr, flush=True)
-        if loaded is None:
-            exit_report.end(report.exit_code)
-        _write_exit_before_ranks(loaded, report)
-        exit_report.end(failure.stop_status(loaded.config))
+        if loaded is not None:
+            _write_exit_before_ranks(loaded, report)
+        exit_report.end(report.exit_code if loaded is None else failure.stop_status(loaded.config))
 
     signals.handle_requests(end)
 

@@ -33,7 +33,6 @@ SAVED = RunEnd(
 )
 AT_ONCE = RunEnd(NotSaved.exit_code, "stopped by {reason}; nothing was saved on the way out{kept}")
 DONE = RunEnd(0)
-KILLED = RunEnd(128 + 9, writes_exit_json=False)  # as shells count; the next start in the folder says so
 _REQUESTED = {
     "arguments": UNREAD,
     "preflight": BEFORE_FIRST_STEP,
@@ -45,7 +44,8 @@ TABLE = {
     **dict.fromkeys(REQUESTS, _REQUESTED),
     # before ranks start, the first one of two has ended the process
     "SIGINT twice": {**dict.fromkeys(_REQUESTED, AT_ONCE), "arguments": UNREAD, "preflight": BEFORE_FIRST_STEP},
-    "SIGKILL": dict.fromkeys(_REQUESTED, KILLED),
+    # as shells count; the next start in the folder says that this one was killed
+    "SIGKILL": dict.fromkeys(_REQUESTED, RunEnd(128 + 9, writes_exit_json=False)),
     "SIGSTOP, then SIGCONT": dict.fromkeys(_REQUESTED, DONE),
 }
 """Signal to the process that was started -> phase in which it arrives -> the end of a run with checkpoints.
