@@ -213,5 +213,12 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def test_the_table_in_the_documentation_is_that_of_the_code():
-    assert table() in (Path(__file__).parents[2] / "docs/launch.md").read_text(), table()
+def test_the_documentation_has_the_table_and_the_lines_of_the_code():
+    text = (Path(__file__).parents[2] / "docs/launch.md").read_text()
+    assert table() in text, table()
+    words = {"step": 41, "folder": "outputs/checkpoint/step-41", "kept": "; the last checkpoint is "}
+    for name in TABLE:
+        reason = "a second SIGINT" if name == TWICE else "SIGTERM"
+        for one in TABLE[name].values():
+            if one.line and not (name == TWICE and one != run_ends.AT_ONCE):
+                assert f"\nstopped[{one.code}]: {one.line.format(reason=reason, **words)}" in text
