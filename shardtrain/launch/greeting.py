@@ -57,8 +57,7 @@ def claim(endpoint: str, seconds: float, problem: str = "the nodes cannot meet a
         ConfigError: another program has the port.
         PeerError: no connection arrived within ``seconds``: ``problem``, the endpoint, and the last cause.
     """
-    fix = "name an address of this node that every node reaches"
-    _await(endpoint, seconds, _reach_self, problem, fix)
+    _await(endpoint, seconds, _reach_self, problem, fix="name an address of this node that every node reaches")
 
 
 def await_store(endpoint: str, seconds: float) -> None:
@@ -105,8 +104,8 @@ def _reach_self(endpoint: str) -> None:
     """Listen on the port of ``endpoint`` and connect to it; raise OSError if the connection does not arrive."""
     host, _, port = endpoint.rpartition(":")
     both = socket.has_dualstack_ipv6()  # as PyTorch's store listens
-    family = socket.AF_INET6 if both else socket.AF_INET
     try:
+        family = socket.AF_INET6 if both else socket.AF_INET
         server = socket.create_server(("", int(port)), family=family, dualstack_ipv6=both)
     except OSError as error:
         rule = f"cannot be served from this host: {os.strerror(error.errno or 0)}"

@@ -150,12 +150,12 @@ class Meeting(pytorch.DynamicRendezvousHandler):
                 if not self.state.complete:
                     raise
                 continue  # a run is on, and has no place yet
-            size = self.largest(info.world_size)
             if self.first_decides:
                 # without the prefix of this round: the same answer for all nodes and rounds
-                first_size = int(self._store.compare_set("shardtrain/first-size", "", str(size)))
+                own_answer = str(self.largest(info.world_size))
+                first_size = int(self._store.compare_set("shardtrain/first-size", "", own_answer))
                 self.counts = [count for count in self.counts if first_size % count == 0]
-                size = self.largest(info.world_size)
+            size = self.largest(info.world_size)
             if info.rank < size:
                 self._compare_clocks(info.store, info.rank, size)
                 return RendezvousInfo(info.store, info.rank, size, info.bootstrap_store_info)  # type: ignore[arg-type]
@@ -175,9 +175,9 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         for node, other_time in enumerate(others, start=1):
             ahead = other_time - own_time
             if abs(ahead) > CLOCKS_APART_SECONDS:
-                text = f"the clock of node {node} ({addresses.get(node)}) is {abs(ahead):.0f} s"
-                text += f" {'ahead of' if ahead > 0 else 'behind'} that of node 0"
-                print(f"warning: {text}; start chrony or ntpd on both", file=sys.stderr, flush=True)
+                text = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} that of node 0"
+                text = f"the clock of node {node} ({addresses.get(node)}) is {text}; start chrony or ntpd on both"
+                print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def num_nodes_waiting(self) -> int:
         """How many nodes wait for a place; 0 while their number makes no larger number of nodes that can work."""

@@ -207,6 +207,32 @@ def join_and_follow(rank: int, port: int) -> list[int]:
     return worlds
 
 
+@pytest.mark.parametrize(
+    ("members", "waiting", "counts", "counted"),
+    [
+        (2, 1, [1, 2, 4], 0),
+        (2, 2, [1, 2, 4], 2),
+        (1, 1, [1, 2, 4], 1),
+        (2, 1, [2, 3], 1),
+        (1, 2, [2, 4], 2),  # a member has left, to meet again
+        (4, 1, [1, 2, 4], 0),
+        (2, 0, [1, 2, 4], 0),
+    ],
+)
+def test_nodes_that_wait_count_once_a_larger_number_can_work(monkeypatch, members, waiting, counts, counted):
+    rendezvous = Meeting.from_backend(
+        "run", dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "run"), 1, 4, "127.0.0.1"
+    )
+    rendezvous.counts = counts
+    rendezvous.state.participants = dict(enumerate(range(members)))
+    monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "num_nodes_waiting", lambda _: waiting)
+    assert rendezvous.num_nodes_waiting() == counted
+
+
+@pytest.mark.nightly(
+    "rounds of a rendezvous take seconds each",
+    by="tests/launch/test_meeting.py::test_nodes_that_wait_count_once_a_larger_number_can_work",
+)
 def test_a_node_that_does_not_fit_waits_and_others_continue_until_more_come():
     """Two or four nodes can work: of three, two work on and one waits; the fourth lets all work."""
     worlds = run_ranks(4, join_and_follow, free_port())
