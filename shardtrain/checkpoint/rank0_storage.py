@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint import tensors as tensor_files
-from shardtrain.checkpoint.collectives import all_gather_json, broadcast_json, gather_distinct_json
+from shardtrain.checkpoint.collectives import all_gather_json, broadcast_json, first_rank, gather_distinct_json
 from shardtrain.checkpoint.grids import Chunk
 from shardtrain.checkpoint.holders import box_of
 from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile
@@ -24,7 +24,6 @@ from shardtrain.checkpoint.node_disks import speaks_for_its_node
 from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.save_plan import Plan
 from shardtrain.checkpoint.storage import Place
-from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, StorageError
 from shardtrain.utils.log import logger
 
@@ -40,18 +39,8 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
     """
     if dist.get_world_size() == 1 or not isinstance(folder, Path):
         return  # an object store has one address for all
-    # The first rank leaves a file, or says why it cannot: an error of its own would keep the others waiting.
     sign = folder / f"probe-{broadcast_json(nonce)}"
-    problem = ""
-    if dist.get_rank() == 0:
-        try:
-            files.write_whole(sign, b"")
-        except OSError as error:
-            problem = str(storage_errors.cannot("write", sign, error, "set job.dump_folder to another folder"))
-    problem = broadcast_json(problem)
-    if problem:
-        raise StorageError(problem)
-
+    first_rank(lambda: files.write_whole(sign, b""))
     # The other ranks of a node would see the same.
     wrong, waited = files.wait_for_sizes(folder, {sign.name: 0}) if speaks_for_its_node() else ({}, 0.0)
     looked = all_gather_json([round(waited, 1), os.uname().nodename, bool(wrong)])
