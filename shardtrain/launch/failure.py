@@ -48,7 +48,7 @@ IN = "in "
 
 _KILLED: dict[int, str] = {
     signal.SIGKILL: "was killed by signal 9 (the kernel does that when memory runs out)",
-    signal.SIGSTOP: "was stopped (by SIGSTOP, a debugger, or a read from the terminal in the background) for more than "
+    signal.SIGSTOP: "was stopped (by SIGSTOP, or a read from the terminal in the background) for more than "
     "twice comm.hang_timeout_seconds, and then killed by its launcher",
 }
 _PEER_TYPES = {"DistBackendError", "DistNetworkError", "DistStoreError", "ForgedError", "PeerError"}

@@ -27,7 +27,7 @@ FINE = (0, 75)
 class Watch:
     """Waits for child processes, stops all when one fails, and passes signals on.
 
-    A child that is stopped (SIGSTOP, a debugger) for ``stopped_seconds`` is killed and has the status -SIGSTOP. 0 turns
+    A child that is stopped (SIGSTOP) for ``stopped_seconds`` is killed and has the status -SIGSTOP. 0 turns
     that off. ``ends_process`` says that this process ends after its children, so that later signals change nothing.
     """
 

@@ -186,7 +186,7 @@ def test_a_signal_after_the_end_stops_the_sample_and_not_the_status(tmp_path, na
 @pytest.mark.parametrize("restarts", [0, 1])
 @pytest.mark.parametrize(("number", "cause"), [
     (signal.SIGKILL, "was killed by signal 9 (the kernel does that when memory runs out)"),
-    (signal.SIGSTOP, "was stopped (by SIGSTOP, a debugger, or a read from the terminal in the background)"),
+    (signal.SIGSTOP, "was stopped (by SIGSTOP, or a read from the terminal in the background)"),
 ])  # fmt: skip
 def test_a_check_that_is_killed_or_stopped_is_named_and_tried_again(tmp_path, number, cause, restarts):
     """Only the first check is held: the second one passes."""
