@@ -10,8 +10,10 @@ import contextlib
 import errno
 import hashlib
 import os
+import secrets
+import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -195,6 +197,25 @@ def rename(old: Path, new: Path) -> None:
     with atomic_io.folder(new.parent) as parent:
         os.rename(old.name, new.name, src_dir_fd=parent, dst_dir_fd=parent)
         os.fsync(parent)
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, keep: bool = True) -> Iterator[Path]:
+    """Yield a new folder beside ``path``, durably renamed to it at the end if ``keep`` is set: complete or absent.
+
+    Raises:
+        StorageError: it cannot be written. Nothing is left of it.
+    """
+    temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(6)}")
+    try:
+        with storage_errors.writing(temporary):
+            temporary.mkdir(parents=True)
+            yield temporary
+            if keep:
+                sync_folder(temporary)
+                rename(temporary, path)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def make_draft(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from shardtrain import __version__
 from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint.grids import Grid
 from shardtrain.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest, StoredTensor
-from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import require_new
 
 
@@ -47,7 +45,6 @@ def write(
     """
     require_new(folder)
     # Offsets are computed before any tensor is read: one file, in the order of names.
-    temporary = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(6)}")
     tensors: dict[str, StoredTensor] = {}
     begin = 0
     types = dict.fromkeys(shapes, dtype) if isinstance(dtype, str) else dtype
@@ -61,8 +58,7 @@ def write(
             yield memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data)
 
     # Write to a temporary folder and rename it: readers see a complete checkpoint or none.
-    try:
-        temporary.mkdir(parents=True)
+    with files.new_folder(folder) as temporary:
         stored = files.write_hashed(temporary / "rank-00000.bin", blocks())
         more = [files.write_hashed(temporary / name, [memoryview(data)]) for name, data in (beside or {}).items()]
         whole = Manifest(
@@ -78,9 +74,3 @@ def write(
         text = whole.to_bytes()
         manifest.parse(text, temporary)
         files.write_whole(temporary / MANIFEST, text)
-        files.sync_folder(temporary)
-        files.rename(temporary, folder)
-    except OSError as error:
-        raise storage_errors.cannot("write", temporary, error, "choose another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -249,20 +249,19 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
 def _linked_folders(loaded: Loaded) -> Iterator[Problem]:
     """A folder inside the run folder that is a link: what a run writes there would change another place."""
     run_folder = Path(loaded.config.job.dump_folder).absolute()
-    written = {option: loaded.value(option) or "" for option in BELOW_DUMP_FOLDER}
-    files = [option for option in written if option.endswith("_file")]
     checkpoint = loaded.config.checkpoint
-    if not checkpoint.enable or checkpoint.load_only or "://" in checkpoint.folder:
-        del written["checkpoint.folder"]
-    for option, path in [*written.items(), *[("job.dump_folder", name) for name in ALWAYS_BELOW]]:
-        below = [run_folder / path, *(run_folder / path).parents]
-        for folder in below[option in files :]:
-            if folder.is_relative_to(run_folder) and folder != run_folder and folder.is_symlink():
+    saves = checkpoint.enable and not checkpoint.load_only and "://" not in checkpoint.folder
+    written = [("job.dump_folder", run_folder / name) for name in ALWAYS_BELOW]
+    for option in BELOW_DUMP_FOLDER:
+        path = run_folder / (loaded.value(option) or "")
+        if saves or option != "checkpoint.folder":
+            written.append((option, path.parent if option.endswith("_file") else path))
+    for option, path in written:
+        for folder in (path, *path.parents):
+            if folder != run_folder and folder.is_relative_to(run_folder) and folder.is_symlink():
                 rule = f"leads through {folder}, a link to {os.readlink(folder)}, which a run does not follow"
-                fix = "remove the link, or choose another job.dump_folder"
-                if option in ALSO_ELSEWHERE:
-                    fix = f"remove the link, or set {option} to {folder.resolve()}"
-                yield problem(loaded, option, rule, fix)
+                elsewhere = f"set {option} to {folder.resolve()}" if option in ALSO_ELSEWHERE else "use another folder"
+                yield problem(loaded, option, rule, f"remove the link, or {elsewhere}")
 
 
 def _why_not_writable(path: Path) -> str:

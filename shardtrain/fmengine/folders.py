@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.layer_files import LATEST, LayerWeights, family_of
 from shardtrain.hf.model import recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
-from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, ShardtrainError, StorageError, require_new
 
 _STEP = "global_step001"
@@ -75,7 +73,7 @@ def write(folder: Path, output: Path, num_shards: int) -> tuple[int, int]:
             raise ConfigError(Problem("--mp_world_size", num_shards, rule, "use a divisor of both", "command line"))
 
         # The files of a step, for each model-parallel rank a state without weights, and what lies beside them.
-        with _new(output) as temporary:
+        with files.new_folder(output) as temporary:
             step = temporary / _STEP
             step.mkdir()
             for number, names in layers.items():
@@ -126,7 +124,7 @@ def staged(folder: Path, base: Path | None, step: str, beside: Path) -> Iterator
             "it is not a Hugging Face folder" if base else "name the Hugging Face folder of its model with --base-model"
         )
         raise CheckpointError(f"{described / CONFIG} is missing: {hint}")
-    with _new(beside, keep=False) as temporary, errors_name(folder, temporary):
+    with files.new_folder(beside, keep=False) as temporary, errors_name(folder, temporary):
         _copy_beside(described, temporary)
         (temporary / where.name).symlink_to(where.resolve(), target_is_directory=True)
         (temporary / LATEST).write_text(where.name)
@@ -194,7 +192,7 @@ def write_adapters(folder: Path, output: Path, step: str, alpha: float, base: st
         **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True},
         **{"r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": modules, "bias": "none"},
     }
-    with _new(output) as temporary:
+    with files.new_folder(output) as temporary:
         save_file(tensors, str(temporary / "adapter_model.safetensors"), {"format": "pt"})
         (temporary / "adapter_config.json").write_text(json.dumps(fields, indent=2) + "\n")
     return rank, len(pairs)
@@ -215,22 +213,6 @@ def _copy_beside(folder: Path, output: Path) -> None:
     for name in source.of_folder(folder).files:
         if "/" not in name:
             shutil.copyfile(folder / name, output / name)
-
-
-@contextlib.contextmanager
-def _new(output: Path, keep: bool = True) -> Iterator[Path]:
-    """A folder next to ``output``, which has its name when the block has ended well."""
-    temporary = output.with_name(f"{output.name}.tmp-{secrets.token_hex(6)}")
-    try:
-        temporary.mkdir(parents=True)
-        yield temporary
-        if keep:
-            files.sync_folder(temporary)
-            files.rename(temporary, output)
-    except OSError as error:
-        raise storage_errors.cannot("write", output, error, "choose another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _read(weights: Any, name: str) -> Tensor:

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import math
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -32,7 +30,6 @@ from shardtrain.hf.model import hub_of, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import TOKENIZERS, Source
 from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
-from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, ConfigError, require_new
 
 SHARD_BYTES = 5 * 10**9
@@ -231,31 +228,26 @@ def export(wanted: Export) -> tuple[list[str], str]:
     """
     require_new(wanted.output)
     writer = Writer(wanted)
-    temporary = wanted.output.with_name(f"{wanted.output.name}.tmp-{secrets.token_hex(6)}")
-    try:
-        temporary.mkdir(parents=True)
-        # Three things at a time: this thread writes, one reads the checkpoint's bytes again for their hashes, and one
-        # waits for the disk. What fails in these is raised here, at the next piece that is written or at the end
-        with ThreadPoolExecutor(1, "export-check") as pool, ThreadPoolExecutor(1, "export-sync") as syncing:
-            checked = pool.submit(writer.check_source)
-            synced: list[Future[None]] = []
-            try:
-                for file in writer.files:
-                    check_cancelled = partial(_stop_if_failed, (checked, *synced))
-                    files.write_unhashed(temporary / file, writer.blocks(file, check_cancelled))
-                    synced.append(syncing.submit(files.sync, temporary / file))
-                writer.write_rest(temporary)
-                _compare(temporary, writer)
-                for future in synced:
-                    future.result()
-            finally:
-                checked.result()  # a damaged checkpoint is the cause of whatever else went wrong
-        files.sync_folder(temporary)
-        files.rename(temporary, wanted.output)
-    except OSError as error:
-        raise storage_errors.cannot("write", temporary, error, "choose another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    # Three things at a time: this thread writes, one reads the checkpoint's bytes again for their hashes, and one waits
+    # for the disk. What fails in these is raised here, at the next piece that is written or at the end
+    with (
+        files.new_folder(wanted.output) as temporary,
+        ThreadPoolExecutor(1, "export-check") as pool,
+        ThreadPoolExecutor(1, "export-sync") as syncing,
+    ):
+        checked = pool.submit(writer.check_source)
+        synced: list[Future[None]] = []
+        try:
+            for file in writer.files:
+                check_cancelled = partial(_stop_if_failed, (checked, *synced))
+                files.write_unhashed(temporary / file, writer.blocks(file, check_cancelled))
+                synced.append(syncing.submit(files.sync, temporary / file))
+            writer.write_rest(temporary)
+            _compare(temporary, writer)
+            for future in synced:
+                future.result()
+        finally:
+            checked.result()  # a damaged checkpoint is the cause of whatever else went wrong
     return sorted(path.name for path in wanted.output.iterdir()), writer.notice
 
 

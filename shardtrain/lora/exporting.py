@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
-import shutil
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +15,6 @@ from shardtrain.lora import peft
 from shardtrain.lora.merging import Adapters
 from shardtrain.lora.targets import linears_of, their_names
 from shardtrain.ops.tied import tied_names
-from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, require_new
 
 
@@ -48,9 +45,7 @@ def export(
     tensors = {their: names.theirs(name, ours[name]).contiguous().clone() for name, their in names.tensors.items()}
 
     # Write, read back and compare; renamed into place when all of it is equal
-    temporary = output.with_name(f"{output.name}.tmp-{secrets.token_hex(6)}")
-    try:
-        temporary.mkdir(parents=True)
+    with files.new_folder(output) as temporary:
         files.write_whole(temporary / peft.WEIGHTS, save(tensors, metadata={"format": "pt"}))
         files.write_whole(temporary / peft.CONFIG, (json.dumps(fields, indent=2) + "\n").encode())
         found = peft.PeftFolder(temporary, module, shape, labels)
@@ -58,10 +53,4 @@ def export(
         found.fill(again)
         if not all(torch.equal(again[name], tensor) for name, tensor in ours.items()):
             raise CheckpointError(f"{temporary} was not read back as it was written; nothing was exported")
-        files.sync_folder(temporary)
-        files.rename(temporary, output)
-    except OSError as error:
-        raise storage_errors.cannot("write", temporary, error, "choose another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return sorted(path.name for path in output.iterdir())

@@ -9,8 +9,6 @@ read back, and the folder has its name only then.
 from __future__ import annotations
 
 import dataclasses
-import secrets
-import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,7 +26,6 @@ from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest
 from shardtrain.tools.dcp.naming import OWN, Naming, naming
 from shardtrain.tools.dcp.reading import MOMENTS
 from shardtrain.tools.dcp.stored import DcpFolder
-from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import CheckpointError, StorageError, require_new
 
 
@@ -143,9 +140,7 @@ def _write(
         theirs: torch.empty(stored.tensors[ours].shape, dtype=getattr(torch, stored.tensors[ours].dtype), device="meta")
         for theirs, (ours, _) in sources.items()
     }
-    temporary = output.with_name(f"{output.name}.tmp-{secrets.token_hex(6)}")
-    try:
-        temporary.mkdir(parents=True)
+    with files.new_folder(output) as temporary:
         writer = FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1)
         try:
             with warnings.catch_warnings():
@@ -160,12 +155,6 @@ def _write(
         for theirs in sources:
             if not torch.equal(_bits(there.tensor(theirs)), _bits(read(theirs))):
                 raise StorageError(f"{output}: {theirs} is not what was written; check the disk")
-        files.sync_folder(temporary)
-        files.rename(temporary, output)
-    except OSError as error:
-        raise storage_errors.cannot("write", temporary, error, "choose another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -20,9 +20,9 @@ from typing import Any, Literal
 from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.tools.verify import workers
-from shardtrain.utils import temporary
 from shardtrain.utils.heartbeat import not_silent
 from shardtrain.utils.limits import cgroup_memory, host_memory
+from shardtrain.utils.temporary import temporary_folder
 from shardtrain.utils.units import format_bytes
 
 SUM_LIMIT = 1e-6
@@ -147,16 +147,14 @@ def measured(check: Check, budget: int) -> Row:
     row = Row(check.name, check.size, check.mesh, check.ranks, None, check.limit, "left out")
     if check.needs > budget:
         return replace(row, note=f"needs {format_bytes(check.needs)} of memory, {format_bytes(budget)} allowed")
-    folder = temporary.make("real")
     started = time.perf_counter()
     try:
-        error, note = check.measure(folder)
+        with temporary_folder("real") as folder:
+            error, note = check.measure(folder)
     except workers.RankFailed as failed:
         return replace(row, verdict="fail", seconds=time.perf_counter() - started, note=str(failed))
     except _NotPossible as reason:
         return replace(row, note=str(reason))
-    finally:
-        temporary.remove(folder)
     # written so that an error that is not a number fails
     verdict: Verdict = "pass" if error <= check.limit else "fail"
     return replace(row, error=error, verdict=verdict, seconds=time.perf_counter() - started, note=note)
@@ -267,8 +265,7 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
     if loaded.config.model.name == "transformers":
         yield _left_out(model, "networks of transformers are compared with their own, by import and export")
         return
-    folder = temporary.make("real")
-    try:
+    with temporary_folder("real") as folder:
 
         def count(piece: layers.Piece) -> layers.Piece:
             (found,) = _on_ranks(folder, 1, layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
@@ -276,8 +273,6 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
 
         for piece in layers.pieces(loaded, budget, count):
             yield from _of_piece(model, piece, folder / "gradients.safetensors")
-    finally:
-        temporary.remove(folder)
 
 
 def _left_out(model: str, reason: str) -> Check:
