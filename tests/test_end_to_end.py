@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -241,7 +242,10 @@ def test_ranks_with_other_data_stop_before_the_first_step(others: list[dict[str,
     for rank in others:
         error = rank["different"].error
         assert isinstance(error, ConfigError) and error.exit_code == 2
-        assert "the training data differ between ranks" in str(error)
+        host = socket.gethostname()
+        where = f"on rank 1 (host {host}) is not the same as on rank 0 (host {host})"
+        assert "the training data differ between ranks" in str(error) and where in str(error)
+        assert "different-" in str(error), "the file is named"
         assert rank["different"].losses == []
 
 

@@ -120,16 +120,6 @@ def set_timeout(seconds: int) -> None:
         groups._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def check_agreement(fingerprint: str, sentence: str, device: torch.device) -> None:
-    """Stop unless all ranks hold the same fingerprint (hex), a collective; ``sentence`` says what differs if not."""
-    value = int(fingerprint[:12], 16)  # 48 bits: exact in every type that a collective may carry
-    # the smallest of a number and of its negative: one collective gives the minimum and the maximum
-    low_high = torch.tensor([value, -value], dtype=torch.int64, device=device)
-    dist.all_reduce(low_high, dist.ReduceOp.MIN)
-    if low_high[0] != -low_high[1]:
-        raise ConfigError(f"{sentence}; give every rank the same files and the same versions")
-
-
 def gather_flags(flag: bool, device: torch.device) -> list[int]:
     """Ranks that raised a flag, the same list on all ranks (a collective)."""
     flags = torch.zeros(dist.get_world_size(), dtype=torch.int32, device=device)

@@ -201,4 +201,4 @@ def _agent(
         return NodeAgent(rendezvous, spec, logs, **more)
     # in a job of Slurm the end of its time is one that ranks know of by themselves
     is_elastic = nodes.least < nodes.most and "SLURM_JOB_END_TIME" not in os.environ
-    return TrainingAgent(training, nodes.run_id, is_elastic, rendezvous, spec, logs, **more)
+    return TrainingAgent(training, nodes, is_elastic, rendezvous, spec, logs, **more)

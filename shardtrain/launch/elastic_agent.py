@@ -19,6 +19,7 @@ from shardtrain.launch import exit_report, failure, greeting, local
 from shardtrain.launch.failure import NOT_SAVED, PREEMPTED, Failure
 from shardtrain.launch.meeting import Meeting
 from shardtrain.launch.node_reports import LOST_SECONDS, NodeReports
+from shardtrain.launch.nodes import Nodes
 from shardtrain.launch.restart import RESTARTABLE
 from shardtrain.launch.watch import Watch
 from shardtrain.resilience import run_ends, signals
@@ -53,13 +54,13 @@ class TrainingAgent(NodeAgent):
     itself have saved with the others, and continue with the nodes that are there.
     """
 
-    def __init__(self, training: Loaded, run_id: str, is_elastic: bool, *arguments: Any, **options: Any) -> None:
+    def __init__(self, training: Loaded, nodes: Nodes, is_elastic: bool, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.cause: Failure | None = None
         """The failure of a rank, on any node, that ended the last attempt."""
         self._training = training
         self._folder = Path(training.config.job.dump_folder)
-        self._run_id = run_id
+        self._nodes = nodes
         self._is_elastic = is_elastic
         stopped_seconds = local.STOPPED_TIMEOUTS * training.config.comm.hang_timeout_seconds
         self._watch = Watch(stopped_seconds=stopped_seconds)
@@ -84,7 +85,9 @@ class TrainingAgent(NodeAgent):
             with local.storage_errors_in_exit_json(self._training):
                 local.prepare(self._folder)
         self._first_rank = worker_group.workers[0].global_rank
-        self._reports = NodeReports(self._store, self._run_id, number, count, self._first_rank)
+        self._reports = NodeReports(
+            self._store, self._nodes.run_id, number, count, self._first_rank, self._nodes.node_rank
+        )
         pids = super()._start_workers(worker_group)
         self._watch.begin({self._first_rank + local_rank: pid for local_rank, pid in pids.items()})
         self._are_running = True

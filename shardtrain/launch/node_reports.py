@@ -23,6 +23,7 @@ from shardtrain.launch.failure import NOT_SAVED, PREEMPTED, Failure
 from shardtrain.launch.greeting import within
 from shardtrain.launch.signed_meeting import Seal
 from shardtrain.utils import atomic_io
+from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.process import SECRET
 
 WAIT_SECONDS = 10.0
@@ -40,15 +41,28 @@ _FAILED = f"{_KEY}/failed"
 
 
 class NodeReports:
-    """The reports of all nodes on one attempt. ``number`` is this node's position among them."""
+    """The reports of all nodes on one attempt. ``number`` is this node's position among them.
 
-    def __init__(self, store: Any, run_id: str, number: int, count: int, first_rank: int) -> None:
+    Raises:
+        ConfigError: two nodes were started with the same ``--node_rank``.
+    """
+
+    def __init__(
+        self, store: Any, run_id: str, number: int, count: int, first_rank: int, node_rank: int | None = None
+    ) -> None:
         self._store = store
         self._seal = Seal(os.environ.get(SECRET, ""), run_id)
         self._number = number
         self._looked_at = 0.0
-        self._write("node", (first_rank, socket.gethostname()))
+        self._write("node", (first_rank, socket.gethostname(), node_rank))
         self._nodes = within(MEET_SECONDS, lambda: [self._read("node", number) for number in range(count)])
+        hosts: dict[int | None, list[str]] = {}
+        for _, host, given_rank in self._nodes:
+            hosts.setdefault(given_rank, []).append(host)
+        for given_rank, same in hosts.items():
+            if given_rank is not None and len(same) > 1:
+                rule = f"is the number of {len(same)} nodes ({', '.join(same)})"
+                raise ConfigError(Problem("--node_rank", given_rank, rule, "give each node its own, from 0"))
 
     def others_have_failed(self) -> bool:
         """True if a rank of another node has failed, or if the store is gone with the node that serves it."""
@@ -78,7 +92,7 @@ class NodeReports:
         all_failures = [one for of_node in reports.values() for one in of_node]
         if is_failure and all(one.is_peer for one in all_failures):
             lost = [node for number, node in enumerate(self._nodes) if number not in reports]
-            all_failures += [failure.lost_with_node(*node) for node in lost]
+            all_failures += [failure.lost_with_node(rank, host) for rank, host, _ in lost]
         return failure.culprit(all_failures) if all_failures else None
 
     def _exchange(self, reports: dict[int, list[Failure]], is_failure: bool) -> None:

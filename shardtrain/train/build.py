@@ -10,13 +10,13 @@ from shardtrain import distributed, optim
 from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.config import changes, derived
 from shardtrain.config.schema import Config
-from shardtrain.distributed import BATCH_AXES, process_group
+from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.ops import cpu_kernel_speed, cpu_kernels
 from shardtrain.ops.seeding import set_determinism
 from shardtrain.train import reference_models
 from shardtrain.train.model import build_model
-from shardtrain.train.open_together import together
+from shardtrain.train.open_together import require_same_data, together
 from shardtrain.train.run import Run
 from shardtrain.train.state import TrainState
 from shardtrain.utils.allocator import keep_freed_memory
@@ -79,8 +79,7 @@ def build(config: Config, world: World) -> Run:
         )
     task.check(stream, built.module, built.shape)
     reference_models.hold(task, runner, config, mesh)
-    # ranks that read other data would train without an error on rows that some see twice and some never
-    process_group.check_agreement(stream.fingerprint, "the training data differ between ranks", mesh.device)
+    require_same_data(stream, "the training data")
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardtrain.checkpoint.collectives import all_ranks, any_ranks
+from shardtrain.checkpoint.collectives import all_gather_json, all_ranks, any_ranks, gather_distinct_json
 from shardtrain.config.schema import Config
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
@@ -224,6 +224,27 @@ def _is_own(witnesses: Sequence[Witness]) -> bool:
             raise ConfigError(f"{_who()}{Problem(file.option, file.path, rule, fix)}") from error
         is_own |= (status.st_size, status.st_mtime_ns, status.st_ino) != (file.size, file.mtime_ns, file.inode)
     return is_own
+
+
+def require_same_data(stream: Any, data: str) -> None:
+    """Raise ConfigError on all ranks unless they read the same data (a collective).
+
+    The message names ``data``, a file that differs, and the hosts. Ranks with different data would train without an
+    error, on rows that some see twice and some never.
+    """
+    fingerprints, number_of_rank = gather_distinct_json(stream.fingerprint)
+    if len(fingerprints) == 1:
+        return
+    rank = number_of_rank.index(1)
+    listings, listing_of_rank = gather_distinct_json(dict(stream.sampled_files))
+    first_files, other_files = listings[0], listings[listing_of_rank[rank]]
+    names = sorted(first_files.keys() | other_files.keys())
+    differing = [name for name in names if first_files.get(name) != other_files.get(name)]
+    subject = differing[0] if differing else "what reads them (tokenizer, options or versions)"
+    hosts = all_gather_json(socket.gethostname())
+    where = f"on rank {rank} (host {hosts[rank]}) is not the same as on rank 0 (host {hosts[0]})"
+    fix = "give every rank the same files and the same versions"
+    raise ConfigError(f"{data} differ between ranks: {subject} {where}; {fix}")
 
 
 def _who() -> str:

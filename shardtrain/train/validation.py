@@ -20,12 +20,12 @@ from shardtrain import data, tasks
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, Validation
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
-from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner, process_group
+from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner
 from shardtrain.resilience import progress
 from shardtrain.resilience.stop_request import Interrupted, StopRequest
-from shardtrain.train.open_together import together
+from shardtrain.train.open_together import require_same_data, together
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 from shardtrain.utils.log import logger
 
@@ -231,7 +231,7 @@ def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:
             shuffle=False,
             loop=False,
         )
-    process_group.check_agreement(stream.fingerprint, "the validation data differ between ranks", mesh.device)
+    require_same_data(stream, "the validation data")
     v = config.validation
     when = f"{v.per_epoch} times an epoch" if v.per_epoch else f"every {v.freq} steps"
     of = f"of {v.seq_len} tokens" if config.task.name in OF_NEXT_TOKENS else f"of up to {v.seq_len} tokens"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from shardtrain.launch import failure, node_reports
 from shardtrain.launch.failure import Failure
 from shardtrain.launch.node_reports import NodeReports
+from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.process import SECRET
 
 KILLED = failure.killed(3, 9, 10.0)
@@ -86,11 +88,29 @@ def test_a_failure_of_another_node_is_noticed_and_its_stop_is_not_one(tmp_path, 
         assert second.others_have_failed() == is_noticed
 
 
+@pytest.mark.parametrize(("node_ranks", "is_refused"), [((0, 1), False), ((None, None), False), ((1, 1), True)])
+def test_two_nodes_with_the_same_node_rank_are_refused_on_both(node_ranks, is_refused):
+    store = dist.HashStore()
+
+    def meet(number: int) -> str:
+        try:
+            NodeReports(store, "run", number, 2, number, node_ranks[number])
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(2) as nodes:
+        told = list(nodes.map(meet, range(2)))
+    host = socket.gethostname()
+    expected = f"--node_rank=1 is the number of 2 nodes ({host}, {host}); give each node its own, from 0"
+    assert told == [expected if is_refused else ""] * 2
+
+
 def test_a_report_that_is_not_signed_with_the_secret_of_the_nodes_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv(SECRET, "of all")
     store = dist.HashStore()
     NodeReports(store, "run", 0, 1, first_rank=0)
-    store.set("shardtrain/nodes/node/0", '[0, "stranger"]')
+    store.set("shardtrain/nodes/node/0", '[0, "stranger", null]')
     with pytest.raises(RendezvousStateError, match="not signed"):
         NodeReports(_Frozen(store), "run", 0, 1, first_rank=0)
 

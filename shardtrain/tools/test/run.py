@@ -17,7 +17,7 @@ from shardtrain.lora import base_weights
 from shardtrain.tools.test.request import SPLITS, Request, sets_of
 from shardtrain.train import reference_models, saved_file, validation
 from shardtrain.train.model import Built, build_model
-from shardtrain.train.open_together import together
+from shardtrain.train.open_together import require_same_data, together
 from shardtrain.train.resume import held_by
 from shardtrain.train.run import model_state_dict
 from shardtrain.train.validation import Evaluation
@@ -100,7 +100,7 @@ def measure(built: Built, config: Config, mesh: Mesh, split: str) -> tuple[Evalu
             **options,
         )
     task.check(stream, built.module, built.shape)
-    process_group.check_agreement(stream.fingerprint, f"the data of {split} differ between ranks", mesh.device)
+    require_same_data(stream, f"the data of {split}")
     found = validation.evaluate(built.runner, stream, mesh, labelled=labelled)
     assert found is not None  # nobody was asked to stop
     return found, labelled
