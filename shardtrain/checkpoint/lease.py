@@ -24,7 +24,7 @@ from typing import Any
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.utils import atomic_io, process, reading
+from shardtrain.utils import atomic_io, checked_json, process, reading
 from shardtrain.utils.errors import ConfigError, FolderTaken, fix_first
 from shardtrain.utils.log import logger
 
@@ -272,7 +272,7 @@ def _read(path: Path | ObjectPath) -> dict[str, Any]:
 def parse(data: bytes) -> dict[str, Any]:
     """The fields of a lease; none where it is not shardtrain's."""
     try:
-        fields = json.loads(data)
+        fields = checked_json.parse(data)
     except (ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}

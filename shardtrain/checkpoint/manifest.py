@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain.checkpoint.grids import Axis, Chunk, Grid, file_numbers
 from shardtrain.checkpoint.resharding import Box, check_tiling
-from shardtrain.utils import garbage_collection
+from shardtrain.utils import checked_json, garbage_collection
 from shardtrain.utils.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def _parse(data: bytes) -> Manifest:
     if not first_line or hashlib.sha256(data[first_line.end() :]).hexdigest().encode() != first_line.group(1):
         _refuse("is damaged: its bytes are not those that were written")
     try:
-        body = json.loads(data, object_pairs_hook=_unique, parse_constant=_no_constant, parse_float=_finite)
+        body = checked_json.parse(data, unique_keys=True)
     except (ValueError, RecursionError) as error:
         _refuse(f"is not a manifest's JSON: {str(error)[:100]}")
     if body.get("format") != FORMAT:
@@ -242,24 +242,6 @@ def _parse(data: bytes) -> Manifest:
         facts=facts,
         origin=_text(body.get("origin", ""), "origin"),
     )
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return table
-
-
-def _no_constant(text: str) -> NoReturn:
-    raise ValueError(f"{text} is not a number")
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError("a number is too large")
-    return number
 
 
 def _file(entry: Any) -> StoredFile:

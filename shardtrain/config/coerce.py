@@ -6,7 +6,7 @@ import math
 import re
 import tomllib
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from shardtrain.config.options import nearest
@@ -83,6 +83,23 @@ def plain(text: str) -> Value:
     return value if isinstance(value, bool | int | float) else text
 
 
+def parse_toml(text: str) -> dict[str, Any]:
+    """Parse TOML. Raises ValueError also for an integer that no message could show, since float and str refuse it."""
+    table = tomllib.loads(text)
+    for value in _values(table):
+        if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+            raise ValueError(f"a number has more than {_MOST_BITS} bits")
+    return table
+
+
+def _values(value: Any) -> Iterator[Any]:
+    if not isinstance(value, dict | list):
+        yield value
+        return
+    for inner in value.values() if isinstance(value, dict) else value:
+        yield from _values(inner)
+
+
 def _toml_value(text: str, otherwise: Value) -> Value:
     """Read text as one TOML value, or give ``otherwise``; 1e6 and 5. are numbers too."""
     if re.fullmatch(r"[+-]?\d+\.", text):
@@ -90,12 +107,13 @@ def _toml_value(text: str, otherwise: Value) -> Value:
     if "\n" in text:
         return otherwise
     try:
-        table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        table = parse_toml(f"value = {text}")
+    except ValueError:
         return otherwise
     return table["value"] if table.keys() == {"value"} else otherwise
 
 
+_MOST_BITS = 1000
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
 """Short names of types, as other programs have them."""
 

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import glob
 import importlib.util
-import json
 import math
 import os
 import re
@@ -28,6 +27,7 @@ from shardtrain.config.rules.safety import ALSO_ELSEWHERE, ALWAYS_BELOW, BELOW_D
 from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.schema import Config
 from shardtrain.config.stages import num_stages
+from shardtrain.utils import checked_json
 from shardtrain.utils.errors import Problem
 
 MAX_RANKS = 65_536
@@ -342,7 +342,7 @@ def _tokenizer(loaded: Loaded) -> Iterator[Problem]:
 def _count_ids(file: Path) -> int | None:
     """Return one more than the largest id of a tokenizer.json, or None where it cannot be read."""
     try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
+        content: Any = checked_json.parse(file.read_text(encoding="utf-8"))
         vocab = content["model"]["vocab"]
         ids = list(vocab.values()) if isinstance(vocab, dict) else list(range(len(vocab)))
         ids += [token["id"] for token in content.get("added_tokens", [])]

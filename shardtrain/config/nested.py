@@ -8,12 +8,11 @@ Each key of each entry is a setting with a dotted name and a line of its own: ``
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from shardtrain.config.coerce import Unfit, coerce, from_texts
+from shardtrain.config.coerce import Unfit, coerce, from_texts, parse_toml
 from shardtrain.config.options import Option, nearest, options, options_of
 from shardtrain.config.settings import Kind, Setting, Value
 
@@ -106,8 +105,8 @@ def spread_text(setting: Setting) -> list[Setting]:
     if place is None or not (place.field is None or place.field.is_table) or place.key is not None:
         return [setting]
     try:
-        value = tomllib.loads(f"value = {setting.value[0]}")["value"] if len(setting.value) == 1 else setting.value
-    except (tomllib.TOMLDecodeError, KeyError):
+        value = parse_toml(f"value = {setting.value[0]}")["value"] if len(setting.value) == 1 else setting.value
+    except (ValueError, KeyError):
         value = setting.value[0]
     return list(spread(tuple(setting.option.split(".")), value, lambda _: setting.where))
 

@@ -21,7 +21,7 @@ from shardtrain.config.rules.transformers import check_transformers
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config, Lora, Model
 from shardtrain.config.schema.task import Task
-from shardtrain.utils import reading
+from shardtrain.utils import checked_json, reading
 from shardtrain.utils.errors import Problem
 
 OPTION = "task.teacher_path"
@@ -114,7 +114,7 @@ def _rows(loaded: Loaded) -> int | None:
     if found is None and loaded.config.model.name == NAME:  # those of its folder, unless they are set
         try:
             file = Path(str(loaded.config.model.overrides["path"])) / "config.json"
-            found = json.loads(reading.whole(file, _MAX_BYTES)).get("vocab_size")
+            found = checked_json.parse(reading.whole(file, _MAX_BYTES)).get("vocab_size")
         except (OSError, ValueError, KeyError, AttributeError):
             found = None
     return found if isinstance(found, int) else None

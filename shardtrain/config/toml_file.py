@@ -11,6 +11,7 @@ from typing import Any
 
 from shardtrain.config import presets
 from shardtrain.config.arguments import CONFIG_FILE
+from shardtrain.config.coerce import parse_toml
 from shardtrain.config.options import nearest
 from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.utils.errors import Problem
@@ -49,7 +50,7 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
         # Before the parser, which takes time and memory by the square of a key's length
         if DEEP_KEY.search(text):
             raise RecursionError
-        table = tomllib.loads(text)
+        table = parse_toml(text)
     except RecursionError:
         problems.append(Problem(CONFIG_FILE, str(file), "nests its values too deeply", "write plain tables and lists"))
         return {}, ""
@@ -60,7 +61,7 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
         fix = _meant(file) or "correct this line"
         problems.append(Problem("the file", None, rule, fix, f"{file.name}:{line}"))
         return {}, ""
-    except ValueError as error:  # a number of more than 4300 digits
+    except ValueError as error:  # a number of too many digits
         problems.append(Problem(CONFIG_FILE, str(file), f"cannot be read ({error})", "correct the number"))
         return {}, ""
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from shardtrain.data import shared_opening
 from shardtrain.data.packing import Packing
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
 VERSION = 1
@@ -159,9 +159,9 @@ def _facts(file: BinaryIO, path: Path, option: str) -> Mapping[str, Any]:
     try:
         if digest != hashlib.sha256(text).hexdigest().encode():
             raise ValueError("its checksum differs")
-        facts = {"single": 0, **json.loads(text)}  # tables of earlier versions do not count them
+        facts = {"single": 0, **checked_json.parse(text)}  # tables of earlier versions do not count them
         numbers = ("block_documents", "num_blocks", "num_rows", "num_targets", "cut", "dropped", "single")
-        whole = all(type(facts[name]) is int and 0 <= facts[name] < 2**63 for name in numbers)
+        whole = all(checked_json.is_count(facts[name]) for name in numbers)
         if facts["format_version"] != VERSION or not whole or not isinstance(facts["table_sha256"], str):
             raise ValueError("another version, or counts that are not whole numbers")
         return {"fingerprint": "", **facts}

@@ -23,7 +23,7 @@ import numpy as np
 
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Witness
-from shardtrain.utils import atomic_io, reading
+from shardtrain.utils import atomic_io, checked_json, reading
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 VERSION = 1
@@ -204,7 +204,7 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
 def _load(content: bytes, path: Path, option: str) -> dict[str, Any]:
     """The JSON object of an index."""
     try:
-        table = json.loads(content)
+        table = checked_json.parse(content)
     except (ValueError, RecursionError) as error:
         raise _broken(path, option, f"is not JSON ({error})") from error
     if not isinstance(table, dict):
@@ -296,8 +296,8 @@ def _stored(table: Mapping[str, Any], name: str) -> StoredFile:
     return StoredFile(name, _count(table["bytes"], "bytes"), str(table["sha256"]), str(table["ends_sha256"]))
 
 
-def _count(value: object, name: str, least: int = 0) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+def _count(value: Any, name: str, least: int = 0) -> int:
+    if not checked_json.is_count(value, least):
         raise ValueError(f"{name} is {value!r}")
     return value
 

@@ -311,7 +311,7 @@ class Fields:
         windowed = self._values.get("use_sliding_window") and self._values.get("sliding_window") is not None
         # Layers from max_window_layers on have the window: none has, where that is beyond the last
         first = self._values.get("max_window_layers")
-        beyond = isinstance(first, int) and first >= self._values.get("num_hidden_layers", 0) and not kinds
+        beyond = isinstance(first, int) and first >= self.take("num_hidden_layers", int, 0) and not kinds
         if kinds - {"full_attention"} or (windowed and not beyond and kinds != {"full_attention"}):
             raise self.other("use_sliding_window or layer_types give some layers a window, which ours does not")
 

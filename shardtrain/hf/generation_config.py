@@ -19,6 +19,7 @@ from shardtrain.data.tokenizer import Tokenizer
 from shardtrain.hf.config_json import CONFIG
 from shardtrain.hf.format import GENERATION_KEYS
 from shardtrain.hf.source import Source
+from shardtrain.utils import checked_json
 from shardtrain.utils.errors import CheckpointError, ShardtrainError
 
 GENERATION = "generation_config.json"
@@ -40,7 +41,7 @@ def read_settings(source: Source) -> dict[str, Any]:
             settings |= {key: config[key] for key in config if key in GENERATION_KEYS and config[key] is not None}
         return dict(settings)
     try:
-        settings = json.loads(source.read(GENERATION))
+        settings = checked_json.parse(source.read(GENERATION))
     except (OSError, ValueError, RecursionError) as error:
         settings = error
     if not isinstance(settings, dict):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from shardtrain.checkpoint.safetensors_header import TYPES
 from shardtrain.hf.config_json import CONFIG, read_json
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, checked_json
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.units import format_bytes
 
@@ -82,7 +81,7 @@ def _types_of(path: Path) -> list[str] | None:
             length = int.from_bytes(file.read(8), "little")
             if length > _MAX_HEADER_BYTES:
                 return None
-            found: dict[str, Any] = json.loads(file.read(length))
+            found: dict[str, Any] = checked_json.parse(file.read(length))
         found.pop("__metadata__", None)
         end = max((tensor["data_offsets"][1] for tensor in found.values()), default=0)
         if path.stat().st_size != 8 + length + end:

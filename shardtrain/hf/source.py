@@ -23,7 +23,7 @@ from shardtrain.hf.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_jso
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.weights import BIN, BIN_INDEX, INDEX, SINGLE, HubWeights
-from shardtrain.utils import atomic_io, storage_errors, temporary
+from shardtrain.utils import atomic_io, checked_json, storage_errors, temporary
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 FACT = "hub_files"
@@ -101,7 +101,7 @@ def of_checkpoint(folder: Path, stored: Manifest) -> Source | None:
     own = files.pop(CONFIG, None)
     source = Source(folder, {}, files if own is None else {**files, CONFIG: own})
     try:
-        config = json.loads(source.read(CONFIG)) if own is not None else {}
+        config = checked_json.parse(source.read(CONFIG)) if own is not None else {}
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder}: its {CONFIG} cannot be read ({error}); use another one") from None
     return Source(folder, config if isinstance(config, dict) else {}, files)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint.safetensors_header import TYPES
 from shardtrain.hf.config_json import MAX_JSON_BYTES
-from shardtrain.utils import reading
+from shardtrain.utils import checked_json, reading
 from shardtrain.utils.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -51,7 +50,7 @@ def read_index(folder: Path, single: str, index: str) -> dict[str, str]:
     if not path.exists():
         raise _no_weights(folder, index)
     try:
-        found = json.loads(reading.whole(path, MAX_JSON_BYTES))["weight_map"]
+        found = checked_json.parse(reading.whole(path, MAX_JSON_BYTES))["weight_map"]
     except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} is not an index of weights ({type(error).__name__}: {error})") from None
     if not isinstance(found, dict) or not found:

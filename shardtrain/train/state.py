@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from shardtrain.utils.checked_json import is_count
 from shardtrain.utils.errors import CheckpointError
 
 
@@ -45,6 +46,7 @@ class TrainState:
         """Take the counters of a checkpoint; raises CheckpointError when one is missing or is not a count."""
         for field in fields(self):
             value = values.get(field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            # the hash has 64 bits, the others are counts
+            if not is_count(value, most=2**64 - 1 if field.name == "order_hash" else 2**62):
                 raise CheckpointError(f"train state: {field.name}={value!r} is not a count; use another checkpoint")
             setattr(self, field.name, value)

@@ -1,20 +1,65 @@
-"""Lines of JSON that carry a checksum of themselves, so that a digit that changed on a disk is seen.
+"""JSON of others, whose numbers must be finite, and lines of JSON that carry a checksum of themselves.
 
-The last field of a line is ``crc32`` of the line without it, as TensorBoard's own records have one. A line that does
+A checksum shows a digit that changed on a disk. The last field of a line is ``crc32`` of the line without it, as
+TensorBoard's own records have one. A line that does
 not end with it, of an older version or of another program that wrote the file again, is taken as it is.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from typing import Any
 
 FIELD = "crc32"
 _MARK = b', "%s": "' % FIELD.encode()
+_MAY_BE_INFINITE = frozenset({"time_step_limit"})
+"""Keys of published files with an infinite number: the bounds of Mamba-2's time step in ``config.json``."""
 MAX_LINE_BYTES = 2**20
 """Records are numbers and short texts; JSON of a longer line could take a hundred times its size in memory."""
+
+
+def parse(data: bytes | str, unique_keys: bool = False) -> Any:
+    """Parse the JSON of an artefact, whose numbers must be finite.
+
+    Args:
+        data: The text.
+        unique_keys: True if an object may not have a key twice. Otherwise the last one counts.
+
+    Raises:
+        ValueError: It is not JSON, or a number is NaN or infinite (``NaN``, ``Infinity``, ``1e999``).
+
+    >>> parse('{"eps": 1e-5, "theta": [2, 1e999]}')
+    Traceback (most recent call last):
+    ValueError: theta=[2, inf] has a number that is not finite
+    """
+
+    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        table = dict(pairs)
+        if unique_keys and len(table) != len(pairs):
+            raise ValueError("a key occurs twice")
+        for key, value in pairs:
+            if not _is_finite(value) and key not in _MAY_BE_INFINITE:
+                raise ValueError(f"{key}={str(value)[:60]} has a number that is not finite")
+        return table
+
+    content = json.loads(data, object_pairs_hook=checked)
+    if not _is_finite(content):
+        raise ValueError("a number is not finite")
+    return content
+
+
+def is_count(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
+    """True if a value of an artefact is an integer of the range, which numpy and PyTorch can hold; booleans are not."""
+    return type(value) is int and least <= value <= most
+
+
+def _is_finite(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_finite, value))
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def line_of(record: Mapping[str, Any]) -> bytes:

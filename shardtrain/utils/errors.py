@@ -22,6 +22,8 @@ from typing import Any
 
 SENTENCES = re.compile(r", so (?!that)|; ")
 """Between the two sentences of a rule: a fact, and what follows from it or explains it."""
+_MOST_SHOWN = 600
+"""Characters of a value in a message."""
 
 
 def fix_first(subject: str, fix: str, *reasons: str) -> str:
@@ -148,7 +150,7 @@ def require_new(path: Path) -> None:
 
 
 def _toml_like(value: Any) -> str:
-    """Write a value as the user would: booleans in lower case, text in double quotes.
+    """Write a value as the user would: booleans in lower case, text in double quotes. The middle of long text is cut.
 
     >>> _toml_like(True), _toml_like("a"), _toml_like(3)
     ('true', '"a"', '3')
@@ -156,5 +158,6 @@ def _toml_like(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        return f'"{value}"'
+        shown = value if len(value) <= _MOST_SHOWN else f"{value[: _MOST_SHOWN // 2]}...{value[-_MOST_SHOWN // 2 :]}"
+        return f'"{shown}"'
     return str(value)

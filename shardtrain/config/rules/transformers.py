@@ -6,7 +6,6 @@ The folder's config.json is read as data; torch and transformers are not importe
 from __future__ import annotations
 
 import importlib.util
-import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,7 @@ from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.schema import Config
 from shardtrain.hf.config_json import in_transformers
 from shardtrain.hf.format import CODE
-from shardtrain.utils import reading
+from shardtrain.utils import checked_json, reading
 from shardtrain.utils.errors import Problem
 
 ATTENTION = ("auto", "sdpa", "eager")
@@ -66,7 +65,7 @@ def _read(folder: str) -> Mapping[str, Any] | str:
     """The folder's config.json, or what is wrong with it."""
     path = Path(folder) / "config.json"
     try:
-        found = json.loads(reading.whole(path, _MAX_BYTES))
+        found = checked_json.parse(reading.whole(path, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return "has no config.json"
     except OSError as error:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import reading
+from shardtrain.utils import checked_json, reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 # used only when no file says which token begins a document, which ends it, and which fills a row
@@ -146,7 +145,7 @@ def read_text(file: Path, option: str) -> str:
 
 def _read_config(file: Path, beside: TokenizerConfig, option: str) -> None:
     try:
-        content: Any = json.loads(read_text(file, option))
+        content: Any = checked_json.parse(read_text(file, option))
     except (ValueError, RecursionError) as error:
         raise ConfigError(Problem(option, str(file), f"is not JSON ({error})", _FIX)) from error
     if not isinstance(content, dict):

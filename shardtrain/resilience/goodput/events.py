@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import atomic_io, reading
+from shardtrain.utils import atomic_io, checked_json, reading
 from shardtrain.utils.errors import DataError
 
 FILE = "goodput.jsonl"
@@ -82,7 +82,7 @@ def parse(text: bytes) -> Event:
     Death(job='a1', time=5.0)
     """
     try:
-        fields_of = json.loads(text)
+        fields_of = checked_json.parse(text)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if not isinstance(fields_of, dict) or not isinstance(fields_of.get("kind"), str) or fields_of["kind"] not in KINDS:

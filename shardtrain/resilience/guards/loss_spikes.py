@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from shardtrain.utils.checked_json import is_count
 from shardtrain.utils.errors import CheckpointError, NumericalError, fix_first
 from shardtrain.utils.log import logger
 
@@ -178,4 +179,4 @@ def _are_finite(values: Any) -> bool:
 
 
 def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and value >= 0 for value in values)
+    return isinstance(values, list) and all(map(is_count, values))

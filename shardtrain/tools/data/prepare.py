@@ -34,7 +34,7 @@ from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.sources import Shards, Table
 from shardtrain.tools.data import pool, units
 from shardtrain.tools.data.progress import Progress
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import format_bytes, format_seconds
 
@@ -324,7 +324,7 @@ class _Work:
             self._write_state(fresh)
             return fresh
         try:
-            state: dict[str, Any] = json.loads(path.read_bytes())
+            state: dict[str, Any] = checked_json.parse(path.read_bytes())
             _same_facts(self.job, state["facts"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             rule = f"cannot be continued ({error or type(error).__name__})"

@@ -24,7 +24,7 @@ from shardtrain.data.shard_index import DTYPES, dtype_for
 from shardtrain.data.shard_writer import ShardWriter, beyond_vocabulary, storing
 from shardtrain.data.sources import Key, Row, Shards, Table, rows_of
 from shardtrain.data.token_buffer import Mask
-from shardtrain.utils import atomic_io
+from shardtrain.utils import atomic_io, checked_json
 
 UNIT_BYTES = 4 * 2**20
 """Input of a unit of a table, about; a second or two of work."""
@@ -140,7 +140,7 @@ def unit_name(unit: Unit, ending: str) -> str:
 def is_done(folder: Path, unit: Unit) -> dict[str, Any] | None:
     """What the ``.json`` of a finished unit says, if all its files hold the bytes that were written, or None."""
     try:
-        done = json.loads((folder / unit_name(unit, "json")).read_bytes())
+        done = checked_json.parse((folder / unit_name(unit, "json")).read_bytes())
         for ending, sha256 in done["files"].items():
             if _sha256(folder / unit_name(unit, ending)) != sha256:
                 return None

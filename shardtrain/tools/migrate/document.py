@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrain.utils import reading
+from shardtrain.utils import checked_json, reading
 from shardtrain.utils.errors import ConfigError, Problem
 
 MAX_BYTES = 2**20
@@ -51,7 +52,7 @@ def read_text(path: Path) -> str:
 def facts_of_folder(folder: str | None) -> dict[str, Any]:
     """Return what config.json of a model's folder says; {} without a folder that has one."""
     try:
-        facts = json.loads(reading.whole(Path(folder or "").expanduser() / "config.json", MAX_BYTES))
+        facts = checked_json.parse(reading.whole(Path(folder or "").expanduser() / "config.json", MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return facts if isinstance(facts, dict) else {}
@@ -108,7 +109,10 @@ class _Json:
         if not match or len(match[0]) > 100:
             raise self._error("is not valid JSON here")
         self.at = match.end()
-        return json.loads(match[0])
+        try:
+            return checked_json.parse(match[0])
+        except ValueError as error:
+            raise self._error(f"is not valid JSON here ({error})") from None
 
     def _table(self, key: Key, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -228,4 +232,6 @@ class _Yaml:
         if len(node.value) > 5_000 and node.tag.endswith((":int", ":float")):
             raise _wrong(self.path, node.start_mark.line + 1, "holds an impossible number", "correct it")
         value = loader.construct_object(node)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise _wrong(self.path, node.start_mark.line + 1, "holds a number that is not finite", "correct it")
         return value if isinstance(value, str | int | float | bool | None.__class__) else str(node.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping
@@ -15,6 +14,7 @@ from shardtrain.facts import devices
 from shardtrain.tools.plan import planning, timing
 from shardtrain.tools.plan.hardware import Device, Link
 from shardtrain.tools.report import reading
+from shardtrain.utils import checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
 _FEWEST_STEPS = 5
@@ -93,7 +93,7 @@ def learn_report(path: Path, device: Device) -> Measured:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise wrong(f"has more than {_MOST_BYTES} bytes, and is not a report")
-        report = json.loads(path.read_bytes())
+        report = checked_json.parse(path.read_bytes())
         rates = report["rates"]
         name = str(report["device"])
         flops = {str(dtype): float(rate) for dtype, rate in rates["flops"].items()}

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import difflib
 import math
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from shardtrain.config.coerce import parse_toml
 from shardtrain.facts import devices
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.units import GIB
@@ -155,11 +155,11 @@ def _tables(found: Any) -> dict[str, dict[str, Any]]:
 
 def _read(path: Path, option: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        return parse_toml(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
         raise ConfigError(Problem(option, str(path), rule, "give a file that is there")) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(Problem(option, str(path), f"is not TOML: {error}", "correct the file")) from error
 
 
