@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem
+from shardtrain.utils.redact import shown
 
 HELP_WORDS = ("help", "--help", "-h")
 
@@ -67,7 +68,11 @@ class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line."""
         # argparse passes only a sentence: extract the unknown option from it to suggest the nearest one.
-        unknown = message.removeprefix("unrecognized arguments: ").split()[0] if "unrecognized" in message else ""
+        # Its value and the words after it are not printed, because one of them may be a secret.
+        unknown = ""
+        if message.startswith("unrecognized arguments: "):
+            unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]
+            message = f"{shown('', unknown)} is not an option"
         known = [name for name in self._option_string_actions if name.startswith("--")]
         near = [name for name in known if unknown.startswith("--") and name.startswith(unknown)]
         near = near or difflib.get_close_matches(unknown, known, 1, 0.8)

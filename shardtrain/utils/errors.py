@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardtrain.utils.redact import MASK, shown
+
 SENTENCES = re.compile(r", so (?!that)|; ")
 """Between the two sentences of a rule: a fact, and what follows from it or explains it."""
 _MOST_SHOWN = 600
@@ -55,14 +57,18 @@ class Problem:
         names this one: ``set b.c = 1, or remove it`` becomes ``set b.c = 1, or remove a.b``.
         """
         origin = f"{self.where}: " if self.where else ""
-        value = "" if self.value is None else f"={_toml_like(self.value)}"
-        subject = f"{origin}{self.option}{value}"
+        masked = shown(self.option, self.value)
+        value = "" if self.value is None else f"={_toml_like(masked)}"
+        # some options are whole words of a command line
+        subject = f"{origin}{shown('', self.option)}{value}"
         # After "set b.c = 1", "it" would be b.c
         it = self.option if self.fix.startswith("set ") else "it"
         fix = self.fix.replace(", or remove it", f", or remove {it}")
         text = f"{subject} {self.rule}; {fix}"
         if SENTENCES.search(self.rule):
             text = fix_first(subject, fix, f"it {self.rule}")
+        if masked == MASK:  # the rule or the fix may repeat the value
+            text = text.replace(str(self.value), MASK)
         # one line whatever the value holds, and nothing that a terminal would obey
         return "".join(char if char.isprintable() else "?" for char in text)
 

@@ -23,6 +23,16 @@ _SECRET_NAME = re.compile(
 )
 # public, and needed in logs: a commit is 40 hexadecimal digits too
 _PUBLIC_NAME = re.compile(r"COMMIT|REVISION|(^|_)SHA\d*($|_)|HASH|DIGEST|(^|_)REF($|_)", re.IGNORECASE)
+# options that may hold a secret, besides those that are named like a secret variable
+_SECRET_OPTION = re.compile(r"(^|_)(WANDB|PWD|PIN|CREDS|COOKIE|BEARER|PASS|PASSCODE)$|AUTH(?!ORS?(_|$))", re.IGNORECASE)
+_NO_SECRET = re.compile(r"None|True|False|[-+.\deE]{0,5}|true|false")
+# 32 hexadecimal digits; or a text of 32 characters of base64, except absolute paths, with a capital, a small letter
+# and a digit in a run of 16 without a separator
+_SECRET_FORM = re.compile(
+    r"\b[0-9a-fA-F]{32,}\b"
+    r"|^(?!/)(?=[\w+/=-]{32,}$)(?:.*[/_-])?(?=[^/_-]*[a-z])(?=[^/_-]*[A-Z])(?=[^/_-]*[0-9])[^/_-]{16,}"
+)
+_ARGUMENT = re.compile(r"((?<!\S)(?:--[\w.-]+[ =]|[\w.-]+=))(\S+)")
 _LOOKS_SECRET = re.compile(r"[0-9a-fA-F]{40}")
 
 # The forms of tokens that say what they are; a bare run of 40 digits is not among them, as commits have that form.
@@ -99,6 +109,33 @@ def one_line(text: str) -> str:
 def _escape(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+
+
+def shown(name: str, value: Any) -> Any:
+    """Return the value of an option as a message may show it: ``***`` if its name or its form may be a secret's.
+
+    A password given to an option that does not exist would otherwise be printed. Numbers of up to 5 digits and
+    booleans are shown, such as ``max_token=512``.
+
+    >>> shown("training.password", "hunter22"), shown("argument", "api_key=hunter22"), shown("max_token", 512)
+    ('***', 'api_key=***', 512)
+    >>> shown("x", "0123456789abcdef" * 2), shown("model.revision", "0123456789abcdef" * 2)
+    ('***', '0123456789abcdef0123456789abcdef')
+    """
+    if isinstance(value, dict):
+        return {key: shown(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(shown(name, item) for item in value)
+    words = re.sub(r"\W+", "_", name).strip("_")
+    has_secret_name = names_a_secret(words) or _SECRET_OPTION.search(words)
+    has_secret_form = _SECRET_FORM.search(str(value)) and not _PUBLIC_NAME.search(words)
+    if (has_secret_name or has_secret_form) and not _NO_SECRET.fullmatch(str(value)):
+        return MASK
+    return redact(_ARGUMENT.sub(_shown_argument, value)) if isinstance(value, str) else value
+
+
+def _shown_argument(match: re.Match[str]) -> str:
+    return f"{match[1]}{shown(match[1], match[2])}"
 
 
 def redact_all(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import PurePath
 
 from shardtrain.config.load import Loaded
@@ -11,7 +11,7 @@ from shardtrain.config.rules.own_files import named_files
 from shardtrain.config.rules.values import problem
 from shardtrain.config.settings import COMMAND_LINE
 from shardtrain.utils.errors import Problem
-from shardtrain.utils.redact import MASK, redact, redact_all
+from shardtrain.utils.redact import redact, redact_all
 
 BELOW_DUMP_FOLDER = (
     "checkpoint.folder",
@@ -88,6 +88,4 @@ def check_secrets(loaded: Loaded) -> Iterator[Problem]:
         if loaded.is_set(name) and redact_all(loaded.value(name)) != loaded.value(name):
             rule = "holds a secret, and options are written to files and logs"
             fix = "take it out: libraries read their tokens from the environment themselves"
-            value = loaded.value(name)
-            shown = MASK if isinstance(value, Mapping | list) else redact_all(value)
-            yield Problem(name, shown, rule, fix, redact(loaded.where(name)))
+            yield Problem(name, redact_all(loaded.value(name)), rule, fix, redact(loaded.where(name)))

@@ -13,6 +13,7 @@ from shardtrain.config.settings import Setting
 from shardtrain.config.show import toml_value
 from shardtrain.tools.migrate.document import Document
 from shardtrain.utils.errors import Problem
+from shardtrain.utils.redact import shown
 
 Verdict = Literal["honoured", "renamed", "ignored", "unsupported", "default"]
 """honoured: an option of the same name; renamed: an option of another name; ignored: has no effect on numbers;
@@ -34,8 +35,8 @@ class Entry:
     option: str = ""
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f" = {_short(self.value)}"
-        key = f"{self.where}: {self.key}{shown}" if self.key else self.where
+        value = "" if self.value is None else f" = {_short(shown(self.key, self.value))}"
+        key = f"{self.where}: {self.key}{value}" if self.key else self.where
         line = f"{self.verdict:<11} {key}{' -> ' if self.option else ': '}{self.text}"
         return "".join(char if char.isprintable() else "?" for char in line)
 
@@ -198,7 +199,7 @@ class Found:
             verdict = "default"
             name = ""
             given = None
-        text = f"{option} = {_short(value)}{f': {why}' if why else ''}"
+        text = f"{option} = {_short(shown(option, value))}{f': {why}' if why else ''}"
         self.entries.append(Entry(name, given, where, verdict, text, option))
 
     def default(self, option: str, value: Any, why: str = "") -> None:
