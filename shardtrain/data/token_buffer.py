@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any, Protocol
@@ -54,40 +55,32 @@ class TokenBuffer(Protocol):
         ...
 
 
-_NONE = np.array([], dtype=np.int32)
-
-
 class MemoryTokenBuffer:
     """A line in memory; tokens in 2 bytes where the vocabulary allows it, else in 4."""
 
     def __init__(self, documents: Iterable[Document], vocab_size: int, growth: Growth | None = None) -> None:
         """``growth`` bounds what is kept."""
         dtype = np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<i4")
-        pieces: list[npt.NDArray[np.integer]] = []
-        masks: list[Mask | int] = []  # a document without a mask is its length
+        # Not np.concatenate of one array per document: what is joined would be in memory twice. A bytearray grows in
+        # place.
+        tokens = bytearray()
+        lengths = array("q")
+        mask = bytearray()  # empty until a document has a mask: a dataset of texts needs none
         for document in documents:
-            pieces.append(document.tokens.astype(dtype))
-            masks.append(len(document.tokens) if document.learned is None else document.learned)
+            size = len(document.tokens)
+            if document.learned is not None or mask:
+                mask += b"\1" * (sum(lengths) if not mask else 0)
+                mask += (np.ones(size, np.bool_) if document.learned is None else document.learned).tobytes()
+            tokens += document.tokens.astype(dtype).tobytes()
+            lengths.append(size)
             if growth is not None:
-                growth.keep(pieces[-1].nbytes + ROW_BYTES + (0 if document.learned is None else len(document.learned)))
+                growth.keep(size * dtype.itemsize + ROW_BYTES + (0 if document.learned is None else size))
 
+        self._tokens = np.frombuffer(tokens, dtype)
         # A document begins where the one before it ends.
-        lengths = np.fromiter((len(piece) for piece in pieces), dtype=np.int64, count=len(pieces))
-
-        # Not np.concatenate: each piece is let go once it is copied, so that all of them are never held twice.
-        self._tokens = np.empty(int(lengths.sum()), dtype)
-        at = 0
-        for number, piece in enumerate(pieces):
-            self._tokens[at : at + len(piece)] = piece
-            at += len(piece)
-            pieces[number] = _NONE
-        self._starts = np.cumsum(lengths) - lengths
-
-        # No mask is kept where every token is learned, as in a dataset of texts.
-        self._mask: Mask | None = None
-        if not all(isinstance(mask, int) for mask in masks):
-            whole = (np.ones(mask, np.bool_) if isinstance(mask, int) else mask for mask in masks)
-            self._mask = np.concatenate(list(whole))
+        sizes = np.array(lengths, np.int64)
+        self._starts = np.cumsum(sizes) - sizes
+        self._mask: Mask | None = np.frombuffer(mask, np.bool_) if mask else None
         self._count()
 
     def arrays(self) -> dict[str, npt.NDArray[Any] | None]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import bz2
 import gzip
 import itertools
+import lzma
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zstandard
 from tiny import tiny_config
 
 from shardtrain.config.schema import Config
@@ -17,9 +20,16 @@ from shardtrain.data import build_dataset, growth, sandbox, stream
 from shardtrain.data.document import Document
 from shardtrain.data.growth import Growth
 from shardtrain.data.read_documents import BadRows, RowStats
-from shardtrain.data.sources import BadRow, Request, _compressed, every_row, jsonl
+from shardtrain.data.sources import BadRow, Request, _compressed, _records, every_row, jsonl, tsv
 from shardtrain.data.token_buffer import MemoryTokenBuffer
 from shardtrain.utils.errors import DataError
+
+PACK = {
+    "gz": gzip.compress,
+    "bz2": bz2.compress,
+    "xz": lambda data: lzma.compress(data, preset=0),
+    "zst": zstandard.compress,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -66,6 +76,30 @@ def test_what_grows_as_text_does_may_take_as_long_as_it_needs(monkeypatch: pytes
     assert list(Growth("on a hub", None).rows(rows)) == rows
 
 
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("size", [10, 10_000])
+def test_a_buffer_is_never_in_memory_twice(size: int, has_mask: bool) -> None:
+    """It takes what Growth counts, and an eighth more: a bytearray grows by so much at once."""
+    count = 2**19 // size
+    kept = 0
+
+    class Counted(Growth):
+        def keep(self, num_bytes: int) -> None:
+            nonlocal kept
+            kept += num_bytes
+
+    def documents() -> Iterator[Document]:
+        for _ in range(count):
+            yield Document(np.ones(size, np.int32), np.ones(size, np.bool_) if has_mask else None)
+
+    growth = Counted("a", 10)
+    tracemalloc.start()
+    MemoryTokenBuffer(documents(), 100, growth)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.25 * kept
+
+
 def test_a_buffer_holds_what_it_was_given_and_counts_it() -> None:
     documents = [Document(np.arange(size, dtype=np.int32), None) for size in (3, 0, 5)]
     buffer = MemoryTokenBuffer(documents, 100, Growth("a", 10))
@@ -89,6 +123,40 @@ def test_a_compressed_file_may_take_only_so_long_for_a_row(
     assert next(rows)[1] == {"text": "a"}
     with pytest.raises(DataError, match=r"a.jsonl.gz\" takes more than data.artefact_seconds=20 of decompression"):
         next(rows)
+
+
+@pytest.mark.parametrize("ending", PACK)
+@pytest.mark.parametrize("kind", ["a line", "an open quote", "blank lines"])
+def test_a_compressed_file_is_not_read_beyond_the_bound_of_a_row(
+    ending: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the whole row has at least 24 MiB, the bound is one: what is read is counted
+    monkeypatch.setattr(_records, "SKIPPED_BYTES", 2**20)
+    count = [0]
+    read = _compressed._Stream.read
+
+    def counted(stream: _compressed._Stream, size: int) -> bytes:
+        block = read(stream, size)
+        count[0] += len(block)
+        return block
+
+    monkeypatch.setattr(_compressed._Stream, "read", counted)
+    first = b"text\na\n" if kind == "an open quote" else b'{"text": "a"}\n'
+    rest = {"a line": b"a" * 2**25, "an open quote": b'"' + b"a,\n" * 2**23, "blank lines": b" \n" * 2**24}[kind]
+    path = tmp_path / f"a.{'csv' if kind == 'an open quote' else 'jsonl'}.{ending}"
+    path.write_bytes(PACK[ending](first + rest))
+    reader = tsv if kind == "an open quote" else jsonl
+    rows = [row for _, row in every_row(reader.open_source(Request(str(path), max_row_bytes=1000)))]
+    assert rows[0] == {"text": "a"} and "holds more than 1.00 MiB without the end of a row" in str(rows[1])
+    assert len(rows) == 2
+    assert count[0] < (2**24 if ending == "zst" else 2**22)  # a step of zstandard gives more
+
+
+def test_a_long_row_of_a_compressed_file_is_skipped(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "%s"}\n{"text": "b"}\n' % (b"a" * 10_000)))
+    rows = [row for _, row in every_row(jsonl.open_source(Request(str(path), max_row_bytes=1000)))]
+    assert "is longer than data.max_row_bytes" in str(rows[0]) and rows[1:] == [{"text": "b"}]
 
 
 def test_a_compressed_file_of_many_rows_may_take_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import math
 import os
 import time
 import zlib
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from shardtrain.data import sandbox
 from shardtrain.data.sources._files import File
 from shardtrain.utils import libraries
+from shardtrain.utils.units import format_bytes
 
 BLOCK_BYTES = 256 * 1024
 """Bytes that readers ask for at once; hundreds of files may be open at a time."""
@@ -29,10 +31,21 @@ class Damaged(Exception):
 
 
 class Stream(Protocol):
-    """What readers of a file need of it."""
+    """What readers of a file need of it.
+
+    Attributes:
+        most_bytes: Bytes that a compressed file may decompress to without giving a record. A reader of records sets it.
+    """
+
+    most_bytes: float
 
     def read(self, size: int) -> bytes:
-        """Return at most about ``size`` bytes; none at the end. Raises Damaged, and DataError where it is a bomb."""
+        """Return at most about ``size`` bytes; none at the end.
+
+        Raises:
+            Damaged: the data cannot be read further, or ``most_bytes`` came without a record.
+            DataError: decompression took too long without a record.
+        """
         ...
 
     def gave(self) -> None:
@@ -116,17 +129,24 @@ class _Stream:
     def __init__(self, file: File, inner: Any, clock: _Clock | None = None) -> None:
         self._file = file
         self._clock = clock
+        self.most_bytes = math.inf
+        self._bytes = 0
         self._read = inner.read1 if file.compression and file.compression != ".zst" else inner.read
 
     def gave(self) -> None:
+        self._bytes = 0
         if self._clock is not None:
             self._clock.gave()
 
     def read(self, size: int) -> bytes:
         if self._clock is not None:
             self._clock.check()
+            if self._bytes > self.most_bytes:
+                raise Damaged(f"holds more than {format_bytes(self.most_bytes)} without the end of a row")
         try:
-            return self._read(size)
+            block = self._read(size)
+            self._bytes += len(block)
+            return block
         except EOFError as error:
             raise Damaged("the file ends in the middle of its compressed data") from error
         except (zlib.error, lzma.LZMAError) as error:

@@ -9,6 +9,9 @@ from shardtrain.data.sources import BadRow
 from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, Stream
 from shardtrain.data.sources._index import BLANKS, BYTE_ORDER_MARK, too_long
 
+SKIPPED_BYTES = 64 * 2**20
+"""A compressed record that is too long is skipped if it ends within so many bytes, or twice the longest row."""
+
 
 @dataclass(frozen=True)
 class _Long:
@@ -33,10 +36,12 @@ class _Blank:
 def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator[tuple[int, bytes | BadRow]]:
     """Line number from 1 and bytes, without the newline, of each record that is not blank; see Index.
 
-    A record above ``max_bytes`` is a BadRow. So is, at the end, damage in the compressed data; a record that it cuts is
-    not given.
+    A record above ``max_bytes`` is a BadRow. So is damage in the compressed data, which ends the file; a record that it
+    cuts is not given. A compressed file also ends at a record that is longer than ``SKIPPED_BYTES``, because a few MB
+    may decompress to an hour of skipping.
     """
     number = 1
+    stream.most_bytes = max(SKIPPED_BYTES, 2 * max_bytes)
     try:
         lines = _lines(stream, max_bytes)
         for record, num_lines in _joined(lines, max_bytes) if quoted else ((line, 1) for line in lines):

@@ -26,7 +26,7 @@ from shardtrain.train.run_folder import read_world_size, versions
 from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.checked_json import MAX_LINE_BYTES, record_of
 from shardtrain.utils.errors import ShardtrainError
-from shardtrain.utils.redact import redact
+from shardtrain.utils.redact import redact, visible
 from shardtrain.utils.units import format_count
 
 CARD = "README.md"
@@ -82,7 +82,7 @@ class Card:
                 "the number of devices changes no number.", "", "```toml", self.options.rstrip(), "```", "",
             ]  # fmt: skip
         lines += [f"Exported by {self.made_by}.", ""]
-        body = redact("\n".join(lines))
+        body = redact(visible("\n".join(lines)))
         return f"{body}\n<!-- shardtrain export {of} {_digest(body)} -->\n"
 
 

@@ -15,6 +15,7 @@ from shardtrain.metrics.record import TOTAL_SPEED
 from shardtrain.resilience.goodput.account import MEANINGS
 from shardtrain.tools.report.chart import COLORS, Chart, Line, format_number
 from shardtrain.tools.report.reading import POINTS, RunRecord, Series
+from shardtrain.utils.redact import visible
 
 # title, metrics, whether the axis may be logarithmic: charts that come first, in this order
 CHARTS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
@@ -49,7 +50,7 @@ def build(runs: Sequence[RunRecord]) -> str:
     # Names of runs and metrics are texts of others. In JSON without "<" nothing can end the script element, and the
     # policy lets no script run but this one, known by its hash.
     data = json.dumps([chart.data() for chart in charts], allow_nan=False, separators=(",", ":"))
-    data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    data = data.replace("<", "\\u003c").replace("\x7f", "\\u007f")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     rules = f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; base-uri 'none'"
     figures = [
@@ -69,15 +70,18 @@ def build(runs: Sequence[RunRecord]) -> str:
         _alerts(runs, names),
         _options(runs, names),
     ]
-    return "".join(
-        [
-            '<!doctype html><html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title><style>{style}</style></head><body>",
-            *body,
-            f'<script type="application/json" id="charts">{data}</script><script>{script}</script></body></html>\n',
-        ]
+    # an editor or a terminal that shows the file would obey control characters and marks that turn a line around
+    return visible(
+        "".join(
+            [
+                '<!doctype html><html lang="en"><head><meta charset="utf-8">',
+                f'<meta http-equiv="Content-Security-Policy" content="{rules}">',
+                '<meta name="viewport" content="width=device-width, initial-scale=1">',
+                f"<title>{escape(title)}</title><style>{style}</style></head><body>",
+                *body,
+                f'<script type="application/json" id="charts">{data}</script><script>{script}</script></body></html>\n',
+            ]
+        )
     )
 
 

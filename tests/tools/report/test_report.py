@@ -115,6 +115,19 @@ def test_no_text_of_a_run_is_taken_as_markup(tmp_path: Path) -> None:
     assert charts(text)[HOSTILE[:90]]["lines"]
 
 
+def test_no_control_character_of_a_run_is_in_the_page(tmp_path: Path) -> None:
+    obeyed = "".join(map(chr, [*range(1, 9), *range(11, 32), *range(127, 160), 0x61C, 0x200E, 0x202E, 0x2066, 0x2028]))
+    # control characters may be part of every name and text of a run; a file name has no newline
+    folder = run_folder(tmp_path / f"a{obeyed}", more={f"b{obeyed}": 1.0, "text": obeyed}, note=f"c{obeyed}")
+    (folder / "exit.json").write_text(json.dumps({"code": 3, "message": obeyed}))
+    (folder / "logs").mkdir()
+    (folder / "logs/rank-0.log").write_text(f"2026-01-01 00:00:00 WARNING {obeyed}\n")
+    text = written(tmp_path, folder)
+    assert not set(text) & set(obeyed)
+    assert "\\x1b" in text and "\\u202e" in text
+    assert charts(text)[f"b{obeyed}"]["lines"]
+
+
 def test_nothing_is_asked_of_a_network(tmp_path: Path) -> None:
     text = written(tmp_path, run_folder(tmp_path / "run"))
     (rules,) = [names["content"] for tag, names in Elements(text).tags if names.get("http-equiv")]
