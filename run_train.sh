@@ -36,4 +36,4 @@ unset SHARDTRAIN_ACTIVATE
 SHARDTRAIN_HANDED_OVER="$(date +%s)"
 export SHARDTRAIN_HANDED_OVER
 # exec, so that a scheduler's signals reach the trainer and not this shell
-exec "$python" -m shardtrain train ${arguments[@]+"${arguments[@]}"} "$@"
+exec "$python" -P -m shardtrain train ${arguments[@]+"${arguments[@]}"} "$@"

@@ -11,9 +11,20 @@
 Importing this package imports neither torch nor any optional library; a name brings what it needs when it is used.
 """
 
-from __future__ import annotations
-
+import os as _os
 import sys as _sys
+
+if _sys.argv[:1] == ["-m"]:  # Python is looking for the module of `python -m`
+    # The current directory is first in sys.path. Remove it before another import finds a json.py or torch.py in it.
+    # It becomes the last entry if the package was found there, as in a clone that is not installed.
+    if not _sys.flags.safe_path and _os.path.isdir(_sys.path[0]) and _os.path.samefile(".", _sys.path[0]):
+        _current = _sys.path.pop(0)
+        if _current == _os.path.dirname(__path__[0]):
+            _sys.path.append(_current)
+    from shardtrain.utils import as_module as _as_module
+
+    _as_module.refuse_without_program(_sys.orig_argv)
+
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -22,11 +33,6 @@ if _TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"]
-
-if _sys.argv[:1] == ["-m"]:  # Python is looking for the module of `python -m`
-    from shardtrain.utils import as_module as _as_module
-
-    _as_module.refuse_without_program(_sys.orig_argv)
 
 
 def __getattr__(name: str) -> _Any:

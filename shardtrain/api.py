@@ -40,7 +40,7 @@ from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.report import page, reading
 from shardtrain.tools.verify.report import Row as MeshResult
 from shardtrain.train import compatibility, preflight, shutdown, trainer
-from shardtrain.utils import atomic_io, log, storage_errors
+from shardtrain.utils import atomic_io, log, python_child, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 from shardtrain.utils.python_api import python_function
 
@@ -417,8 +417,8 @@ def verify(
         *(("--mesh", *_as_list(meshes)) if meshes else ()),
         *_arguments(options),
     ]
-    command = [sys.executable, "-m", "shardtrain", "verify", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": _path()})
+    command = python_child.command("shardtrain", "verify", *words)
+    done = subprocess.run(command, capture_output=True, text=True)
     # 4 says that a mesh differs: that is an answer, and the table is there
     if done.returncode not in (0, 4):
         # of "error[2]: text" the text; other lines are progress
@@ -426,13 +426,6 @@ def verify(
         raise ConfigError("\n".join(lines) or done.stderr.strip())
     rows = json.loads(done.stdout)["rows"]
     return [MeshResult(**{k: v for k, v in row.items() if k in MeshResult.__annotations__}) for row in rows]
-
-
-def _path() -> str:
-    """Where this very package lies comes first."""
-    return os.pathsep.join([str(Path(configs.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]).rstrip(
-        os.pathsep
-    )
 
 
 def _arguments(options: Mapping[str, Any] | None) -> list[str]:

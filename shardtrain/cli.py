@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from shardtrain import __version__
 from shardtrain.config import help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
-from shardtrain.utils import garbage_collection, limits, process, storage_errors
+from shardtrain.utils import garbage_collection, limits, process, python_child, storage_errors
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, HelpPrinted, Problem, ShardtrainError
 from shardtrain.utils.heartbeat import heartbeat
@@ -335,8 +335,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         limits.require(choice.count)
     restarts = arguments.max_restarts or 0
 
-    # A fork of a process that has used CUDA breaks, and macOS's libraries do not survive one. On Linux CPUs it saves
-    # each rank the import of torch: measured in docs/launch.md.
+    # as local.launch_verb decides for other verbs; what a fork saves is measured in docs/launch.md
     forks = accelerators == 0 and sys.platform == "linux" and (choice.count > 1 or restarts > 0)
     machine = preflight.this_machine(loaded, None, choice.count, choice.count)
 
@@ -368,7 +367,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         code = local.run_rank(loaded, _trainer())
     else:
         check(None)
-        command = (sys.executable, "-m", "shardtrain", "train", *words)
+        command = python_child.command("shardtrain", "train", *words)
         code = local.launch(loaded, choice.count, None, command, restarts, ends_process=True)
 
     # after the run: what the plan makes of it, a sample, and commands that may come next

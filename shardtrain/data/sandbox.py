@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardtrain.utils import python_child
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.limits import is_out_of_memory
 
@@ -87,10 +88,8 @@ def prove(kind: str, request: Mapping[str, Any], key: str) -> None:
 def _ask(request: Mapping[str, Any]) -> str:
     """Start a child that opens the artefact; gives what is wrong with it, empty where nothing is."""
     global _spent
-    command = [sys.executable, "-P", "-m", "shardtrain.data.sandbox"]
+    command = python_child.command("shardtrain.data.sandbox")
     environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-    package = str(Path(__file__).resolve().parents[2])
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [package, environment.get("PYTHONPATH", "")]))
     # Threads take address space, of which the child has little, and Arrow's other pools reserve a GiB of it at once.
     environment |= {"OMP_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["ARROW_DEFAULT_MEMORY_POOL"] = "system"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator
 from typing import TypeVar
@@ -20,6 +21,12 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
     """Items 0, 1, 2, ... without end; worker processes live as long as the iterator."""
     if not options.num_workers:
         return map(items.__getitem__, itertools.count())
+    # forked workers have datasets and tokenizers at once; what of these is open may be shared (see ``shards``)
+    start_method = "fork"
+    if sys.platform != "linux":
+        start_method = "spawn"
+        # a spawned worker is a new interpreter, which would import its first modules from the current directory
+        os.environ["PYTHONSAFEPATH"] = "1"
     loader = torch.utils.data.DataLoader(
         items,
         batch_size=None,  # an item is a batch already
@@ -27,8 +34,7 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
         num_workers=options.num_workers,
         prefetch_factor=options.prefetch_factor or 4,
         persistent_workers=options.persistent_workers,
-        # forked, they have datasets and tokenizers at once; what of these is open may be shared (see ``shards``)
-        multiprocessing_context=multiprocessing.get_context("fork") if sys.platform == "linux" else None,
+        multiprocessing_context=multiprocessing.get_context(start_method),
         generator=torch.Generator(),  # one of its own, so that the run's random numbers stay as they are
         in_order=True,
     )

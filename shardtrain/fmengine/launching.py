@@ -13,7 +13,7 @@ from shardtrain import cli, config
 from shardtrain.config.command_line import Option, take
 from shardtrain.tools import migrate
 from shardtrain.tools.migrate.fmengine import FLAG
-from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils import atomic_io, python_child, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 
 HOSTFILE = "/job/hostfile"
@@ -75,7 +75,7 @@ def torchrun(words: list[str]) -> int:
         words = [*words[:at], "-m", "shardtrain.fmengine", "train", *words[at + 1 :]]
     # this process becomes PyTorch's launcher: signals and the exit status are its own, and nothing is flushed later
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *words])
+    os.execv(sys.executable, python_child.command("torch.distributed.run", *words))
 
 
 def commands(words: list[str]) -> int:
@@ -90,11 +90,12 @@ def commands(words: list[str]) -> int:
         raise ConfigError(Problem("shardtrain.fmengine commands", None, rule, fix, "command line"))
     folder = Path(words[0]).expanduser().absolute()
     for name in ("deepspeed", "torchrun"):
-        text = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m shardtrain.fmengine {name} "$@"\n'
+        command = shlex.join(python_child.command("shardtrain.fmengine", name))
+        text = f'#!/bin/sh\nexec {command} "$@"\n'
         path = folder / name
         with storage_errors.writing(path):
             folder.mkdir(parents=True, exist_ok=True)
-            if path.exists() and "-m shardtrain.fmengine" not in path.read_text(errors="replace")[:1000]:
+            if path.exists() and "shardtrain.fmengine" not in path.read_text(errors="replace")[:1000]:
                 raise ConfigError(Problem(str(path), None, "exists and is another program", "name another folder"))
             path.write_text(text, encoding="utf-8")
             path.chmod(0o755)

@@ -25,6 +25,7 @@ from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
 from shardtrain.resilience import signals
+from shardtrain.utils import python_child
 from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -182,12 +183,13 @@ def _agent(
 
     from shardtrain.launch.elastic_agent import NodeAgent, TrainingAgent
 
+    program, *words = python_child.command("shardtrain", *command)
     spec = WorkerSpec(
         role="shardtrain",
         local_world_size=ranks,
-        entrypoint=sys.executable,
+        entrypoint=program,
         # PyTorch replaces ${local_rank} in arguments, and two dollars by one
-        args=("-m", "shardtrain", *(word.replace("$", "$$") for word in command)),
+        args=tuple(word.replace("$", "$$") for word in words),
         rdzv_handler=rendezvous,
         max_restarts=nodes.max_restarts if training else 0,
         local_addr=nodes.local_address,

@@ -18,7 +18,7 @@ from shardtrain.config.schema.launch import Launch
 from shardtrain.launch import failure, hostfile, job_status, launched
 from shardtrain.launch.job import Job, to_job, to_mount, without
 from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh
-from shardtrain.utils import own_file
+from shardtrain.utils import own_file, python_child
 from shardtrain.utils.errors import ConfigError, Problem
 
 HELP = """\
@@ -334,7 +334,7 @@ def _local(asked: Asked) -> Plan:
     if job.nodes > 1:
         raise ConfigError(Problem("launch.nodes", job.nodes, "is more than this machine", "launch ssh, or --nodes 1"))
     # the interpreter and the folder are this shell's: launch.python and launch.workdir are those of other machines
-    command = [sys.executable, *job.command[1:]]
+    command = python_child.command(*job.command[2:])
     exports = [f"export {k}={shlex.quote(v)}" for k, v in job.environment.items()]
 
     def submit() -> int:

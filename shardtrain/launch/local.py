@@ -30,7 +30,7 @@ from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 from shardtrain.resilience import run_ends, signals
 from shardtrain.resilience.goodput import ledger
-from shardtrain.utils import atomic_io, log, private_network, storage_errors
+from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors
 from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError, StorageError
 from shardtrain.utils.temporary import temporary_folder
 
@@ -241,6 +241,18 @@ def launch(
                 print(*failure.lines(report, log_path(loaded, 0), 1), sep="\n", file=sys.stderr)
                 failure.write_exit(folder, report, status)
             return status
+
+
+def launch_verb(loaded: Loaded, num_processes: int, main: Main, words: Sequence[str], accelerators: int) -> int:
+    """Start ranks of a verb and return the exit status, as ``launch`` does.
+
+    On Linux CPUs the ranks are forked and run ``main``, which saves each the import of torch. A fork of a process that
+    has used CUDA breaks, and macOS's libraries do not survive one: there ranks are new processes that run the command
+    line ``words`` again.
+    """
+    if accelerators == 0 and sys.platform == "linux":
+        return launch(loaded, num_processes, main=main)
+    return launch(loaded, num_processes, command=python_child.command("shardtrain", *words))
 
 
 def _attempt(

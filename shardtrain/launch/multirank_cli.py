@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -52,11 +51,8 @@ def start(verb: Verb) -> int:
         return 0
     folder = temporary.make(verb.name)
     loaded = _launched(folder)
-    # as in training: forks on CPUs, fresh processes where there is an accelerator
-    if environment.count_accelerators(verb.device) == 0 and sys.platform == "linux":
-        code = local.launch(loaded, verb.nproc, main=lambda _: run())
-    else:
-        code = local.launch(loaded, verb.nproc, command=(sys.executable, "-m", "shardtrain", verb.name, *verb.words))
+    accelerators = environment.count_accelerators(verb.device)
+    code = local.launch_verb(loaded, verb.nproc, lambda _: run(), [verb.name, *verb.words], accelerators)
     _close(folder, code)
     return code
 

@@ -11,13 +11,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from typing import Any
 
 import torch.distributed as dist
 
 from shardtrain import config as configs
 from shardtrain.config.schema import Config
+from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
@@ -90,7 +90,7 @@ def _compare(config: Config) -> dict[str, list[str]]:
     with temporary_folder("model-check") as folder:
         path = folder / "config.toml"
         path.write_text(configs.resolved_toml(config), encoding="utf-8")
-        command = [sys.executable, "-m", "shardtrain.tools.verify.before_training", str(path)]
+        command = python_child.command("shardtrain.tools.verify.before_training", str(path))
         process = subprocess.Popen(
             command,
             env=environment,

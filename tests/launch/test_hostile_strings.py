@@ -26,6 +26,7 @@ from shardtrain.config.schema.launch import Launch, LaunchKubernetes, LaunchRuna
 from shardtrain.launch import command
 from shardtrain.launch.hostfile import Host
 from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, ssh
+from shardtrain.utils import python_child
 from shardtrain.utils.errors import ConfigError
 
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="env -0 is GNU's"), pytest.mark.timeout(3600)]
@@ -129,7 +130,7 @@ def test_launch_local_becomes_the_command_with_these_texts(tmp_path, monkeypatch
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         record.untouched()
-        record.arrived(job)
+        record.arrived(replace(job, command=tuple(python_child.command(*job.command[2:]))))
 
 
 LOADERS = [yaml.SafeLoader, getattr(yaml, "CSafeLoader", yaml.SafeLoader)]

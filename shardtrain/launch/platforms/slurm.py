@@ -49,7 +49,9 @@ export SHARDTRAIN_SECRET="${SHARDTRAIN_SECRET:-$(od -An -N32 -tx1 /dev/urandom |
 """
 
 LOOK = """\
-import importlib.util, os, sys
+import sys
+sys.path.append(sys.path.pop(0))  # the current folder, whose modules must not run; the package may be there
+import importlib.util, os
 folder, file = sys.argv[1:]
 wrong = ""
 if folder and os.path.realpath(folder) != os.path.realpath("."):

@@ -142,16 +142,12 @@ def _here(request: Request, words: list[str]) -> int:
     os.environ[FOLDER] = str(folder)
     launched = _with_folder(loaded, folder)
     try:
-        # On CPUs ranks are forked, and share what is imported here. A driver of devices does not survive a fork, so
-        # with them each rank is a process of its own.
-        if accelerators == 0 and sys.platform == "linux":
+        if accelerators == 0:  # ranks that are forked share what is imported here
             with heartbeat("importing PyTorch"):
                 from shardtrain.tools.doctor import rank  # noqa: F401
 
-            status = local.launch(launched, choice.count, main=lambda _: _run(request))
-        else:
-            command = (sys.executable, "-m", "shardtrain", "doctor", *words)
-            status = local.launch(launched, choice.count, command=command)
+        words = ["doctor", *words]
+        status = local.launch_verb(launched, choice.count, lambda _: _run(request), words, accelerators)
         report = folder / REPORT
         if status or not report.is_file():
             return status or 1

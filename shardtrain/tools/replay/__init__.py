@@ -9,7 +9,6 @@ import dataclasses
 import os
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,16 +68,14 @@ def main(words: Sequence[str]) -> int:
         raise ConfigError(Problem("--output", str(output), rule, "name another folder", "command line"))
     replayed = dataclasses.replace(loaded, config=config_of(loaded.config, found, output))
     # ranks that are processes of their own are given the folder, which each would else make for itself
-    command = [sys.executable, "-m", "shardtrain", "replay", *words]
-    if not request.output:
-        command += ["--output", str(output)]
-    status = _start(replayed, found, request, command)
+    words = ["replay", *words] if request.output else ["replay", *words, "--output", str(output)]
+    status = _start(replayed, found, request, words)
     if status == 0 and not request.output:
         shutil.rmtree(output, ignore_errors=True)
     return status
 
 
-def _start(loaded: Loaded, found: Plan, request: _Request, command: Sequence[str]) -> int:
+def _start(loaded: Loaded, found: Plan, request: _Request, words: Sequence[str]) -> int:
     """Run as one rank of several, or start them."""
 
     def rank(replayed: Loaded) -> None:
@@ -103,11 +100,10 @@ def _start(loaded: Loaded, found: Plan, request: _Request, command: Sequence[str
     if count == 1:
         local.prepare(Path(loaded.config.job.dump_folder))
         return local.run_rank(loaded, rank)
-    if accelerators == 0 and sys.platform == "linux":
+    if accelerators == 0:
         from shardtrain.tools.replay import run  # noqa: F401 - torch is imported once, before the ranks are forked
 
-        return local.launch(loaded, count, main=rank)
-    return local.launch(loaded, count, command=command)
+    return local.launch_verb(loaded, count, rank, words, accelerators)
 
 
 def _load(request: _Request) -> Loaded:

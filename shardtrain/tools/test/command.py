@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -65,10 +64,8 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
     if choice.count == 1:
         local.prepare(Path(asked.launched.config.job.dump_folder))
         return local.run_rank(asked.launched, lambda _: run.main(asked))
-    if accelerators == 0 and sys.platform == "linux":
-        return local.launch(asked.launched, choice.count, main=lambda _: run.main(asked))
-    command = (sys.executable, "-m", "shardtrain", "test", *words)
-    return local.launch(asked.launched, choice.count, command=command)
+    words = ["test", *words]
+    return local.launch_verb(asked.launched, choice.count, lambda _: run.main(asked), words, accelerators)
 
 
 def _as_rank(asked: Request) -> NoReturn:

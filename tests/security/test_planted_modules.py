@@ -1,0 +1,153 @@
+"""A module in the current directory is not imported, however the program is started and whatever it starts.
+
+Every module of the standard library that Python has not imported by itself is planted, PyTorch and its neighbours, and
+optional libraries that are not installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import patience
+import pytest
+from tiers import cases
+
+from shardtrain.utils import python_child
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+LIBRARIES = {"torch", "numpy", "safetensors", "tokenizers", "yaml", "rich", "huggingface_hub", "wandb", "transformers"}
+# Python's own `-m` imports these from the current directory, before it looks for the package
+OF_PYTHON = "import runpy, sys; print(*{name.partition('.')[0] for name in sys.modules})"
+TRAIN = "--training.steps 1 --training.seq_len 32 --job.dump_folder out"
+CUT = "--nproc 2 --parallelism.tensor_parallel_degree 2"
+MODEL = "--model.name model.py --model.flavor small --model.overrides.vocab_size 2048"
+WORKERS = "--training.dataloader.num_workers 1"
+COMMAND = [str(BIN / "shardtrain")]
+MODULE = [sys.executable, "-m", "shardtrain"]
+TORCHRUN = [
+    str(BIN / "torchrun"),
+    "--nproc-per-node=2",
+    "--rdzv-backend=c10d",
+    "--rdzv-endpoint=127.0.0.1:0",
+    "-m",
+]
+STARTS = {
+    "help": [*COMMAND, "--help"],
+    "check": [*MODULE, "config", "check", "debug"],
+    "launch dry run": [*MODULE, "launch", "local", "debug", "--dry-run"],
+    "launch": [*MODULE, *f"launch local debug {TRAIN}".split()],
+    "one rank": [sys.executable, "-m", "shardtrain.train", *f"debug {TRAIN} --nproc 1".split()],
+    "ranks and workers": [*MODULE, *f"train debug {TRAIN} {WORKERS} --nproc 2".split()],
+    "check of a model file": [*COMMAND, *f"train debug {TRAIN} {MODEL} {CUT}".split()],
+    "check of a model file under -m": [*MODULE, *f"train debug {TRAIN} {MODEL} {CUT}".split()],
+    "script": [str(ROOT / "run_train.sh"), *f"{TRAIN} --nproc 1".split()],
+    "main.py": [sys.executable, str(ROOT / "main.py"), "--help"],
+    "train.py": [sys.executable, str(ROOT / "train.py"), *f"debug {TRAIN} --nproc 1".split()],
+    "torchrun": [*TORCHRUN, *f"shardtrain.train debug {TRAIN}".split()],
+    "torchrun of FMEngine": [sys.executable, "-m", "shardtrain.fmengine", "torchrun", "--help"],
+    "agent of several nodes": [
+        *MODULE,
+        *f"train debug {TRAIN} --nproc 1 --nnodes 1 --node_rank 0 --rdzv_endpoint 127.0.0.1:29597".split(),
+    ],
+    "verify": [*MODULE, "verify", "model.py", "--mesh", "tp=2", "--steps", "1"],
+    "child": python_child.command("shardtrain", "config", "check", "debug"),
+}
+BY_DEFAULT = ["help", "check", "launch dry run", "ranks and workers", "child"]
+VERBS = (
+    "plan debug", "data check debug", "checkpoint ls out", "checkpoint verify out/checkpoint/step-1",
+    "generate --from out --prompt x --max_new_tokens 2", "export out --to exported", "goodput out", "report out",
+    "profile --help", "watch --help", "runs", "test --help", "evaluate --from out --data text=text.txt",
+    "replay 1 out", "doctor debug --nproc 1", "init new.toml", "completion bash", "import --help", "merge --help",
+)  # fmt: skip
+
+
+def plant(folder: Path) -> None:
+    """Write modules that leave their name in the file ``imported`` and end the process."""
+    asked = [sys.executable, "-I", "-c", OF_PYTHON]
+    of_python = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.split()
+    for name in (sys.stdlib_module_names | LIBRARIES) - set(of_python):
+        text = f"open({str(folder / 'imported')!r}, 'a').write('{name} ')\nraise SystemExit(99)\n"
+        (folder / f"{name}.py").write_text(text)
+    (folder / "model.py").write_text((ROOT / "tests/tools/verify/sound_model.py").read_text())
+    (folder / "text.txt").write_text("a text\n" * 100)
+
+
+def expect_none_imported(folder: Path, words: Sequence[str], **variables: str) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    environment.pop("PYTHONSAFEPATH", None)
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=patience.seconds(240),
+        check=False,
+    )
+    imported = folder / "imported"
+    assert not imported.exists(), f"{words}: {imported.read_text()}"
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("name", cases(BY_DEFAULT, nightly=[name for name in STARTS if name not in BY_DEFAULT]))
+def test_no_module_of_the_current_directory_is_imported(name: str, tmp_path: Path) -> None:
+    plant(tmp_path)
+    expect_none_imported(tmp_path, STARTS[name])
+
+
+@pytest.mark.nightly(
+    "most verbs import torch",
+    by="tests/security/test_planted_modules.py::test_no_module_of_the_current_directory_is_imported",
+)
+def test_no_verb_imports_a_module_of_the_current_directory(tmp_path: Path) -> None:
+    plant(tmp_path)
+    for words in (f"train debug {TRAIN} --nproc 1 --checkpoint.enable true", *VERBS):
+        expect_none_imported(tmp_path, [*MODULE, *words.split()])
+
+
+@pytest.mark.parametrize(
+    "words", cases(["config check debug"], nightly=[f"train debug {TRAIN} {MODEL} {CUT}", "data check debug"])
+)
+def test_a_clone_that_is_not_installed_starts_and_its_neighbours_replace_nothing(words: str, tmp_path: Path) -> None:
+    plant(tmp_path)
+    for name in sys.stdlib_module_names | LIBRARIES:
+        if importlib.util.find_spec(name) is None:  # the clone's folder is the last place, so these would be imported
+            (tmp_path / f"{name}.py").unlink()
+    (tmp_path / "shardtrain").symlink_to(ROOT / "shardtrain")
+    libraries = importlib.util.find_spec("torch").submodule_search_locations[0]
+    python = Path(sys.executable).resolve()
+    module = [str(python), "-m", "shardtrain"]
+    expect_none_imported(tmp_path, [*module, *words.split()], PYTHONPATH=str(Path(libraries).parent))
+
+
+def test_a_spawned_worker_imports_no_module_of_the_current_directory(tmp_path: Path) -> None:
+    planted = tmp_path / "planted"
+    planted.mkdir()
+    plant(planted)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from types import SimpleNamespace\n"
+        "from shardtrain.config.schema import DataLoaderOptions\n"
+        "from shardtrain.data import workers\n"
+        "if __name__ == '__main__':\n"
+        "    workers.sys = SimpleNamespace(platform='darwin')\n"
+        "    assert next(workers.in_order(range(5), DataLoaderOptions(num_workers=1))) == 0\n"
+    )
+    expect_none_imported(planted, [sys.executable, str(script)])
+
+
+def test_one_place_starts_python() -> None:
+    started = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "shardtrain").rglob("*.py")
+        if re.search(r"[\[(]sys\.executable, \"|entrypoint=sys\.executable", path.read_text())
+    }
+    pdsh = "shardtrain/launch/platforms/pdsh.py"  # it starts one file, isolated (-I), and no module
+    assert started == {"shardtrain/utils/python_child.py", pdsh}
