@@ -25,7 +25,7 @@ _SECRET_NAME = re.compile(
 _PUBLIC_NAME = re.compile(r"COMMIT|REVISION|(^|_)SHA\d*($|_)|HASH|DIGEST|(^|_)REF($|_)", re.IGNORECASE)
 # options that may hold a secret, besides those that are named like a secret variable
 _SECRET_OPTION = re.compile(r"(^|_)(WANDB|PWD|PIN|CREDS|COOKIE|BEARER|PASS|PASSCODE)$|AUTH(?!ORS?(_|$))", re.IGNORECASE)
-_NO_SECRET = re.compile(r"None|True|False|[-+.\deE]{0,5}|true|false")
+_NO_SECRET = re.compile(r"None|True|False|[-+.\deE]{0,5}|true|false|</?\w+>|<\|[\w-]+\|>|\[[A-Z]+\]")
 # 32 hexadecimal digits; or a text of 32 characters of base64, except absolute paths, with a capital, a small letter
 # and a digit in a run of 16 without a separator
 _SECRET_FORM = re.compile(
@@ -114,8 +114,8 @@ def _escape(match: re.Match[str]) -> str:
 def shown(name: str, value: Any) -> Any:
     """Return the value of an option as a message may show it: ``***`` if its name or its form may be a secret's.
 
-    A password given to an option that does not exist would otherwise be printed. Numbers of up to 5 digits and
-    booleans are shown, such as ``max_token=512``.
+    A password given to an option that does not exist would otherwise be printed. Booleans, numbers of up to 5 digits
+    (``max_token=512``) and tokens of a vocabulary (``</s>``) are always shown.
 
     >>> shown("training.password", "hunter22"), shown("argument", "api_key=hunter22"), shown("max_token", 512)
     ('***', 'api_key=***', 512)

@@ -32,6 +32,8 @@ SECRETS = {
 }
 NO_SECRETS = {
     "max_token": "512",
+    "eos_token": "</s>",
+    "training.pad_token": "<|pad-1|>",
     "training.stepz": "300",
     "authors": "me",
     "tokenizer_file": "models/Llama-3.1-8B-Instruct/tokenizer.json",
