@@ -31,7 +31,7 @@ from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 from shardtrain.resilience import run_ends, signals
 from shardtrain.resilience.goodput import ledger
 from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors
-from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError, StorageError
+from shardtrain.utils.errors import OutOfMemoryError, Preempted, ShardtrainError, StorageError
 from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -128,6 +128,10 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
 
     def end_now(reason: str) -> None:
         report = stopped(loaded, rank, reason)
+        request = signals.current()
+        if request.is_starting and request.remaining_seconds() <= 0:
+            report = failure.stopped(rank, request.reason, run_end=run_ends.BEFORE_FIRST_STEP)
+            report = dataclasses.replace(report, kind=Preempted.__name__)
         exit_report.record(report, log_path(loaded, rank), run_folder, world_size, is_first=True)
         exit_report.end(report.exit_code)
 

@@ -88,6 +88,7 @@ class Resilience:
     def watch_step(self, state: TrainState) -> Iterator[None]:
         """Tell the watchdog that a step begins, and note how long it took."""
         started = time.perf_counter()
+        self.stop.is_starting = False
         progress.begin_step(state.step + 1, state.to_dict())
         yield
         self._step_seconds = time.perf_counter() - started

@@ -46,6 +46,7 @@ def listen(
     """
     global _current
     _current = stop = StopRequest(grace_seconds, can_save, end_time)
+    stop.is_starting = True
     # the C library writes the number of each signal here, even while Python waits inside a collective
     receiver, sender = socket.socketpair()
     stop.receiver = receiver

@@ -71,6 +71,8 @@ class StopRequest:
         self.assumed_save_seconds = 0.0
         """Stands for the duration of a save before the first one has been measured."""
         self.warned_of_grace = False
+        self.is_starting = False
+        """Before the first step, nothing can be lost. A rank may wait for peers that are gone: it ends soon."""
         self.can_save = can_save
         self._grace_seconds = grace_seconds
         self._deadline = math.inf
@@ -161,7 +163,7 @@ class StopRequest:
         now = time.monotonic()
         if self.can_save and now >= self._end - self.margin_seconds - LOOK_SECONDS:
             reason = END_OF_JOB  # a rank whose clock was ahead has told us of it by a signal
-        self._deadline = min(self._end, now + (grace if self.can_save else AT_ONCE_SECONDS))
+        self._deadline = min(self._end, now + (grace if self.can_save and not self.is_starting else AT_ONCE_SECONDS))
         self.reason = reason
 
     def next_look_seconds(self) -> float:

@@ -13,11 +13,13 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import patience
 import pytest
 import torch
+import torch.distributed as dist
 from launched import HELD, STEPS, TIMEOUT, config, end, fork, losses, newest, no_orphans, patch, record, wait_for
 from ports import free_port
 from tiers import cases
@@ -94,6 +96,25 @@ PHASES = {"step": HELD, "warm-up": 1, "evaluation": HELD, "save": 2, "data": HEL
 
 
 FIRST = [("step", 1), ("save", 0), ("data", 0)]
+
+
+def waits_for_lost_peers(loaded):
+    """As a rank that starts anew while its peers are gone: in C++, where no handler of Python's runs."""
+    Path(loaded.config.job.dump_folder, f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
+    dist.HashStore().wait(["never set"], timedelta(hours=1))
+
+
+def _launch_waiting(one):
+    environment.set_process_defaults(os.environ, 2, 2, alone=True)
+    os._exit(local.launch(Loaded(one), 2, main=waits_for_lost_peers))
+
+
+def test_ranks_that_wait_for_lost_peers_at_their_start_end_long_before_the_grace_is_over(tmp_path):
+    process = fork(_launch_waiting, config(tmp_path, grace=3600))
+    wait_for(lambda: all((tmp_path / f"pid-{rank}").exists() for rank in range(2)))
+    os.kill(process.pid, signal.SIGTERM)
+    assert end(process) == record(tmp_path)["code"] == 75
+    assert "before the first step" in record(tmp_path)["message"] and no_orphans(tmp_path)
 
 
 @pytest.mark.parametrize(
