@@ -203,9 +203,8 @@ def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Calla
     while True:
         check_cancelled()
         try:
-            # If a marker is empty, this node does not see its bytes yet. A marker with another token belongs to an
-            # earlier attempt in the same draft.
-            fields: list[Any] = json.loads(files.read_small(path) or b"[0]")
+            fields: list[Any] = json.loads(files.read_small(path))
+            # A marker with another token belongs to an earlier attempt in the same draft.
             if fields[0] == token:
                 path.unlink()
                 return StoredFile(str(fields[1]), int(fields[2]), str(fields[3]))
