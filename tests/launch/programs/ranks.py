@@ -55,6 +55,7 @@ def trainer(mode):
             while not signals.current().asked():
                 time.sleep(0.02)
             raise Preempted("saved at step 3")
+        signals.current().is_starting = False  # as in the first step
         if mode == "stubborn":
             signal.pthread_sigmask(signal.SIG_BLOCK, signals.GRACEFUL)
             (Path(_loaded.config.job.dump_folder) / f"ready-{rank}").touch()
