@@ -335,14 +335,15 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
         limits.require(choice.count)
     restarts = arguments.max_restarts or 0
 
-    # as local.launch_verb decides for other verbs; what a fork saves is measured in docs/launch.md
+    # the same rule as in local.launch_verb; docs/launch.md has measurements of forked and new processes
     forks = accelerators == 0 and sys.platform == "linux" and (choice.count > 1 or restarts > 0)
     machine = preflight.this_machine(loaded, None, choice.count, choice.count)
 
     # before torch is imported, which reads them then
     environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
 
-    # check everything; in a child process if ranks are forked, so that this one starts no threads
+    # Run all checks. If ranks are forked, use a child process, because the checks start threads and a process
+    # with threads cannot fork safely.
     def check(watch: Watch | None) -> Failure | None:
         with local.storage_errors_in_exit_json(loaded):
             if watch is None:
@@ -357,7 +358,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     # one rank in this process, forks of it, or fresh processes that run this command line again
     if forks:
         if config.problems_of(loaded, choice.count, machine.device, accelerators):
-            check(None)  # raises them, without the import of torch
+            check(None)  # raises the problems, without importing torch
         # the import is needed, and the child need not pay for it again
         code = local.launch(loaded, choice.count, _trainer(), (), restarts, check, ends_process=True)
     elif choice.count == 1 and not restarts:
@@ -388,7 +389,8 @@ def _compare_with_plan(code: int, loaded: Loaded, world_size: int, machine: Mach
         from shardtrain.tools.plan import after_run
 
         is_cpu = machine.device == "cpu"
-        per_rank = machine.memory_bytes // (machine.local_ranks if is_cpu else 1)  # ranks on CPUs share the host's
+        per_rank = machine.memory_bytes // (machine.local_ranks if is_cpu else 1)  # CPU ranks share the host's
+        # memory
         return after_run.after_out_of_memory(loaded.config, world_size, is_cpu, per_rank)
     if code == 0 and machine.device not in ("cpu", None):
         from shardtrain.tools.plan import after_run

@@ -190,7 +190,8 @@ def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None
     if isinstance(path, ObjectPath):
         path.put(text.encode(), new=False)
         return
-    # Renamed, so that half a marker is never read. This rank may be the first of its node to see the folder.
+    # Write under a temporary name and rename: a reader must not see half a marker. Wait for the folder, because
+    # this rank may be the first of its node to see it.
     part = path.with_suffix(".part")
     files.write_hashed(part, [memoryview(text.encode())], files.SEEN_SECONDS)
     files.rename(part, path)
@@ -209,7 +210,7 @@ def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Calla
                 path.unlink()
                 return StoredFile(str(fields[1]), int(fields[2]), str(fields[3]))
         except OSError as error:
-            # It does not exist yet, or a network filesystem showed it while it was replaced.
+            # The marker does not exist yet, or a network filesystem showed it while it was replaced.
             if error.errno not in files.NOT_SEEN_YET:
                 raise
         except (ValueError, LookupError, TypeError, RecursionError) as error:

@@ -29,11 +29,11 @@ PIECE_BYTES = 2**23
 SEEN_SECONDS = 60.0
 """How long a network filesystem may take until one node sees what another has made."""
 LATE_SECONDS = 1.0
-"""A wait for files of other nodes that is longer than this is reported."""
+"""Longer waits for files of other nodes are reported."""
 REMOUNT = "mount the folder with a shorter attribute cache (NFS: actimeo=1)"
-"""The usual fix where one node sees the files of another late."""
+"""Usual fix if a node sees files of other nodes late."""
 NOT_SEEN_YET = (errno.ENOENT, errno.ESTALE)
-"""Errors of a name that another node has made a moment ago."""
+"""Error numbers that are normal for a file that another node has just created."""
 _FEW = 32
 _AT_A_TIME = 16
 MOST_VIEWS = 512
@@ -41,9 +41,10 @@ MOST_VIEWS = 512
 
 
 def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
-    """Return the sizes of files of a folder in bytes, -1 for one that does not exist. Raises OSError.
+    """Return the sizes of files of a folder in bytes, or -1 for a file that does not exist. Raises OSError.
 
-    Threads ask for many at a time: a network answers one request in about a millisecond, and a large run has thousands.
+    The requests run in threads: each takes about a millisecond over a network, and a large run has thousands of
+    files.
     """
     if isinstance(folder, ObjectPath):
         sizes = folder.sizes_below()
@@ -67,13 +68,13 @@ def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
 
 
 def wait_for_sizes(folder: Path | ObjectPath, sizes: Mapping[str, int]) -> tuple[dict[str, int], float]:
-    """Wait up to ``SEEN_SECONDS`` until this node sees files of other nodes with their ``sizes``.
+    """Wait up to ``SEEN_SECONDS`` until this node sees files of other nodes at their full ``sizes``.
 
-    Return the sizes that it sees of the files that are still missing or short, and the seconds that it has waited.
+    Return the current sizes of the files that are still wrong (-1 for a missing file), and the seconds waited.
     """
     begun = time.monotonic()
     while True:
-        # List the folder first: some network filesystems answer from memory when they are asked for a name.
+        # List the folder first. Without this some network filesystems answer a stat from an old cache.
         if isinstance(folder, Path):
             with contextlib.suppress(OSError):
                 os.listdir(folder)
@@ -193,7 +194,7 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-    """Rename within a folder, durably: the names are on disk when this returns."""
+    """Rename durably within a folder: the change is on disk when this returns."""
     with atomic_io.folder(new.parent) as parent:
         os.rename(old.name, new.name, src_dir_fd=parent, dst_dir_fd=parent)
         os.fsync(parent)
@@ -201,10 +202,13 @@ def rename(old: Path, new: Path) -> None:
 
 @contextlib.contextmanager
 def new_folder(path: Path, keep: bool = True) -> Iterator[Path]:
-    """Yield a new folder beside ``path``, durably renamed to it at the end if ``keep`` is set: complete or absent.
+    """Yield a temporary folder next to ``path``, and rename it durably to ``path`` at the end.
+
+    The folder at ``path`` is therefore complete or absent. Without ``keep`` the temporary folder is deleted
+    instead.
 
     Raises:
-        StorageError: it cannot be written. Nothing is left of it.
+        StorageError: the folder cannot be written. It is deleted.
     """
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(6)}")
     try:
@@ -219,7 +223,7 @@ def new_folder(path: Path, keep: bool = True) -> Iterator[Path]:
 
 
 def make_draft(path: Path) -> None:
-    """Make the folder of a draft, which must not exist. Raises OSError."""
+    """Create the folder of a draft. Raises OSError, also if the folder exists."""
     with storage_errors.naming(path), atomic_io.folder(path.parent) as parent:
         os.mkdir(path.name, dir_fd=parent)
 

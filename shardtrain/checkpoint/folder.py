@@ -110,7 +110,8 @@ class Checkpoints(Saver):
         return None
 
     def _continued(self, path: Place) -> Place:
-        """Take the name of the run that saved a verified checkpoint, which this run continues."""
+        """Adopt the run ID of the verified checkpoint at ``path``, from which this run continues; return
+        ``path``."""
         assert self._verified is not None
         self._origin = self._verified[1].origin
         return path
@@ -194,7 +195,8 @@ class Checkpoints(Saver):
 
         first_rank(discard)
         if self._relays:
-            # Or the next start would find them on a node that saved the checkpoints before this one.
+            # Discard on all nodes. Otherwise the next start would find these checkpoints on a node that saved
+            # earlier.
             all_ranks(lambda: discard() if node_disks.speaks_for_its_node() else None)
             node_disks.note(self._run_folder, self._survey()[0])
 
@@ -228,13 +230,15 @@ class Checkpoints(Saver):
         return self._folder / f"step-{wanted}"
 
     def _survey(self) -> tuple[dict[int, list[int]], dict[int, str], list[Any]]:
-        """Find who holds which checkpoint (a collective); see ``node_disks.survey``."""
+        """Find which ranks hold which checkpoints (a collective); see ``node_disks.survey``."""
         return node_disks.survey(self._folder, self._run_folder, self._options.storage == "first_node")
 
     def _verify(self, path: Place, holders: Sequence[int] = (0,)) -> str:
-        """Return what is damaged in a checkpoint, or "" (a collective); remember the manifest of a good one.
+        """Verify a checkpoint (a collective). Return a description of the damage, or "" and remember the
+        manifest.
 
-        Of ``holders``, ranks whose nodes have a checkpoint each, the first with a good one reads it for all.
+        ``holders`` are ranks whose nodes have a copy. The first one with an undamaged copy will read it for all
+        ranks.
         """
         damages = []
         for holder in holders:

@@ -81,10 +81,10 @@ class Manifest:
     """The content of ``manifest.json``.
 
     Attributes:
-        run: Name of the process that saved the checkpoint: its nonce of the lease.
-        origin: Name of the run: the nonce of the process with which it began, in all checkpoints of the run however
-            often it is continued. Empty in checkpoints of earlier versions, and of runs that continue from one.
-        facts: Counters of the run, as ``resume.py`` wrote them.
+        run: ID of the process that saved the checkpoint: the nonce of its lease.
+        origin: ID of the run: the lease nonce of its first process. It stays the same when the run is resumed.
+        Empty in checkpoints of earlier versions, and in runs that continue from such a checkpoint.
+        facts: Counters of the run, written by ``resume.py``.
     """
 
     step: int
@@ -173,7 +173,7 @@ def read_bytes(path: Path | ObjectPath) -> bytes:
 
 
 def why_not_one(path: Path) -> str:
-    """Say what an entry without a manifest is, as the end of a sentence about it."""
+    """Return why an entry is not a checkpoint, as the predicate of a sentence (``is not a folder``)."""
     if path.is_symlink():
         return f"is a link to {os.readlink(path)}, where no checkpoint is"
     if not path.is_dir():

@@ -1,8 +1,10 @@
 """Find the checkpoints of a run on the disks of its nodes.
 
 With ``checkpoint.storage = "first_node"`` only the node of rank 0 writes checkpoints. At the next start rank 0 may be
-on another node, so every node reports what it holds. Each other node also keeps a note of the newest step and of the
-host that saved it. The note tells a run that has lost its checkpoints from a run that starts for the first time.
+on another node, so every node reports its
+checkpoints. Each other node also keeps a note of the newest step and of the
+host that saved it. The note distinguishes a run that has lost its checkpoints from a run that starts for the
+first time.
 """
 
 from __future__ import annotations
@@ -25,10 +27,13 @@ NOTE = "first_node.json"
 
 
 def survey(folder: Place, run_folder: Path, each_node: bool) -> tuple[dict[int, list[int]], dict[int, str], list[Any]]:
-    """Find the checkpoints of rank 0's node, or those of ``each_node`` (a collective).
+    """Find the checkpoints on rank 0's node, or on every node with ``each_node`` (a collective).
 
-    Return the ranks that hold each step, the entries step-N that no node has a manifest for, in words, and [step, host]
-    of the newest save as each node noted it. Of ranks that see the same steps only the lowest is listed.
+    Returns:
+        - Step -> the ranks that hold its checkpoint. Of ranks that see the same steps, only the lowest is
+          listed.
+        - Step -> why its entry is not a checkpoint, if no node has a manifest for it.
+        - Notes [step, host] of the newest save that the nodes have written.
     """
     seen = list[Any]()
 
@@ -41,7 +46,8 @@ def survey(folder: Place, run_folder: Path, each_node: bool) -> tuple[dict[int, 
         seen.extend([complete, incomplete, _read_note(run_folder / NOTE) if each_node else None])
 
     all_ranks(look)
-    # Without ``each_node``, rank 0 answers for all: where a shared folder lags, ranks would start from different steps.
+    # Without ``each_node``, rank 0 decides for all ranks. They might see different steps in a shared folder
+    # that lags.
     values, numbers = gather_distinct_json(seen) if each_node else ([broadcast_json(seen)], [0])
     holders: dict[int, list[int]] = {}
     for number, (complete, _, _) in enumerate(values):
@@ -52,10 +58,14 @@ def survey(folder: Place, run_folder: Path, each_node: bool) -> tuple[dict[int, 
 
 
 def refuse_lost(newest: int, notes: Sequence[Any], run_folder: Path) -> None:
-    """Stop a run whose newest checkpoint is on none of its nodes, which hold steps up to ``newest`` (-1 for none).
+    """Stop a run whose newest checkpoint is on none of its nodes.
+
+    Args:
+        newest: The newest step that a node holds, -1 for none.
+        notes: [step, host] of the newest save, from the notes of the nodes.
 
     Raises:
-        CheckpointError: names the step and the host that saved it.
+        CheckpointError: a note has a newer step. The message names the step and the host that saved it.
     """
     step, host = max(notes, default=(-1, ""))
     if step > newest:
@@ -67,7 +77,7 @@ def refuse_lost(newest: int, notes: Sequence[Any], run_folder: Path) -> None:
 
 
 def speaks_for_its_node() -> bool:
-    """True on one rank of each node, where the launcher numbers the ranks of a node; else on all ranks."""
+    """True on one rank of each node if the launcher sets LOCAL_RANK, else on all ranks."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
@@ -77,10 +87,10 @@ def host_of(rank: int) -> str:
 
 
 def note(run_folder: Path, steps: Iterable[int]) -> None:
-    """Note the newest of rank 0's ``steps`` and the host of rank 0 on the other nodes (a collective).
+    """Write the newest of rank 0's ``steps`` and rank 0's host into a note on each other node (a collective).
 
     Raises:
-        StorageError: on all ranks, when a node cannot write its note.
+        StorageError: on all ranks, if a node cannot write its note.
     """
     newest, host = broadcast_json([max(steps, default=-1), os.uname().nodename])
     path = run_folder / NOTE
@@ -95,7 +105,7 @@ def note(run_folder: Path, steps: Iterable[int]) -> None:
 
 
 def _read_note(path: Path) -> list[Any] | None:
-    """Return [step, host], or None where there is no note or it cannot be read."""
+    """Return [step, host], or None if there is no readable note."""
     try:
         step, host = json.loads(files.read_small(path))
         return [int(step), "".join(char for char in str(host)[:80] if char.isprintable())]

@@ -31,8 +31,8 @@ from shardtrain.utils.log import logger
 def check_seen_by_all(folder: Place, nonce: str) -> None:
     """Reject a folder that is not the same on all nodes (a collective).
 
-    Rank 0 writes a file there, and one rank of each node looks for it for as long as a network filesystem may take to
-    show it.
+    Rank 0 writes a file there. One rank of each node waits up to ``files.SEEN_SECONDS`` for it, because network
+    filesystems may show it late.
 
     Raises:
         StorageError: on all ranks; names the hosts that do not see it.
@@ -60,7 +60,8 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
 
 
 def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[StoredFile]:
-    """Write the files of all ranks on rank 0 and return them there; other ranks return none (a collective).
+    """Write the files of all ranks on rank 0 and return them there; other ranks return an empty list (a
+    collective).
 
     Raises:
         OSError: on rank 0, after the other ranks have sent everything.
@@ -89,7 +90,8 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[Sto
 
 
 def _write(path: Place, blocks: Iterator[memoryview], failures: list[OSError]) -> list[StoredFile]:
-    """Write a file and return it. After a failure, only receive the blocks: their sender waits until they are taken."""
+    """Write a file and return it. After a failure, receive the blocks and drop them, because their sender
+    waits."""
     written = []
     if not failures:
         try:
@@ -102,7 +104,7 @@ def _write(path: Place, blocks: Iterator[memoryview], failures: list[OSError]) -
 
 
 def _received(shares: Plan, rank: int) -> Iterator[memoryview]:
-    """Yield what a rank sends, in its order."""
+    """Yield the blocks that a rank sends, in order."""
     for _, size in shares.pieces_of(rank):
         for start in range(0, size, files.PIECE_BYTES):
             piece = torch.empty(min(files.PIECE_BYTES, size - start), dtype=torch.uint8)
@@ -111,12 +113,12 @@ def _received(shares: Plan, rank: int) -> Iterator[memoryview]:
 
 
 def read(tensors: Mapping[str, Tensor], manifest: Manifest, folder: Place, holder: int) -> None:
-    """Fill all ranks' parts of the tensors from what rank ``holder`` reads (a collective).
+    """Fill the shards of all ranks with data that rank ``holder`` reads and broadcasts (a collective).
 
     Raises:
-        OSError: on that rank, after all ranks have taken part to the end.
+        OSError: on ``holder``, after the last broadcast.
     """
-    # All ranks take part to the end: after an error the holder sends zeros, and raises the error last.
+    # Every rank expects all broadcasts. After an error the holder sends zeros, and raises the error at the end.
     failure: Exception | None = None
     for name in sorted({name for names in gather_distinct_json(sorted(tensors))[0] for name in names}):
         stored = manifest.tensors[name]

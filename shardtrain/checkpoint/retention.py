@@ -27,7 +27,8 @@ _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
 LEFTOVER_SECONDS = 3600.0
 """A save cut short is swept away when nothing in it changed for an hour."""
 _contents: dict[tuple[str, int, int], tuple[list[str], list[int], str]] = {}
-"""Files, their bytes and the run by manifest, its size and time: each save needs the same ones again."""
+"""Cache of manifests: (checkpoint, size and mtime of the manifest) -> (file names, file sizes in bytes,
+origin)."""
 _MOST_REMEMBERED = 64
 
 
@@ -38,7 +39,8 @@ def step_of(path: Path | ObjectPath) -> int | None:
 
 
 def step_folders(folder: Path | ObjectPath) -> list[int]:
-    """Steps with an entry ``step-N``, oldest first, whatever it is. An object store has no folders: see ``steps``."""
+    """Return the steps that have an entry ``step-N`` of any kind, oldest first. Not for object stores; see
+    ``steps``."""
     if isinstance(folder, ObjectPath):
         return steps(folder)
     return sorted(s for path in folder.glob("step-*") if (s := step_of(path)) is not None)
@@ -69,7 +71,8 @@ def unusable(path: Path | ObjectPath, damage: str) -> CheckpointError:
 
 
 def is_whole(path: Path | ObjectPath, origin: str | None = None) -> bool:
-    """True if a checkpoint has a good manifest and every file at its size; contents are not read.
+    """True if a checkpoint has a valid manifest and its files have the recorded sizes. File contents are not
+    read.
 
     With ``origin`` the manifest must name that run.
     """
@@ -90,7 +93,7 @@ def is_of(path: Path | ObjectPath, origin: str) -> bool:
 
 def _content(path: Path | ObjectPath) -> tuple[list[str], list[int], str]:
     status = (path / MANIFEST).stat()
-    # A store of objects tells no time: see ``forget``.
+    # An object store reports no mtime; see ``forget``.
     key = (str(path), status.st_size, getattr(status, "st_mtime_ns", 0))
     if key not in _contents:
         stored = read(path)
@@ -126,8 +129,8 @@ def to_delete(own: Sequence[int], keep: int, whole: Collection[int]) -> list[int
 def delete_old(folder: Path | ObjectPath, saved: int, keep: int, forever: int, spare: int, origin: str) -> None:
     """Delete what is not to be kept after the checkpoint of step ``saved``: see ``to_delete``.
 
-    Multiples of ``forever`` stay, unless it is 0, and so does step ``spare``. Only checkpoints whose manifest names the
-    run ``origin`` are counted, and only these are deleted.
+    Step ``spare`` and multiples of ``forever`` (unless it is 0) are kept. Checkpoints whose manifest does not
+    name the run ``origin`` are neither counted nor deleted.
     """
     if not keep:
         return
@@ -162,9 +165,10 @@ def discard(path: Path | ObjectPath) -> None:
 
 
 def make_room(path: Path, origin: str) -> None:
-    """Delete an earlier checkpoint of the run ``origin`` that is in the place of a new one; move aside anything else.
+    """Free the path of a new checkpoint. Raises OSError.
 
-    What is moved may be a link, a file, or a checkpoint of another run or version. Raises OSError.
+    An earlier checkpoint of the run ``origin`` is deleted. Anything else is renamed: a link, a file, or a
+    checkpoint of another run or version.
     """
     if not os.path.lexists(path):
         return

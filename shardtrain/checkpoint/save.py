@@ -66,7 +66,7 @@ class Saver:
         self._run_lease: Lease | None = None
         """Held by a run that writes no checkpoint below ``job.dump_folder``."""
         self._origin = self._lease.nonce
-        """Name of the run in its manifests; a run that continues keeps the name. Used by rank 0 only."""
+        """ID of the run in its manifests. A resumed run keeps it. Used by rank 0 only."""
         self._is_first = dist.get_rank() == 0
         self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
         self._number = 0

@@ -43,9 +43,10 @@ def write_blocks(blocks: Iterable[memoryview], rank: int, world_size: int, folde
 
 
 def find_damaged_file(manifest: Manifest, folder: Place, reader: int | None = None) -> str:
-    """Read this rank's share of the files in full; return the damage of the first damaged one, or "".
+    """Read this rank's share of the files in full; return a description of the first damage, or "".
 
-    Rank r of n reads every n-th file from the r-th on: on the mesh that wrote them its own file, which it loads next.
+    Rank r of n reads every nth file, starting with file r. On the mesh that wrote them this is the rank's own
+    file, which it loads next.
     With ``reader``, only that rank reads, and it reads all files.
     """
     rank, size = rank_and_size()

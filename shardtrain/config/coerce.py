@@ -84,7 +84,8 @@ def plain(text: str) -> Value:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """Parse TOML. Raises ValueError also for an integer that no message could show, since float and str refuse it."""
+    """Parse TOML. Raises ValueError for invalid TOML, and for a huge integer, which float() and str() would
+    reject later."""
     table = tomllib.loads(text)
     for value in _values(table):
         if isinstance(value, int) and value.bit_length() > _MOST_BITS:

@@ -68,7 +68,8 @@ def accumulation_steps(config: Config, world_size: int) -> int:
 
 
 def notes_on_rows(config: Config) -> list[str]:
-    """Say how long rows are taken to be by a plan or a dry run, which read no data; empty where all have one length."""
+    """Return a note on the row length that plans and dry runs assume, as they read no data. Empty if the length
+    is fixed."""
     if config.task.name in OF_NEXT_TOKENS:
         return []
     length = f"training.seq_len={config.training.seq_len}"

@@ -247,7 +247,7 @@ def _folders(loaded: Loaded) -> Iterator[Problem]:
 
 
 def _linked_folders(loaded: Loaded) -> Iterator[Problem]:
-    """A folder inside the run folder that is a link: what a run writes there would change another place."""
+    """Yield problems for symlinks inside the run folder: a run would write into the folders they point to."""
     run_folder = Path(loaded.config.job.dump_folder).absolute()
     checkpoint = loaded.config.checkpoint
     saves = checkpoint.enable and not checkpoint.load_only and "://" not in checkpoint.folder

@@ -61,7 +61,7 @@ def parse_file(file: Path, problems: list[Problem]) -> tuple[dict[str, Any], str
         fix = _meant(file) or "correct this line"
         problems.append(Problem("the file", None, rule, fix, f"{file.name}:{line}"))
         return {}, ""
-    except ValueError as error:  # a number of too many digits
+    except ValueError as error:  # an integer with too many digits
         problems.append(Problem(CONFIG_FILE, str(file), f"cannot be read ({error})", "correct the number"))
         return {}, ""
 

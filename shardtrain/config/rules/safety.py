@@ -25,7 +25,8 @@ BELOW_DUMP_FOLDER = (
 """Where a run writes, as paths below ``job.dump_folder``; that folder itself is the user's to choose."""
 
 ALWAYS_BELOW = ("logs", "mlruns", "trackio", "wandb")
-"""Folders below ``job.dump_folder`` that no option names: what ranks print, and files of the libraries of sinks."""
+"""Folders below ``job.dump_folder`` that have no option: the output of ranks, and files of metrics
+libraries."""
 
 ALSO_ELSEWHERE = ("checkpoint.folder",)
 """Checkpoints are often on a filesystem of their own, which an absolute path names."""
