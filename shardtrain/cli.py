@@ -389,8 +389,7 @@ def _compare_with_plan(code: int, loaded: Loaded, world_size: int, machine: Mach
         from shardtrain.tools.plan import after_run
 
         is_cpu = machine.device == "cpu"
-        per_rank = machine.memory_bytes // (machine.local_ranks if is_cpu else 1)  # CPU ranks share the host's
-        # memory
+        per_rank = machine.memory_bytes // (machine.local_ranks if is_cpu else 1)  # CPU ranks share it
         return after_run.after_out_of_memory(loaded.config, world_size, is_cpu, per_rank)
     if code == 0 and machine.device not in ("cpu", None):
         from shardtrain.tools.plan import after_run

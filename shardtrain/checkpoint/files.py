@@ -43,8 +43,7 @@ MOST_VIEWS = 512
 def sizes_of(folder: Path | ObjectPath, names: Sequence[str]) -> list[int]:
     """Return the sizes of files of a folder in bytes, or -1 for a file that does not exist. Raises OSError.
 
-    The requests run in threads: each takes about a millisecond over a network, and a large run has thousands of
-    files.
+    Requests run in threads: over a network each takes about a millisecond, and a large run has thousands of files.
     """
     if isinstance(folder, ObjectPath):
         sizes = folder.sizes_below()
@@ -204,8 +203,7 @@ def rename(old: Path, new: Path) -> None:
 def new_folder(path: Path, keep: bool = True) -> Iterator[Path]:
     """Yield a temporary folder next to ``path``, and rename it durably to ``path`` at the end.
 
-    The folder at ``path`` is therefore complete or absent. Without ``keep`` the temporary folder is deleted
-    instead.
+    The folder at ``path`` is therefore complete or absent. Without ``keep`` it is deleted instead.
 
     Raises:
         StorageError: the folder cannot be written. It is deleted.

@@ -110,8 +110,7 @@ class Checkpoints(Saver):
         return None
 
     def _continued(self, path: Place) -> Place:
-        """Adopt the run ID of the verified checkpoint at ``path``, from which this run continues; return
-        ``path``."""
+        """Adopt the run ID of the verified checkpoint at ``path``, from which this run continues."""
         assert self._verified is not None
         self._origin = self._verified[1].origin
         return path
@@ -195,8 +194,7 @@ class Checkpoints(Saver):
 
         first_rank(discard)
         if self._relays:
-            # Discard on all nodes. Otherwise the next start would find these checkpoints on a node that saved
-            # earlier.
+            # Discard on all nodes: otherwise the next start finds these checkpoints on a node that saved earlier.
             all_ranks(lambda: discard() if node_disks.speaks_for_its_node() else None)
             node_disks.note(self._run_folder, self._survey()[0])
 
@@ -234,11 +232,9 @@ class Checkpoints(Saver):
         return node_disks.survey(self._folder, self._run_folder, self._options.storage == "first_node")
 
     def _verify(self, path: Place, holders: Sequence[int] = (0,)) -> str:
-        """Verify a checkpoint (a collective). Return a description of the damage, or "" and remember the
-        manifest.
+        """Return a description of the damage to a checkpoint, or "" and remember its manifest (a collective).
 
-        ``holders`` are ranks whose nodes have a copy. The first one with an undamaged copy will read it for all
-        ranks.
+        ``holders`` are ranks whose nodes have a copy. The first one with a good copy will read it for all ranks.
         """
         damages = []
         for holder in holders:

@@ -3,8 +3,7 @@
 With ``checkpoint.storage = "first_node"`` only the node of rank 0 writes checkpoints. At the next start rank 0 may be
 on another node, so every node reports its
 checkpoints. Each other node also keeps a note of the newest step and of the
-host that saved it. The note distinguishes a run that has lost its checkpoints from a run that starts for the
-first time.
+host that saved it. The note distinguishes a run that has lost its checkpoints from a run that is new.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ def survey(folder: Place, run_folder: Path, each_node: bool) -> tuple[dict[int, 
     """Find the checkpoints on rank 0's node, or on every node with ``each_node`` (a collective).
 
     Returns:
-        - Step -> the ranks that hold its checkpoint. Of ranks that see the same steps, only the lowest is
-          listed.
+        - Step -> the ranks that hold its checkpoint. Of ranks that see the same steps, only the lowest is listed.
         - Step -> why its entry is not a checkpoint, if no node has a manifest for it.
         - Notes [step, host] of the newest save that the nodes have written.
     """
@@ -46,8 +44,7 @@ def survey(folder: Place, run_folder: Path, each_node: bool) -> tuple[dict[int, 
         seen.extend([complete, incomplete, _read_note(run_folder / NOTE) if each_node else None])
 
     all_ranks(look)
-    # Without ``each_node``, rank 0 decides for all ranks. They might see different steps in a shared folder
-    # that lags.
+    # Without ``each_node``, rank 0 decides for all ranks: they might see different steps in a shared folder.
     values, numbers = gather_distinct_json(seen) if each_node else ([broadcast_json(seen)], [0])
     holders: dict[int, list[int]] = {}
     for number, (complete, _, _) in enumerate(values):

@@ -60,8 +60,7 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
 
 
 def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[StoredFile]:
-    """Write the files of all ranks on rank 0 and return them there; other ranks return an empty list (a
-    collective).
+    """Write the files of all ranks on rank 0 and return them there; other ranks return [] (a collective).
 
     Raises:
         OSError: on rank 0, after the other ranks have sent everything.
@@ -90,8 +89,7 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[Sto
 
 
 def _write(path: Place, blocks: Iterator[memoryview], failures: list[OSError]) -> list[StoredFile]:
-    """Write a file and return it. After a failure, receive the blocks and drop them, because their sender
-    waits."""
+    """Write a file and return it. After a failure, drop the blocks: their sender waits until they are received."""
     written = []
     if not failures:
         try:

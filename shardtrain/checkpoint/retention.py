@@ -27,8 +27,7 @@ _TRASH = re.compile(r"step-\d+(?:-hf)?\.trash-[0-9a-f]+")
 LEFTOVER_SECONDS = 3600.0
 """A save cut short is swept away when nothing in it changed for an hour."""
 _contents: dict[tuple[str, int, int], tuple[list[str], list[int], str]] = {}
-"""Cache of manifests: (checkpoint, size and mtime of the manifest) -> (file names, file sizes in bytes,
-origin)."""
+"""Cache: (checkpoint, size and mtime of its manifest) -> (file names, file sizes in bytes, origin)."""
 _MOST_REMEMBERED = 64
 
 
@@ -39,8 +38,7 @@ def step_of(path: Path | ObjectPath) -> int | None:
 
 
 def step_folders(folder: Path | ObjectPath) -> list[int]:
-    """Return the steps that have an entry ``step-N`` of any kind, oldest first. Not for object stores; see
-    ``steps``."""
+    """Return the steps that have an entry ``step-N`` of any kind, oldest first. For object stores see ``steps``."""
     if isinstance(folder, ObjectPath):
         return steps(folder)
     return sorted(s for path in folder.glob("step-*") if (s := step_of(path)) is not None)
@@ -71,8 +69,7 @@ def unusable(path: Path | ObjectPath, damage: str) -> CheckpointError:
 
 
 def is_whole(path: Path | ObjectPath, origin: str | None = None) -> bool:
-    """True if a checkpoint has a valid manifest and its files have the recorded sizes. File contents are not
-    read.
+    """True if a checkpoint has a valid manifest and its files have the recorded sizes. Contents are not read.
 
     With ``origin`` the manifest must name that run.
     """

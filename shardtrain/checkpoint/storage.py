@@ -205,8 +205,7 @@ def _check_sizes(folder: Place, stored: Manifest) -> None:
     """Wait until rank 0's node sees all bytes that the ranks have written.
 
     Raises:
-        StorageError: a file is missing or short after ``files.SEEN_SECONDS``. The message names it and this
-        node.
+        StorageError: a file is missing or short after ``files.SEEN_SECONDS``. It names the file and this node.
     """
     sizes = {file.name: file.bytes for file in stored.files}
     wrong, waited = files.wait_for_sizes(folder, sizes)

@@ -87,7 +87,7 @@ class Rows(Protocol):
 
 
 def fates(rows: Rows) -> dict[str, int]:
-    """Count the documents that were cut, left out because they are longer than a row, or have no target."""
+    """Count the documents that lost tokens, by reason: cut, longer than a row, or without a target."""
     most = rows.packing.seq_len + 1
     is_cut = rows.packing.long_documents == "cut"
     reason = "have no target in their first" if is_cut else "are longer than"
@@ -99,7 +99,7 @@ def fates(rows: Rows) -> dict[str, int]:
 
 
 def lost_documents(rows: Rows, num_documents: int) -> list[str]:
-    """Describe these documents, one line for each fate."""
+    """Return a line for each entry of ``fates`` whose count is not 0."""
     return [f"{count} of {num_documents} documents {fate}" for fate, count in fates(rows).items() if count]
 
 

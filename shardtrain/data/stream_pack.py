@@ -48,9 +48,9 @@ class Packer(Protocol):
 
 
 class LostDocuments:
-    """Counts of documents that a stream cuts or leaves out, by what happens to them, as far as this process has read.
+    """Counts of the documents that a stream has cut or skipped in this process so far, by what happened to them.
 
-    A count is logged when it reaches a power of two: nobody knows the last one before the stream ends.
+    A count is logged when it passes a power of two, because the final count is unknown until the stream ends.
     """
 
     def __init__(self, dataset: str) -> None:
@@ -73,7 +73,7 @@ def packer(
     parts_per_epoch: int,
     lost: LostDocuments,
 ) -> Packer:
-    """The rows of documents that begin at a cursor; ``lost`` counts those that are cut or have no place in a row."""
+    """Return the packer for documents from ``cursor`` on. ``lost`` counts documents that are cut or do not fit."""
     if packing.kind == "concat":
         return ConcatPacker(packing, documents, cursor)
     return FittedPacker(packing, documents, cursor, vocab_size, parts_per_epoch, lost)

@@ -61,8 +61,7 @@ class MemoryTokenBuffer:
     def __init__(self, documents: Iterable[Document], vocab_size: int, growth: Growth | None = None) -> None:
         """``growth`` bounds what is kept."""
         dtype = np.dtype("<u2") if vocab_size <= 2**16 else np.dtype("<i4")
-        # Not np.concatenate of one array per document: what is joined would be in memory twice. A bytearray grows in
-        # place.
+        # Do not np.concatenate an array per document: this would need twice the memory. A bytearray grows in place.
         tokens = bytearray()
         lengths = array("q")
         mask = bytearray()  # empty until a document has a mask: a dataset of texts needs none

@@ -21,7 +21,7 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
     """Items 0, 1, 2, ... without end; worker processes live as long as the iterator."""
     if not options.num_workers:
         return map(items.__getitem__, itertools.count())
-    # forked workers have datasets and tokenizers at once; what of these is open may be shared (see ``shards``)
+    # forked workers inherit datasets and tokenizers; their open files may be shared (see ``shards``)
     start_method = "fork"
     if sys.platform != "linux":
         start_method = "spawn"

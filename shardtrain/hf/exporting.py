@@ -228,8 +228,8 @@ def export(wanted: Export) -> tuple[list[str], str]:
     """
     require_new(wanted.output)
     writer = Writer(wanted)
-    # Three things at a time: this thread writes, one reads the checkpoint's bytes again for their hashes, and one waits
-    # for the disk. What fails in these is raised here, at the next piece that is written or at the end
+    # Three threads: this one writes, one reads the checkpoint again to verify its hashes, and one syncs files to disk.
+    # Their errors are raised here, at the next block or at the end.
     with (
         files.new_folder(wanted.output) as temporary,
         ThreadPoolExecutor(1, "export-check") as pool,

@@ -75,11 +75,11 @@ def run_verb(
 
 
 def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, training: Loaded | None = None) -> int:
-    """Start ``ranks`` ranks of ``command`` here, when enough nodes have come; gives the status of this node.
+    """Start ``ranks`` ranks of ``command`` on this node once enough nodes have joined. Return this node's exit status.
 
-    The ends of a ``training`` are explained here; ranks of other verbs report their failures themselves.
+    With ``training`` this process reports why a run ended. Ranks of other verbs report their failures themselves.
     """
-    # until ranks run there is nothing to save; a training handles requests since it was started
+    # exit at once before ranks run, as there is nothing to save; training has set its own handlers already
     if training is None:
         signals.handle_requests(lambda *_: os._exit(NOT_SAVED))
     heard = [number.name for number in signals.GRACEFUL if signal.getsignal(number) is not signal.SIG_IGN]
@@ -201,6 +201,6 @@ def _agent(
         more["shutdown_timeout"] = grace_seconds + NOTICE_SECONDS
     if training is None:
         return NodeAgent(rendezvous, spec, logs, **more)
-    # in a job of Slurm the end of its time is one that ranks know of by themselves
+    # in a Slurm job ranks may also stop on their own, at the end of the job's time
     is_elastic = nodes.least < nodes.most and "SLURM_JOB_END_TIME" not in os.environ
     return TrainingAgent(training, nodes, is_elastic, rendezvous, spec, logs, **more)

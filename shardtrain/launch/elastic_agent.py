@@ -1,4 +1,4 @@
-"""PyTorch's elastic agent: its end, and for training how each attempt ended, with restarts of what may succeed."""
+"""Subclasses of PyTorch's elastic agent: an exit barrier, and for training the exit report and restart rules."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOOK_SECONDS = 0.1
 
 
 class NodeAgent(LocalElasticAgent):
-    """The agent of one node."""
+    """The agent of one node, with an exit barrier that ends if the store is lost."""
 
     def __init__(self, rendezvous: Meeting, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -48,10 +48,10 @@ class NodeAgent(LocalElasticAgent):
 
 
 class TrainingAgent(NodeAgent):
-    """The agent of one node of a training. All nodes name the same cause of an end, and so agree on a restart.
+    """The agent of one node of a training run. All nodes find the same cause of a failure, and so agree on a restart.
 
-    In an elastic run ranks also stop because another node leaves or joins. The ranks of a node that was not asked
-    itself have saved with the others, and continue with the nodes that are there.
+    In an elastic run, ranks also stop when another node leaves or joins. All ranks save together. A node that received
+    no request to stop itself then restarts its ranks with the remaining nodes.
     """
 
     def __init__(self, training: Loaded, nodes: Nodes, is_elastic: bool, *arguments: Any, **options: Any) -> None:
@@ -69,13 +69,13 @@ class TrainingAgent(NodeAgent):
         self._reports: NodeReports
 
     def explain_stop(self, signal_name: str) -> None:
-        """Explain the end of the ranks, which PyTorch has ended because this process received a signal."""
+        """Report the end of the ranks after PyTorch ended them because this process received a signal."""
         signals.handle_requests(signal.SIG_IGN)
         if self._are_running:
             self._watch.look()
             self._watch.stopped_by_us.update(self._watch.pids)
             self._explain(signal_name)
-        elif self.cause:  # of the attempt before: its ranks were to start again
+        elif self.cause:  # the previous attempt failed, and its ranks were about to restart
             self._tell(failure.stopped(None, signal_name, run_end=run_ends.BEFORE_FIRST_STEP))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:

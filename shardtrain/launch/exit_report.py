@@ -12,13 +12,13 @@ from shardtrain.launch.failure import Failure
 from shardtrain.resilience import signals
 
 PARENT = "SHARDTRAIN_PARENT"
-"""Variable of the ranks that this command has started on one machine: the process that watches them."""
+"""Environment variable of ranks that this command started on one machine: ID of the process that watches them."""
 AGENT = "SHARDTRAIN_AGENT"
-"""Variable of the ranks of one of several nodes, which the elastic agent of their node watches."""
+"""Environment variable of ranks of a multi-node run, which their node's elastic agent watches."""
 
 
 def is_left_to_parent() -> bool:
-    """True if a process of ours watches this rank: it reads the rank's record, and tells how the run ended."""
+    """True if a shardtrain process watches this rank. It reads the rank's record and reports how the run ended."""
     return PARENT in os.environ or AGENT in os.environ
 
 

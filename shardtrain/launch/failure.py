@@ -38,7 +38,7 @@ MEANINGS = frozenset({0, 2, 3, 4, 5, PEER, OUT_OF_MEMORY, 8, PREEMPTED, NOT_SAVE
 RETRYABLE = frozenset({6, 8, 75, 76})
 MESSAGE_LENGTH = 500
 END_LINES = ("error[", "stopped[")
-"""How the lines begin that tell how a run ended."""
+"""Prefixes of the lines that report how a run ended."""
 SUPERVISED = "SHARDTRAIN_SUPERVISED"
 """Variable of commands and ranks whose supervisor is another command or script of ours, which expects 75."""
 RESERVED = ".exit.json.reserved"
@@ -131,7 +131,7 @@ def describe(error: BaseException, rank: int) -> Failure:
 
 
 def own_end() -> dict[str, Any]:
-    """Return what a rank hands to its launcher however it ends: fields ``step`` and ``lost_lines`` of a Failure."""
+    """Return what each rank reports at its end, with or without a failure: ``step`` and ``lost_lines``."""
     return {"step": progress.now().done, "lost_lines": "; ".join(log.lost_lines)}
 
 
@@ -141,7 +141,7 @@ def stop_status(config: Config) -> int:
 
 
 def killed(rank: int | None, signal_number: int, time_seconds: float) -> Failure:
-    """Return the failure of a process that a signal ended, so that it could not report itself.
+    """Return the failure of a process that was killed by a signal and could not report it.
 
     Args:
         rank: None for the process that checks data, tokenizer and model before ranks start.
@@ -163,7 +163,7 @@ def ended(rank: int, exit_code: int, time_seconds: float) -> Failure:
 
 
 def lost_with_node(rank: int, host: str) -> Failure:
-    """The failure of the ranks of a node that has not reported how they ended; ``rank`` is the first of them."""
+    """Return the failure of a node that did not report how its ranks ended. ``rank`` is the first of them."""
     message = "is lost with its node, which did not report how its ranks ended: is the machine up, and its network?"
     return Failure(rank, host, "", message, "", time.time(), PEER)
 
@@ -171,11 +171,11 @@ def lost_with_node(rank: int, host: str) -> Failure:
 def stopped(
     rank: int | None, reason: str, newest: Place | None = None, run_end: run_ends.RunEnd = run_ends.AT_ONCE
 ) -> Failure:
-    """Return the end of a process that was asked to stop and saved nothing.
+    """Return the failure of a process that was asked to stop and saved nothing.
 
     Args:
         rank: None before there are ranks.
-        reason: SIGTERM or the like.
+        reason: the request to stop, such as "SIGTERM".
         newest: the last checkpoint.
     """
     kept = f"; the last checkpoint is {newest}" if newest else ""
@@ -193,9 +193,9 @@ def crash_loop(why: str, code: int, newest: Place | None, run_folder: Path) -> F
 
 
 def culprit(failures: Iterable[Failure]) -> Failure:
-    """The rank to blame: first by time among those with a cause of their own, before those that lost a peer.
+    """Return the failure that caused the others: the earliest one, but one that only lost a peer comes last.
 
-    Its step is the last one that any of the ranks completed.
+    Its ``step`` is the last step that any of the ranks completed.
     """
     ordered = sorted(failures, key=lambda failure: (failure.is_peer, failure.time_seconds))
     return replace(ordered[0], step=max(failure.step for failure in ordered))
@@ -264,15 +264,15 @@ def read_record(path: str | os.PathLike[str]) -> Failure | None:
 
 
 def from_fields(fields: dict[str, Any]) -> Failure:
-    """Return the failure that ``dataclasses.asdict`` has made a dict of, for JSON."""
+    """Return the failure for a dict from JSON that ``dataclasses.asdict`` made."""
     return replace(Failure(**fields), problems=tuple(fields["problems"]))
 
 
 def write_exit(run_folder: Path, failure: Failure | None, code: int, step: int = 0) -> None:
     """Write ``exit.json``: code, class, message, rank, host, retryable and, where known, the last step.
 
-    ``step`` is the last step that ranks completed, if they could say so without a failure. Of ranks that could not,
-    the last logged step is known.
+    ``step`` is the last step that the ranks reported without a failure. If no rank reported a step, the last logged
+    step is written.
 
     Whatever goes wrong with it is reported, and changes nothing about how the run has ended.
     """

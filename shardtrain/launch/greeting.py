@@ -1,6 +1,6 @@
-"""Check the endpoint of the rendezvous before PyTorch uses it: its name, the way to it, and the program that answers.
+"""Check the rendezvous endpoint before PyTorch uses it: its host name, the connection, and the program that answers.
 
-PyTorch's store tries for minutes in C++, hears no signal meanwhile, and does not say what is wrong.
+PyTorch's store retries for minutes in C++. Meanwhile signals are not handled, and the cause is not reported.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ LOOK_SECONDS = 0.1
 QUIET_SECONDS = 5.0
 """A wait that takes longer is reported with its cause."""
 CONNECT_SECONDS = 5.0
-# the first words of every client of PyTorch's TCPStore, VALIDATE with a magic number and PING with a number that the
-# store sends back: one that is also an empty line, to which servers of text protocols such as HTTP reply
+# The first messages of every TCPStore client: VALIDATE with a magic number, and PING with a number that the store
+# sends back. The number is also an empty line, because servers of text protocols such as HTTP reply to one.
 _ECHO = b"\r\n\r\n"
 GREETING = struct.pack("<BIB", 0, 0x3C85F7CE, 13) + _ECHO
 
@@ -33,10 +33,10 @@ Result = TypeVar("Result")
 
 
 def within(seconds: float | None, action: Callable[[], Result]) -> Result:
-    """Run ``action`` in a thread and return its result, so that this thread handles signals and keeps the limit.
+    """Run ``action`` in another thread and return its result. This thread can handle signals and a timeout meanwhile.
 
     Raises:
-        TimeoutError: the action takes longer. Its thread is left behind, and ends with the process.
+        TimeoutError: the action takes longer than ``seconds``. Its thread continues in the background.
     """
     future: Future[Result] = Future()
 
@@ -51,11 +51,11 @@ def within(seconds: float | None, action: Callable[[], Result]) -> Result:
 
 
 def claim(endpoint: str, seconds: float, problem: str = "the nodes cannot meet at") -> None:
-    """Wait until a connection to ``endpoint`` arrives at this process: then this node can serve it.
+    """Wait until a connection to ``endpoint`` reaches this process. This node can then serve the rendezvous.
 
     Raises:
         ConfigError: another program has the port.
-        PeerError: no connection arrived within ``seconds``: ``problem``, the endpoint, and the last cause.
+        PeerError: no connection arrived within ``seconds``. The message begins with ``problem``.
     """
     _await(endpoint, seconds, _reach_self, problem, fix="name an address of this node that every node reaches")
 
@@ -71,7 +71,10 @@ def await_store(endpoint: str, seconds: float) -> None:
 
 
 def find_place(endpoint: str, seconds: float) -> bool:
-    """Wait until this node can serve the rendezvous (True), or another one does. Raises as ``await_store``."""
+    """Wait until this node can serve the rendezvous (return True) or another node does (False).
+
+    Raises the errors of ``await_store``.
+    """
 
     def look(endpoint: str) -> bool:
         with contextlib.suppress(ConfigError, OSError, UnicodeError):
@@ -116,7 +119,7 @@ def _reach_self(endpoint: str) -> None:
     with server, socket.create_connection((host.strip("[]"), server.getsockname()[1]), CONNECT_SECONDS) as connection:
         connection.sendall(token)
         received = b""
-        while received != token:  # others may connect, too, and try again
+        while received != token:  # other clients may connect first; they retry
             try:
                 arrived = server.accept()[0]
             except TimeoutError:

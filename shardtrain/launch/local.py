@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from shardtrain.config import Loaded
 
 STOPPED_TIMEOUTS = 2
-"""A process that is stopped for so many times comm.hang_timeout_seconds is killed: after the watchdog of its peers."""
+"""A process stopped for this multiple of comm.hang_timeout_seconds is killed. The watchdogs of its peers act first."""
 Main = Callable[["Loaded"], object]
 OUTPUTS = "logs"
-"""Folder below the run folder for what ranks print."""
+"""Folder below the run folder for the output of ranks."""
 
 
 def log_path(loaded: Loaded, rank: int | None) -> Path:
@@ -55,8 +55,8 @@ def log_path(loaded: Loaded, rank: int | None) -> Path:
 def prepare(run_folder: Path) -> None:
     """Create the run's folders, and reserve disk space for ``exit.json``.
 
-    Removes temporary files that a killed run has left, and the ``exit.json`` of an earlier run. Says so if an earlier
-    run was killed: it left the reserved space, and no ``exit.json``.
+    Removes temporary files of a killed run and the ``exit.json`` of an earlier run. Prints a note if the earlier run
+    was killed: then the reserved space exists, and ``exit.json`` does not.
 
     Raises:
         StorageError: the folder cannot be made or written.
@@ -75,7 +75,7 @@ def prepare(run_folder: Path) -> None:
 
 @contextlib.contextmanager
 def storage_errors_in_exit_json(loaded: Loaded, *others: type[ShardtrainError]) -> Iterator[None]:
-    """Write ``exit.json`` if a storage error, a limit of the system or one of ``others`` keeps a run from starting."""
+    """Write ``exit.json`` if a storage error, a system limit or one of ``others`` prevents a run from starting."""
     kinds: tuple[type[Exception], ...] = (StorageError, OutOfMemoryError, OSError, *others)
     try:
         yield
@@ -86,7 +86,7 @@ def storage_errors_in_exit_json(loaded: Loaded, *others: type[ShardtrainError]) 
 
 
 def _write_exit_before_ranks(loaded: Loaded, report: failure.Failure) -> None:
-    """Write ``exit.json`` unless another run writes the folder; of ranks of torchrun or srun, only the first one."""
+    """Write ``exit.json`` unless another run uses the folder. Under torchrun or srun only rank 0 writes it."""
     folder = Path(loaded.config.job.dump_folder)
     checkpoints = folder_of(loaded.config.job.dump_folder, loaded.config.checkpoint.folder)
     is_free = not isinstance(checkpoints, Path) or not lease.is_held(checkpoints)
@@ -119,9 +119,9 @@ def end_at_request(loaded: Loaded | None) -> None:
 def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
     """Run this process as one rank, report a failure, and return the exit status.
 
-    A rank that a process of ours has started leaves a record for it. Alone or under another launcher (torchrun, srun)
-    a rank prints its failure and writes ``exit.json`` itself; one that only lost its peer leaves both to the rank that
-    failed first. ``world_size`` is that of the whole run.
+    If a shardtrain process started this rank, the rank leaves a record for it. Otherwise (a single rank, torchrun,
+    srun) the rank prints its failure and writes ``exit.json`` itself, unless it only lost a peer: then the peer does.
+    ``world_size`` is the number of ranks of the entire run.
     """
     rank = int(os.environ.get("RANK", "0"))
     run_folder = Path(loaded.config.job.dump_folder)
@@ -147,7 +147,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         report = failure.describe(_of_storage(error, run_folder), rank)
         # a rank that lost a peer is not the cause: the peer reports itself
         is_cause = world_size == 1 or not report.is_peer
-        # the record first: it is what the parent reads, and the parent may be about to end this rank
+        # write the record first: the parent reads it, and may be about to end this rank
         exit_report.record(report, log_path(loaded, rank), run_folder, world_size, is_cause)
         if not report.leaves_folder_alone:
             failure.append_trace(report, log_path(loaded, rank))
@@ -192,7 +192,7 @@ def _newest_checkpoint(loaded: Loaded) -> Place | None:
 
 
 def stopped(loaded: Loaded, rank: int, reason: str) -> failure.Failure:
-    """Return the end of a rank that could not save, with the last checkpoint of the run."""
+    """Return the failure of a rank that was stopped before it could save. It names the last checkpoint of the run."""
     return failure.stopped(rank, reason, _newest_checkpoint(loaded))
 
 
@@ -213,9 +213,9 @@ def launch(
     checkpoint; see ``restart``.
 
     Args:
-        check: a check before the first ranks start; raises what is wrong with the configuration or the data. Returns
-            None, or the failure of the process that checks, which counts like that of a rank.
-        ends_process: this process ends with the run, and ignores signals after it.
+        check: called before the first ranks start. Raises errors in the configuration or the data. Returns None, or
+        the failure of the checking process, which is treated like the failure of a rank.
+        ends_process: True if this process ends with the run. It then ignores later signals.
     """
     config = loaded.config
     grace_seconds = config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS
@@ -250,9 +250,8 @@ def launch(
 def launch_verb(loaded: Loaded, num_processes: int, main: Main, words: Sequence[str], accelerators: int) -> int:
     """Start ranks of a verb and return the exit status, as ``launch`` does.
 
-    On Linux CPUs the ranks are forked and run ``main``, which saves each the import of torch. A fork of a process that
-    has used CUDA breaks, and macOS's libraries do not survive one: there ranks are new processes that run the command
-    line ``words`` again.
+    On Linux CPUs the ranks are forked and run ``main``, and inherit the import of torch. Forks do not work after CUDA
+    was used, or with macOS's libraries. Ranks are then new processes that run the command line ``words``.
     """
     if accelerators == 0 and sys.platform == "linux":
         return launch(loaded, num_processes, main=main)
@@ -333,9 +332,9 @@ def _start(
 
 
 def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> LogsSpecs:
-    """Ranks in LOG_RANK share the terminal; the output of each other one goes to ``logs/rank-1.out`` and ``.err``.
+    """Send the output of ranks in LOG_RANK to the terminal, and of other ranks to ``logs/rank-N.out`` and ``.err``.
 
-    ``stack`` closes the files in this process once the ranks have them.
+    ``stack`` closes the files in this process once the ranks have opened them.
     """
     from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
@@ -343,7 +342,7 @@ def _logs_specs(loaded: Loaded, count: int, stack: contextlib.ExitStack) -> Logs
     hidden = [rank for rank in range(count) if rank not in log.console_ranks()]
 
     def output_paths(ending: str) -> dict[int, str]:
-        # for PyTorch an empty path means the stream of this process; it opens the others by the name of our descriptor
+        # for PyTorch an empty path means this process's stream; it opens the other files by the path of our descriptor
         paths = dict.fromkeys(range(count), "")
         for rank in hidden:
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
@@ -394,7 +393,7 @@ def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
 
 
 def leave_refused(error: ShardtrainError) -> None:
-    """End this rank, which may not start, if the agent of its node tells of it. ``exit.json`` is written already."""
+    """Exit after failed checks if the agent of this node reports the error. ``exit.json`` is written already."""
     if exit_report.AGENT in os.environ:
         report = failure.describe(error, int(os.environ["RANK"]))
         report = dataclasses.replace(report, leaves_folder_alone=True)
@@ -430,8 +429,8 @@ def become_rank() -> bool:
 def detach(parent: int) -> None:
     """Leave the terminal's process group, so that Ctrl-C arrives once, from the parent; and die when the parent dies.
 
-    Handlers of the parent are dropped. Only Linux ends a child with its parent (``prctl``); elsewhere a rank outlives a
-    parent that was killed with SIGKILL until its next collective fails.
+    Resets the parent's signal handlers. On Linux a child ends with its parent (``prctl``). Elsewhere a rank outlives a
+    parent killed by SIGKILL until the rank's next collective fails.
     """
     for number in signals.GRACEFUL:
         signal.signal(number, signal.SIG_DFL)
@@ -462,10 +461,10 @@ def _record_path(records: Path, rank: int) -> Path:
 def failures_of(
     statuses: Mapping[int, int], watch: Watch, record_of: Callable[[int], Path]
 ) -> tuple[list[failure.Failure], bool, int]:
-    """Return the failures of ranks that have ended, whether all are done, and the last step that one has completed.
+    """Return the failures of ended ranks, True if all ranks are done, and the last step that a rank completed.
 
-    A failure is what the rank left in its record, or how it died without one. A rank that ``watch`` has ended, and
-    that left no record, has no failure.
+    A failure comes from the record of the rank or, without a record, from its exit status. A rank without a record
+    that ``watch`` stopped has no failure.
     """
     failures = []
     last_step = 0
@@ -489,7 +488,7 @@ def failures_of(
 def _report(
     loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path
 ) -> tuple[int, failure.Failure | None]:
-    """Find the first cause, print it in one line, write ``exit.json``; returns the exit status and the cause."""
+    """Find the first cause, print it in one line and write ``exit.json``. Return the exit status and the cause."""
     failures, all_done, last_step = failures_of(statuses, watch, functools.partial(_record_path, records))
     if failures:
         first = failure.culprit(failures)

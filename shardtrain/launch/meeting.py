@@ -1,4 +1,4 @@
-"""The rendezvous of several nodes: PyTorch's, without its wall clocks, and with only as many nodes as can work.
+"""Rendezvous of nodes: PyTorch's, but independent of wall clocks and limited to node counts that can work.
 
 PyTorch's handler drops a node whose heartbeat is 15 s old by the wall clock of the node that reads it. Nodes whose
 clocks differ by more drop each other, and each trains on its own. Here a node is lost when its heartbeat has not
@@ -28,18 +28,18 @@ from shardtrain.utils.errors import PeerError
 from shardtrain.utils.process import SECRET
 
 _NO_NUMBER = 2**31
-"""Comes after every --node_rank."""
+"""Sort key of a node without --node_rank: larger than every --node_rank."""
 _TIMEOUTS = ("join", "last_call", "close", "heartbeat")
 
 
 def open_meeting(nodes: Nodes, serves: bool) -> Meeting:
-    """Connect to the store of the rendezvous, or serve it; the shared state is signed if this node has a secret.
+    """Connect to the store of the rendezvous, or serve it. The shared state is signed if this node has a secret.
 
     Raises:
         RendezvousConnectionError: the port was taken meanwhile, or the store does not answer.
     """
     counts = nodes.counts or range(nodes.least, nodes.most + 1)
-    # where no node has a number, PyTorch serves the store unless another process of this machine has begun to
+    # without --node_rank PyTorch serves the store unless another process of this machine already does
     host = {} if serves and nodes.node_rank is None else {"is_host": str(serves).lower()}
     settings: dict[str, Any] = {"join_timeout": nodes.join_seconds, **host, **nodes.rendezvous}
     parameters = RendezvousParameters(
@@ -65,7 +65,7 @@ def open_meeting(nodes: Nodes, serves: bool) -> Meeting:
 
 
 def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError:
-    """Describe an error of the rendezvous: nodes that have not come, a host that is gone, or a stranger."""
+    """Return the error of a failed rendezvous: missing nodes, a lost host, or state with a wrong signature."""
     rule = f"has ended: its host is gone ({type(error).__name__}); look at the first node"
     if isinstance(error, RendezvousStateError):
         rule = f"was disturbed: {error}; give all nodes the same {SECRET}, or look for who else reaches that port"
@@ -86,7 +86,7 @@ class _NumberedNode(pytorch._NodeDesc):
 
 
 class _SteadyState(pytorch._BackendRendezvousStateHolder):
-    """The shared state of one node. Heartbeats of others are judged by when they changed, not by the time they tell."""
+    """The shared state as one node sees it. A heartbeat is judged by when it changed, not by its timestamp."""
 
     def __init__(self, backend: Any, settings: Any, own_node: Any) -> None:
         super().__init__(backend, settings)
@@ -97,14 +97,14 @@ class _SteadyState(pytorch._BackendRendezvousStateHolder):
         """Remove nodes whose heartbeats have stopped."""
         told = self._state.last_heartbeats
         now = time.monotonic()
-        # keyed by node and heartbeat: the time at which this node has first seen it
+        # (node, heartbeat) -> monotonic time at which this node first saw that heartbeat
         changes = self._changes = {one: self._changes.get(one, now) for one in told.items()}
-        # PyTorch compares heartbeats with this node's wall clock: give them in it, then put back what the others wrote
+        # PyTorch compares heartbeats with this node's wall clock: convert them to it, then restore the original values
         wall_clock = datetime.now(UTC)
         own_times = {node: wall_clock - timedelta(seconds=now - changed) for (node, _), changed in changes.items()}
         self._state.last_heartbeats = own_times
         super()._sanitize()
-        # a node's own heartbeat stays in its wall clock of now, which may have jumped since it was written
+        # keep this node's own heartbeat converted, because its wall clock may have jumped since it was written
         own_times.update({node: told[node] for node in own_times if node != self._own_node})
 
 
@@ -112,15 +112,15 @@ class Meeting(pytorch.DynamicRendezvousHandler):
     """The rendezvous of one node."""
 
     counts: Sequence[int]
-    """Numbers of nodes that can work, ascending."""
+    """Node counts that can work, ascending."""
     first_decides = False
-    """As ``Nodes.first_decides``."""
+    """See ``Nodes.first_decides``."""
     number = _NO_NUMBER
     """The --node_rank of the next meeting that this process opens."""
 
     def __init__(self, node: Any, settings: Any, backend_name: str, store: dist.Store, state_holder: Any) -> None:
         node = _NumberedNode(node.addr, node.pid, node.local_id)
-        vars(node)["number"] = self.number  # of a frozen class
+        vars(node)["number"] = self.number  # the class is frozen
         steady = _SteadyState(state_holder._backend, settings, node)
         super().__init__(node, settings, backend_name, store, steady)
         self.own_node = node
@@ -131,14 +131,14 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         return self._state_holder.state
 
     def largest(self, nodes: int) -> int:
-        """The largest number of nodes that can work, of so many; 0 if none can."""
+        """Return the largest node count that can work, at most ``nodes``; 0 if none can."""
         return max((count for count in self.counts if count <= nodes), default=0)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes, and repeat while this node is not one of as many as can work.
+        """Meet the other nodes. Repeat as long as this node is one too many for a node count that can work.
 
         Raises:
-            RendezvousTimeoutError: too few nodes came, and no run is on that this node could wait to join.
+            RendezvousTimeoutError: too few nodes joined, and there is no active run that this node could wait for.
         """
         return within(None, self._meet)
 
@@ -149,9 +149,9 @@ class Meeting(pytorch.DynamicRendezvousHandler):
             except RendezvousTimeoutError:
                 if not self.state.complete:
                     raise
-                continue  # a run is on, and has no place yet
+                continue  # a run is active and has no place for this node yet
             if self.first_decides:
-                # without the prefix of this round: the same answer for all nodes and rounds
+                # no prefix of this round in the key, because all nodes and rounds must get the same answer
                 own_answer = str(self.largest(info.world_size))
                 first_size = int(self._store.compare_set("shardtrain/first-size", "", own_answer))
                 self.counts = [count for count in self.counts if first_size % count == 0]
@@ -163,7 +163,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
             print(f"{text}: this node waits for others", file=sys.stderr, flush=True)
 
     def _compare_clocks(self, store: dist.Store, rank: int, size: int) -> None:
-        """Warn of nodes whose clock differs from that of rank 0: each notes the time when all have met."""
+        """Warn about nodes whose clock differs from that of node 0. Each node writes its time once all have met."""
         if store.add("shardtrain/met", 1) == size:
             store.set("shardtrain/all-met", "")
         store.wait(["shardtrain/all-met"])
@@ -180,7 +180,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait for a place; 0 while their number makes no larger number of nodes that can work."""
+        """Return the number of waiting nodes, or 0 if with them no larger node count can work."""
         try:
             waiting = within(LOST_SECONDS, super().num_nodes_waiting)
         except TimeoutError:
@@ -189,7 +189,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         return waiting if self.largest(members + waiting) > members else 0
 
     def others_have_ended(self, store: dist.Store, rank: int) -> bool:
-        """Say that the ranks of this node have ended. True once those of all nodes that are still there have, too."""
+        """Report that this node's ranks have ended. Return True once those of all remaining nodes have ended."""
         store.set(f"shardtrain/ended-{rank}", "")
         with self._heartbeat_lock:
             self._state_holder.sync()

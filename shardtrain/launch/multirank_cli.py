@@ -76,7 +76,7 @@ def _as_rank(verb: Verb) -> NoReturn:
 
 
 def _close(folder: Path, code: int) -> None:
-    """Remove the folder of the ranks, unless the traces of a failure are there."""
+    """Remove the folder of the ranks. After a failure keep it, because it has the traces."""
     if code:
         temporary.keep(folder)
     else:

@@ -1,7 +1,8 @@
-"""Reports of nodes on the end of an attempt, exchanged through its store: all nodes name the same cause and act alike.
+"""Exchange of reports between nodes at the end of an attempt, through the store of the rendezvous.
 
-A node reports when its ranks have ended. The first report of a failure makes the other nodes end their ranks too, so
-that a rank that is stopped or waits for a lost peer keeps no node alive.
+All nodes therefore find the same cause and make the same decision. A node reports when its ranks have ended. After the
+first report of a failure the other nodes end their ranks, too. Otherwise a rank that is stopped, or waits for a lost
+peer, would keep its node running.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.process import SECRET
 
 WAIT_SECONDS = 10.0
-"""How long a node waits for the reports of the others after its own. They notice the first one within
-``LOOK_SECONDS``, and give their ranks ``watch.PEERS_SPEAK_SECONDS`` to end."""
+"""Time that a node waits for the reports of the other nodes after its own. The others notice a failure within
+``LOOK_SECONDS``, and then give their ranks ``watch.PEERS_SPEAK_SECONDS`` to end."""
 LOST_SECONDS = 15.0
-"""A store that does not reply for so long is gone."""
+"""A store that does not reply for this time is considered lost."""
 MEET_SECONDS = 60.0
-"""A node that has met the others and does not introduce itself for so long is gone."""
+"""A node that has joined the rendezvous but does not write its host name for this time is considered lost."""
 LOOK_SECONDS = 1.0
 POLL_SECONDS = 0.1
 _KEY = "shardtrain/nodes"
@@ -75,16 +76,19 @@ class NodeReports:
             return True
 
     def explain(self, failures: Sequence[Failure], all_done: bool, run_folder: Path) -> Failure | None:
-        """Report the failures of this node's ranks. Return the one that ended the attempt, or None if there is none.
+        """Report the failures of this node's ranks. Return the failure that ended the attempt, or None.
 
-        All nodes return the same one, once all have reported or ``WAIT_SECONDS`` are over. ``logs/node-NUMBER.json``
-        has what this node reported. ``all_done`` is whether all its ranks have finished or saved.
+        Returns when all nodes have reported or after ``WAIT_SECONDS``. All nodes return the same failure. The report
+        is also written to ``logs/node-NUMBER.json``.
+
+        Args:
+            all_done: True if all ranks of this node have finished or saved.
         """
         report = [asdict(one) for one in failures]
         with contextlib.suppress(OSError):
             atomic_io.write(run_folder / "logs" / f"node-{self._number}.json", json.dumps(report, indent=2) + "\n")
         reports = {self._number: list(failures)}
-        # ranks that were asked to stop have all ended after the same step
+        # if all ranks stopped on request, they ended after the same step, and nothing has failed
         all_stopped = all(one.exit_code in (PREEMPTED, NOT_SAVED) for one in failures)
         is_failure = not all_done and not (failures and all_stopped)
         with contextlib.suppress(DistError, TimeoutError):  # the node that serves the store is gone
@@ -96,7 +100,7 @@ class NodeReports:
         return failure.culprit(all_failures) if all_failures else None
 
     def _exchange(self, reports: dict[int, list[Failure]], is_failure: bool) -> None:
-        """Add the reports of the other nodes to that of this node, unless no node has failed."""
+        """Publish this node's report. If a node has failed, add the reports of the other nodes to ``reports``."""
         self._write("end", [asdict(one) for one in reports[self._number]])
         failed_nodes = self._store.add(_FAILED, int(is_failure))
         self._store.add(_ENDED, 1)

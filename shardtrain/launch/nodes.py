@@ -23,8 +23,8 @@ from shardtrain.utils.errors import ConfigError, Problem
 DEFAULT_PORT = 29500
 JOIN_SECONDS = 600
 CLOCKS_APART_SECONDS = 5.0
-"""Clocks that differ by more are reported: torchrun's rendezvous sends a heartbeat every 5 s, drops a node whose last
-one is 15 s old by the reader's wall clock, and so may drop a living node."""
+"""Clocks that differ by more are reported. torchrun's rendezvous sends a heartbeat every 5 s and drops a node whose
+last heartbeat is 15 s old by the reader's wall clock, so it may drop a node that is alive."""
 
 NNODES = ("SHARDTRAIN_NNODES", "OVERRIDE_PET_NNODES", "PET_NNODES")
 NODE_RANK = (
@@ -57,9 +57,9 @@ class Nodes:
     rendezvous: Mapping[str, str] = field(default_factory=dict)
     """Settings of PyTorch's rendezvous, as last_call_timeout (seconds); they beat what is said above."""
     counts: Sequence[int] = ()
-    """Numbers of nodes that can work, ascending; empty if all from ``least`` to ``most`` can."""
+    """Node counts that can work, ascending; empty if all from ``least`` to ``most`` can."""
     first_decides: bool = False
-    """The nodes that meet first decide the global batch, which later numbers of nodes must divide."""
+    """True if the first node count determines the global batch size. Later node counts must divide the first one."""
 
     @property
     def hosts_meeting(self) -> bool | None:
@@ -229,10 +229,10 @@ def _at(name: str) -> str:
 
 
 def count_nodes(nodes: Nodes, loaded: Loaded, local_ranks: int) -> Nodes:
-    """Find out with how many nodes an elastic run can work; a note says so if some numbers cannot.
+    """Find the node counts with which an elastic run can work. Print a note if some counts in its range cannot.
 
     Raises:
-        ConfigError: none can.
+        ConfigError: no node count can work.
     """
     problems = {
         count: next(mesh_notes(loaded, count * local_ranks), None) for count in range(nodes.least, nodes.most + 1)

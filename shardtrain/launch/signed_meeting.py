@@ -19,7 +19,7 @@ _PREFIX = b"shardtrain-sha256 "
 
 
 class Seal:
-    """Signs what the nodes of one run write for each other. Without a secret nothing is signed or checked."""
+    """Signs messages between the nodes of a run. Without a secret nothing is signed or checked."""
 
     def __init__(self, secret: str, run_id: str) -> None:
         self._key = hashlib.sha256(f"{run_id}\0{secret}".encode()).digest() if secret else b""
@@ -28,14 +28,14 @@ class Seal:
         """Return the state with its signature in front."""
         if not self._key:
             return state
-        # in front: a node without the secret cannot take the rest for a pickle
+        # the signature comes first: a node without the secret then fails to unpickle the state
         return _PREFIX + hmac.new(self._key, state, hashlib.sha256).hexdigest().encode() + b"\n" + state
 
     def open(self, sealed: bytes) -> bytes:
-        """Return the state in a sealed one.
+        """Verify a signed state and return it without its signature.
 
         Raises:
-            RendezvousStateError: it was not signed with this secret.
+            RendezvousStateError: the state was not signed with this secret.
         """
         state = sealed.partition(b"\n")[2] if self._key else sealed
         if not hmac.compare_digest(sealed, self.close(state)):

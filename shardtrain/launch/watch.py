@@ -27,8 +27,9 @@ FINE = (0, 75)
 class Watch:
     """Waits for child processes, stops all when one fails, and passes signals on.
 
-    A child that is stopped (SIGSTOP) for ``stopped_seconds`` is killed and has the status -SIGSTOP. 0 turns
-    that off. ``ends_process`` says that this process ends after its children, so that later signals change nothing.
+    Args:
+        stopped_seconds: a child stopped by SIGSTOP for this time is killed, with the status -SIGSTOP. 0 disables this.
+        ends_process: True if this process ends after its children. It then ignores later signals.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Watch:
         self._interrupted_at = 0.0
         self.signal_number = 0
         self.reason = ""
-        """Of the request to stop."""
+        """Reason of the request to stop, such as "SIGTERM"; "" without a request."""
         self.begin({})
 
     @contextlib.contextmanager
@@ -96,7 +97,7 @@ class Watch:
                 os.kill(self.pids[rank], number)
 
     def wait(self, each_look: Callable[[], object] = lambda: None) -> dict[int, int]:
-        """Wait for all ranks. Return rank -> exit status, minus the number of the signal for one that was killed.
+        """Wait for all ranks. Return rank -> exit status, or the negative signal number of a killed rank.
 
         Args:
             each_look: called every ``POLL_SECONDS``.
@@ -107,10 +108,10 @@ class Watch:
         return self.statuses
 
     def look(self, others_have_failed: bool = False) -> bool:
-        """Look at the ranks once, and kill them if a failure has left them no time. True if all have ended.
+        """Poll the ranks once, and kill them if their time after a failure or request is over. True if all ended.
 
         Args:
-            others_have_failed: whether ranks that somebody else watches have failed.
+            others_have_failed: True if ranks of other nodes have failed.
         """
         self._poll()
         now = time.monotonic()
@@ -134,7 +135,7 @@ class Watch:
                 self.ended_at[rank] = time.time()
 
     def _exit_status(self, rank: int) -> int | None:
-        """Return how a child ended: its status, minus the number of the signal that killed it. None if it runs."""
+        """Return the exit status of a child, or the negative number of the signal that killed it. None if it runs."""
         pid = self.pids[rank]
         if not hasattr(os, "waitid"):
             # macOS before Python 3.13; ranks are fresh processes there, and subprocess copes with one already reaped

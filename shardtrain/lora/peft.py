@@ -43,9 +43,9 @@ _FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitud
 _BASE = ".base_layer.weight"
 """Suffix of a frozen weight that PEFT saves with its adapter: the weight of an embedding or an output layer."""
 _FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
-"""Ends of the names of A, beside a linear module and an embedding."""
+"""Suffixes of the names of factor A: of linear modules and of embeddings."""
 _EXCHANGED = ("llama4_text",)
-"""Model types whose experts have weights (E, I, O) in transformers, and no ``is_transposed`` that tells PEFT so."""
+"""Model types whose experts have weights (E, I, O) in transformers, but no ``is_transposed`` for PEFT to read."""
 _IGNORED = {
     "auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type",
     "lora_dropout", "qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out",
@@ -111,17 +111,17 @@ class Names:
     experts: Mapping[str, int]
     """Name here of each factor beside a stack -> its experts."""
     rows: Mapping[str, Tensor]
-    """Name here -> its rows in the tensor there, for tensors that are a part of it or have another order."""
+    """Our name -> row indices in PEFT's tensor, if ours is a part of that tensor or has another row order."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Name in ``adapter_model.safetensors`` -> shape there."""
+    """Name in ``adapter_model.safetensors`` -> shape in that file."""
 
     def theirs(self, name: str, tensor: Tensor) -> Tensor:
-        """Convert a tensor of ours to the form in which it is written."""
+        """Convert one of our tensors to its form in PEFT's file."""
         written = stacks.to_peft(name, tensor) if name in self.experts else tensor
         return written[self.rows[name].argsort()] if name in self.rows else written
 
     def ours(self, name: str, tensor: Tensor) -> Tensor:
-        """Convert a tensor of theirs, the opposite of ``theirs``."""
+        """Convert a tensor of PEFT's file to our form: the inverse of ``theirs``."""
         tensor = tensor[self.rows[name]] if name in self.rows else tensor
         return stacks.from_peft(name, tensor, self.experts[name]) if name in self.experts else tensor
 
@@ -129,11 +129,12 @@ class Names:
 def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, reads: bool = False) -> Names:
     """Return the PEFT name of every adapter tensor. If ``num_labels`` is not 0, the model has a classification head.
 
-    A module of the Hugging Face format may be several of ours (q, k and v of GPT-NeoX). Its adapter can be read
-    (``reads``): our modules get the same A, and each its rows of B. It cannot be written, as ours may differ in A.
+    A module of the Hugging Face format may be several of ours (q, k and v of GPT-NeoX). With ``reads`` its adapter can
+    be read: our modules get the same A, and each gets its rows of B. It cannot be written, because our modules may
+    differ in A.
 
     Raises:
-        ConfigError: an adapter has no form there.
+        ConfigError: PEFT's format cannot represent an adapter.
     """
     model = models.build(module, shape, num_labels)
     known = dict(model.named_modules())

@@ -91,7 +91,7 @@ class Moving:
     step: int = 0
     """The step that this process is in, 1 is the first of the run."""
     done: int = 0
-    """The last step that is complete; 0 before the first of this process."""
+    """The last completed step; 0 before this process has completed one."""
     begun: int = 0
     may_be_slow: bool = False
     """In work of which nobody knows how long it takes."""

@@ -1,4 +1,4 @@
-"""How a run ends for each signal and phase: one table for the code, ``docs/launch.md`` and the tests."""
+"""Table of how a run ends, by signal and phase. Shared by the code, ``docs/launch.md`` and the tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ REQUESTS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SIG
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The exit status, the line on the terminal, and whether ``exit.json`` says the same."""
+    """The exit status, the line on the terminal, and whether ``exit.json`` is written with them."""
 
     code: int
     line: str = ""
@@ -42,13 +42,13 @@ _REQUESTED = {
 }
 TABLE = {
     **dict.fromkeys(REQUESTS, _REQUESTED),
-    # before ranks start, the first one of two has ended the process
+    # before ranks start, the first SIGINT already ends the process
     "SIGINT twice": {**dict.fromkeys(_REQUESTED, AT_ONCE), "arguments": UNREAD, "preflight": BEFORE_FIRST_STEP},
-    # as shells count; the next start in the folder says that this one was killed
+    # the status in a shell; the next start in the folder reports that this run was killed
     "SIGKILL": dict.fromkeys(_REQUESTED, RunEnd(128 + 9, writes_exit_json=False)),
     "SIGSTOP, then SIGCONT": dict.fromkeys(_REQUESTED, DONE),
 }
-"""Signal to the process that was started -> phase in which it arrives -> the end of a run with checkpoints.
+"""Signal to the started process -> phase in which it arrives -> end of the run, if checkpoints are enabled.
 
-``arguments`` is reading the configuration, ``preflight`` checking data, tokenizer and model.
+In ``arguments`` the configuration is read. In ``preflight`` data, tokenizer and model are checked.
 """

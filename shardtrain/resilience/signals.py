@@ -66,11 +66,11 @@ def listen(
 
 
 def handle_requests(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> dict[int, Any]:
-    """Handle each request to stop in the main thread; return the handlers that were replaced.
+    """Set the handler of all requests to stop. Call this in the main thread. Return the replaced handlers.
 
-    A SIGHUP that is ignored stays ignored, as ``nohup`` wants it. Pass ``signal.SIG_IGN`` once it is decided how this
-    process ends, so that its exit status is what ``exit.json`` says: while the interpreter ends, Python replaces other
-    handlers by the default.
+    An ignored SIGHUP stays ignored, because ``nohup`` relies on it. Pass ``signal.SIG_IGN`` once the end of this
+    process is decided. Otherwise a late signal may change the exit status, and ``exit.json`` would be wrong: Python
+    restores default handlers while the interpreter exits, except for ignored signals.
     """
     numbers = [n for n in GRACEFUL if n != signal.SIGHUP or signal.getsignal(n) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in numbers}
@@ -93,7 +93,7 @@ def _watch(
     while True:
         ready, _, _ = select.select([numbers], [], [], stop.next_look_seconds())
         for number in numbers.recv(64) if ready else b"":
-            # a library may have its own handler meanwhile, such as for a time limit by SIGALRM
+            # a library may have replaced the handler, for example SIGALRM for a time limit
             if number in GRACEFUL and signal.getsignal(number) == stop.handle:
                 stop.note(signal.Signals(number).name)
             if number == signal.SIGINT:

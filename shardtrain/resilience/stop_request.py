@@ -21,7 +21,7 @@ from shardtrain.resilience.run_ends import REQUESTS
 T = TypeVar("T")
 
 GRACEFUL = tuple(getattr(signal, name) for name in REQUESTS if hasattr(signal, name))
-"""The requests to stop that this system has."""
+"""Signals of ``REQUESTS`` that this system supports."""
 ONE_REQUEST_SECONDS = 0.5
 """SIGINTs closer to each other are one: Ctrl-C goes to all processes of a terminal, and a launcher passes it on."""
 NOT_IN_TIME = float(2**20)
@@ -79,7 +79,7 @@ class StopRequest:
         self._end = math.inf if end_time is None else time.monotonic() + end_time - time.time()
         self._reading = self._raised = self.closed = False
         self.end_lock = threading.Lock()
-        """Taken by the thread that writes how this process ends, and never released: there is one answer."""
+        """Acquired by the thread that reports how this process ends. Never released, so there is only one report."""
         self.receiver: socket.socket | None = None
         """Kept open when nobody reads any more: Python would print a trace for each signal that it cannot write."""
 
@@ -129,7 +129,8 @@ class StopRequest:
             raise
 
     def handle(self, number: int, _frame: FrameType | None = None) -> None:
-        """Python's handler, in the main thread: end a wait for data, or a run without checkpoints."""
+        """Signal handler in the main thread: note the request, and end a wait for data or a run without
+        checkpoints."""
         if self.closed:
             return
         self.note(signal.Signals(number).name)
@@ -147,9 +148,9 @@ class StopRequest:
         self.closed = True
 
     def end(self) -> None:
-        """Ignore all signals from now on: the caller writes how this process ends. Does not return if it is too late.
+        """Ignore all signals from now on, because the caller reports how this process ends.
 
-        Then another thread has written another end, and is about to leave.
+        If another thread has already reported an end, this call never returns. That thread will exit the process.
         """
         self.close()
         self.end_lock.acquire()

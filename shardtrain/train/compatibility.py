@@ -38,8 +38,8 @@ def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
     is_free = {BATCH, ALL} & {*options.accept_changes} or "train_state" in options.exclude_from_loading
     if config.training.global_batch_size != -1 or not options.enable or is_free:
         return loaded
-    # Rank 0 decides: where a shared folder lags, ranks would see different checkpoints. Where nodes do not share disks,
-    # the rank with the newest checkpoint decides.
+    # Rank 0 decides, because ranks may see different checkpoints in a shared folder that lags. If nodes do not share
+    # disks, the rank with the newest checkpoint decides.
     found = [first_rank(lambda: _saved_batch_size(loaded, world.size))]
     if options.storage == "first_node":
         found = all_ranks_gather(lambda: _saved_batch_size(loaded, world.size))
@@ -59,7 +59,7 @@ def _with_batch_size(loaded: Loaded, size: int) -> Loaded:
 def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
     """Return the step of the checkpoint to resume from, -1 without one, and its batch size.
 
-    The batch size is 0 if it is that of this run, or if this mesh cannot take it.
+    The batch size is 0 if it equals this run's, or if this mesh does not support it.
     """
     options = loaded.config.checkpoint
     lora = loaded.config.lora

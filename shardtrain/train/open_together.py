@@ -229,8 +229,8 @@ def _is_own(witnesses: Sequence[Witness]) -> bool:
 def require_same_data(stream: Any, data: str) -> None:
     """Raise ConfigError on all ranks unless they read the same data (a collective).
 
-    The message names ``data``, a file that differs, and the hosts. Ranks with different data would train without an
-    error, on rows that some see twice and some never.
+    The message names ``data``, a file that differs, and the hosts. Without this check ranks with different data would
+    train without an error, repeat some rows and miss others.
     """
     fingerprints, number_of_rank = gather_distinct_json(stream.fingerprint)
     if len(fingerprints) == 1:

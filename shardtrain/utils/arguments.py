@@ -17,10 +17,10 @@ HELP_WORDS = ("help", "--help", "-h")
 
 
 def take_verb(program: str, words: Sequence[str], verbs: Sequence[str]) -> tuple[str, list[str]]:
-    """Split the verb, or a word that asks for help, from the arguments after it.
+    """Split the verb (or a help word) from the arguments after it.
 
     Raises:
-        ConfigError: there is no verb, or none of ``verbs``; it names the nearest.
+        ConfigError: the verb is missing or unknown. The message suggests a similar one.
     """
     if not words:
         fix = f"use one of {', '.join(verbs)}; {program} --help says what each does"
@@ -68,7 +68,7 @@ class Arguments(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise the error in one line."""
         # argparse passes only a sentence: extract the unknown option from it to suggest the nearest one.
-        # Its value and the words after it are not printed, because one of them may be a secret.
+        # Do not print the option's value or the words after it: they may be secrets.
         unknown = ""
         if message.startswith("unrecognized arguments: "):
             unknown = message.removeprefix("unrecognized arguments: ").split()[0].partition("=")[0]

@@ -1,7 +1,7 @@
-"""Open and replace the files that a run writes, without following a link that somebody has planted.
+"""Open and replace the files that a run writes, without following a symlink that somebody has planted.
 
-``open_file`` opens every file that a run writes. Below the folders that ``guard`` names no part of a path may be a
-link: each folder is opened relative to the handle of the folder before it.
+``open_file`` opens every file that a run writes. Below the folders of ``guard`` no part of a path may be a symlink:
+each folder is opened relative to the descriptor of its parent.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import BinaryIO
 LEFTOVER_SECONDS = 3600.0
 """Nobody takes so long to write a small file: one that is older has no writer any more."""
 _ATTEMPTS = 100
-"""How many links are removed before giving up against somebody who plants them as fast."""
+"""Attempts to remove a planted link, in case somebody plants it again each time."""
 _LEFT = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _IN_THE_WAY = (errno.ELOOP, errno.EMLINK, errno.ENXIO)
-"""Errors of opening a link (EMLINK on FreeBSD), and of opening a pipe or a socket that nobody reads."""
+"""Error numbers of opening a symlink (EMLINK on FreeBSD), or a pipe or socket without a reader."""
 _guarded: tuple[str, ...] = ()
 
 
 def guard(*folders: str | os.PathLike[str]) -> None:
-    """Name the folders that this process's run writes: below them no function of this module follows a link."""
+    """Set the folders that this process's run writes. Below them this module follows no symlinks."""
     global _guarded
     _guarded = tuple(os.path.abspath(one) for one in folders)
 
 
 @contextlib.contextmanager
 def folder(path: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
-    """Open a folder and yield its descriptor; ``create`` makes it and its parents where they do not exist.
+    """Open a folder and yield its descriptor. ``create`` creates it and its missing parents first.
 
     Raises:
-        OSError: it cannot be opened, or a part of its path below a guarded folder is a link.
+        OSError: the folder cannot be opened, or a part of its path below a guarded folder is a symlink.
     """
     wanted = os.path.abspath(path)
     at = next((root for root in _guarded if wanted == root or wanted.startswith(root + os.sep)), wanted)
@@ -64,14 +64,14 @@ def folder(path: str | os.PathLike[str], create: bool = False) -> Iterator[int]:
 
 
 def make_folder(path: str | os.PathLike[str]) -> None:
-    """Make a folder and its parents where they do not exist. Raises OSError as ``folder``."""
+    """Create a folder and its missing parents. Raises OSError like ``folder``."""
     with folder(path, create=True):
         pass
 
 
 @contextlib.contextmanager
 def _naming(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Put the whole path into an OSError of a call that was given a name in a folder only."""
+    """Put the full path into an OSError of a call that only received a name relative to a descriptor."""
     try:
         yield
     except OSError as error:
@@ -89,12 +89,11 @@ def open_file(
 ) -> int:
     """Open a file for writing and return its descriptor; also an ``opener`` for ``open``.
 
-    A link, a pipe or a device in its place is removed, not written through. A file with
-    a second name (a hard link) is replaced by a copy first. ``fresh`` removes any file that is there; truncating it
-    would destroy the content under its other names.
+    A symlink, a pipe or a device at ``path`` is removed instead of opened. A file with more hard links is first
+    replaced by a copy. ``fresh`` removes an existing file: truncating it would destroy its other hard links' content.
 
     Raises:
-        OSError: it cannot be opened, or is a link again and again; names the path.
+        OSError: the file cannot be opened, or is a link again after each removal. The error has the path.
     """
     parent, name = os.path.split(os.path.abspath(path))
     with _naming(path), folder(parent, create_folder) as at:
@@ -118,7 +117,7 @@ def open_file(
 
 
 def _clear(name: str, at: int) -> None:
-    """Remove a link, a pipe or a device. Replace a file that has a second name by a copy."""
+    """Remove a symlink, a pipe or a device. Replace a file with more hard links by a copy."""
     status = os.stat(name, dir_fd=at, follow_symlinks=False)
     if not stat.S_ISREG(status.st_mode):
         os.unlink(name, dir_fd=at)
@@ -130,7 +129,7 @@ def _clear(name: str, at: int) -> None:
 
 @contextlib.contextmanager
 def _replacing(name: str, at: int, mode: int) -> Iterator[BinaryIO]:
-    """Yield a new file that takes the place of ``name`` when the block ends, and is removed when it raises."""
+    """Yield a new file. It replaces ``name`` when the block ends, or is removed if the block raises."""
     part = f".{name}.{secrets.token_hex(4)}.tmp"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
@@ -150,10 +149,14 @@ def write(
     mode: int = 0o666,
     create_folder: bool = False,
 ) -> None:
-    """Replace ``path`` by a file with this content; ``durable`` puts content and name on disk. Raises OSError.
+    """Replace ``path`` atomically by a file with this content. Raises OSError.
 
-    A reader sees the old content or the new. The new file is made beside it under a name that nobody can foresee, so
-    that a planted link is neither followed nor written through. Its mode is what the umask leaves of ``mode``.
+    The new file is created next to ``path`` under an unpredictable name, where nobody can plant a symlink.
+
+    Args:
+        durable: Sync the content and the name to disk before returning.
+        mode: Mode of the new file; the umask applies.
+        create_folder: Create missing parent folders.
     """
     parent, name = os.path.split(os.path.abspath(path))
     with _naming(path), folder(parent, create_folder) as at:
@@ -168,10 +171,10 @@ def write(
 
 @contextlib.contextmanager
 def for_library(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield the path of a new file for a library that opens it by itself; it takes the place of ``path`` at the end.
+    """Yield the path of a new file, for a library that only accepts paths. The file replaces ``path`` at the end.
 
-    The new file is in a private folder of its own, which is named by its handle where the system has ``/proc``.
-    Missing parent folders are made. Raises OSError.
+    The new file is in a separate private folder. On systems with ``/proc`` the yielded path uses the descriptor of
+    this folder. Missing parent folders are created. Raises OSError.
     """
     parent, name = os.path.split(os.path.abspath(path))
     part = f".{name}.{secrets.token_hex(4)}"

@@ -1,8 +1,7 @@
-"""JSON of others, whose numbers must be finite, and lines of JSON that carry a checksum of themselves.
+"""Parsing of JSON with finite numbers only, and JSON lines that end with a checksum.
 
-A checksum shows a digit that changed on a disk. The last field of a line is ``crc32`` of the line without it, as
-TensorBoard's own records have one. A line that does
-not end with it, of an older version or of another program that wrote the file again, is taken as it is.
+The checksum reveals a digit that has changed on disk. It is the last field of a line, ``crc32``, and covers the line
+without that field. Lines without a checksum are accepted: an older version or another program may have written them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 FIELD = "crc32"
 _MARK = b', "%s": "' % FIELD.encode()
 _MAY_BE_INFINITE = frozenset({"time_step_limit"})
-"""Keys of published files with an infinite number: the bounds of Mamba-2's time step in ``config.json``."""
+"""Keys that are infinite in published files: the bounds of Mamba-2's time step in ``config.json``."""
 MAX_LINE_BYTES = 2**20
 """Records are numbers and short texts; JSON of a longer line could take a hundred times its size in memory."""
 
@@ -26,7 +25,7 @@ def parse(data: bytes | str, unique_keys: bool = False) -> Any:
 
     Args:
         data: The text.
-        unique_keys: True if an object may not have a key twice. Otherwise the last one counts.
+        unique_keys: Reject an object with a duplicate key. Otherwise the last value is used.
 
     Raises:
         ValueError: It is not JSON, or a number is NaN or infinite (``NaN``, ``Infinity``, ``1e999``).
@@ -52,7 +51,7 @@ def parse(data: bytes | str, unique_keys: bool = False) -> Any:
 
 
 def is_count(value: Any, least: int = 0, most: int = 2**63 - 1) -> bool:
-    """True if a value of an artefact is an integer of the range, which numpy and PyTorch can hold; booleans are not."""
+    """True if a value is an integer from ``least`` to ``most``, by default the maximum of int64. Not for booleans."""
     return type(value) is int and least <= value <= most
 
 

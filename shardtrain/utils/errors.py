@@ -25,7 +25,7 @@ from shardtrain.utils.redact import MASK, shown
 SENTENCES = re.compile(r", so (?!that)|; ")
 """Between the two sentences of a rule: a fact, and what follows from it or explains it."""
 _MOST_SHOWN = 600
-"""Characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 
 def fix_first(subject: str, fix: str, *reasons: str) -> str:
@@ -59,7 +59,7 @@ class Problem:
         origin = f"{self.where}: " if self.where else ""
         masked = shown(self.option, self.value)
         value = "" if self.value is None else f"={_toml_like(masked)}"
-        # some options are whole words of a command line
+        # an option may be an entire command-line argument, with a secret in it
         subject = f"{origin}{shown('', self.option)}{value}"
         # After "set b.c = 1", "it" would be b.c
         it = self.option if self.fix.startswith("set ") else "it"

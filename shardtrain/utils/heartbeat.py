@@ -146,7 +146,7 @@ class WaitingHeartbeat:
         return None if self.seconds is None else max(0.0, since + self.seconds - time.monotonic())
 
     def tell(self) -> None:
-        """Print a line if there has been silence for long enough."""
+        """Print a line if nothing was printed for long enough."""
         if self.timeout == 0:
             not_silent()
             self._since = last_said()

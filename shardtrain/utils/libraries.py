@@ -1,4 +1,4 @@
-"""Import of optional libraries: one message for a missing library, another one for an import that failed."""
+"""Import of optional libraries, with separate messages for a missing library and a failed import."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def load(name: str, option: str, value: object = None, install: str = '"shardtra
     Args:
         name: The module, such as ``jinja2`` or ``torchao.quantization``.
         option: The option that needs the library, with its ``value``.
-        install: What ``pip install`` gets it with.
+        install: The argument of ``pip install`` that installs it.
         otherwise: Another fix, such as a setting that does not need the library.
 
     Raises:
         ConfigError: The library is not installed, or its import failed.
-        OutOfMemoryError: Its import met a limit of memory.
+        OutOfMemoryError: The import ran out of memory.
     """
     try:
         return importlib.import_module(name)

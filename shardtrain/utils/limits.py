@@ -1,4 +1,4 @@
-"""Limits on memory, threads and open files of this process: what ranks need at least, and which limit was met."""
+"""Limits on memory, threads and open files: the minimum that ranks need, and which limit an error has reached."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardtrain.utils.units import MIB, format_bytes
 RANK_ADDRESS_BYTES = 1536 * MIB
 RANK_DATA_BYTES = 560 * MIB
 RANK_RESIDENT_BYTES = 192 * MIB
-"""A fork shares the pages of PyTorch with its parent."""
+"""Less than ``FIRST_RESIDENT_BYTES``, because a fork shares PyTorch's pages with its parent."""
 FIRST_RESIDENT_BYTES = 256 * MIB
 RANK_THREADS = 12
 RANK_FILES = 32
@@ -25,7 +25,7 @@ _WORDS = (
     *("allocate memory", "memory allocation", "malloc of size", "bad_alloc", "out of memory", "not enough memory"),
     *("start new thread", "worker thread", "create a primitive", "create a memory", "failed to map segment"),
 )
-"""Of messages of Python, PyTorch, oneDNN, Arrow, Rust and the loader about memory or threads that they did not get."""
+"""Phrases in messages of Python, PyTorch, oneDNN, Arrow, Rust and the loader about refused memory or threads."""
 OF_MEMORY = ("ulimit -v", "ulimit -d")
 OF_THREADS = "ulimit -u"
 _NO_LIMIT = 1 << 60
@@ -37,7 +37,8 @@ _CGROUP_FILES = (
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit, what is used of it, and what ``ranks`` of a host need of it. Bytes, or a number if ``is_count``."""
+    """A limit, its current use, and the minimum that the ranks of this host need. Bytes, or a count if
+    ``is_count``."""
 
     name: str
     value: int
@@ -52,7 +53,7 @@ class Limit:
 
 
 def read(ranks: int = 1) -> list[Limit]:
-    """Return the limits that this process has: ulimits, and the memory of its cgroup. Empty if not on Linux."""
+    """Return the limits of this process: ulimits and the memory limit of its cgroup. Empty if not on Linux."""
     if sys.platform != "linux":
         return []
     import resource
@@ -80,10 +81,10 @@ def read(ranks: int = 1) -> list[Limit]:
 
 
 def require(ranks: int) -> None:
-    """Check that each limit suffices for ``ranks`` of this host with the smallest model.
+    """Check that each limit suffices for ``ranks`` ranks of the smallest model on this host.
 
     Raises:
-        OutOfMemoryError: names each limit that is too small, and what is needed.
+        OutOfMemoryError: limits are too small. The message has each of them and the minimum.
     """
     problems = [
         f"{limit.name}={limit.format(limit.value)} must be at least {limit.format(limit.needed)} for "
@@ -98,31 +99,32 @@ def require(ranks: int) -> None:
 
 
 def memory_of_ranks(ranks: int) -> tuple[str, int] | None:
-    """Return name and bytes of the limit that leaves least memory for the models of ``ranks``; None without ulimits."""
-    # about a quarter of what is needed is for a model, even the smallest one
+    """Return name and bytes of the ulimit that leaves least memory for the models of ``ranks``; None without
+    ulimits."""
+    # about a quarter of ``needed`` is for the smallest model, so the rest is overhead
     left = [(int(limit.value - 0.75 * limit.needed) * ranks, limit.name) for limit in read() if limit.name in OF_MEMORY]
     size, name = min(left, default=(0, ""))
     return (f"{name} of {ranks} rank{'s' if ranks > 1 else ''}", size) if name else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if memory, or a thread, was refused: by Python, by the system, or by a library in its own words."""
+    """True if Python, the system or a library (judged by its message) could not get memory or a thread."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     if isinstance(error, OSError) and error.errno in (errno.ENOMEM, errno.EAGAIN):
-        return not hasattr(error, "characters_written")  # a stream without blocking, not a fork
+        return not hasattr(error, "characters_written")  # of a non-blocking stream, not of a fork
     text = str(error)[:1000].lower()
     return not isinstance(error, ShardtrainError) and any(word in text for word in _WORDS)
 
 
 def explain(error: BaseException) -> str:
-    """Return the message of an error for which ``is_out_of_memory``: its own text, and the limit that was met."""
+    """Return the message of an error with ``is_out_of_memory``: its own text and the limit that was reached."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split())
     if "CUDA" in text or "HIP" in text:
-        return text  # memory of the device: the text says how much it has
+        return text  # device memory: the text includes its size
     said = f"memory ran out{text and f' ({text})'}"
     is_thread = "thread" in text or (isinstance(error, OSError) and error.errno == errno.EAGAIN)
-    # memory may be free again, as the failed attempt has ended
+    # a threshold below 1, because memory of the failed attempt may be free again
     full = [limit for limit in read() if not limit.is_count and limit.used > 0.6 * limit.value]
     if is_thread:
         full = [limit for limit in read() if limit.name == OF_THREADS] or full
@@ -136,7 +138,7 @@ def explain(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """Raise errors of the block that are about memory as OutOfMemoryError with the limit that was met."""
+    """Convert errors of the block that are about memory to OutOfMemoryError, with the limit that was reached."""
     try:
         yield
     except Exception as error:
@@ -156,8 +158,8 @@ def host_memory(path: Path = Path("/proc/meminfo")) -> dict[str, int]:
 
 
 def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
-    """Limit and use of this container in bytes (version 2, then 1); the limit is 0 where there is none."""
-    # without a namespace of its own, as in a Slurm job, this process is in a folder below the root
+    """Return memory limit and use of this process's cgroup (version 2 or 1) in bytes. Without a limit it is 0."""
+    # without its own cgroup namespace, as in a Slurm job, this process is in a folder below the root
     own = next((line[len("0::/") :] for line in _lines("/proc/self/cgroup") if line.startswith("0::/")), "")
     found = [
         (value, number_in(folder / used))
@@ -169,7 +171,7 @@ def cgroup_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, int]:
 
 
 def number_in(path: Path) -> int:
-    """The number that a file of the system holds; 0 where it holds none."""
+    """Return the number in a system file, or 0 if there is no number in it."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -32,7 +32,7 @@ def fault(path: str, names: Sequence[str], fix: str) -> tuple[str, str] | None:
 
 def parse(path: str | Path) -> ast.Module:
     """Return the syntax tree of a file; raises SyntaxError, ValueError or OSError if it cannot be read as Python."""
-    return ast.parse(Path(path).read_bytes())  # of bytes, it accepts the same encodings as Python
+    return ast.parse(Path(path).read_bytes())  # with bytes, it accepts the same encodings as Python
 
 
 def load(path: str, kind: str, option: str, names: Sequence[str], fix: str) -> ModuleType:

@@ -35,7 +35,7 @@ def meeting_folder(environment: Mapping[str, str]) -> str:
 
 
 def boot_id() -> str:
-    """Id of this boot of the machine, the same in its containers; the host's name where the system has none."""
+    """Return the ID of the machine's current boot, which its containers share; without one, the host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -46,7 +46,7 @@ def own_process() -> None:
     """Set all of it for this process and those that it starts; a program that only calls this package keeps its own."""
     keep_streams()
     mask_uncaught()
-    mask = os.umask(OTHERS_WRITE)  # setting it is the only way to ask everywhere
+    mask = os.umask(OTHERS_WRITE)  # the only portable way to read the umask is to set it
     os.umask(mask | OTHERS_WRITE)
     allow_open_files()
 

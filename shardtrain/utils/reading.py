@@ -12,7 +12,7 @@ from shardtrain.utils.errors import ShardtrainError
 
 
 def trouble(path: str | os.PathLike[str], error: OSError) -> ShardtrainError | None:
-    """Return the error of storage that may answer at the next try; None if the file or the user's rights are wrong."""
+    """Return a storage error if a later attempt may succeed; None if the path or the user's permissions are wrong."""
     return storage_errors.cannot("read", path, error) if storage_errors.is_of_system(error, path) else None
 
 
@@ -54,7 +54,7 @@ def whole(path: str | os.PathLike[str], most: int) -> bytes:
 def start(path: str | os.PathLike[str], most: int) -> bytes:
     """Return the first bytes of a regular file, at most ``most``. Raises OSError."""
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
-        # read() takes memory for all that it is asked for
+        # read(n) allocates n bytes, however short the file is
         return file.read(min(most, os.fstat(file.fileno()).st_size))
 
 

@@ -26,8 +26,8 @@ _PUBLIC_NAME = re.compile(r"COMMIT|REVISION|(^|_)SHA\d*($|_)|HASH|DIGEST|(^|_)RE
 # options that may hold a secret, besides those that are named like a secret variable
 _SECRET_OPTION = re.compile(r"(^|_)(WANDB|PWD|PIN|CREDS|COOKIE|BEARER|PASS|PASSCODE)$|AUTH(?!ORS?(_|$))", re.IGNORECASE)
 _NO_SECRET = re.compile(r"None|True|False|[-+.\deE]{0,5}|true|false|</?\w+>|<\|[\w-]+\|>|\[[A-Z]+\]")
-# 32 hexadecimal digits; or a text of 32 characters of base64, except absolute paths, with a capital, a small letter
-# and a digit in a run of 16 without a separator
+# At least 32 hexadecimal digits. Or at least 32 base64 characters that are not an absolute path, with an upper-case
+# letter, a lower-case letter and a digit in a run of 16 without separators
 _SECRET_FORM = re.compile(
     r"\b[0-9a-fA-F]{32,}\b"
     r"|^(?!/)(?=[\w+/=-]{32,}$)(?:.*[/_-])?(?=[^/_-]*[a-z])(?=[^/_-]*[A-Z])(?=[^/_-]*[0-9])[^/_-]{16,}"
@@ -112,9 +112,9 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def shown(name: str, value: Any) -> Any:
-    """Return the value of an option as a message may show it: ``***`` if its name or its form may be a secret's.
+    """Return the value of an option for a message: ``***`` if its name or form suggests a secret.
 
-    A password given to an option that does not exist would otherwise be printed. Booleans, numbers of up to 5 digits
+    This also covers options that do not exist. Booleans, numbers of up to 5 digits
     (``max_token=512``) and tokens of a vocabulary (``</s>``) are always shown.
 
     >>> shown("training.password", "hunter22"), shown("argument", "api_key=hunter22"), shown("max_token", 512)

@@ -1,4 +1,4 @@
-"""Errors of storage: one table from errno to cause and fix, and the messages made from it."""
+"""Storage errors: a table from errno to cause and fix, and the messages built from it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from shardtrain.utils.errors import OutOfMemoryError, ShardtrainError, StorageEr
 class Cause:
     """Cause and fix of an errno.
 
-    ``may_pass`` is True for failures of the system, which a later try may not meet; False where the path or the user's
-    rights are wrong. ``is_of_sockets`` marks numbers that sockets raise too: only a path tells the two apart.
+    Attributes:
+        may_pass: True for system failures, after which a later attempt may succeed. False if the path or the user's
+            permissions are wrong.
+        is_of_sockets: True if sockets raise this errno, too. Their errors have no path.
     """
 
     meaning: str
@@ -63,7 +65,7 @@ _OF_MEMORY = frozenset({errno.ENOMEM, errno.EAGAIN})
 
 
 def is_of_system(error: OSError, path: object = None) -> bool:
-    """True if the storage or a limit of the system is the cause, not the path, the user's rights or a socket."""
+    """True if the storage or a system limit is the cause, not the path, the user's permissions or a socket."""
     cause = CAUSES.get(error.errno or 0, _UNKNOWN)
     has_path = bool(path or error.filename)
     return cause.may_pass and (has_path or not cause.is_of_sockets)
@@ -91,7 +93,7 @@ def explain(error: Exception, path: str | os.PathLike[str] = "", otherwise: str 
 def cannot(action: str, path: object, error: OSError, otherwise: str = "") -> ShardtrainError:
     """Return the error for a file that cannot be written, read, ...; OutOfMemoryError for ENOMEM and EAGAIN.
 
-    The path of the OSError, which may be a temporary file, wins over ``path``.
+    The path in the OSError, which may be a temporary file, is used instead of ``path`` if it is set.
     """
     name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else str(path)
     kind = OutOfMemoryError if error.errno in _OF_MEMORY else StorageError
@@ -100,7 +102,7 @@ def cannot(action: str, path: object, error: OSError, otherwise: str = "") -> Sh
 
 @contextlib.contextmanager
 def writing(path: object, otherwise: str = "choose another folder") -> Iterator[None]:
-    """Raise an OSError of the block as the error of ``cannot`` write ``path``."""
+    """Convert an OSError of the block with ``cannot("write", path, ...)``."""
     try:
         yield
     except OSError as error:
@@ -109,7 +111,7 @@ def writing(path: object, otherwise: str = "choose another folder") -> Iterator[
 
 @contextlib.contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Put the path into an OSError that does not name one: those of write and fsync do not."""
+    """Put the path into an OSError that has none, as those of write and fsync."""
     try:
         yield
     except OSError as error:
@@ -119,7 +121,7 @@ def naming(path: object) -> Iterator[None]:
 
 
 def _exhausted_inodes(path: str | os.PathLike[str] | None) -> int:
-    """Number of inodes of the filesystem of ``path`` if all are used and space is free; else 0."""
+    """Return the number of inodes of the filesystem of ``path`` if all are used but space is free; else 0."""
     with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         place = Path(os.path.abspath(os.fsdecode(path or "")))
         while not place.exists():

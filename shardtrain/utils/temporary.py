@@ -1,7 +1,7 @@
-"""Temporary folders of this program, in the system's folder for them. The next start removes those of killed processes.
+"""Temporary folders in the system's temporary directory. The next start removes those of killed processes.
 
 A process holds a lock on each of its folders. Its forks share the lock, and the kernel releases it when the last of
-them has ended: neither a number of a process that is used again nor a container makes a living folder look left.
+them has ended. A lock is more reliable than a process ID, which may be reused or belong to another container.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from shardtrain.utils.process import boot_id
 
 PREFIX = "shardtrain-"
 MARK = ".removed-by-next-start"
-"""File of a folder that is removed once nobody holds it. It says on which boot of which machine the lock is known."""
+"""File in each folder that may be removed once nobody holds its lock. It has the boot ID of the locking machine."""
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _held: dict[Path, tuple[int, int]] = {}
-"""Descriptor with the lock, and the process that made the folder."""
+"""Folder -> descriptor that holds the lock, and ID of the process that created the folder."""
 
 
 def make(purpose: str = "") -> Path:
-    """Make a folder for this user only, and remove what killed processes have left. See ``remove`` and ``keep``."""
+    """Create a folder for this user only. Remove folders of killed processes. See ``remove`` and ``keep``."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(tempfile.gettempdir()):
             if entry.name.startswith(PREFIX):
                 _remove_if_left(entry.path)
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-" if purpose else PREFIX))
     descriptor = os.open(folder, _FOLDER)
-    # Locked before it is marked: a marked folder without a lock has lost its process.
-    with contextlib.suppress(OSError):  # a filesystem without locks: the folder is never called left
+    # Lock the folder before marking it: a marked folder without a lock belongs to a process that has ended.
+    with contextlib.suppress(OSError):  # without locks the folder stays unmarked, and is never removed by others
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (folder / MARK).write_text(boot_id(), encoding="ascii")
     _held[folder] = descriptor, os.getpid()
@@ -42,7 +42,7 @@ def make(purpose: str = "") -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder of ``make``; does nothing in a fork of the process that has made it."""
+    """Remove a folder of ``make``. No-op in a fork of the process that created it."""
     descriptor, owner = _held[folder]
     if owner == os.getpid():
         shutil.rmtree(folder, ignore_errors=True)
@@ -51,7 +51,7 @@ def remove(folder: Path) -> None:
 
 
 def keep(folder: Path) -> None:
-    """Leave a folder of ``make`` to the user."""
+    """Keep a folder of ``make`` for the user: the next start does not remove it."""
     (folder / MARK).unlink(missing_ok=True)
 
 
@@ -66,7 +66,7 @@ def temporary_folder(purpose: str = "") -> Iterator[Path]:
 
 
 def _remove_if_left(path: str) -> None:
-    """Remove a folder that this user's program has marked on this boot of this machine, and that nobody holds."""
+    """Remove a folder if this user marked it during the current boot of this machine and nobody holds its lock."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, _FOLDER)
         try:
@@ -78,7 +78,7 @@ def _remove_if_left(path: str) -> None:
                 if file.read(100) != boot_id():
                     return
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # By the handle: a name in the folder of all users may lead elsewhere by now. The mark goes last.
+            # Delete by descriptor: other users may have replaced the path in a shared directory. Delete the mark last.
             for name in sorted(os.listdir(descriptor), key=MARK.__eq__):
                 try:
                     os.unlink(name, dir_fd=descriptor)

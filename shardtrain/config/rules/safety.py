@@ -25,8 +25,7 @@ BELOW_DUMP_FOLDER = (
 """Where a run writes, as paths below ``job.dump_folder``; that folder itself is the user's to choose."""
 
 ALWAYS_BELOW = ("logs", "mlruns", "trackio", "wandb")
-"""Folders below ``job.dump_folder`` that have no option: the output of ranks, and files of metrics
-libraries."""
+"""Folders below ``job.dump_folder`` without an option: output of ranks, and files of metrics libraries."""
 
 ALSO_ELSEWHERE = ("checkpoint.folder",)
 """Checkpoints are often on a filesystem of their own, which an absolute path names."""

@@ -46,7 +46,8 @@ _DEFAULT_SPLITS = {"validation.split": "validation", "task.test_split": "test"}
 class Request:
     """What to open: ``path`` is the dataset_path option or None, and ``option`` is how errors call it.
 
-    ``split_option`` and ``subset_option`` are how errors call ``split`` and ``subset``. ``header`` is True if the
+    ``split_option`` and ``subset_option`` are the option names of ``split`` and ``subset`` in error
+    messages. ``header`` is True if the
     first line of a TSV or CSV file names its columns. Without it they are "0", "1", ...
     """
 

@@ -31,10 +31,10 @@ class Damaged(Exception):
 
 
 class Stream(Protocol):
-    """What readers of a file need of it.
+    """Interface of an open file for its readers.
 
     Attributes:
-        most_bytes: Bytes that a compressed file may decompress to without giving a record. A reader of records sets it.
+        most_bytes: Maximum of decompressed bytes without a complete record. A reader of records sets it.
     """
 
     most_bytes: float
@@ -43,7 +43,7 @@ class Stream(Protocol):
         """Return at most about ``size`` bytes; none at the end.
 
         Raises:
-            Damaged: the data cannot be read further, or ``most_bytes`` came without a record.
+            Damaged: the data cannot be read further, or exceeds ``most_bytes`` without a record.
             DataError: decompression took too long without a record.
         """
         ...

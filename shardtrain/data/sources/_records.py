@@ -10,7 +10,7 @@ from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, Stream
 from shardtrain.data.sources._index import BLANKS, BYTE_ORDER_MARK, too_long
 
 SKIPPED_BYTES = 64 * 2**20
-"""A compressed record that is too long is skipped if it ends within so many bytes, or twice the longest row."""
+"""A compressed file ends at a record longer than this, or than twice the longest row if that is more."""
 
 
 @dataclass(frozen=True)

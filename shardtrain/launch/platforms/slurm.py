@@ -1,7 +1,7 @@
 """Slurm: a batch script that takes nodes, names and ports from Slurm's own variables, and starts one agent a node.
 
-Slurm's signal (``--signal``) goes to the ranks, which save and leave with 75; the script then queues the job again. It
-also does so, a limited number of times, after a failure that may not come again, such as the loss of a node.
+Slurm's signal (``--signal``) goes to the ranks, which save and exit with 75. The script then requeues the job. It also
+requeues it, a limited number of times, after a failure that a retry may fix, such as the loss of a node.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id
 
 
 def text(plans: Sequence[Plan]) -> str:
-    """Show the plans to people: each command and its standard input, with secret values masked."""
+    """Format the plans for a user: each command and its standard input, with secret values masked."""
     lines = [f"# {MASK} stands for a secret that travels over standard input; {SECRET} is random unless you set it"]
     for plan in plans:
         message = plan.message(dict.fromkeys(plan.forwarded, MASK), {SECRET: MASK}).decode().strip()

@@ -34,7 +34,7 @@ START_SECONDS = 20
 END_SECONDS = 5.0
 """What the hosts have to end what they run when they are told to kill it, before their connections are cut."""
 FOLLOW_SECONDS = 3.0
-"""What the other hosts have to end by themselves when one has ended, before they are asked to: they explain why."""
+"""Time for the other hosts to end by themselves, and to report why, before they are asked to after one has failed."""
 FILES_PER_HOST = 5
 """Open files of a connection: two pipes, the host's log, and both ends of a pipe while ssh starts."""
 OTHER_FILES = 100
@@ -74,7 +74,7 @@ class _Connection:
 
     @property
     def is_lost(self) -> bool:
-        """True if the connection has ended before the command on the host has."""
+        """True if the connection ended before the command on the host did."""
         code = self.process.poll()
         return code is not None and (code == LOST or code < 0)
 
@@ -124,7 +124,7 @@ class Run:
                 signal.signal(number, handler)
 
     def _request(self, number: int, _frame: object) -> None:
-        self._requests += number == signal.SIGINT or not self._requests  # only a second SIGINT says more than the first
+        self._requests += number == signal.SIGINT or not self._requests  # only a second SIGINT changes something
 
     def _connect(self) -> None:
         """Open all connections; no host gets its command before all have answered."""
@@ -149,7 +149,7 @@ class Run:
             self._take()
             for one in ended:
                 if one.reader is not None:
-                    one.reader.join(1.0)  # its last line may still be on its way, and says why
+                    one.reader.join(1.0)  # its last line, which has the reason, may not have arrived yet
                 while not self._lines.empty():
                     self._take()
                 if one.ready:
@@ -244,7 +244,7 @@ class Run:
         one.last = visible(text.strip()) or one.last
         one.log.write(line)
         one.log.flush()
-        # each host tells how the run ended, in the same words
+        # each host prints the same line about the end of the run: show it once
         is_repeated = text in self._ends
         if text.startswith(failure.END_LINES):
             self._ends.add(text)
@@ -279,7 +279,7 @@ class Run:
                     one.say(remote_agent.KILL)
             if time.monotonic() > self._kill_at:  # a host that does not answer ends by itself: nobody speaks to it
                 return self._stopped("at once, while hosts did not answer; those end what they run by themselves")
-        # all have ended: ssh gives the status of what ran there, unless it lost the connection or was killed
+        # ssh exits with the status of the remote command, unless ssh lost the connection or was killed
         lost = [one for one in self._open if one.is_lost]
         if lost and not self._requests:
             if len(lost) == len(self._open):

@@ -53,7 +53,7 @@ class JsonlFile:
 
     def _append(self, line: bytes) -> None:
         # Opened per record: at most once per log_freq steps, and a mount that comes back is written to again.
-        # The folder may have been removed under the run.
+        # The folder may have been deleted during the run.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         descriptor = atomic_io.open_file(self.path, flags, 0o644, create_folder=True)
         size = os.fstat(descriptor).st_size

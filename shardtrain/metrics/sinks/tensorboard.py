@@ -51,9 +51,9 @@ def thinned(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]
 class TensorBoardSink:
     """Writes scalars by tag into ``folder/YYYYmmdd-HHMM`` (and ``rank_N`` below it, where every rank writes).
 
-    A folder that exists already, from a restart within the same minute, is left alone: the new one ends in ``-2``. The
-    file is opened for each write, every ``FLUSH_SECONDS``, so a folder that is gone is noticed. A failing write closes
-    the sink with one warning: metrics never stop training.
+    If the folder exists because of a restart within the same minute, the new one gets the suffix ``-2``. The file is
+    opened again for each write, every ``FLUSH_SECONDS``, to detect a deleted folder. A failed write logs a warning and
+    closes the sink, because metrics must not stop training.
 
     Raises:
         ConfigError: the package is missing.
@@ -65,7 +65,7 @@ class TensorBoardSink:
         self._tags = tags or (lambda record: record.tags("cpu"))
         self.summary = ""
         require_package("tensorboard", "metrics.enable_tensorboard")
-        # Not PyTorch's SummaryWriter: it follows links, and its thread prints a trace for each failing write.
+        # PyTorch's SummaryWriter follows symlinks, and its thread prints a traceback for each failed write.
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         self._waiting = io.BytesIO()
@@ -93,12 +93,12 @@ class TensorBoardSink:
         """Add one point per tag."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        # One event for all of a step: a tenth of the time of one for each.
+        # One event with all values of a step takes a tenth of the time of one event per value.
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
         self._add(step=step, summary=Summary(value=values))
 
     def close(self) -> None:
-        """Write what waits, and close the sink."""
+        """Write pending events and close the sink."""
         self._write()
         self._is_open = False
 
@@ -111,7 +111,7 @@ class TensorBoardSink:
                 self._write()
 
     def _write(self) -> None:
-        """Append the events that wait to the file. Only the first write makes it."""
+        """Append pending events to the file. Only the first write creates the file."""
         if not self._is_open or not self._waiting.tell():
             return
         is_first = self._written < 0

@@ -121,7 +121,7 @@ def read(folder: Path) -> tuple[list[Event], int]:
 
 def append(path: Path, event: Event) -> None:
     """Add one line, on a line of its own whatever a kill or a full disk left; raises OSError."""
-    # the folder may have been removed under the run
+    # the folder may have been deleted during the run
     descriptor = atomic_io.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644, create_folder=True)
     try:
         # a line that a kill has cut short must not swallow this one

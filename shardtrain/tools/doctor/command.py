@@ -142,7 +142,7 @@ def _here(request: Request, words: list[str]) -> int:
     os.environ[FOLDER] = str(folder)
     launched = _with_folder(loaded, folder)
     try:
-        if accelerators == 0:  # ranks that are forked share what is imported here
+        if accelerators == 0:  # forked ranks share the modules imported here
             with heartbeat("importing PyTorch"):
                 from shardtrain.tools.doctor import rank  # noqa: F401
 

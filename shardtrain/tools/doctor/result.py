@@ -122,9 +122,9 @@ def kernel_numbers(path: str) -> list[int]:
 
 
 def each(reports: Reports, area: str, rules: Mapping[str, Callable[[Facts], Judged | None]]) -> Iterator[Finding]:
-    """Judge each rank by itself, by the rule of each subject. Ranks with the same verdict share a row.
+    """Apply the rule of each subject to each rank. Ranks with the same verdict share a row.
 
-    The row has the measurement of the first of them.
+    The row has the measurement of the first of these ranks.
     """
     for subject, judge in rules.items():
         rows: dict[tuple[str, str, str], tuple[Judged, list[int]]] = {}
@@ -134,7 +134,7 @@ def each(reports: Reports, area: str, rules: Mapping[str, Callable[[Facts], Judg
                 verdict, _, expected, fix = judged
                 rows.setdefault((verdict, expected, fix), (judged, []))[1].append(rank)
         for (verdict, measured, expected, fix), ranks in rows.values():
-            # ranks are named where they are not all, and where something is wrong with them
+            # name the ranks if something is wrong with them, but not with all ranks
             if verdict != "pass" and len(ranks) < len(reports.of(area)):
                 text = f"{measured} on {reports.who(ranks)}"
                 yield Finding(area, subject, verdict, text, expected, fix, tuple(ranks))

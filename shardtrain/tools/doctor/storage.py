@@ -31,8 +31,8 @@ PIECE_BYTES = 4 * MIB
 MOST_BYTES = 64 * MIB
 MOST_SECONDS = 1.0
 SEEN_SECONDS = 10.0
-"""How long another host's new file may take to appear, as network filesystems remember what a folder held. A run waits
-longer, and reports the delay."""
+"""Time for another host's new file to appear, because network filesystems cache folder contents. A run waits longer,
+and reports the delay."""
 LEFT_SECONDS = 3600.0
 ALL_WRITE = 64
 """With more ranks than this, one of each host signs a folder."""

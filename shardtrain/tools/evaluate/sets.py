@@ -57,7 +57,7 @@ def section_of(path: Path, batch_size: int, seq_len: int) -> Validation:
 
 
 def section_of_run(opened: OpenedModel) -> Validation:
-    """Return the run's [validation] for one reader, who reads the rows of all its data-parallel ranks."""
+    """Return the run's [validation] for a single reader, which reads the rows of all data-parallel ranks."""
     section = validation.section(opened.config, opened.num_ranks)
     if section.steps < 0:
         return section
@@ -82,8 +82,9 @@ def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, A
 def measure(opened: OpenedModel, section: Validation, read: Read | None = None) -> dict[str, float | int | None]:
     """Return the mean loss per target token in nats, perplexity, and bits per byte of the text that the targets spell.
 
-    Every rank reads all rows, since each layer is split over all of them (a collective); ``read`` counts them. At most
-    ``section.steps`` batches are read, all if negative. A perplexity that no float holds is None.
+    Every rank reads all rows, because each layer is split over all ranks (a collective). ``read`` counts the
+    rows. At most
+    ``section.steps`` batches are read, all if negative. A perplexity too large for a float is None.
 
     Raises:
         ConfigError: when sequences cannot be split over the ranks, or the set cannot be opened.
@@ -121,7 +122,7 @@ def measure(opened: OpenedModel, section: Validation, read: Read | None = None) 
             rows += batch.num_rows
             read.rows = rows
             text.add(batch.targets_BT[batch.targets_BT != IGNORE].tolist())
-    stream.seek(0)  # ends the processes that prepare further batches
+    stream.seek(0)  # stops the workers that prefetch batches
     if not tokens:
         raise DataError(f"{section.dataset_path}: none of the {rows} sequences has a token to predict; use other data")
     mean = loss.item() / tokens

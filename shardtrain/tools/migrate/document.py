@@ -50,7 +50,7 @@ def read_text(path: Path) -> str:
 
 
 def facts_of_folder(folder: str | None) -> dict[str, Any]:
-    """Return what config.json of a model's folder says; {} without a folder that has one."""
+    """Return the fields of config.json in a model folder; {} if there is no such file."""
     try:
         facts = checked_json.parse(reading.whole(Path(folder or "").expanduser() / "config.json", MAX_BYTES))
     except (OSError, ValueError, RecursionError):

@@ -25,10 +25,10 @@ _FEWEST_STEPS = 5
 
 
 def after_out_of_memory(config: Config, world_size: int, is_cpu: bool, memory_bytes: int = 0) -> list[str]:
-    """Return lines for people: changes with which ``memory_bytes`` of a rank (0 if unknown) would suffice.
+    """Return lines for the user with changes that need less than ``memory_bytes`` per rank (0 if unknown).
 
-    Empty if there are none, or if nothing can be planned. The plan is of a CPU or of an H100: what a change saves
-    hardly depends on the device.
+    Empty if there are no such changes, or if planning fails. The plan is for a CPU or an H100, because savings hardly
+    depend on the device.
     """
     with contextlib.suppress(Exception):  # the run's own error is what counts, and it was reported
         found = planning.lighter(config, world_size, hardware.find("cpu" if is_cpu else "h100"), memory_bytes)

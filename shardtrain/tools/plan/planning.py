@@ -253,13 +253,13 @@ def smallest_world(config: Config, device: Device) -> int:
 
 
 _FILLS = 0.7
-"""Share of the memory that a plan, which is not exact, takes at least if the model is why memory ran out."""
+"""Below this share of the memory in a plan, the model is not why memory ran out. Plans are not exact."""
 
 
 def lighter(config: Config, world_size: int, device: Device, memory_bytes: int = 0) -> list[str]:
-    """Return up to three changes that take at least a tenth less memory than a configuration does, the fastest first.
+    """Return up to three changes to a configuration that save at least a tenth of its memory, the fastest first.
 
-    ``memory_bytes`` is what a rank has; 0 if unknown. Returns nothing if the model is not what fills it.
+    The result must also fit into ``memory_bytes`` per rank (0 if unknown). Empty if the model needs far less.
     """
     model = shapes.read(config)
     sequences = tasks.open_task(config).sequences_per_row

@@ -70,7 +70,7 @@ def build(runs: Sequence[RunRecord]) -> str:
         _alerts(runs, names),
         _options(runs, names),
     ]
-    # an editor or a terminal that shows the file would obey control characters and marks that turn a line around
+    # escape control characters and text-direction marks, which an editor or a terminal would interpret
     return visible(
         "".join(
             [

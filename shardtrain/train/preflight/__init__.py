@@ -114,20 +114,20 @@ def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> No
 
 
 def require_in_child(loaded: Loaded, machine: Machine, watch: Watch) -> Failure | None:
-    """As ``require``, in a child: libraries that open data start threads, and this process is about to fork its ranks.
+    """Call ``require`` in a child process: it starts threads, and this process must still fork its ranks.
 
     Returns:
-        None if there is nothing to refuse. A Failure if the child was killed, or ended at a request to stop.
+        None if all checks passed. A Failure if the child was killed, or ended by a request to stop.
 
     Raises:
         ShardtrainError: what ``require`` raises; or the child failed with an exception, which it has printed.
     """
     with tempfile.TemporaryFile("w+") as answer:
-        # what is buffered would be printed twice, by the child as well
+        # otherwise the child would also print what is buffered
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        # so that no signal reaches the child before it has dropped the handlers of this process
+        # block signals until the child has dropped the handlers of this process
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, GRACEFUL)
         pid = os.fork()
         if pid == 0:
@@ -142,7 +142,7 @@ def require_in_child(loaded: Loaded, machine: Machine, watch: Watch) -> Failure 
                 traceback.print_exc()
             finally:
                 sys.stderr.flush()
-                # without the parent's handlers at exit, which would clean up what it still uses
+                # skip the parent's atexit handlers: they would delete files that the parent still uses
                 os._exit(code)
         watch.begin({0: pid})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -96,7 +96,7 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
 
 
 def _host(ranks: int) -> tuple[str, int]:
-    """Name and bytes of the memory that ``ranks`` of this host may use, including memory in use now."""
+    """Return name and size in bytes of the memory that all ``ranks`` of this host may use, including used memory."""
     memory = limits.host_memory()
     # swap counts: a run that needs it is slow, and is not killed
     swap = memory.get("swap", 0)
