@@ -214,7 +214,8 @@ def test_a_stream_of_rows_without_a_document_ends(monkeypatch: pytest.MonkeyPatc
             return f"a.jsonl:{place[1] + 1}"
 
     reader = object.__new__(stream._Reader)
-    reader._feed = type("Feed", (), {"encoder": type("E", (), {"encode": staticmethod(list)}), "num_readers": 1})()
+    encoder = type("E", (), {"encode": staticmethod(list)})
+    reader._feed = type("Feed", (), {"encoder": encoder, "num_readers": 1, "lost": stream.LostDocuments("a")})()
     reader._walk, reader._index = Walk(), 0
     with pytest.raises(DataError, match=r"a.jsonl:\d+: found no document in \d+ rows and data.artefact_seconds=2 of"):
         list(reader._documents((0, 0)))
