@@ -311,7 +311,7 @@ def _train_rank(loaded: Loaded) -> NoReturn:
     # all ranks looking at the same files would be a burst on the storage of a large run
     looks_at_files = os.environ["RANK"] == "0" or world_size <= preflight.MANY_RANKS
     try:
-        # an earlier attempt with other nodes may have written that the same command continues
+        # replace the exit.json of an earlier attempt with other nodes, by which the same command continues
         with local.storage_errors_in_exit_json(loaded, ShardtrainError):
             limits.require(local_ranks)
             preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks), looks_at_files)
@@ -359,7 +359,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
     if forks:
         if config.problems_of(loaded, choice.count, machine.device, accelerators):
             check(None)  # raises the problems, without importing torch
-        # the import is needed, and the child need not pay for it again
+        # _trainer() imports torch here, before the first fork, so that no child imports it again
         code = local.launch(loaded, choice.count, _trainer(), (), restarts, check, ends_process=True)
     elif choice.count == 1 and not restarts:
         check(None)

@@ -62,7 +62,7 @@ class Checkpoints(Saver):
         except OSError as error:
             # A filesystem without links, for example. Checkpoints need the lease, metrics can do without.
             problem = storage_errors.cannot("lock", str(run_folder), error)
-            logger.warning(f"{problem}; until then start no other run in this job.dump_folder")
+            logger.warning(f"{problem}; start no other run in this job.dump_folder until this is fixed")
 
     def to_continue(self) -> Place | None:
         """The checkpoint to resume from, verified, or None for a fresh start.
@@ -244,7 +244,7 @@ class Checkpoints(Saver):
                 self._verified = path, stored
                 self._holder = holder
                 if host:
-                    logger.warning(f"{path} is on {host}, and not on the node of rank 0, which saves from now on")
+                    logger.warning(f"{path} is on {host}, and not on the node of rank 0, which keeps later checkpoints")
                 return ""
             damages.append(f"{damage} (on {host})" if host else damage)
         return "; ".join(damages)

@@ -74,8 +74,8 @@ def notes_on_rows(config: Config) -> list[str]:
         return []
     length = f"training.seq_len={config.training.seq_len}"
     return [
-        f'every sequence of task.name="{config.task.name}" is counted with {length} tokens, the most that it may have; '
-        "a run's batch is as wide as its longest row, and its speed counts the tokens that rows have"
+        f'every sequence of task.name="{config.task.name}" is counted with {length} tokens, the maximum; '
+        "a run pads each batch to its longest row only, and computes its speed from the real tokens"
     ]
 
 

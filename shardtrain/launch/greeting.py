@@ -136,7 +136,7 @@ def _greet(endpoint: str) -> None:
         try:
             reply = connection.recv(64)
         except TimeoutError:
-            raise OSError("a program accepts the connection and says nothing") from None
+            raise OSError("a program accepts the connection but does not reply") from None
     if not reply:
         raise OSError("the connection ends at once")
     if reply != _ECHO:

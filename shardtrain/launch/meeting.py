@@ -68,10 +68,10 @@ def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError
     """Return the error of a failed rendezvous: missing nodes, a lost host, or state with a wrong signature."""
     rule = f"has ended: its host is gone ({type(error).__name__}); look at the first node"
     if isinstance(error, RendezvousStateError):
-        rule = f"was disturbed: {error}; give all nodes the same {SECRET}, or look for who else reaches that port"
+        rule = f"was disturbed: {error}; give all nodes the same {SECRET}, or see who else connects to the port"
     elif meeting is not None and isinstance(error, RendezvousTimeoutError):
         came = len({*meeting.state.participants, *meeting.state.wait_list, meeting.own_node})
-        rule = f"of {nodes.least} nodes did not happen within {nodes.join_seconds} s: {came} came; are all nodes up?"
+        rule = f"of {nodes.least} nodes did not complete within {nodes.join_seconds} s: {came} joined; are all up?"
     return PeerError(f"the meeting at {nodes.endpoint} {rule}")
 
 

@@ -39,7 +39,7 @@ class Seal:
         """
         state = sealed.partition(b"\n")[2] if self._key else sealed
         if not hmac.compare_digest(sealed, self.close(state)):
-            raise RendezvousStateError("what another has written there is not signed with the secret of this node")
+            raise RendezvousStateError("data of another process is not signed with the secret of this node")
         return state
 
 

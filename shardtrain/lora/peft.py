@@ -98,7 +98,7 @@ def config_fields(spec: Spec, names: Names, linears: list[str], base: str) -> di
 
 @dataclass(frozen=True)
 class Names:
-    """What adapters of ours are called in the format of PEFT."""
+    """Names and layouts of our adapters in PEFT's format. "Here" means our model, "there" means PEFT."""
 
     tensors: Mapping[str, str]
     """Name here -> name in ``adapter_model.safetensors``."""
@@ -146,7 +146,7 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
     if unmapped:
         larger = f"a part of {parts[unmapped[0]].name.removesuffix('.weight')}" if unmapped[0] in parts else "no module"
         raise ConfigError(
-            f"{unmapped[0]} is {larger} in the Hugging Face format of this model, so its adapter has no form there; "
+            f"{unmapped[0]} is {larger} in the Hugging Face format of this model, so PEFT cannot store its adapter; "
             "merge the adapters (shardtrain merge) and export the sum"
         )
     found = {}

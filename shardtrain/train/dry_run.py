@@ -329,7 +329,7 @@ def _left_out(config: Config) -> list[str]:
         'activation_checkpoint.mode="memory_budget": the compiler would decide; here nothing is recomputed': (
             recompute.mode == "memory_budget"
         ),
-        "activation_checkpoint.cpu_offload=true: what would move to host memory is counted as activations": (
+        "activation_checkpoint.cpu_offload=true: offloaded activations are counted as device memory": (
             recompute.cpu_offload
         ),
         "training.enable_cpu_offload=true: parameters, gradients and optimizer state are in host memory": (

@@ -88,7 +88,7 @@ def require(ranks: int) -> None:
     """
     problems = [
         f"{limit.name}={limit.format(limit.value)} must be at least {limit.format(limit.needed)} for "
-        f"{ranks} rank{'s' if ranks > 1 else ''} of this host, even with the smallest model; {limit.fix}"
+        f"{ranks} rank{'s' if ranks > 1 else ''} on this host, even with the smallest model; {limit.fix}"
         for limit in read(ranks)
         if limit.value < limit.needed
     ]
@@ -133,7 +133,7 @@ def explain(error: BaseException) -> str:
         return f"{said} under {limit.name}={limit.format(limit.value)}: {limit.fix}{used}"
     memory = host_memory()
     sizes = [format_bytes(memory[name]) for name in ("available", "total") if name in memory]
-    return f"{said}: free memory of this machine; {' of '.join(sizes)} are free now"
+    return f"{said}: free memory on this machine; {' of '.join(sizes)} are free now"
 
 
 @contextlib.contextmanager

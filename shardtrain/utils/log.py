@@ -258,7 +258,7 @@ class _FileHandler(logging.Handler):
             self.num_lost += 1
             if self.num_lost == 1:
                 problem = redact(str(storage_errors.cannot("write the log file", self.path, error)))
-                lost_lines.append(f"{problem}; lines of it are lost until then")
+                lost_lines.append(f"{problem}; its lines are lost until this is fixed")
                 with contextlib.suppress(OSError, ValueError):
                     print(lost_lines[-1], file=sys.stderr, flush=True)
 

@@ -51,7 +51,7 @@ _CAUSES = {
     "ENOENT": Cause("", "create the folder"),
     "ENOTDIR": Cause("a file has the name of a folder of this path", "rename the file"),
     "EISDIR": Cause("a folder has the name of the file", "rename the folder"),
-    "ELOOP": Cause("a link leads to itself, or stands where no link may be", "remove the link"),
+    "ELOOP": Cause("a link points to itself, or is where no link is allowed", "remove the link"),
     "ENAMETOOLONG": Cause("the filesystem does not allow such a long name", "use a shorter path"),
     "EFBIG": Cause("the file would exceed the size limit", "raise it with ulimit -f, or use another filesystem"),
     "ETXTBSY": Cause("the file is a running program", "stop the program"),

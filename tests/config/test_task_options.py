@@ -81,5 +81,5 @@ def test_a_file_that_builds_on_a_task_has_its_metrics_and_is_never_run(tmp_path:
 
 
 def test_what_knows_next_tokens_alone_refuses_another_task() -> None:
-    with pytest.raises(ConfigError, match='task.name="classification" has a loss of its own'):
+    with pytest.raises(ConfigError, match='task.name="classification" has its own loss'):
         verify.load(read([str(ROOT / "configs" / "debug_classification.toml")]))

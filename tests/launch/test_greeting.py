@@ -58,7 +58,7 @@ def test_the_store_of_pytorch_is_greeted_at_once(libuv):
 # what a node that is not the first finds at the endpoint -> error, words of its message
 STRANGERS = {
     "answers": (answer, ConfigError, "another program, which answers 'HTTP/1.0 400 Bad request"),
-    "is silent": (stay_silent, PeerError, "accepts the connection and says nothing"),
+    "is silent": (stay_silent, PeerError, "accepts the connection but does not reply"),
     "closes": (close, PeerError, "the connection ends at once"),
 }
 

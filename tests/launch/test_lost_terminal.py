@@ -118,7 +118,7 @@ def on_a_strange_network(tmp_path: Path) -> Callable[[], None]:
 REFUSED = {
     "the working folder": (in_a_deleted_folder, 2, "the working folder of this process was deleted"),
     "temporary files": (without_a_temporary_folder, 8, "no folder for temporary files can be written; set TMPDIR"),
-    "open files": (with_few_files, 7, "ulimit -n=12 must be at least 96 for 2 ranks of this host"),
+    "open files": (with_few_files, 7, "ulimit -n=12 must be at least 96 for 2 ranks on this host"),
     "the interface": (on_a_strange_network, 2, 'GLOO_SOCKET_IFNAME="no?such0" is not a network interface'),
 }
 

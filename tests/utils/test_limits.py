@@ -49,7 +49,7 @@ def test_a_limit_that_is_too_small_is_named_with_what_is_needed(
     with pytest.raises(OutOfMemoryError) as caught:
         limits.require(2)
     (line,) = caught.value.problems
-    assert str(line).startswith(f"{told} for 2 ranks of this host"), line
+    assert str(line).startswith(f"{told} for 2 ranks on this host"), line
     set_limits(monkeypatch)
     limits.require(2)
 

@@ -44,8 +44,8 @@ class LaunchSlurm:
     time_limit_minutes: int | None = None
     """Time limit of the job. The run saves and stops before it; with requeue it is queued again (shardtrain)."""
     requeue: bool = True
-    """Queue the job again after it was asked to stop and has saved (exit code 75). After another failure that may not
-    come again (6, 8, 76, a killed task), do so at most launch.max_restarts times, or 6 if that is 0 (shardtrain)."""
+    """Requeue the job after a request to stop, once it has saved (exit code 75). After failures that a retry may fix
+    (6, 8, 76, a killed task), requeue it at most launch.max_restarts times, or 6 if that is 0 (shardtrain)."""
     container: Literal["none", "apptainer", "singularity", "pyxis"] = "none"
     """Program that runs launch.image on the nodes; pyxis is enroot's plugin for srun (shardtrain)."""
     host_suffix: str = ""
@@ -139,8 +139,8 @@ class Launch:
     fabric: Literal["none", "efa", "infiniband"] = "none"
     """Sets the variables of a network between nodes; env overrides them (shardtrain)."""
     max_restarts: int = 0
-    """Restarts of the ranks after a failure: ``train --max_restarts``. On slurm also how often the job is queued again
-    after one (shardtrain)."""
+    """Maximum number of restarts of the ranks after failures (``train --max_restarts``). On slurm also the maximum
+    number of requeues after failures (shardtrain)."""
     ssh: LaunchSSH = field(default_factory=LaunchSSH)
     slurm: LaunchSlurm = field(default_factory=LaunchSlurm)
     kubernetes: LaunchKubernetes = field(default_factory=LaunchKubernetes)

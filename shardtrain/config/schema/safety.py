@@ -25,8 +25,8 @@ class Checkpoint:
     mean_time_to_failure_hours: float = 24.0
     """Mean time between two failures of the whole job, for an automatic interval (shardtrain)."""
     storage: Literal["shared", "first_node"] = "shared"
-    """shared: all nodes see folder, which is checked before the first step. first_node: rank 0's node saves into its
-    own folder, and the other ranks send their bytes there. A start looks for the newest checkpoint on all nodes
+    """shared: all nodes must see folder; this is checked before the first step. first_node: rank 0 saves into the
+    folder on its own node, and the other ranks send it their data. At startup the newest checkpoint on any node is used
     (shardtrain)."""
     initial_load_path: str | None = None
     """Checkpoint to start from if folder has none: a folder, or a file of torch.save with a model_state_dict, such as

@@ -27,7 +27,7 @@ _ZSTD_WINDOW = 2**31  # what "zstd --long=31" writes
 
 
 class Damaged(Exception):
-    """Compressed data cannot be read further; the text says why, and all before it was given."""
+    """Compressed data cannot be read further. The message has the reason. All data before it was returned."""
 
 
 class Stream(Protocol):
@@ -49,7 +49,7 @@ class Stream(Protocol):
         ...
 
     def gave(self) -> None:
-        """Say that what was read has given a record: a compressed file may take ``data.artefact_seconds`` for one."""
+        """Report that a record was read. A compressed file may take ``data.artefact_seconds`` for each record."""
         ...
 
 

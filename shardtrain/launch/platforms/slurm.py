@@ -63,7 +63,7 @@ for name in ("torch", "shardtrain"):
         wrong = f"{sys.executable} has no package {name}; install it there, or correct launch.python"
 sys.exit("error[2]: " + wrong if wrong else 0)
 """
-"""What Python looks at on each node, in the container where there is one; it imports nothing of ours."""
+"""Python script that checks each node, inside the container if there is one. It imports no module of this package."""
 
 LOOK_ON_NODE = """\
 said=$("$@" 2>&1) && exit
@@ -94,13 +94,13 @@ TAKEN = frozenset([*_OF_THE_SCRIPT.split(), *_OF_BASH.split()])
 """Variables that would not arrive through a script of bash."""
 
 AGAIN = """\
-# of a sweep only this task: the number of its last task means all of them
+# requeue only this task of a sweep: the ID of the last task stands for the entire array
 job="${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}"
 if ((code == 75 || code == 138)); then
-    # asked to stop, and saved, or by SIGUSR1 before it could hear of it: the same job continues from there
+    # stopped on request and saved, or ended by SIGUSR1 before it had a handler: the same job continues from there
     scontrol requeue "$job" || say "saved, and Slurm does not queue it again; submit it again to continue"
 elif ((CODES || code > 128)); then
-    # a failure that may not come again: the job continues from its last checkpoint. The log counts the failures.
+    # a retry may succeed: the job continues from its last checkpoint. Failures are counted in the job's log.
     # Slurm's own count includes requests to stop, and is used if the log cannot be read
     log=$(scontrol show job "$job" | sed -n 's/^ *StdOut=//p') || log=
     failures=$(grep -cs '^queued again after code ' "$log") || [[ -r "$log" ]] || failures=${SLURM_RESTART_COUNT:-0}

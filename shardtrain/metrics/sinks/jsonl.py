@@ -73,7 +73,7 @@ class JsonlFile:
             self._warned = True
             problem = storage_errors.explain(error, self.path)
             logger.warning(
-                f"cannot write {self.path}: {problem}; training continues, and its records are lost until then"
+                f"cannot write {self.path}: {problem}; training continues, but records are lost until this is fixed"
             )
 
 

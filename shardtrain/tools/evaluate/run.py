@@ -77,7 +77,7 @@ def _sections(asked: Request, opened: OpenedModel) -> dict[str, Validation]:
         rule = "names no set, the run has no [validation], and there are no --tasks"
         raise ConfigError(Problem("--data", None, rule, "write it like --data books=books.jsonl"))
     if config.task.name not in OF_NEXT_TOKENS:
-        rule = f'names no set, and task.name="{config.task.name}" has a loss of its own on [validation]'
+        rule = f'names no set, and task.name="{config.task.name}" has its own loss on [validation]'
         fix = 'run "shardtrain test" for that loss, or name a set like --data books=books.jsonl'
         raise ConfigError(Problem("--data", None, rule, fix))
     return {"validation": sets.section_of_run(opened)}

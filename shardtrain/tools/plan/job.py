@@ -129,14 +129,14 @@ def of_config(
 
     # What the plan does not know of this configuration, as notes in its answer.
     not_known = {
-        "activation_checkpoint.memory_budget is what the compiler decides; planned as if nothing recomputes": (
+        "the compiler decides what activation_checkpoint.memory_budget recomputes; planned without recomputation": (
             recompute.mode == "memory_budget"
         ),
         "the optimizer is a file: its state is counted as AdamW's": config.optimizer.name.endswith(".py"),
         f"the frozen model that task.name={config.task.name} may hold is not counted; a dry run counts it": (
             config.task.name in ("distillation", "preference")
         ),
-        "activation_checkpoint.cpu_offload: what would move to host memory is counted on the device": (
+        "activation_checkpoint.cpu_offload: offloaded activations are counted as device memory": (
             recompute.cpu_offload
         ),
     }

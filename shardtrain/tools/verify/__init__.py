@@ -91,7 +91,7 @@ def load(request: Request) -> Loaded:
     if config.task.name == "language_model":
         return loaded
     if config.task.name != "masked_language_model":
-        rule = "has a loss of its own, and verify compares that of next tokens"
+        rule = "has its own loss, and verify only compares next-token losses"
         fix = 'verify the model under task.name="language_model": the mesh is the same'
         raise ConfigError(Problem("task.name", config.task.name, rule, fix, loaded.where("task.name")))
 

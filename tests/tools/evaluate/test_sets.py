@@ -163,9 +163,7 @@ def test_the_validation_loss_of_another_task_is_refused(
     resolved = tmp_path / "config.resolved.toml"
     resolved.write_text(resolved.read_text().replace('name = "language_model"', 'name = "preference"'))
     assert cli.main(["evaluate", "--from", str(tmp_path)]) == 2
-    assert (
-        'task.name="preference" has a loss of its own on [validation]; run "shardtrain test"' in capfd.readouterr().err
-    )
+    assert 'task.name="preference" has its own loss on [validation]; run "shardtrain test"' in capfd.readouterr().err
 
 
 def test_the_command_prints_and_writes_json(rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
