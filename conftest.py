@@ -1,10 +1,12 @@
 """Set-up for the tests in tests/ and the doctests in shardtrain/: see tests/tiers.py."""
 
+import signal
 from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
+from shardtrain.resilience.stop_request import GRACEFUL
 from shardtrain.utils import log
 
 pytest_plugins = ("tiers",)
@@ -14,7 +16,14 @@ settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
-def _log_of_one_test() -> Iterator[None]:
-    """Undo what a command that ran in this process has set of the log: its lines would be output of the next test."""
+def _undo_what_a_command_sets() -> Iterator[None]:
+    """Undo what a command that ran in this process has set of the log and of signals.
+
+    Its lines would be output of the next test, and a child that the next test forks would ignore SIGTERM, as a command
+    does after its run has ended.
+    """
+    handlers = {number: signal.getsignal(number) for number in GRACEFUL}
     yield
     log.reset()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
