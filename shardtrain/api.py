@@ -359,7 +359,7 @@ def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report
         if (Path(folder) / RESOLVED_CONFIG).is_file() and not (Path(folder) / "metrics.jsonl").is_file():
             rule = "is a run without metrics.jsonl, so there is nothing to report: only train() writes metrics"
             raise ConfigError(Problem("runs", str(folder), rule, "run it with train()"))
-    with storage_errors.writing(path, "name another output"):
+    with storage_errors.writing(path, "name another file with output="):
         atomic_io.write(path, page.build([reading.read(Path(folder)) for folder in folders]))
     return path
 

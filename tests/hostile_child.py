@@ -31,7 +31,7 @@ from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.launch import failure, local
 from shardtrain.metrics.sinks.jsonl import JsonlFile
-from shardtrain.utils import user_cache
+from shardtrain.utils import python_child, user_cache
 from shardtrain.utils.errors import ShardtrainError
 
 SECONDS, BYTES = 30, 2 * 2**30
@@ -58,10 +58,27 @@ ALWAYS = {
     "socket.connect", "socket.bind", "socket.sendto", "socket.getaddrinfo", "urllib.Request", "pickle.find_class",
     "code.__new__", "webbrowser.open",
 }  # fmt: skip
-WRITES = {"os.remove": 0, "os.rename": 1, "os.mkdir": 0, "os.rmdir": 0, "os.chmod": 0, "os.link": 1, "os.symlink": 1}
+WRITES = {
+    "os.remove": (0, 1), "os.rename": (1, 3), "os.mkdir": (0, 2), "os.rmdir": (0, 1), "os.chmod": (0, 2),
+    "os.link": (1, 3), "os.symlink": (1, 2),
+}  # fmt: skip
+"""Event -> the argument that is the path, and the one that is the handle of its folder (-1: no handle)."""
 
 events: list[str] = []
 watching, run_folder = False, ""
+folder_of_open = -1
+"""The handle of the folder that a file is being opened in: the event of ``os.open`` does not say it."""
+open_plain = os.open
+
+
+def open_in(path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+    """``os.open``, which notes the handle of the folder for the hook."""
+    global folder_of_open
+    folder_of_open = -1 if dir_fd is None else dir_fd
+    try:
+        return open_plain(path, flags, mode, dir_fd=dir_fd)
+    finally:
+        folder_of_open = -1
 
 
 def hook(event: str, args: tuple[Any, ...]) -> None:
@@ -69,7 +86,7 @@ def hook(event: str, args: tuple[Any, ...]) -> None:
         return
     if event == "code.__new__" and str(args[1]) == "<template>":
         return  # Jinja makes a traceback point into the template; nothing of it is run
-    if event == "subprocess.Popen" and list(args[1]) == [sys.executable, "-P", "-m", "shardtrain.data.sandbox"]:
+    if event == "subprocess.Popen" and list(args[1]) == python_child.command("shardtrain.data.sandbox"):
         return  # opens it first within limits; what is wrong with it then is told here
     if event in ALWAYS:
         events.append(f"{event} {str(args)[:100]}")
@@ -81,19 +98,21 @@ def hook(event: str, args: tuple[Any, ...]) -> None:
         events.append(f"dlopen {args[0]}")
     elif event == "open" and isinstance(args[0], str) and isinstance(args[2], int):
         if args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            check_write(event, args[0])
+            check_write(event, args[0], folder_of_open)
     elif event in WRITES:
-        check_write(event, args[WRITES[event]])
+        path, folder = WRITES[event]
+        check_write(event, args[path], args[folder])
 
 
 def trusted(file: str) -> bool:
     return file.startswith(MADE) or os.path.realpath(file).startswith(TRUSTED)
 
 
-def check_write(event: str, path: int | str | bytes | os.PathLike[str]) -> None:
+def check_write(event: str, path: int | str | bytes | os.PathLike[str], folder: int) -> None:
     if isinstance(path, int):
         return  # a file that was opened, which was looked at then
-    text = os.path.realpath(os.fsdecode(path))
+    parent = os.getcwd() if folder == -1 else os.readlink(f"/proc/self/fd/{folder}")
+    text = os.path.realpath(os.path.join(parent, os.fsdecode(path)))
     if (
         text in (run_folder.rstrip(os.sep), os.path.dirname(TOKENS), TOKENS, os.devnull)
         or os.path.dirname(text) == TOKENS
@@ -227,6 +246,7 @@ def main(root: Path) -> None:
     found = hostile_files.make(root)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     signal.signal(signal.SIGALRM, too_slow)
+    os.open = open_in
     sys.addaudithook(hook)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     pages = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()

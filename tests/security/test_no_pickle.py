@@ -27,6 +27,7 @@ METHODS = {
 
 ALLOWED = {
     ("shardtrain/utils/own_file.py", "exec_module"): "files that options of the user's own configuration name",
+    ("shardtrain/utils/python_child.py", "exec_module"): "this package, which a new process loads from where it lies",
     ("benchmarks/checkpoint_safety.py", "dcp.load"): "measures plain DCP beside ours, on files that it just wrote",
     ("tests/checkpoint/test_folder.py", "torch.load"): "reads what it wrote, as users of exported weights do",
     ("tests/hf/test_layer_files.py", "torch.load"): "reads what the export wrote, as FMEngine does",

@@ -44,7 +44,7 @@ SERVERS = {
 LISTENS = {
     "tools/doctor/hosts.py": "tries for a moment the port at which torchrun would meet, on the loopback address",
     "tools/doctor/store_channel.py": "of a job: the store of its first rank at MASTER_ADDR, where its ranks would meet",
-    "launch/agent.py": "of several nodes: tries the port on which PyTorch's rendezvous will listen, and lets it go",
+    "launch/greeting.py": "of several nodes: tries the port on which PyTorch's rendezvous will listen, and lets it go",
     "launch/platforms/pdsh.py": "a Unix socket in a folder of the launcher's own, for the programs that pdsh starts",
     "launch/local.py": "the ranks' rendezvous, on the loopback address",
     "utils/python_api.py": "binds arguments to the signature of a function, and opens no socket",

@@ -127,7 +127,7 @@ WRONG = {
     "no number": (["--vocab_size", "many"], "--vocab_size"),
     "twice": (["--special", "<a>", "<a>"], "--special"),
     "end": (["--special", "<|pad|>"], "--special"),
-    "unknown": (["--frobnicate", "1"], "unrecognized arguments: --frobnicate"),
+    "unknown": (["--frobnicate", "1"], "--frobnicate is not an option"),
     "dataset": (["--dataset", "jsonlx"], 'did you mean "jsonl"'),
 }
 
