@@ -114,7 +114,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
     counts: Sequence[int]
     """Node counts that can work, ascending."""
     first_decides = False
-    """See ``Nodes.first_decides``."""
+    """True if later node counts must divide the first one, which determines the global batch size."""
     number = _NO_NUMBER
     """The --node_rank of the next meeting that this process opens."""
 

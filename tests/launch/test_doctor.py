@@ -74,7 +74,7 @@ def test_a_long_name_stays_short_enough_for_the_names_of_pods():
 
 def test_a_sweep_is_left_to_the_training():
     words = ["slurm", "--launch.slurm.sweep=--optimizer.lr 1e-4", "--dry-run"]
-    assert "array" in launch(*words).stdout and "array" not in launch(*words, "--doctor").stdout
+    assert "--array" in launch(*words).stdout and "--array" not in launch(*words, "--doctor").stdout
 
 
 @pytest.mark.nightly(
