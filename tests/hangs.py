@@ -137,7 +137,7 @@ def patch(folder: Path, place: str) -> None:
             before(PlainRunner, "forward_backward", call, lambda: time.sleep(1.5 * LIMIT))
     elif place == "long first step":
         later = int(os.environ["RANK"]) * LIMIT
-        before(PlainRunner, "forward_backward", 1, lambda: time.sleep(5 * LIMIT + later))
+        before(PlainRunner, "forward_backward", 1, lambda: time.sleep(7 * LIMIT + later))
     elif place == "slow":
         forward, last = PlainRunner.forward_backward, [0.1]
 
