@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -35,8 +36,10 @@ FAULTS: dict[str, tuple[int, str, str]] = {
     'raise MemoryError("no room")': (7, "MemoryError", "no room"),
     'raise ValueError("of my own")': (1, "ValueError", "of my own"),
     "SIGTERM": (75, "Preempted", "stopped by SIGTERM after step"),
-    "SIGSTOP": (6, "Hang", "gives no sign of life"),
+    # named by the watchdog of its peers, or by its own node, which kills it after twice comm.hang_timeout_seconds
+    "SIGSTOP": (6, "Hang|", r"gives no sign of life|was stopped \(by SIGSTOP"),
 }
+"""Fault of a rank -> exit status, and patterns of the class and the message in ``exit.json``."""
 STARTS = ("train --nnodes 2", "launch ssh")
 FIRST = ("train --nnodes 2", "os.kill(os.getpid(), 9)", 1)
 ALL = [(how, fault, rank) for how in STARTS for fault in FAULTS for rank in (0, 1)]
@@ -112,10 +115,10 @@ def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank
     assert [host.returncode for host in hosts] == [code] * len(hosts), told
     for text in told:
         lines = [line for line in text.splitlines() if "error[" in line or "stopped[" in line]
-        assert len(lines) == 1 and words in lines[0] and "Traceback" not in text, text
+        assert len(lines) == 1 and re.search(words, lines[0]) and "Traceback" not in text, text
         assert code == 75 or (f"rank {rank} (host " in lines[0] and f"logs/rank-{rank}.log" in lines[0])
     end = record(tmp_path / "run")
-    assert (end["code"], end["class"]) == (code, kind) and words in end["message"]
+    assert end["code"] == code and re.fullmatch(kind, end["class"]) and re.search(words, end["message"])
     assert end["rank"] == (None if code == 75 else rank)
     assert code != 75 or end["last_step"] == newest(tmp_path / "run")
     for number in (0, 1):
