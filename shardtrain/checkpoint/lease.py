@@ -1,10 +1,10 @@
-"""Who may write a folder of checkpoints: one run at a time holds ``lease.json``, and keeps saying that it lives.
+"""A lease on a folder: one run at a time may write there, and holds ``lease.json``.
 
-The holder touches the file every ten seconds. A lease is free when its process is dead (seen from the same host) or,
-on another host, when nobody has touched it while it was watched. How long that is, is counted by the watcher's own
-monotonic clock: a minute, or half of it where the filesystem's clock says too that the file was silent for a minute. No
-clock that jumps, here or there, takes a lease from a run that lives. What cannot be read is not another's: the holder
-keeps beating, looks again, and writes a lease that is gone again.
+The holder touches the file every ten seconds. On the same host, a lease is free if its process is dead. On another
+host, it is free if nobody touches it for a minute by the watcher's monotonic clock. Half a minute of watching is enough
+if the file is also a minute old by the filesystem's clock. A wall clock that jumps therefore never takes a lease from a
+live run. A lease that the holder cannot read is not lost: the holder tries again, and writes the file again if it is
+gone.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ STALE_SECONDS = 60.0
 """Six missed beats."""
 DEAD = "its process no longer exists"
 PATIENCE_SECONDS = 20.0
-"""How long a holder looks for its lease in storage that does not answer."""
+"""How long a holder retries reading its lease from storage that does not answer."""
 
 
 class Lease:
-    """The right to write below ``folder``; ``nonce`` names this holder and no other."""
+    """The right to write below ``folder``. ``nonce`` is random and identifies this holder."""
 
     def __init__(self, folder: Path | ObjectPath) -> None:
         self.nonce = secrets.token_hex(6)
@@ -46,21 +46,22 @@ class Lease:
         self._held = False
         self._pid = 0
         self.dead: set[str] = set()
-        """Holders before this one that were seen to be dead."""
+        """The nonces of earlier holders whose process is dead."""
         self._ended = threading.Event()
         self._writing = threading.Lock()
 
     def acquire(self) -> None:
-        """Take the lease, or do nothing when it is held already.
+        """Take the lease. Does nothing if this object holds it already.
 
         Raises:
-            FolderTaken: when another run holds it; names its host, process and start.
-            OSError: when the folder cannot be written.
+            FolderTaken: another run holds it. The message names its host, process and start time.
+            OSError: the folder cannot be written.
         """
         if self._held:
             return
         atomic_io.make_folder(self._path.parent)
-        # Written beside it, then linked to its name: a lease is there whole, and of one of two that try at once.
+        # Write the file beside the lease, then link it to the name. The lease is never seen half written, and if two
+        # runs try at once, one link fails.
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
         files.write_whole(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
         try:
@@ -73,16 +74,16 @@ class Lease:
     def _hold(self) -> None:
         self._held = True
         self._pid = os.getpid()
-        # Given back after an error too; a killed holder is found dead.
+        # atexit also runs after an error. A killed process does not release its lease; others see that it is dead.
         atexit.register(self.release)
         threading.Thread(target=self._beat, name="checkpoint-lease", daemon=True).start()
 
     def check(self) -> None:
-        """Stop a writer that lost the lease.
+        """Check before a write that this run still holds the lease.
 
         Raises:
-            ConfigError: another run holds it; names that run.
-            OSError: for ``PATIENCE_SECONDS`` nobody could read it, or write it again.
+            ConfigError: another run holds it. The message names that run.
+            OSError: the lease could be neither read nor written again for ``PATIENCE_SECONDS``.
         """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while True:
@@ -106,7 +107,11 @@ class Lease:
             time.sleep(PATIENCE_SECONDS / 100)
 
     def _find_own(self, with_folder: bool = False) -> dict[str, Any]:
-        """What the lease says, which is written again where it is gone, or its folder too; raises OSError."""
+        """Return the fields of the lease. If the file is gone, write it again, and with ``with_folder`` its folder too.
+
+        Raises:
+            OSError: it cannot be read or written.
+        """
         try:
             return _read(self._path)
         except FileNotFoundError:
@@ -118,7 +123,7 @@ class Lease:
             return _read(self._path)
 
     def _put_back(self) -> None:
-        """Write the lease again, unless another run was faster; a folder that is gone is made by the next save."""
+        """Write the lease again unless another run has taken it meanwhile. Does not create the folder."""
         own = self._path.with_name(f"{LEASE}.{self.nonce}")
         files.write_whole(own, (json.dumps(own_fields(self.nonce)) + "\n").encode())
         try:
@@ -128,10 +133,10 @@ class Lease:
             own.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Give the lease back, so that the next run need not wait."""
+        """Remove the lease: the next run can start at once."""
         atexit.unregister(self.release)
         self._ended.set()
-        # A fork of the holder inherits ``atexit`` and this object, and must not give back what is not its own.
+        # A forked child inherits the atexit handler and this object, but must not remove its parent's lease.
         if self._held and self._pid == os.getpid() and read(self._path).get("nonce") == self.nonce:
             with contextlib.suppress(OSError):
                 self._path.unlink()
@@ -139,19 +144,23 @@ class Lease:
 
     def _take(self, own: Path) -> bool:
         try:
-            os.link(own, self._path)  # fails where the name exists, on network filesystems too
+            os.link(own, self._path)  # fails if the name exists, also on network filesystems
         except FileExistsError:
             return False
         return True
 
     def _free_or_refuse(self, own: Path) -> None:
-        """Remove the lease of a holder that is dead, or raise FolderTaken."""
+        """Remove the lease of a dead holder.
+
+        Raises:
+            FolderTaken: the holder is alive.
+        """
         holder = read(self._path)
         reason = why_free(holder)
         if not reason and must_be_watched(holder):
             silence = self._wait_for_a_beat(own)
             if silence is None:
-                return  # it was given back
+                return  # the holder released it
             reason = silence
         if not reason:
             raise self._taken_by(holder)
@@ -160,8 +169,8 @@ class Lease:
         level = logging.INFO if holder.get("pid") == os.getpid() else logging.WARNING
         logger.log(level, f"took over {self._path} of {describe(holder)}: {reason}")
 
-        # Renamed and not removed: between the look and now a third run may have taken the lease over, and what was
-        # moved away is then given back to it.
+        # A third run may have taken the lease since it was read. Rename the file instead of removing it, and put it
+        # back if it belongs to that run.
         away = own.with_name(f"{own.name}.old")
         with contextlib.suppress(FileNotFoundError):
             os.rename(self._path, away)
@@ -171,10 +180,10 @@ class Lease:
         away.unlink(missing_ok=True)
 
     def refuse_if_held_here(self) -> None:
-        """Refuse, before anything is written, a folder whose holder is a live process of this host.
+        """Reject a folder that a live process of this host holds. Writes nothing.
 
         Raises:
-            FolderTaken: names that run.
+            FolderTaken: the message names the run that holds it.
         """
         holder = read(self._path)
         if holder and is_seen_from_here(holder) and not why_free(holder):
@@ -187,12 +196,16 @@ class Lease:
         )
 
     def _wait_for_a_beat(self, own: Path) -> str | None:
-        """Watch a lease whose process nobody here can see: empty when its holder lives, None when it is given back."""
+        """Watch a lease whose process cannot be seen from here.
+
+        Returns:
+            Why the lease is free, "" if its holder is alive, or None if the holder released it.
+        """
         logger.info(f"{self._path} belongs to another host: waiting up to {STALE_SECONDS:.0f} s for a sign of life")
         seen = _modified(self._path)
         start = time.monotonic()
         while seen is not None:
-            # Half the time is enough where the filesystem's own clock says too that nobody has touched it for a minute.
+            # Half the time is enough if the file is also a minute old by the filesystem's clock.
             silent = time.monotonic() - start
             age = _age_seconds(self._path, own) or 0.0
             if silent >= STALE_SECONDS or (silent >= STALE_SECONDS / 2 and age >= STALE_SECONDS):
@@ -205,14 +218,14 @@ class Lease:
 
     def _beat(self) -> None:
         while not self._ended.wait(BEAT_SECONDS):
-            with contextlib.suppress(OSError):  # which does not make it another's
+            with contextlib.suppress(OSError):  # an unreadable lease may still be ours
                 if self._find_own().get("nonce", self.nonce) != self.nonce:
-                    return  # lost: the next save says so
+                    return  # another run has it; the next save reports that
                 os.utime(self._path)
 
 
 def own_fields(nonce: str) -> dict[str, Any]:
-    """What a lease of this process says."""
+    """Return the fields of a lease that this process writes."""
     return {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -225,7 +238,7 @@ def own_fields(nonce: str) -> dict[str, Any]:
 
 
 def why_free(holder: dict[str, Any]) -> str:
-    """Why a lease may be taken, as far as looking once can tell; empty where it may not, or must be watched."""
+    """Return why a lease is free, or "" if it is held or can only be judged by watching it."""
     if is_seen_from_here(holder):
         pid = holder.get("pid")
         if not isinstance(pid, int) or not _is_alive(pid) or _process_start(pid) != holder.get("process_start"):
@@ -236,27 +249,31 @@ def why_free(holder: dict[str, Any]) -> str:
 
 
 def must_be_watched(holder: dict[str, Any]) -> bool:
-    """Whether only silence tells that a holder is dead: its process cannot be seen, or its number may be another's."""
+    """Return whether a holder's death can only be told from a lease that nobody touches.
+
+    This is so if its process cannot be seen from here, or if its process ID may have been reused.
+    """
     return not is_seen_from_here(holder) or not holder.get("process_start")
 
 
 def is_seen_from_here(holder: dict[str, Any]) -> bool:
-    """Whether a holder's process can be seen: of this host, and not of a container with process numbers of its own.
+    """Return whether a holder's process is visible: same host, same boot and same PID namespace.
 
-    Machines made of one image may share their name, and the first namespace has the same number on each.
+    The host name alone is not enough: machines made from one image may share it, and their first PID namespaces have
+    the same number.
     """
     own = {"pid_namespace": _pid_namespace(), "boot": process.boot_id()}
     return holder.get("host") == socket.gethostname() and all(holder.get(key, own[key]) == own[key] for key in own)
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a run writes a folder, or may: nobody is asked twice, so one of another host counts as alive."""
+    """Return whether a run holds a folder. Watches nothing, so a holder on another host counts as alive."""
     holder = read(folder / LEASE)
     return bool(holder) and not why_free(holder)
 
 
 def read(path: Path | ObjectPath) -> dict[str, Any]:
-    """What a lease says; empty where there is none, or not one of shardtrain's, or it cannot be read."""
+    """Return the fields of a lease, or {} if there is none, if it cannot be read, or if shardtrain did not write it."""
     try:
         return _read(path)
     except OSError:
@@ -270,7 +287,7 @@ def _read(path: Path | ObjectPath) -> dict[str, Any]:
 
 
 def parse(data: bytes) -> dict[str, Any]:
-    """The fields of a lease; none where it is not shardtrain's."""
+    """Return the fields of a lease, or {} if shardtrain did not write it."""
     try:
         fields = checked_json.parse(data)
     except (ValueError, RecursionError):
@@ -279,7 +296,7 @@ def parse(data: bytes) -> dict[str, Any]:
 
 
 def describe(holder: dict[str, Any]) -> str:
-    """The holder of a lease in a few words, whatever its file holds."""
+    """Return a short description of a lease's holder. It is safe to print, even if the file was tampered with."""
     if not holder:
         return "an unknown run"
     text = f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('started')}"
@@ -293,7 +310,7 @@ def _is_alive(pid: int) -> bool:
         return False
     except OSError:
         return True
-    # A process that ended and whose parent has not waited for it yet (a zombie) is dead.
+    # A zombie has ended, but its parent has not waited for it yet.
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -302,7 +319,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _process_start(pid: int) -> int:
-    """When a process started, in ticks since boot; 0 where the system does not say. A number used again has another."""
+    """Return when a process started, in ticks since boot, or 0 if unknown. It tells reused process IDs apart."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -310,7 +327,7 @@ def _process_start(pid: int) -> int:
 
 
 def _pid_namespace() -> str:
-    """What numbers processes here; empty where the system does not say."""
+    """Return the PID namespace of this process, or "" if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -318,9 +335,9 @@ def _pid_namespace() -> str:
 
 
 def _modified(path: Path) -> int | None:
-    """When a file was touched, by the clock of its filesystem; None when it is gone."""
+    """Return a file's modification time in ns by the filesystem's clock, or None if the file is gone."""
     try:
-        # Opened, since NFS asks its server then; stat alone may be answered from this client's cache.
+        # Open the file, because that makes an NFS client ask its server. A plain stat may come from the client's cache.
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
             return os.fstat(file.fileno()).st_mtime_ns
     except FileNotFoundError:
@@ -332,8 +349,8 @@ def _modified(path: Path) -> int | None:
 
 
 def _age_seconds(path: Path, own: Path) -> float | None:
-    """Seconds since a file was touched, by the clock of its filesystem; None when it is gone."""
-    # What time it is by that clock, a file of this run's tells that is touched now.
+    """Return the seconds since a file was modified, by the filesystem's clock, or None if it is gone."""
+    # Touch a file of this run to read the filesystem's clock.
     os.utime(own)
     now = _modified(own)
     then = _modified(path)

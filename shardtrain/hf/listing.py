@@ -1,4 +1,4 @@
-"""A Hugging Face folder in one line, by what its files say at their beginning. No torch is imported."""
+"""Describe a Hugging Face folder in one line, from its JSON files and safetensors headers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from shardtrain.utils.units import format_bytes
 
 INDEX = "model.safetensors.index.json"
 _MOST_CHARACTERS = 100
-"""Shown of a name: a file may say any."""
+"""Of a name. Longer ones are cut, because a file may contain any name."""
 _MOST_NAMES = 20
-"""Shown in a line."""
+"""In a line."""
 _MAX_HEADER_BYTES = 100 * 10**6
-"""As much as safetensors itself reads."""
+"""The limit of the safetensors library."""
 
 
 def line(folder: Path) -> str:
-    """Name, size, architecture, tensors by type, and files that are missing or cut.
+    """Return a folder's name, size, architecture, tensor counts by dtype, and its missing or truncated files.
 
     Raises:
-        CheckpointError: for a config.json or an index that cannot be read.
+        CheckpointError: config.json or the index cannot be read.
     """
     config = read_json(folder / CONFIG)
     named = config.get("architectures")
     name = named[0] if isinstance(named, list) and named else config.get("model_type")
     architecture = "no architecture" if name is None else _short(str(name))
 
-    # Each file that is there, and those that the index names and that are not
+    # List the files that exist, and those that only the index names
     sizes = 0
     types = Counter[str]()
     wrong: list[str] = []
@@ -74,7 +74,7 @@ def _few(names: list[str]) -> list[str]:
 
 
 def _types_of(path: Path) -> list[str] | None:
-    """The type of each tensor of a file; None where it is not a safetensors file, or shorter than it says."""
+    """Return the dtype of each tensor, or None if the file is truncated or not a safetensors file."""
     names = {word: name for name, word in TYPES.items()}
     try:
         with open(path, "rb", opener=atomic_io.without_waiting) as file:

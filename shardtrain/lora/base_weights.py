@@ -1,4 +1,4 @@
-"""The frozen weights of an adapter run: loaded at every start, never saved, known by a fingerprint."""
+"""Load the frozen base weights of a LoRA run. They are never saved; a fingerprint in checkpoints identifies them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ if TYPE_CHECKING:
 def load(
     config: Config, runner: Runner, adapters: spec.Spec, device: torch.device, checkpoints: Checkpoints
 ) -> dict[str, Any]:
-    """Fill the frozen weights, and what is trained whole with what it starts from (a collective).
+    """Fill the frozen weights and the initial values of modules that are trained in full (a collective).
 
-    Gives what checkpoints say of the adapters, and whose weights they are beside.
+    Returns:
+        What checkpoints record: the facts of the adapters, and path and fingerprint of the base weights.
 
     Raises:
-        ConfigError: when the path holds adapters, or another model than the one configured.
-        CheckpointError: when it cannot be used.
+        ConfigError: the path holds adapters, or another model than the configured one.
+        CheckpointError: it cannot be read.
     """
     state: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
     tensors = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in state.items() if not is_adapter(name)}
@@ -50,7 +51,7 @@ def load(
     if config.checkpoint.initial_load_in_hf:
         tensors = without_new_head(config, tensors)
 
-    # Weights of low bits are filled with the others, and nothing is left to load but the fingerprint
+    # This fills all weights, quantized ones included. Only the fingerprint is left to compute below.
     if config.lora.base_dtype != quantize.WHOLE:
         _load_in_low_bits(config, runner, device, tensors)
         tensors = {}
@@ -61,7 +62,7 @@ def load(
     else:
         mark = _load_checkpoint(config, place(str(config.checkpoint.initial_load_path)), checkpoints, tensors)
 
-    # The lengths of DoRA are those of the weights that are there now
+    # DoRA starts its magnitudes from the norms of the loaded weights
     if adapters.use_dora:
         for part in runner.parts:
             spec.start_magnitudes(part)
@@ -82,10 +83,11 @@ def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the other frozen weights, and pack those that were taken out, one at a time (a collective).
+    """Fill the frozen weights that are not quantized, and quantize the others one at a time (a collective).
 
     Raises:
-        ConfigError, CheckpointError: as ``Frozen`` does.
+        ConfigError: see ``Frozen``.
+        CheckpointError: see ``Frozen``.
     """
     module, shape = models.configured(config.model)
     path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
@@ -106,11 +108,11 @@ def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tens
 
 
 def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
-    """Refuse a checkpoint without adapters, or whose adapters were trained beside other weights.
+    """Reject a checkpoint without adapters, or with adapters that were trained on other base weights.
 
     Raises:
-        ConfigError: when the weights are others.
-        CheckpointError: when the checkpoint holds no adapters.
+        ConfigError: the base weights differ.
+        CheckpointError: the checkpoint holds no adapters.
     """
     saved = facts.get(FACT)
     if spec.read_facts(facts, path) is None or not isinstance(saved, dict):
