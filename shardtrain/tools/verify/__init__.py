@@ -1,7 +1,13 @@
-"""``shardtrain verify``: proves that a mesh changes no number, for any model, and names what does where one does.
+"""``shardtrain verify``: check that training on a mesh gives the numbers of one process; if not, name the cause.
 
-``request`` reads the words, ``meshes`` and ``shrink`` decide what is run, ``promises`` probes a model file, ``run`` is
-one rank's steps, ``compare`` and ``diagnose`` judge them, ``report`` prints. Torch is imported when ranks are to run.
+- ``request`` reads the command line.
+- ``meshes`` and ``shrink`` choose the meshes and the small model.
+- ``promises`` probes a model file.
+- ``run`` is the steps of one rank.
+- ``compare`` and ``diagnose`` judge the results.
+- ``report`` prints them.
+
+Torch is imported only before ranks start.
 """
 
 from __future__ import annotations
@@ -51,8 +57,8 @@ def main(words: Sequence[str]) -> int:
         print(f"verify {model_name(task.reference)}: {request.steps} steps, each mesh against one process", flush=True)
         for note in task.notes:
             print(f"  {note}", flush=True)
-    # PyTorch is imported here, once the request is known to be right: a typing mistake is answered at once. It is this
-    # process that imports it, so that every rank that is forked from it has it already.
+    # Import PyTorch only now, so that a mistake on the command line is reported at once. Import it in this process,
+    # because the ranks are forked from it and then need no import of their own.
     with heartbeat("importing PyTorch"):
         from shardtrain.train import trainer
 

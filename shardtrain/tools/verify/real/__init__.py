@@ -1,8 +1,11 @@
-"""``shardtrain verify --real``: the sizes that a small model hides, each beside float64.
+"""``shardtrain verify --real``: compare with float64 at sizes where a small model would show no fault.
 
-``sums`` has norms and losses on 1, 2 and 4 ranks, ``beyond`` tensors of more than 2^31 numbers, ``layers`` one layer
-and the vocabulary of the configured model, ``angles`` its rotary positions. What does not fit into memory is a row that
-says so. Torch is imported by those alone.
+- ``sums``: gradient norms and losses on 1, 2 and 4 ranks.
+- ``beyond``: tensors of more than 2^31 numbers.
+- ``layers``: one layer, and the vocabulary, of the configured model.
+- ``angles``: its rotary positions.
+
+A check that does not fit into memory is reported as left out. Only these modules import torch.
 """
 
 from __future__ import annotations
@@ -26,18 +29,18 @@ from shardtrain.utils.temporary import temporary_folder
 from shardtrain.utils.units import format_bytes
 
 SUM_LIMIT = 1e-6
-"""Relative distance of a norm or a loss from float64 that is allowed."""
+"""Largest allowed relative error of a norm or a loss against float64."""
 LIMIT_SECONDS = 3600
-"""How long one check may take."""
+"""Time limit of one check."""
 SPARE = 0.75
-"""Share of the memory that is free which a check may take, unless ``--memory`` says how much."""
+"""Share of the free memory that a check may use. ``--memory`` overrides it."""
 MESHES: tuple[tuple[str, int, dict[str, int]], ...] = (
     ("1", 1, {}),
     ("tp=2", 2, {"tp": 2}),
     ("dp_shard=2", 2, {}),
     ("dp_shard=2,tp=2", 4, {"tp": 2}),
 )
-"""Name, ranks and degrees; ``dp_shard`` takes the ranks that are left."""
+"""Name, number of ranks, and degrees. ``dp_shard`` is the number of ranks divided by the other degrees."""
 REPLICAS = ("dp_replicate=2", 2, {"dp_replicate": 2})
 WIDE = ("tp=4", 4, {"tp": 4})
 
@@ -46,23 +49,23 @@ Verdict = Literal["pass", "fail", "left out"]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How large the checks are; those of a test are smaller."""
+    """Sizes of the checks. Tests use smaller ones."""
 
     numbers: int = 1 << 26
-    """Of gradients in float32: 67,108,864."""
+    """Number of float32 gradients: 67,108,864."""
     far_rows: int = (1 << 20) + 3
-    """Of 2,048 numbers: 2^31 + 6,144 in all."""
+    """Rows of 2,048 numbers: 2^31 + 6,144 numbers in total."""
     far_samples: int = (1 << 33) + 7
     vocabularies: tuple[int, ...] = (128256, 151936, 262144)
     tokens: int = 1024
-    """Targets of a sum over each vocabulary."""
+    """Number of targets in the loss sum of each vocabulary."""
     losses: int = 1 << 26
-    """Targets of a sum of many losses, over a vocabulary of two."""
+    """Number of targets in the long loss sum, which has a vocabulary of two."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row to be: what is run, the bytes it needs over all ranks, and the largest error allowed."""
+    """A check that has not run yet. ``needs`` is in bytes over all ranks; ``limit`` is the largest allowed error."""
 
     name: str
     size: str
@@ -71,12 +74,12 @@ class Check:
     needs: int
     limit: float
     measure: Callable[[Path], tuple[float, str]]
-    """Gives the error and, where there is more to say, a note; has a folder of its own."""
+    """Runs the check in the given folder; returns the error and a note, which may be empty."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The result of one check; ``error`` is None where nothing ran."""
+    """The result of one check. ``error`` is None if nothing ran."""
 
     check: str
     size: str
@@ -90,7 +93,7 @@ class Row:
 
 
 def main(request: Any, loaded: Loaded) -> int:
-    """Run all checks and print their rows; gives the status: 0, or 4 where one failed."""
+    """Run all checks, print their rows, and return ``exit_code``."""
     budget = int(request.memory_gib * 2**30) if request.memory_gib else int(SPARE * free_memory())
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
     if not request.json:
@@ -115,7 +118,7 @@ def main(request: Any, loaded: Loaded) -> int:
 
 
 def free_memory() -> int:
-    """Bytes that this machine, or its container, has free."""
+    """Return the free memory of this machine or its container, in bytes."""
     host = host_memory()
     limit, used = cgroup_memory()
     free = host.get("available", host["total"])
@@ -123,27 +126,27 @@ def free_memory() -> int:
 
 
 def exit_code(rows: Sequence[Row]) -> int:
-    """0 where something was measured and nothing failed, else 4."""
+    """Return 0 if at least one check passed and none failed, else 4."""
     verdicts = {row.verdict for row in rows}
     return 0 if "pass" in verdicts and "fail" not in verdicts else 4
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line: how many passed, failed, and were left out."""
+    """Return one line with the number of checks that passed, failed, and were left out."""
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("pass", "fail", "left out")}
     text = f"{counts['pass']} passed, {counts['fail']} failed, {counts['left out']} left out"
     return f"{text}: nothing is known of what was left out" if counts["left out"] else text
 
 
 def run(loaded: Loaded, budget: int, sizes: Sizes | None = None) -> Iterator[Row]:
-    """Measure each check in turn, in processes of its own."""
-    # one after the other: what a model's checks share lives for as long as they are asked for
+    """Run the checks one after the other, each in its own processes."""
+    # not in parallel: the checks of a model share files that exist while this generator runs
     for check in itertools.chain(general(sizes or Sizes()), of_model(loaded, budget)):
         yield measured(check, budget)
 
 
 def measured(check: Check, budget: int) -> Row:
-    """The row of one check; what needs more than ``budget`` bytes is left out."""
+    """Run one check. It is left out if it needs more than ``budget`` bytes."""
     row = Row(check.name, check.size, check.mesh, check.ranks, None, check.limit, "left out")
     if check.needs > budget:
         return replace(row, note=f"needs {format_bytes(check.needs)} of memory, {format_bytes(budget)} allowed")
@@ -155,13 +158,13 @@ def measured(check: Check, budget: int) -> Row:
         return replace(row, verdict="fail", seconds=time.perf_counter() - started, note=str(failed))
     except _NotPossible as reason:
         return replace(row, note=str(reason))
-    # written so that an error that is not a number fails
+    # NaN <= limit is false, so an error of NaN fails
     verdict: Verdict = "pass" if error <= check.limit else "fail"
     return replace(row, error=error, verdict=verdict, seconds=time.perf_counter() - started, note=note)
 
 
 class _NotPossible(Exception):
-    """A check that the configuration does not admit, in its own words."""
+    """The configuration does not allow a check. The message says why."""
 
 
 def _on_ranks(folder: Path, ranks: int, function: Callable[..., Any], *arguments: Any, alone: bool = False) -> Any:
@@ -170,7 +173,7 @@ def _on_ranks(folder: Path, ranks: int, function: Callable[..., Any], *arguments
 
 
 def general(sizes: Sizes) -> Iterator[Check]:
-    """Checks that are the same for every model."""
+    """Yield the checks that do not depend on the model."""
     from shardtrain.tools.verify.real import beyond, sums
 
     columns = 4096
@@ -178,7 +181,7 @@ def general(sizes: Sizes) -> Iterator[Check]:
     far_columns = beyond.COLUMNS
     far = sizes.far_rows * far_columns
 
-    # Each kind of check is a function of its sizes, and then the checks themselves.
+    # Each kind of check has a function that makes one from its sizes. The loops below yield the checks.
     def norm(mesh: tuple[str, int, dict[str, int]], shape: tuple[int, int], values: str, dtype: str) -> Check:
         name, ranks, degrees = mesh
         numel = shape[0] * shape[1]
@@ -215,10 +218,10 @@ def general(sizes: Sizes) -> Iterator[Check]:
         yield loss(mesh, 2, sizes.losses, 256)
 
     def exact(name: str, size: str, needs: int, function: Callable[..., Any], *arguments: Any) -> Check:
-        """A check that counts numbers that are wrong."""
+        """Make a check whose error is the number of wrong values."""
 
         def measure(folder: Path) -> tuple[float, str]:
-            # Path among the arguments stands for the check's own folder, which is made when it is measured
+            # the type Path among the arguments is a placeholder for the folder, which exists only now
             own = [str(folder) if argument is Path else argument for argument in arguments]
             (found,) = _on_ranks(folder, 1, function, *own, alone=True)
             return found["wrong"], "numbers that are wrong"
@@ -247,7 +250,7 @@ def general(sizes: Sizes) -> Iterator[Check]:
 
 
 def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
-    """Checks of the configured model: rotary angles, then a step of each piece on each mesh."""
+    """Yield the checks of the configured model: rotary angles, then one step of each piece on each mesh."""
     from shardtrain.tools.verify.real import angles, layers
 
     model = f"{loaded.config.model.name}/{loaded.config.model.flavor}"
@@ -283,11 +286,11 @@ def _left_out(model: str, reason: str) -> Check:
 
 
 def _of_piece(model: str, piece: Any, path: Path) -> Iterator[Check]:
-    """Rows of one piece: loss, norm and gradients on each mesh; the float64 reference is made once."""
+    """Yield the checks of one piece: loss, norm and gradients on each mesh, against one float64 reference."""
     from shardtrain.tools.verify.real import layers
 
-    # A step is run for the first of a mesh's three rows, whose results the other two read; the reference for the first
-    # of all meshes.
+    # The loss check of a mesh runs its step; the other two checks of the mesh read the results of that step. The loss
+    # check of the first mesh also computes the reference.
     expected: dict[str, float] = {}
     step: dict[str, Any] = {}
     size = f"{piece.numel:,} float32"
