@@ -21,13 +21,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardtrain.resilience.progress import Mark
 from shardtrain.resilience.watchdog import heartbeat
 from shardtrain.resilience.watchdog.exchange import Exchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import common
 from shardtrain.resilience.watchdog.watchdog import beat_seconds, monitors
+from shardtrain.utils.activity import Mark
 
 CONNECTIONS = 64
 

@@ -73,10 +73,10 @@ from shardtrain.data.shards import ShardTokenBuffer
 from shardtrain.data.tokenizer import open_tokenizer
 from shardtrain.metrics.sinks.jsonl import JsonlFile
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink, thinned
-from shardtrain.resilience.progress import Mark
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers
 from shardtrain.train.open_together import together
+from shardtrain.utils.activity import Mark
 
 IN_MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
 

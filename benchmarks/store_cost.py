@@ -31,11 +31,11 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
 from shardtrain.launch import environment
 from shardtrain.metrics import Metrics
-from shardtrain.resilience.progress import Phases
-from shardtrain.resilience.watchdog import beating
+from shardtrain.resilience.watchdog.watchdog import beating
 from shardtrain.train import trainer
 from shardtrain.train.run import ReduceOverMesh, run_facts
 from shardtrain.utils import private_network
+from shardtrain.utils.activity import Phases
 
 RANKS, STEPS = 2, 5
 SHAPE = {

@@ -20,8 +20,7 @@ from typing import Protocol
 
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.resilience import progress
-from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils import activity, atomic_io, storage_errors
 
 PIECE_BYTES = 2**23
 """Written and hashed at a time: while one thread writes pieces of a block another hashes them."""
@@ -82,7 +81,7 @@ def wait_for_sizes(folder: Path | ObjectPath, sizes: Mapping[str, int]) -> tuple
         waited = time.monotonic() - begun
         if not wrong or waited > SEEN_SECONDS:
             return wrong, waited
-        progress.tick()
+        activity.tick()
         time.sleep(0.1)
 
 
@@ -107,7 +106,7 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
                         piece = block[start : start + PIECE_BYTES]
                         hashing.append(pool.submit(digest.update, piece))
                         _write_all(descriptor, piece)
-                        progress.tick()
+                        activity.tick()
                 finally:
                     # Whoever gives the blocks may use their memory again after this.
                     for future in hashing:
@@ -126,7 +125,7 @@ def write_unhashed(path: Path, blocks: Iterable[memoryview]) -> None:
         try:
             for block in blocks:
                 _write_all(descriptor, block)
-                progress.tick()
+                activity.tick()
         finally:
             os.close(descriptor)
 
@@ -161,7 +160,7 @@ def _create(path: Path, wait_seconds: float) -> int:
         except OSError as error:
             if error.errno not in NOT_SEEN_YET or time.monotonic() > deadline:
                 raise
-        progress.tick()
+        activity.tick()
         time.sleep(0.2)
 
 
@@ -335,7 +334,7 @@ def find_damage(folder: Path | ObjectPath, file: StoredFile) -> str:
             while count := reader.read_into(piece, size):
                 digest.update(piece[:count])
                 size += count
-                progress.tick()
+                activity.tick()
     except OSError as error:
         return f"{file.name} cannot be read: {error.strerror or error}"
     if size != file.bytes or digest.hexdigest() != file.sha256:

@@ -25,8 +25,7 @@ from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest
 from shardtrain.checkpoint.resharding import Box
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.resilience import progress
-from shardtrain.utils import garbage_collection
+from shardtrain.utils import activity, garbage_collection
 from shardtrain.utils.errors import CheckpointError
 
 MOST_PIECES = 2**17
@@ -246,7 +245,7 @@ def _read_of_file(reader: files.Reader, pieces: _Pieces, own: slice, copied: _Co
             raise shorter()
         for copy in copies:
             copied.put(*copy)
-        progress.tick()
+        activity.tick()
 
 
 def _runs(begins: Ints, num_bytes: Ints) -> Iterator[tuple[int, int, int]]:

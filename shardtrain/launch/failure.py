@@ -22,8 +22,8 @@ from typing import Any
 
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
-from shardtrain.resilience import progress, run_ends
-from shardtrain.utils import atomic_io, limits, log, reading, storage_errors
+from shardtrain.resilience import run_ends
+from shardtrain.utils import activity, atomic_io, limits, log, reading, storage_errors
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError
 from shardtrain.utils.redact import one_line, redact, visible
@@ -132,7 +132,7 @@ def describe(error: BaseException, rank: int) -> Failure:
 
 def own_end() -> dict[str, Any]:
     """Return what each rank reports at its end, with or without a failure: ``step`` and ``lost_lines``."""
-    return {"step": progress.now().done, "lost_lines": "; ".join(log.lost_lines)}
+    return {"step": activity.now().done, "lost_lines": "; ".join(log.lost_lines)}
 
 
 def stop_status(config: Config) -> int:

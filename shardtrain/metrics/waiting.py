@@ -23,7 +23,7 @@ _SHORT_SECONDS = 2.0
 class Waiting:
     """Tells the step or the phase that the run is in, and for how long.
 
-    ``phase`` gives the name of the phase, see ``resilience.progress``; ``seconds`` of silence come before a line, 0
+    ``phase`` gives the name of the phase, see ``utils.activity``; ``seconds`` of silence come before a line, 0
     means none. ``compiles``: the first step compiles the model.
     """
 

@@ -24,12 +24,13 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
 from shardtrain.distributed.grad_clip import Agreed
 from shardtrain.distributed.process_group import World
-from shardtrain.resilience import progress, signals
+from shardtrain.resilience import signals
 from shardtrain.resilience.goodput.ledger import Ledger
 from shardtrain.resilience.guards import loss_spikes, nan_guard, replica_check
 from shardtrain.resilience.guards.loss_spikes import Guard
-from shardtrain.resilience.progress import Phase, Phases
 from shardtrain.resilience.watchdog.watchdog import beating
+from shardtrain.utils import activity
+from shardtrain.utils.activity import Phase, Phases
 
 if TYPE_CHECKING:
     from shardtrain.train.run import Run
@@ -89,10 +90,10 @@ class Resilience:
         """Tell the watchdog that a step begins, and note how long it took."""
         started = time.perf_counter()
         self.stop.is_starting = False
-        progress.begin_step(state.step + 1, state.to_dict())
+        activity.begin_step(state.step + 1, state.to_dict())
         yield
         self._step_seconds = time.perf_counter() - started
-        self.ledger.step = progress.now().done = state.step
+        self.ledger.step = activity.now().done = state.step
 
     def end_step(self, config: Config) -> None:
         """Note a step's time, after logging and saving; the first one ends the warm-up. Called by all ranks."""
@@ -167,4 +168,4 @@ class Resilience:
     def measures(self) -> dict[str, float]:
         """For the record of a logged step: spikes, slow ranks and, on the first rank, the goodput."""
         counts = {"spikes": self.guard.spikes, "rewinds": len(self.guard.rewinds)}
-        return {**counts, **progress.now().measures, **self.ledger.measures()}
+        return {**counts, **activity.now().measures, **self.ledger.measures()}

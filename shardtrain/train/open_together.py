@@ -24,8 +24,7 @@ from shardtrain.config.schema import Config
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
 from shardtrain.distributed import gloo_sockets
-from shardtrain.resilience import progress
-from shardtrain.utils import errors, process, reading
+from shardtrain.utils import activity, errors, process, reading
 from shardtrain.utils.errors import ConfigError, DataError, PeerError, Problem, ShardtrainError, StorageError
 
 _PIECE_BYTES = 16 * 2**20
@@ -140,7 +139,7 @@ class Together:
             # a size of 0 is a sign of life and not the end of the wait
             while not int(size):
                 dist.broadcast(size, source, group=group)
-                progress.tick()  # to wait for a slow storage, or a download, is not a hang
+                activity.tick()  # to wait for a slow storage, or a download, is not a hang
             whole = torch.empty(int(size), dtype=torch.uint8)
             for piece in whole.split(_PIECE_BYTES):
                 dist.broadcast(piece, source, group=group)

@@ -23,7 +23,7 @@ from shardtrain.distributed import Mesh, Runner
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.metrics.sinks.jsonl import JsonlFile
 from shardtrain.ops.sampling import Draws, Sampling, choose
-from shardtrain.resilience import progress
+from shardtrain.utils import activity
 from shardtrain.utils.best_effort import BestEffort
 from shardtrain.utils.log import logger
 
@@ -98,7 +98,7 @@ class Samples:
             for _ in range(min(NEW_TOKENS, self._seq_len - len(ids))):
                 logits_1V = self._logits(ids)[:, : tokenizer.vocab_size]
                 ids += choose(logits_1V, SAMPLING, draws.next([0]))
-                progress.tick()
+                activity.tick()
         finally:
             model.train(was_training)
             free_gathered(model)

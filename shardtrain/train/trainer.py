@@ -30,7 +30,6 @@ from shardtrain.metrics.flight_recorder import flight_recorder_environment
 from shardtrain.ops import accelerator, device_kernels
 from shardtrain.ops.seeding import seed_step
 from shardtrain.optim.lr_scheduler import learning_rate
-from shardtrain.resilience import progress
 from shardtrain.resilience.guards.loss_spikes import RollbackRequested
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.train import compatibility, document_isolation, model_check, run_folder, shutdown
@@ -42,6 +41,7 @@ from shardtrain.train.samples import Samples
 from shardtrain.train.state import TrainState
 from shardtrain.train.step_sums import StepSums
 from shardtrain.train.validation import Validator
+from shardtrain.utils import activity
 from shardtrain.utils.garbage_collection import GarbageCollection
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
@@ -230,7 +230,7 @@ def _steps(
             _finish_step(run, checkpoints, validator, samples, metrics)
             collector.step(state.step)
             if trace:
-                with progress.slow():  # a trace of a large model takes minutes to write
+                with activity.slow():  # a trace of a large model takes minutes to write
                     trace.step()
             resilience.end_step(config)
 

@@ -23,9 +23,9 @@ from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner
-from shardtrain.resilience import progress
 from shardtrain.resilience.stop_request import Interrupted, StopRequest
 from shardtrain.train.open_together import require_same_data, together
+from shardtrain.utils import activity
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 from shardtrain.utils.log import logger
 
@@ -169,7 +169,7 @@ def _batches(stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest)
             raise Interrupted
         assert batch is not None
         yield batch
-        progress.tick()
+        activity.tick()
         count += 1
 
 

@@ -23,13 +23,13 @@ from ranks import run_ranks
 from tiny import shallow_config
 
 from shardtrain.distributed import config_consistency, process_group, shared_barrier, shared_memory
-from shardtrain.resilience import progress
-from shardtrain.resilience.progress import Mark
 from shardtrain.resilience.watchdog import heartbeat, stack
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, from_json, to_json
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import WINDOWS, Stragglers, common, find_odd, median_without
 from shardtrain.resilience.watchdog.watchdog import beat_seconds, monitors
+from shardtrain.utils import activity
+from shardtrain.utils.activity import Mark
 from shardtrain.utils.errors import ConfigError, PeerError
 
 LIMIT, BEAT = 30.0, 2.0
@@ -228,9 +228,9 @@ def test_marks_are_compared_where_all_ranks_have_made_the_same():
 
 
 def test_marks_are_made_of_the_steps_begun_by_this_process():
-    counts = progress.restart(mark_steps=2)
+    counts = activity.restart(mark_steps=2)
     for step in range(11, 50):
-        progress.begin_step(step, {"step": step})
+        activity.begin_step(step, {"step": step})
     assert (counts.step, counts.begun) == (49, 39)
     assert {grain: (mark.begun, mark.facts) for grain, mark in counts.marks.items()} == {
         1: (38, "step 48"),

@@ -26,9 +26,9 @@ from shardtrain.data import open_dataloader, shared_opening
 from shardtrain.data.shard_writer import ShardWriter
 from shardtrain.data.sources import Request, _files, _hub, every_row
 from shardtrain.data.tokenizer import ByteTokenizer, open_tokenizer
-from shardtrain.resilience import progress
 from shardtrain.train import open_together
 from shardtrain.train.open_together import Together, together
+from shardtrain.utils import activity
 from shardtrain.utils.errors import ConfigError, DataError, ShardtrainError
 
 COUNT = 12
@@ -299,7 +299,7 @@ def look_slowly(rank: int) -> Any:
         return {"numbers": np.arange(3), "none": np.array([], np.int32), "words": ["a", None, 1.5], "empty": {}}
 
     found = ranks.once("place", look, None)
-    assert rank == 0 or progress.now().ticks > 3, "who waits moves, in the eyes of the watchdog"
+    assert rank == 0 or activity.now().ticks > 3, "who waits moves, in the eyes of the watchdog"
     return {**found, "numbers": found["numbers"].tolist(), "none": [found["none"].dtype.str, len(found["none"])]}
 
 

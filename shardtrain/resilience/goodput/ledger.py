@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import Account, Attempt, account, attempts_of, bins
-from shardtrain.resilience.progress import Phase, Phases
 from shardtrain.utils import storage_errors
+from shardtrain.utils.activity import Phase, Phases
 from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from shardtrain.resilience.progress import Mark
+from shardtrain.utils.activity import Mark
 
 
 @dataclass(frozen=True)

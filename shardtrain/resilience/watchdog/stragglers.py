@@ -6,9 +6,9 @@ import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from shardtrain.resilience.progress import Mark
 from shardtrain.resilience.watchdog.hang_detector import HangReport, spans
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
+from shardtrain.utils.activity import Mark
 
 RATIO = 1.3
 """A straggler is busy for more than this many times the median of its peers ..."""

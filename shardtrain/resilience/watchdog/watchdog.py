@@ -28,15 +28,14 @@ from shardtrain.distributed import private_store, process_group
 from shardtrain.distributed.private_store import FolderStore
 from shardtrain.distributed.process_group import World
 from shardtrain.launch import exit_report, failure
-from shardtrain.resilience import progress as moving
 from shardtrain.resilience import signals
-from shardtrain.resilience.progress import Phases
 from shardtrain.resilience.watchdog import stack
 from shardtrain.resilience.watchdog.exchange import Exchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
-from shardtrain.utils import atomic_io
+from shardtrain.utils import activity, atomic_io
+from shardtrain.utils.activity import Phases
 from shardtrain.utils.log import logger
 
 STEPS_LONG = 5.0
@@ -104,7 +103,7 @@ class Watchdog:
         self._meets_in_folder = isinstance(store, FolderStore)
         self._others = Exchange(store, rank, world_size, self._beat)
         self._host = socket.gethostname()
-        self._moving = moving.restart(comm.straggler_window_steps)
+        self._moving = activity.restart(comm.straggler_window_steps)
         self._stop = signals.current()
         self._judge = HangDetector(world_size, self._beat, comm.init_timeout_seconds, comm.train_timeout_seconds)
         self._stragglers = Stragglers(world_size, config.parallelism.pipeline_parallel_degree)
@@ -209,7 +208,7 @@ class Watchdog:
             text = to_json(HangReport(**{**vars(verdict), "declared_by": self._rank}))
             self._die(from_json(self._others.declare(text)))
 
-    def _name_stragglers(self, marks: dict[int, moving.Mark], signs: dict[int, Heartbeat]) -> None:
+    def _name_stragglers(self, marks: dict[int, activity.Mark], signs: dict[int, Heartbeat]) -> None:
         stragglers = self._stragglers.add(marks, signs)
         if stragglers is None:
             return

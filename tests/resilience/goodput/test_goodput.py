@@ -14,7 +14,7 @@ from shardtrain.resilience.goodput import command, events, ledger
 from shardtrain.resilience.goodput.account import BINS, account, attempts_of
 from shardtrain.resilience.goodput.events import Death, Progress, Start
 from shardtrain.resilience.goodput.ledger import Ledger, note_death
-from shardtrain.resilience.progress import Phases
+from shardtrain.utils.activity import Phases
 from shardtrain.utils.errors import ConfigError, DataError
 
 

@@ -1,7 +1,7 @@
-"""What this process is doing and whether it moves: phases with their seconds, steps, and pieces of work within a phase.
+"""Activity of this process: seconds per phase, and counts of steps and pieces of work.
 
-Each second of a run belongs to exactly one phase: the goodput is made of these, and a rank that hangs is described by
-the phase that it is in. Steps and pieces of work are counted for the watchdog.
+Each second of a run belongs to exactly one phase. The goodput is computed from phases, and a report of
+a hung rank names its phase. The watchdog reads the counts to detect progress.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ data, validation, checkpoint: waiting for them; end: after the last step."""
 
 
 class Phases:
-    """A clock for each phase; the time of an inner phase is not its outer's."""
+    """One clock per phase. The time of an inner phase does not count for the outer one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.name: Phase = "start"
@@ -29,7 +29,7 @@ class Phases:
         self._seconds: dict[Phase, float] = {}
 
     def begin(self, name: Phase) -> None:
-        """The phase before has ended."""
+        """End the current phase and start another."""
         now = self._clock()
         self._seconds[self.name] = self._seconds.get(self.name, 0.0) + now - self._since
         self.name = name
@@ -38,7 +38,7 @@ class Phases:
 
     @contextlib.contextmanager
     def within(self, name: Phase) -> Iterator[None]:
-        """Be in a phase, and then in the one before again.
+        """Enter a phase, and return to the previous one at the end.
 
         >>> ticks = iter(range(9))
         >>> phases = Phases(lambda: next(ticks))
@@ -61,18 +61,18 @@ class Phases:
 
 
 GRAINS = (1, 16, 256)
-"""Marks are kept at multiples of ``mark_steps`` times these: ranks that are asked at different moments have one in
-common, however short their steps are."""
+"""Marks are kept at multiples of ``mark_steps`` times these. Ranks that are read at different moments then
+have a mark in common, even if steps are short."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Where this process stood at the beginning of a step that all ranks begin together."""
+    """Position of this process at the beginning of a step that all ranks begin together."""
 
     begun: int
-    """Steps begun by this process: equal on all ranks, whatever they believe of themselves."""
+    """Steps begun by this process. Equal on all ranks, even if their counters differ."""
     facts: str
-    """What must be equal on all ranks then."""
+    """Counters that must be equal on all ranks at this point, as text."""
     seconds: float
     """The watcher's clock: seconds in which it has sampled."""
     busy_data: int
@@ -84,17 +84,17 @@ class Mark:
 
 @dataclass
 class Moving:
-    """The counts of one process; ``mark_steps`` is 0 where nobody reads marks."""
+    """Counts of one process. ``mark_steps`` is 0 if nobody reads marks."""
 
     ticks: int = 0
-    """Pieces of work within phases: a batch of validation, a piece of a file."""
+    """Pieces of work within phases, such as a validation batch or a piece of a file."""
     step: int = 0
-    """The step that this process is in, 1 is the first of the run."""
+    """The current step; 1 is the first step of the run."""
     done: int = 0
     """The last completed step; 0 before this process has completed one."""
     begun: int = 0
     may_be_slow: bool = False
-    """In work of which nobody knows how long it takes."""
+    """True during work of unknown duration."""
     mark_steps: int = 0
     marks: dict[int, Mark] = field(default_factory=dict)
     seconds: float = 0.0
@@ -102,32 +102,32 @@ class Moving:
     busy_step: int = 0
     samples: int = 0
     measures: dict[str, float] = field(default_factory=dict)
-    """What the watcher wants to see among the metrics."""
+    """Metrics that the watchdog adds to the log."""
 
 
 _now = Moving()
 
 
 def now() -> Moving:
-    """The counts of this process."""
+    """Return the counts of this process."""
     return _now
 
 
 def restart(mark_steps: int) -> Moving:
-    """Count from zero: a fork has inherited the counts of its parent."""
+    """Count from zero, because a fork inherits the counts of its parent."""
     global _now
     _now = Moving(mark_steps=mark_steps)
     return _now
 
 
 def tick() -> None:
-    """A piece of work within a phase is done: the process moves."""
+    """Count a finished piece of work within a phase."""
     _now.ticks += 1
 
 
 @contextlib.contextmanager
 def slow() -> Iterator[None]:
-    """Inside is work of which nobody knows how long it takes, as writing a trace: it has the limits of a start."""
+    """Apply the time limits of a start to work of unknown duration, such as writing a trace."""
     _now.may_be_slow = True
     try:
         yield
@@ -136,7 +136,7 @@ def slow() -> Iterator[None]:
 
 
 def begin_step(step: int, facts: Mapping[str, object]) -> None:
-    """A step begins, on all ranks; ``facts`` are counters that must be equal on them."""
+    """Count the beginning of a step. ``facts`` are counters that must be equal on all ranks."""
     m = _now
     m.step = step
     m.begun += 1
