@@ -1,4 +1,4 @@
-"""Causal attention on a CPU: the flash kernel of PyTorch beside ``ops/blocked_attention.py``, forward and backward.
+"""Causal attention on a CPU: the flash kernel of PyTorch beside ``ops/cpu/blocked_attention.py``, forward and backward.
 
     python benchmarks/attention.py [--rounds 5] [--out benchmarks/results/attention_cpu.json]
 
@@ -21,7 +21,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from torch import Tensor
 
-from shardtrain.ops import blocked_attention, flash_attention
+from shardtrain.ops import flash_attention
+from shardtrain.ops.cpu import blocked_attention
 from shardtrain.utils.allocator import keep_freed_memory
 
 SIZES = (  # rows, tokens, query heads, key-value heads, features of a head

@@ -34,7 +34,7 @@ from hf_models import _find, copy_weights
 
 from shardtrain import distributed
 from shardtrain.models import find
-from shardtrain.ops import cpu_kernel_speed, cpu_kernels, packed_linear
+from shardtrain.ops.cpu import chosen_kernels, kernel_speed, packed_linear
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.utils.allocator import keep_freed_memory
 
@@ -209,8 +209,8 @@ def build_size(size: str, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
 def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """CPU seconds until the first token, and of each that follows, by all three in turns."""
     theirs, plain, chosen, layout = build_size(size, getattr(torch, dtype_name))
-    kernels = cpu_kernel_speed.remembered_or_measured()
-    cpu_kernels.use(kernels)
+    kernels = kernel_speed.remembered_or_measured()
+    chosen_kernels.use(kernels)
     distributed.use_chosen_kernels(chosen)
     vocabulary = plain.embed.num_embeddings
     weight_bytes = sum(p.numel() * p.element_size() for p in plain.parameters())
@@ -238,12 +238,12 @@ def measure_size(size: str, dtype_name: str, options: argparse.Namespace) -> lis
                         seconds.append(time.process_time())
                     return False
 
-                cpu_kernels.use(kernels)
+                chosen_kernels.use(kernels)
                 return Generator(model, layout).generate(prompts, options.new, watch=watch), seconds
 
             turns: dict[str, Callable[[], tuple[Any, list[float]]]] = {
                 "transformers": hugging_face,
-                "PyTorch's kernels": lambda: ours(plain, cpu_kernels.PYTORCH),
+                "PyTorch's kernels": lambda: ours(plain, chosen_kernels.PYTORCH),
                 "chosen kernels": lambda: ours(chosen, kernels),
             }
             found: dict[str, dict[str, list[float]]] = {name: {"first": [], "next": []} for name in turns}

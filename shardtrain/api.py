@@ -27,7 +27,7 @@ from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.facts.file_kinds import known_endings
 from shardtrain.launch import failure, local
-from shardtrain.ops import cpu_kernels
+from shardtrain.ops.cpu import chosen_kernels
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.tools.evaluate import sets
 from shardtrain.tools.evaluate.request import data_options
@@ -488,6 +488,6 @@ def _restore(logging_was: tuple[int, bool], switches: tuple[bool, bool, bool, bo
     log.reset()
     log.logger.setLevel(logging_was[0])
     log.logger.propagate = logging_was[1]
-    cpu_kernels.use(cpu_kernels.PYTORCH)
+    chosen_kernels.use(chosen_kernels.PYTORCH)
     torch.use_deterministic_algorithms(switches[0], warn_only=switches[1])
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = switches[2:]

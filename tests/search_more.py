@@ -397,7 +397,7 @@ def chunks(rng: random.Random, draft: Draft) -> None:
             "shardtrain.ops.cross_entropy.CPU_CHUNK_NUMEL": ["700", "2000"],
             "shardtrain.ops.cross_entropy.CHUNK_NUMEL": ["700", "2000"],
             "shardtrain.ops.distillation_loss.CHUNK_NUMEL": ["700", "2000"],
-            "shardtrain.ops.rms_norm._CHUNK_NUMEL": ["100"],
+            "shardtrain.ops.cpu.rms_norm._CHUNK_NUMEL": ["100"],
             "shardtrain.ops.dtensor.NORM_CHUNK_NUMEL": ["1000"],
             "shardtrain.optim.low_bits._CHUNK": ["100", "3000"],
         },

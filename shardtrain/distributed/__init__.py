@@ -20,16 +20,16 @@ from shardtrain.distributed import (
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
 from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
 from shardtrain.layout import Layout
-from shardtrain.ops import cpu_kernels, layer_norm, onednn_linear, rms_norm
+from shardtrain.ops.cpu import chosen_kernels, layer_norm, onednn_linear, rms_norm
 
 __all__ = ["BATCH_AXES", "LOSS_AXES", "Mesh", "Runner", "build", "parallelize"]
 
 
 def use_chosen_kernels(model: nn.Module) -> None:
     """Replace linear layers and norms by the kernels that were measured to be faster on this CPU, in place."""
-    if cpu_kernels.chosen().uses("onednn_linear"):
+    if chosen_kernels.chosen().uses("onednn_linear"):
         onednn_linear.use(model)
-    if cpu_kernels.chosen().uses("rms_norm"):
+    if chosen_kernels.chosen().uses("rms_norm"):
         rms_norm.use(model)
     layer_norm.use(model)  # always: PyTorch's LayerNorm gradients are wrong in 16 bits on a CPU
 

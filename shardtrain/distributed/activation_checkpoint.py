@@ -20,7 +20,8 @@ from shardtrain.config.schema import ActivationCheckpoint, Config
 from shardtrain.distributed import compile
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
-from shardtrain.ops import accelerator, document_mask, onednn_linear  # noqa: F401  they register operations that are named below
+from shardtrain.ops import accelerator
+from shardtrain.ops.cpu import onednn_linear  # noqa: F401  they register operations that are named below
 from shardtrain.ops.dtensor import local_tensor
 
 _LINEAR = (torch.ops.aten.linear.default, torch.ops.shardtrain.onednn_product.default)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardtrain.ops import blocked_attention, document_mask
+from shardtrain.ops import document_mask
+from shardtrain.ops.cpu import blocked_attention
 from shardtrain.ops.document_mask import shifted
 from shardtrain.ops.sliding_window import Band, blocks
 

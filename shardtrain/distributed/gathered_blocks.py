@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shardtrain.distributed.attention_blocks import chunk_pieces, chunks_of
 from shardtrain.distributed.shared_memory import SequenceExchange
-from shardtrain.ops import blocked_attention
+from shardtrain.ops.cpu import blocked_attention
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The first is the name since torch 2.13, which warns of the second."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed.mesh import Mesh
+from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
 from shardtrain.ops.cross_entropy import ChunkFunction
 from shardtrain.ops.linear_cross_entropy import WORTH_IT_BYTES, linear_cross_entropy_sum, saved_bytes
-from shardtrain.ops.onednn_linear import OneDnnLinear
 
 
 def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool:

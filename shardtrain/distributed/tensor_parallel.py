@@ -28,8 +28,8 @@ from shardtrain.distributed.local_weights import local_weight, use_local_weights
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.shared_memory import SequenceExchange
 from shardtrain.layout import TENSOR_WORDS, Layout, matches, word_of
-from shardtrain.ops import onednn_linear
-from shardtrain.ops.onednn_linear import OneDnnLinear
+from shardtrain.ops.cpu import onednn_linear
+from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
 from shardtrain.ops.tied import tie, tied_names
 from shardtrain.utils.errors import ConfigError, Problem
 

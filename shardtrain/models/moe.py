@@ -20,9 +20,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardtrain.layout import Depth, Draw
 from shardtrain.models.layers import FeedForward
-from shardtrain.ops import cpu_experts
 from shardtrain.ops.accelerator import is_accelerator, read
-from shardtrain.ops.cpu_experts import Choice
+from shardtrain.ops.cpu import expert_mix
+from shardtrain.ops.cpu.expert_mix import Choice
 from shardtrain.ops.device_kernels import has_grouped_matmul
 from shardtrain.ops.row_order import Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
@@ -295,7 +295,7 @@ class Experts(nn.Module):
 
     def takes_tokens(self, x_SD: Tensor, top_k: int) -> bool:
         """Whether ``forward`` takes tokens with a choice: one function for all of a SwiGLU without biases on a CPU."""
-        return self._is_plain() and cpu_experts.takes(x_SD, top_k, self.w1.size(0))
+        return self._is_plain() and expert_mix.takes(x_SD, top_k, self.w1.size(0))
 
     def forward(self, x_RD: Tensor, count_E: Tensor | None, choice: Choice | None = None) -> Tensor:
         """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has.
@@ -303,7 +303,7 @@ class Experts(nn.Module):
         With a ``choice`` instead, map tokens (S, D) to the weighted sum over the experts of each.
         """
         if choice is not None:
-            return cpu_experts.mix(x_RD, choice, self.w1, self.w2, self.w3)
+            return expert_mix.mix(x_RD, choice, self.w1, self.w2, self.w3)
         assert count_E is not None
         # On a CPU oneDNN generates code for each number of rows in 16 bits: with room, few experts differ in number
         if type(x_RD) is Tensor and x_RD.device.type == "cpu" and x_RD.element_size() < 4:

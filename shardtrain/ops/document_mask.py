@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardtrain.ops import attention_scores, blocked_attention, cpu_kernels, flash_attention
+from shardtrain.ops import attention_scores, flash_attention
 from shardtrain.ops.accelerator import is_accelerator, to_device
 from shardtrain.ops.attention_scores import Scores
+from shardtrain.ops.cpu import blocked_attention, chosen_kernels
 from shardtrain.ops.sliding_window import Band, blocks, queries_at_once
 
 _QUERIES_AT_ONCE = 1024
@@ -52,7 +53,7 @@ def attention(
     Raises:
         ValueError: when the numbers of a row do not ascend.
     """
-    is_long = documents_BT is None and not window and q_BTNH.size(1) > cpu_kernels.LONG_ROW
+    is_long = documents_BT is None and not window and q_BTNH.size(1) > chosen_kernels.LONG_ROW
     if sinks_N is None and not is_long and in_blocks(q_BTNH):
         return _blocked(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)[0]  # type: ignore[no-any-return]
     if not is_accelerator(q_BTNH.device) or flash_attention.has_flash(q_BTNH):
@@ -67,9 +68,9 @@ def in_blocks(q_BTNH: Tensor) -> bool:
     if q_BTNH.device.type != "cpu":
         return False
     if q_BTNH.dtype == torch.float32:
-        narrow = q_BTNH.size(-1) <= cpu_kernels.NARROW_HEAD
-        return cpu_kernels.chosen().uses("blocked_attention_float32" if narrow else "blocked_attention_float32_wide")
-    return q_BTNH.dtype == torch.bfloat16 and cpu_kernels.chosen().uses("blocked_attention")
+        narrow = q_BTNH.size(-1) <= chosen_kernels.NARROW_HEAD
+        return chosen_kernels.chosen().uses("blocked_attention_float32" if narrow else "blocked_attention_float32_wide")
+    return q_BTNH.dtype == torch.bfloat16 and chosen_kernels.chosen().uses("blocked_attention")
 
 
 def masked_attention(

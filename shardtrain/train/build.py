@@ -12,7 +12,7 @@ from shardtrain.config import changes, derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.process_group import World
-from shardtrain.ops import cpu_kernel_speed, cpu_kernels
+from shardtrain.ops.cpu import chosen_kernels, kernel_speed
 from shardtrain.ops.seeding import set_determinism
 from shardtrain.train import reference_models
 from shardtrain.train.model import build_model
@@ -29,10 +29,10 @@ def set_numerics(config: Config, device: torch.device) -> None:
         set_determinism(config.debug.deterministic_warn_only)
     kernels = use_fastest_kernels(config, device)
     if kernels is not None:
-        logger.info(cpu_kernels.describe(kernels))
+        logger.info(chosen_kernels.describe(kernels))
 
 
-def use_fastest_kernels(config: Config, device: torch.device) -> cpu_kernels.Kernels | None:
+def use_fastest_kernels(config: Config, device: torch.device) -> chosen_kernels.Kernels | None:
     """Let models built from now on compute by the kernels that a CPU is fastest with (a collective).
 
     None where that is not wanted: on other devices, and where the config asks for PyTorch's own.
@@ -40,12 +40,12 @@ def use_fastest_kernels(config: Config, device: torch.device) -> cpu_kernels.Ker
     if device.type != "cpu":
         return None
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
-        cpu_kernels.use(cpu_kernels.PYTORCH)
+        chosen_kernels.use(chosen_kernels.PYTORCH)
         return None
     # what is fastest depends on the processor, and ranks that computed differently would not agree to the last bit
     keep_freed_memory()  # before the measurement, which would see pages cleared
-    kernels = cpu_kernels.Kernels(**first_rank(lambda: asdict(cpu_kernel_speed.remembered_or_measured())))
-    cpu_kernels.use(kernels)
+    kernels = chosen_kernels.Kernels(**first_rank(lambda: asdict(kernel_speed.remembered_or_measured())))
+    chosen_kernels.use(kernels)
     return kernels
 
 

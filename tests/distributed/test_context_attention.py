@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from shardtrain.distributed import attention_blocks, context_attention, shared_memory
 from shardtrain.distributed.shared_memory import SequenceExchange
-from shardtrain.ops import blocked_attention, cpu_kernels, sliding_window
+from shardtrain.ops import sliding_window
 from shardtrain.ops.attention_scores import PLAIN, Scores
-from shardtrain.ops.cpu_kernels import Kernels
+from shardtrain.ops.cpu import blocked_attention, chosen_kernels
+from shardtrain.ops.cpu.chosen_kernels import Kernels
 
 B, T, N, K, H = 2, 48, 4, 2, 8
 
@@ -119,7 +120,7 @@ def test_split_attention_in_bfloat16_loses_no_more_than_the_type_does() -> None:
 
 def errors_of_large_scores(rank: int, kernels: Kernels) -> dict[str, list[float]]:
     """Relative errors of output and gradients in bfloat16, as multiples of those of PyTorch's kernel on one process."""
-    cpu_kernels.use(kernels)  # in a forked process of its own
+    chosen_kernels.use(kernels)  # in a forked process of its own
     size = dist.get_world_size()
     q, k, v, gradient = inputs(torch.float32)
     whole = [(10 * q).bfloat16(), (10 * k).bfloat16(), v.bfloat16()]  # scores have a standard deviation of 100
@@ -230,7 +231,7 @@ def test_split_attention_with_other_scores_equals_attention_written_out(num_rank
 
 
 def errors_by_blocks(rank: int) -> dict[str, list[float]]:
-    cpu_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))  # in a forked process of its own
+    chosen_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))  # in a forked process of its own
     taken, original = [], blocked_attention.attend_in_pieces
     blocked_attention.attend_in_pieces = lambda *inputs: taken.append(1) or original(*inputs)
     errors: dict[str, list[float]] = {"cuts": [], "windows": [], "scaled": []}
@@ -258,7 +259,7 @@ def test_split_attention_by_blocks_of_products_equals_attention_written_out(num_
 def recomputed_and_kept(rank: int) -> None:
     *whole, gradient = inputs(torch.bfloat16)
     for kernels in (Kernels(), Kernels(blocked_attention=2.0)):
-        cpu_kernels.use(kernels)
+        chosen_kernels.use(kernels)
         for documents, window in ((None, 0), (random_documents(1), 0), (random_documents(2), 7)):
             for name, (function, balanced) in KINDS.items():
                 gradients = []

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
 from shardtrain.distributed import expert_parallel
-from shardtrain.ops import cpu_experts
+from shardtrain.ops.cpu import expert_mix
 from shardtrain.ops.dtensor import local_slices, to_full
 from shardtrain.train import resume, trainer
 
@@ -120,7 +120,7 @@ def test_experts_as_one_function_have_the_numbers_of_step_by_step(mode: str, mon
     """On two ranks of FSDP, with many rows of each expert or counted as if they were."""
     found = []
     for many_rows in (1 << 30, 0):
-        monkeypatch.setattr(cpu_experts, "_MANY_ROWS", many_rows)
+        monkeypatch.setattr(expert_mix, "_MANY_ROWS", many_rows)
         found.append(run_tiny(2, family_config("qwen3_moe", activation_checkpoint={"mode": mode}))[0])
     assert_same_numbers(*found)
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardtrain.models.moe import Experts, MoE, Routing, _grouped, _one_by_one, product
-from shardtrain.ops import cpu_experts
-from shardtrain.ops.cpu_experts import Choice
+from shardtrain.ops.cpu import expert_mix
+from shardtrain.ops.cpu.expert_mix import Choice
 from shardtrain.ops.row_order import Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
 
@@ -76,7 +76,7 @@ def plain(moe: MoE, x_BTD: Tensor) -> Tensor:
 def test_a_block_is_a_plain_loop_over_tokens_and_experts(
     name: str, shared: int, at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_experts, "_MANY_ROWS", 0 if at_once else 64)
+    monkeypatch.setattr(expert_mix, "_MANY_ROWS", 0 if at_once else 64)
     moe = block(ROUTINGS[name], shared)
     x, other = (tokens().requires_grad_() for _ in range(2))
     moe.balance.loss_weight = torch.tensor(1.0)
@@ -139,8 +139,8 @@ def test_experts_as_one_function_are_a_plain_loop(name: str, roomy: bool, top_k:
     expert_SK = choice_of(counts, top_k)
 
     def mix(x_SD: Tensor, choice: Choice, *weights: Tensor) -> Tensor:
-        places = cpu_experts.Places(choice.expert_SK, EXPERTS, roomy, by_size)
-        return cpu_experts._Mix.apply(x_SD, choice.weights_SK, *weights, places)
+        places = expert_mix.Places(choice.expert_SK, EXPERTS, roomy, by_size)
+        return expert_mix._Mix.apply(x_SD, choice.weights_SK, *weights, places)
 
     for mine, expected in zip(*(mixed(torch.float64, expert_SK, f) for f in (mix, plain_mix)), strict=True):
         torch.testing.assert_close(mine, expected)
@@ -150,7 +150,7 @@ def test_places_are_for_each_row_and_sizes_are_few() -> None:
     counts = [0, 3, 250, 62, 61, 1000, 3, 17]
     expert_SK = choice_of(counts, 4)
     for by_size in (False, True):
-        places = cpu_experts.Places(expert_SK, EXPERTS, roomy=True, by_size=by_size)
+        places = expert_mix.Places(expert_SK, EXPERTS, roomy=True, by_size=by_size)
         sizes = torch.tensor([batch.size for batch in places.batches for _ in range(batch.experts)])
         order = places.order_E if by_size else torch.arange(EXPERTS)
         # Each size takes all rows of its expert, and is a multiple of a power of two of an eighth of the mean at most:
@@ -176,15 +176,15 @@ def test_batches_are_those_that_cost_least() -> None:
     counts = [0, 3, 3, 17, 61, 62, 70, 250, 1000]
 
     def cost(found: list[tuple[int, int]]) -> int:
-        return sum(experts * size + cpu_experts._CALL for experts, size in found)
+        return sum(experts * size + expert_mix._CALL for experts, size in found)
 
     def ways(rest: list[int]) -> list[list[tuple[int, int]]]:
         if not rest:
             return [[]]
-        allowed = [n for n in cpu_experts._TOGETHER if n <= len(rest)]
+        allowed = [n for n in expert_mix._TOGETHER if n <= len(rest)]
         return [[(n, rest[n - 1]), *others] for n in allowed for others in ways(rest[n:])]
 
-    found = cpu_experts.batches(counts, 0)
+    found = expert_mix.batches(counts, 0)
     assert cost([(batch.experts, batch.size) for batch in found]) == min(cost(way) for way in ways(counts))
     stops = [(batch.first + batch.experts, batch.start + batch.experts * batch.size) for batch in found]
     assert [(batch.first, batch.start) for batch in found] == [(0, 0), *stops[:-1]]
@@ -199,7 +199,7 @@ def test_experts_as_one_function_round_no_worse_in_16_bits(sizes: tuple[int, int
     Errors are those of some thousand numbers each, rounded to 2^-9 at random, and so alike to a few percent.
     """
     expert_SK = torch.rand(256, EXPERTS, generator=torch.Generator().manual_seed(6)).argsort(1)[:, :2]
-    assert (3 * sizes[0] * sizes[1] <= cpu_experts.SMALL_EXPERT_NUMEL) == (sizes == (64, 32))
+    assert (3 * sizes[0] * sizes[1] <= expert_mix.SMALL_EXPERT_NUMEL) == (sizes == (64, 32))
 
     def step_by_step(x_SD: Tensor, choice: Choice, *weights: Tensor) -> Tensor:
         moe = MoE(sizes[0], sizes[1], Routing(EXPERTS, 2))
@@ -213,7 +213,7 @@ def test_experts_as_one_function_round_no_worse_in_16_bits(sizes: tuple[int, int
         mixed(one, expert_SK, f, sizes)
         for one, f in (
             (torch.float64, plain_mix),
-            (dtype, cpu_experts.mix),
+            (dtype, expert_mix.mix),
             (dtype, step_by_step),
         )
     )
@@ -225,14 +225,14 @@ def test_experts_as_one_function_round_no_worse_in_16_bits(sizes: tuple[int, int
 @pytest.mark.parametrize("by_size", [False, True])
 def test_a_frozen_weight_has_no_gradient_and_the_others_have_theirs(by_size: bool) -> None:
     expert_SK = choice_of([7, 0, 3, 3, 3, 0, 1, 15], 4)
-    places = cpu_experts.Places(expert_SK, EXPERTS, roomy=False, by_size=by_size)
+    places = expert_mix.Places(expert_SK, EXPERTS, roomy=False, by_size=by_size)
     generator = torch.Generator().manual_seed(7)
     shapes = ((8, DIM), (8, 4), (EXPERTS, FFN, DIM), (EXPERTS, DIM, FFN), (EXPERTS, FFN, DIM))
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
     def gradients(frozen: int | None) -> list[Tensor | None]:
         leaves = [one.clone().requires_grad_(number != frozen) for number, one in enumerate(tensors)]
-        cpu_experts._Mix.apply(*leaves, places).square().sum().backward()
+        expert_mix._Mix.apply(*leaves, places).square().sum().backward()
         return [leaf.grad for leaf in leaves]
 
     whole = gradients(None)
@@ -246,8 +246,8 @@ def test_a_frozen_weight_has_no_gradient_and_the_others_have_theirs(by_size: boo
 def test_what_one_function_does_not_compute_goes_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows, biases, another gate or product, weights that come first, and a dispatch to other ranks."""
     calls: list[int] = []
-    mix = cpu_experts.mix
-    monkeypatch.setattr(cpu_experts, "mix", lambda *given: calls.append(1) or mix(*given))
+    mix = expert_mix.mix
+    monkeypatch.setattr(expert_mix, "mix", lambda *given: calls.append(1) or mix(*given))
     x = tokens(dtype=torch.float32)
 
     def calls_of(moe: MoE) -> int:
@@ -262,7 +262,7 @@ def test_what_one_function_does_not_compute_goes_step_by_step(monkeypatch: pytes
         return moe
 
     assert calls_of(of()) == 0
-    monkeypatch.setattr(cpu_experts, "_MANY_ROWS", 1)
+    monkeypatch.setattr(expert_mix, "_MANY_ROWS", 1)
     assert calls_of(of()) == 1
     assert calls_of(of(expert_bias=True)) == 0
     assert calls_of(of(gate=lambda gate_RF, up_RF: gate_RF * up_RF)) == 0
@@ -443,7 +443,7 @@ def test_a_balance_loss_without_its_weight_is_an_error() -> None:
 def test_counts_are_taken_once_under_recomputation_and_never_in_evaluation(
     at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cpu_experts, "_MANY_ROWS", 0 if at_once else 64)
+    monkeypatch.setattr(expert_mix, "_MANY_ROWS", 0 if at_once else 64)
     moe, x = block(Routing(EXPERTS, 2, balance_loss_coeff=0.3)), tokens()
     moe.balance.loss_weight = torch.tensor(1.0)
     with torch.no_grad():

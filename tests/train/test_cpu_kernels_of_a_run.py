@@ -10,16 +10,16 @@ from ranks import run_ranks
 from tiny import tiny_config
 
 from shardtrain.config.schema import Config
-from shardtrain.ops import cpu_kernel_speed, cpu_kernels
-from shardtrain.ops.cpu_kernels import Kernels
+from shardtrain.ops.cpu import chosen_kernels, kernel_speed
+from shardtrain.ops.cpu.chosen_kernels import Kernels
 from shardtrain.train.build import set_numerics
 
 
 def choose(rank: int, config: Config) -> Kernels:
-    cpu_kernel_speed.remembered_or_measured = lambda: Kernels(onednn_linear=float(rank), blocked_attention=2.0)
-    cpu_kernels.use(Kernels(3.0, 3.0))
+    kernel_speed.remembered_or_measured = lambda: Kernels(onednn_linear=float(rank), blocked_attention=2.0)
+    chosen_kernels.use(Kernels(3.0, 3.0))
     set_numerics(config, torch.device("cpu"))
-    return cpu_kernels.chosen()
+    return chosen_kernels.chosen()
 
 
 def test_all_ranks_take_what_the_first_has_measured() -> None:
@@ -28,4 +28,4 @@ def test_all_ranks_take_what_the_first_has_measured() -> None:
 
 @pytest.mark.parametrize("sections", [{"training": {"cpu_kernels": "pytorch"}}, {"debug": {"deterministic": True}}])
 def test_who_asks_for_the_same_bits_on_every_machine_is_given_pytorch_s_own(sections: dict[str, Any]) -> None:
-    assert run_ranks(1, choose, tiny_config(**sections)) == [cpu_kernels.PYTORCH]
+    assert run_ranks(1, choose, tiny_config(**sections)) == [chosen_kernels.PYTORCH]

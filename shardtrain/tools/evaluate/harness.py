@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
 
 from shardtrain.data.ends import ends_of
-from shardtrain.ops import packed_linear
+from shardtrain.ops.cpu import packed_linear
 from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.tools.generate.opening import OpenedModel

@@ -16,7 +16,7 @@ from shardtrain.data.encode import open_conversations
 from shardtrain.distributed import process_group
 from shardtrain.distributed.process_group import World
 from shardtrain.hf.generation_config import unused_settings
-from shardtrain.ops import packed_linear
+from shardtrain.ops.cpu import packed_linear
 from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator, Watch
 from shardtrain.tools.generate.locate_checkpoint import load_config

@@ -1,12 +1,11 @@
 """Bytes that each rank of a pipeline holds, in closed form: weights, gradients, states, activations, buffers.
 
-Activations are what autograd saves for backward in the layers of this package (models/layers.py), tensor by tensor, as
-the dry run finds them by tracing; Korthikanti et al. 2022 (arXiv 2205.05198) count alike. ``kernels`` says whose: the
-CPU's have no fused RMSNorm, unless this machine computes it by rows (ops/rms_norm.py), and add up the gradient of an
-embedding in float32. The largest of a step is looked for
-at its moments: the end of forward, the loss, the backward of the head, of the last layer and of the embedding. At each,
-FSDP holds other weights and other gradients exist, so that the peak is less than the sum of what each is at most.
-"""
+Activations are what autograd saves for backward in the layers of this package (models/layers.py), tensor by tensor,
+as the dry run finds them by tracing; Korthikanti et al. 2022 (arXiv 2205.05198) count alike. ``kernels`` says whose:
+the CPU's have no fused RMSNorm, unless this machine computes it by rows (ops/cpu/rms_norm.py), and add up the
+gradient of an embedding in float32. The largest of a step is looked for at its moments: the end of forward, the loss,
+the backward of the head, of the last layer and of the embedding. At each, FSDP holds other weights and other
+gradients exist, so that the peak is less than the sum of what each is at most."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from shardtrain.ops import cpu_experts, cross_entropy, rms_norm, split_cross_entropy
+from shardtrain.ops import cross_entropy, split_cross_entropy
+from shardtrain.ops.cpu import expert_mix, rms_norm
 from shardtrain.ops.linear_cross_entropy import WORTH_IT_BYTES, rows_of_chunk, saved_bytes
 from shardtrain.tools.plan import schedule
 from shardtrain.tools.plan.job import Job
@@ -416,7 +416,7 @@ def norm_bytes(numel: int, rows: int, job: Job, kernels: Kernels, layer_norm: bo
 
 
 def _is_one_function(experts: Experts, tokens: int, job: Job, kernels: Kernels) -> bool:
-    """Whether a CPU computes experts as one function: see ``ops.cpu_experts.takes``."""
+    """Whether a CPU computes experts as one function: see ``ops.cpu.expert_mix.takes``."""
     many = tokens * experts.top_k >= 64 * experts.count
     return kernels != "cuda" and many and job.ep == 1 and not (experts.biased or experts.weighs_inputs)
 
@@ -485,13 +485,13 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
     if saved_again and not any(saved_again):
         ffn -= hidden // max(1, len(into))
     if layer.experts and _is_one_function(layer.experts, split, job, kernels):
-        # rows with their room and the weights of small experts in the order of their sizes (ops/cpu_experts.py)
+        # rows with their room and the weights of small experts in the order of their sizes (ops/cpu/expert_mix.py)
         few = layer.experts
         rows = split * few.top_k
         numbers = 3 * few.ffn * dim
         if c < 4:
             rows += few.count * (1 << max(1, rows // (8 * few.count)).bit_length() - 1) // 2
-        if c < 4 and numbers <= cpu_experts.SMALL_EXPERT_NUMEL:  # the gate is also held in the product of gate and up
+        if c < 4 and numbers <= expert_mix.SMALL_EXPERT_NUMEL:  # the gate is also held in the product of gate and up
             ffn += few.count * numbers * c + rows * few.ffn * c
         ffn += split * dim * 4 + rows * dim * c + 4 * rows * few.ffn * c + split * few.count * 4 + rows * 24
         hidden += 2 * rows * few.ffn * c + rows * dim * c

@@ -12,7 +12,7 @@ from shardtrain import tasks
 from shardtrain.config import Loaded, derived
 from shardtrain.config.schema import Config
 from shardtrain.launch import environment
-from shardtrain.ops import cpu_kernel_speed
+from shardtrain.ops.cpu import kernel_speed
 from shardtrain.tools.plan import hardware, memory, schedule, shapes, timing
 from shardtrain.tools.plan import job as jobs
 from shardtrain.tools.plan.hardware import Device
@@ -236,7 +236,7 @@ def kernels_of(device: Device, config: Config, world_size: int) -> memory.Kernel
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
         return "cpu"
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, environment.usable_cores() // world_size))
-    measured = cpu_kernel_speed.remembered(threads)
+    measured = kernel_speed.remembered(threads)
     return "cpu by rows" if measured is not None and measured.uses("rms_norm") else "cpu"
 
 

@@ -21,7 +21,7 @@ from shardtrain import cli
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.distributed.process_group import World
-from shardtrain.ops import cpu_kernels, packed_linear
+from shardtrain.ops.cpu import chosen_kernels, packed_linear
 from shardtrain.tools.generate import request
 from shardtrain.tools.generate.answer import Answers
 from shardtrain.tools.generate.engine import Generator
@@ -78,7 +78,7 @@ def environment(monkeypatch):
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_CPP_LOG_LEVEL"):
         monkeypatch.setenv(name, os.environ.get(name, {"OMP_NUM_THREADS": "1"}.get(name, "")) or "lo")
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
-    monkeypatch.setattr(cpu_kernels, "_chosen", cpu_kernels.PYTORCH)  # which the command changes for its process
+    monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.PYTORCH)  # which the command changes for its process
 
 
 def test_what_was_learned_by_heart_is_said_again_and_ends(trained, capfd):

@@ -7,7 +7,7 @@ import torch
 from hf_models import copy_weights
 
 from shardtrain.models import find
-from shardtrain.ops import cpu_kernels, packed_linear
+from shardtrain.ops.cpu import chosen_kernels, packed_linear
 from shardtrain.tools.generate.engine import Generator
 
 OURS = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 4}
@@ -62,7 +62,7 @@ def test_greedy_tokens_are_those_of_transformers(name, ours, prefix, changed, pa
     expected = theirs.generate(tokens, attention_mask=mask, max_new_tokens=new, do_sample=False)[:, longest:]
     if packed:  # weights in the order of oneDNN's kernels, as the command has them
         monkeypatch.setattr(packed_linear, "_SMALLEST_NUMEL", {torch.float32: 0})
-        monkeypatch.setattr(cpu_kernels, "_chosen", cpu_kernels.Kernels(packed_linear_float32=2.0))
+        monkeypatch.setattr(chosen_kernels, "_chosen", chosen_kernels.Kernels(packed_linear_float32=2.0))
         assert packed_linear.use(model) and isinstance(model.head, packed_linear.PackedLinear)
     found = Generator(model, module.LAYOUT).generate(rows, new)
     assert found == expected.tolist()

@@ -18,7 +18,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Model
 from shardtrain.distributed.activation_memory import LiveMemory
 from shardtrain.lora.quantize import held
-from shardtrain.ops import cpu_kernels
+from shardtrain.ops.cpu import chosen_kernels
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.tools.plan import job, memory, schedule, shapes
 from shardtrain.train import resume, trainer
@@ -80,7 +80,7 @@ class Counted(LiveMemory):
 
 def measured_bytes(rank: int, config: Any, kernels: memory.Kernels = "cpu") -> int:
     """The most that a rank holds in the second of two steps."""
-    cpu_kernels.use(cpu_kernels.Kernels(rms_norm=2.0) if kernels == "cpu by rows" else cpu_kernels.PYTORCH)
+    chosen_kernels.use(chosen_kernels.Kernels(rms_norm=2.0) if kernels == "cpu by rows" else chosen_kernels.PYTORCH)
     run = make_run(rank, config)
     if config.lora.base_dtype != "training":
         resume.resume(run, Checkpoints(config))

@@ -10,9 +10,9 @@ from ranks import run_ranks
 from tiny import Result, reference, tiny_config, train_steps
 from torch import Tensor, nn
 
-from shardtrain.ops import cpu_kernels, rms_norm
-from shardtrain.ops.cpu_kernels import Kernels
-from shardtrain.ops.rms_norm import RowwiseRMSNorm
+from shardtrain.ops.cpu import chosen_kernels, rms_norm
+from shardtrain.ops.cpu.chosen_kernels import Kernels
+from shardtrain.ops.cpu.rms_norm import RowwiseRMSNorm
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def by_rows(rank: int, config: Any) -> tuple[Result, int]:
     asked = []
     apply = rms_norm._RMSNorm.apply
     rms_norm._RMSNorm.apply = lambda *arguments: asked.append(1) or apply(*arguments)  # type: ignore[func-returns-value]
-    cpu_kernels.use(Kernels(rms_norm=2.0))
+    chosen_kernels.use(Kernels(rms_norm=2.0))
     return train_steps(rank, config, 4), len(asked)
 
 

@@ -11,9 +11,9 @@ from tiny import Result, reference, tiny_config, train_steps
 from torch import nn
 from torch.nn import functional as F
 
-from shardtrain.ops import cpu_kernels, onednn_linear
-from shardtrain.ops.cpu_kernels import Kernels
-from shardtrain.ops.onednn_linear import OneDnnLinear
+from shardtrain.ops.cpu import chosen_kernels, onednn_linear
+from shardtrain.ops.cpu.chosen_kernels import Kernels
+from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
 
 pytestmark = pytest.mark.skipif(not onednn_linear.is_available(), reason="this build of PyTorch has no oneDNN")
 
@@ -24,7 +24,7 @@ def test_values_and_gradients_are_those_of_a_linear_layer(
     bias: bool, weight_gradient: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(onednn_linear, "_SMALLEST_PRODUCT", 0)
-    monkeypatch.setattr(cpu_kernels, "_chosen", Kernels(onednn_weight_gradient=weight_gradient))
+    monkeypatch.setattr(chosen_kernels, "_chosen", Kernels(onednn_weight_gradient=weight_gradient))
     torch.manual_seed(0)
     plain = nn.Linear(48, 80, bias=bias)
     ours = nn.Sequential(nn.Linear(48, 80, bias=bias))
@@ -79,7 +79,7 @@ def by_onednn(rank: int, config: Any) -> tuple[Result, int]:
     product = onednn_linear.product
     onednn_linear._SMALLEST_PRODUCT = 0
     onednn_linear.product = lambda *arguments: asked.append(1) or product(*arguments)  # type: ignore[func-returns-value]
-    cpu_kernels.use(Kernels(onednn_linear=2.0))
+    chosen_kernels.use(Kernels(onednn_linear=2.0))
     return train_steps(rank, config, 4), len(asked)
 
 

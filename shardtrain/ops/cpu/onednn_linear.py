@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain.ops import cpu_kernels
+from shardtrain.ops.cpu import chosen_kernels
 
 _SMALLEST_PRODUCT = 1 << 22
 """Multiplications below which setting up oneDNN's kernel takes longer than it saves."""
@@ -48,7 +48,7 @@ def can_multiply(x: Tensor, weight_OI: Tensor) -> bool:
 def weight_gradient(gradient_RO: Tensor, x_RI: Tensor) -> Tensor:
     """The gradient (O, I) of a weight whose product is ``product``."""
     # Transposing both factors for oneDNN may cost more than its product gains, so that this is measured apart
-    by_onednn = cpu_kernels.chosen().uses("onednn_weight_gradient")
+    by_onednn = chosen_kernels.chosen().uses("onednn_weight_gradient")
     return _product(gradient_RO.t(), x_RI.t(), None) if by_onednn else gradient_RO.t() @ x_RI  # type: ignore[no-any-return]
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.ops import cpu_kernels
-from shardtrain.ops.onednn_linear import OneDnnLinear
+from shardtrain.ops.cpu import chosen_kernels
+from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
 
 _FEWEST_ROWS = 4
 """Fewer are filled up with zeros: the kernel reads a weight at 21 GB/s for four rows to six, at 15 for one or two."""
@@ -73,7 +73,7 @@ def use(model: nn.Module) -> bool:
     unless other modules share it, such as an embedding.
     """
     names = {torch.bfloat16: "packed_linear", torch.float32: "packed_linear_float32"}
-    types = {dtype for dtype, name in names.items() if cpu_kernels.chosen().uses(name)}
+    types = {dtype for dtype, name in names.items() if chosen_kernels.chosen().uses(name)}
     found = False
     for module in model.modules():
         # A subclass may compute something else, and a DTensor or another subclass has its own product

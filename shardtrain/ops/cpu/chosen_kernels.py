@@ -1,6 +1,6 @@
 """Which kernels compute the models of this process on a CPU: the choice, which the kernels themselves ask for.
 
-What is fastest depends on the processor; ``cpu_kernel_speed.py`` measures it. All ranks of a run take the first rank's
+What is fastest depends on the processor; ``kernel_speed.py`` measures it. All ranks of a run take the first rank's
 choice.
 """
 

@@ -1,4 +1,4 @@
-"""How fast the kernels of ``cpu_kernels.py`` are on this machine: measured once, and remembered.
+"""How fast the kernels of ``chosen_kernels.py`` are on this machine: measured once, and remembered.
 
 MKL and oneDNN multiply float32 at 95 and 105 GFLOP/s on one core of AMD's Zen 4, and at 90 and 200 on one of Zen 5. A
 machine that has measured keeps its choice, so that a run that is continued has the bits of one that never stopped.
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain.ops import blocked_attention, flash_attention, onednn_linear, packed_linear, rms_norm
-from shardtrain.ops.cpu_kernels import FAILED, NARROW_HEAD, WIDE_HEAD, Kernels
+from shardtrain.ops import flash_attention
+from shardtrain.ops.cpu import blocked_attention, onednn_linear, packed_linear, rms_norm
+from shardtrain.ops.cpu.chosen_kernels import FAILED, NARROW_HEAD, WIDE_HEAD, Kernels
 from shardtrain.utils import atomic_io, user_cache
 from shardtrain.utils.log import logger
 

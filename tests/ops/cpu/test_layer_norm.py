@@ -9,9 +9,9 @@ from tiny import make_run, tiny_config
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config, Model
-from shardtrain.ops import layer_norm
+from shardtrain.ops.cpu import layer_norm
+from shardtrain.ops.cpu.layer_norm import Float32SumLayerNorm
 from shardtrain.ops.dtensor import to_full
-from shardtrain.ops.layer_norm import Float32SumLayerNorm
 from shardtrain.train import trainer
 
 

@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.ops import cpu_kernel_speed, cpu_kernels
-from shardtrain.ops.cpu_kernels import Kernels
+from shardtrain.ops.cpu import chosen_kernels, kernel_speed
+from shardtrain.ops.cpu.chosen_kernels import Kernels
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(cpu_kernel_speed, "_PRESSURE", "/dev/null")  # whatever else this machine does now
+    monkeypatch.setattr(kernel_speed, "_PRESSURE", "/dev/null")  # whatever else this machine does now
     return tmp_path / "home/shardtrain"
 
 
 def test_a_machine_measures_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = cpu_kernel_speed.remembered_or_measured()
+    first = kernel_speed.remembered_or_measured()
     assert all(times > 0 for times in asdict(first).values())
-    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: pytest.fail("measured again"))
-    assert cpu_kernel_speed.remembered_or_measured() == first
+    monkeypatch.setattr(kernel_speed, "measure", lambda: pytest.fail("measured again"))
+    assert kernel_speed.remembered_or_measured() == first
     assert len(list(cache.iterdir())) == 1  # nothing temporary is left
 
 
@@ -35,44 +35,44 @@ def test_what_was_measured_short_of_memory_is_measured_again_after_an_hour(
 ) -> None:
     pressure = tmp_path / "memory"
     pressure.write_text("some avg10=23.40 avg60=9.00 avg300=2.10 total=1208791999\nfull avg10=0.00 avg60=0.00\n")
-    monkeypatch.setattr(cpu_kernel_speed, "_PRESSURE", str(pressure))
+    monkeypatch.setattr(kernel_speed, "_PRESSURE", str(pressure))
     slow, fast = Kernels(onednn_linear=0.9), Kernels(onednn_linear=2.0)
-    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: slow)
-    assert cpu_kernel_speed.remembered_or_measured() == slow
-    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: fast)
-    assert cpu_kernel_speed.remembered_or_measured() == slow, "runs of one hour have one choice"
+    monkeypatch.setattr(kernel_speed, "measure", lambda: slow)
+    assert kernel_speed.remembered_or_measured() == slow
+    monkeypatch.setattr(kernel_speed, "measure", lambda: fast)
+    assert kernel_speed.remembered_or_measured() == slow, "runs of one hour have one choice"
 
     (path,) = cache.iterdir()
     os.utime(path, (time.time() - 3700, time.time() - 3700))
     pressure.write_text("some avg10=0.00 avg60=9.00 avg300=2.10 total=1208791999\n")
-    assert cpu_kernel_speed.remembered_or_measured() == fast
+    assert kernel_speed.remembered_or_measured() == fast
     os.utime(path, (0, 0))
-    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: pytest.fail("measured again"))
-    assert cpu_kernel_speed.remembered_or_measured() == fast, "and this one is kept for good"
+    monkeypatch.setattr(kernel_speed, "measure", lambda: pytest.fail("measured again"))
+    assert kernel_speed.remembered_or_measured() == fast, "and this one is kept for good"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '{"another": 2.0}', '{"onednn_linear": "fast"}'])
 def test_a_damaged_file_is_measured_again_and_replaced(cache: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
-    cpu_kernel_speed.remembered_or_measured()
+    monkeypatch.setattr(kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
+    kernel_speed.remembered_or_measured()
     (path,) = cache.iterdir()
     path.write_text(text)
-    assert cpu_kernel_speed.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
+    assert kernel_speed.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
     assert json.loads(path.read_text()) == asdict(Kernels(onednn_linear=2.0, blocked_attention=3.0))
 
 
 def test_a_home_that_cannot_be_written_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(cpu_kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
-    assert cpu_kernel_speed.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
+    monkeypatch.setattr(kernel_speed, "measure", lambda: Kernels(onednn_linear=2.0, blocked_attention=3.0))
+    assert kernel_speed.remembered_or_measured() == Kernels(onednn_linear=2.0, blocked_attention=3.0)
 
 
 def test_a_kernel_is_taken_where_it_is_clearly_faster() -> None:
     kernels = Kernels(onednn_linear=1.04, blocked_attention=1.8)
     assert not kernels.uses("onednn_linear") and kernels.uses("blocked_attention")
-    assert cpu_kernels.describe(kernels) == "CPU kernels: attention in bfloat16 by blocks (1.8 x as fast)"
-    assert "none here is faster" in cpu_kernels.describe(cpu_kernels.PYTORCH)
+    assert chosen_kernels.describe(kernels) == "CPU kernels: attention in bfloat16 by blocks (1.8 x as fast)"
+    assert "none here is faster" in chosen_kernels.describe(chosen_kernels.PYTORCH)
 
 
 def test_a_kernel_that_fails_is_reported_when_measured_and_at_each_start(
@@ -81,18 +81,18 @@ def test_a_kernel_that_fails_is_reported_when_measured_and_at_each_start(
     def missing(*_: object) -> None:
         raise RuntimeError("no such kernel\nmore of it")
 
-    monkeypatch.setattr("shardtrain.ops.blocked_attention.attend", missing)
+    monkeypatch.setattr("shardtrain.ops.cpu.blocked_attention.attend", missing)
     monkeypatch.setattr(logging.getLogger("shardtrain"), "propagate", True)
     with caplog.at_level("WARNING"):
-        found = cpu_kernel_speed.remembered_or_measured()
-    assert found.blocked_attention == cpu_kernels.FAILED and not found.uses("blocked_attention")
+        found = kernel_speed.remembered_or_measured()
+    assert found.blocked_attention == chosen_kernels.FAILED and not found.uses("blocked_attention")
     assert [record.message for record in caplog.records] == [
         f"CPU kernels: attention in {name} by blocks failed (RuntimeError: no such kernel); PyTorch's own is used"
         for name in ("bfloat16", "float32 with narrow heads", "float32 with wide heads")
     ]
-    again = cpu_kernel_speed.remembered_or_measured()
+    again = kernel_speed.remembered_or_measured()
     assert again == found
-    assert cpu_kernels.describe(again).endswith(
+    assert chosen_kernels.describe(again).endswith(
         "; failed when measured, so PyTorch's own: "
         "attention in bfloat16 by blocks, attention in float32 with narrow heads by blocks, "
         "attention in float32 with wide heads by blocks"

@@ -11,16 +11,17 @@ from tiers import cases
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain.ops import attention_scores, blocked_attention, cpu_kernels, document_mask
+from shardtrain.ops import attention_scores, document_mask
 from shardtrain.ops.attention_scores import PLAIN
-from shardtrain.ops.cpu_kernels import Kernels
+from shardtrain.ops.cpu import blocked_attention, chosen_kernels
+from shardtrain.ops.cpu.chosen_kernels import Kernels
 
 
 @pytest.fixture(autouse=True)
 def _blocks():
-    cpu_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))
+    chosen_kernels.use(Kernels(blocked_attention=2.0, blocked_attention_float32=2.0))
     yield
-    cpu_kernels.use(cpu_kernels.PYTORCH)
+    chosen_kernels.use(chosen_kernels.PYTORCH)
 
 
 def drawn(dtype: torch.dtype, tokens: int, groups: int = 2, width: int = 16) -> list[Tensor]:
@@ -146,7 +147,7 @@ def _by_blocks(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, win
 
 
 def _by_flash_in_pieces(q: Tensor, k: Tensor, v: Tensor, documents_BT: Tensor | None, window: int) -> Tensor:
-    cpu_kernels.use(cpu_kernels.PYTORCH)
+    chosen_kernels.use(chosen_kernels.PYTORCH)
     return document_mask.attention(q, k, v, documents_BT, window)
 
 

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from shardtrain.models import find
-from shardtrain.ops import cpu_kernels, onednn_linear, packed_linear
-from shardtrain.ops.cpu_kernels import Kernels
-from shardtrain.ops.packed_linear import PackedLinear
+from shardtrain.ops.cpu import chosen_kernels, onednn_linear, packed_linear
+from shardtrain.ops.cpu.chosen_kernels import Kernels
+from shardtrain.ops.cpu.packed_linear import PackedLinear
 
 pytestmark = pytest.mark.skipif(not packed_linear.is_available(), reason="this build of PyTorch has no oneDNN")
 
 
 @pytest.fixture(autouse=True)
 def both_types_and_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "_chosen", Kernels(packed_linear=2.0, packed_linear_float32=2.0))
+    monkeypatch.setattr(chosen_kernels, "_chosen", Kernels(packed_linear=2.0, packed_linear_float32=2.0))
     monkeypatch.setattr(packed_linear, "_SMALLEST_NUMEL", {torch.bfloat16: 0, torch.float32: 0})
 
 
@@ -71,9 +71,9 @@ def test_other_layers_and_types_stay_as_they_are(layer: nn.Module) -> None:
     assert type(layer) is kind
 
 
-@pytest.mark.parametrize("kernels", [cpu_kernels.PYTORCH, Kernels(packed_linear=1.04, packed_linear_float32=-1.0)])
+@pytest.mark.parametrize("kernels", [chosen_kernels.PYTORCH, Kernels(packed_linear=1.04, packed_linear_float32=-1.0)])
 def test_nothing_is_packed_where_it_is_not_faster_or_failed(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "_chosen", kernels)
+    monkeypatch.setattr(chosen_kernels, "_chosen", kernels)
     assert not packed_linear.use(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8).bfloat16()))
 
 

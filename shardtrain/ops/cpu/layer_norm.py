@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from shardtrain.ops.rms_norm import chunks
+from shardtrain.ops.cpu.rms_norm import chunks
 
 
 class Float32SumLayerNorm(nn.LayerNorm):

@@ -1,0 +1,1 @@
+"""Kernels that only a CPU uses. A run on an accelerator imports none of these modules."""
