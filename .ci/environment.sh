@@ -24,7 +24,7 @@ find_python() {
 
 wanted() { # what an environment with these extras is made from; another text means that it is made anew
     echo "$1" "$here" "$constraints"
-    cat "$here/pyproject.toml" "$here"/constraints/*.txt
+    cat "$here/pyproject.toml" "$here"/scripts/constraints/*.txt
 }
 
 current() { # whether the environment holds what is needed; the one of the tests serves training too
@@ -80,9 +80,9 @@ install() {
 }
 
 # Without an NVIDIA device nothing of CUDA is downloaded. macOS has one kind of wheel.
-constraints="$here/constraints/cpu.txt"
+constraints="$here/scripts/constraints/cpu.txt"
 if [[ "$(uname -s)" != Linux ]] || compgen -G '/dev/nvidia[0-9]*' >/dev/null || nvidia-smi -L >/dev/null 2>&1; then
-    constraints="$here/constraints/default.txt"
+    constraints="$here/scripts/constraints/default.txt"
 fi
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1

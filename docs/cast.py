@@ -4,7 +4,8 @@
     python docs/cast.py -o docs/first_run.svg --replay outputs/first_run.cast
 
 Lines appear as they did, the whole time squeezed into a few seconds, and stay; where nothing moves all are there. The
-recording (--record) is an asciicast of version 2, which asciinema plays too. ``make cast`` makes the README's picture.
+recording (--record) is an asciicast of version 2, which asciinema plays too. docs/CONTRIBUTING.md has the
+command that draws the picture of the README.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The site of the documentation: `make site` builds it into build/site. Every page is readable as it is, too.
+"""Sphinx configuration: `sphinx-build -W -q -c docs -b html . build/site`. The pages are also readable as they are.
 
 Its source is the whole repository, of which it takes the pages, so that links between them lead to the same files here
 and in a checkout.
@@ -21,14 +21,14 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 root_doc = "docs/index"
 include_patterns = [
     "docs/*.md",
+    "docs/decisions/*.md",
     "docs/migrate/*.md",
     "docs/tutorials/*.md",
-    "recipes/*.md",
+    "configs/recipes/*.md",
     "examples/*/README.md",
     "examples/notebook.ipynb",
-    "*.md",
 ]
-exclude_patterns = ["README.md", "outputs"]
+exclude_patterns = ["outputs"]
 html_theme = "furo"
 html_title = f"shardtrain {release}"
 myst_heading_anchors = 4

@@ -1,4 +1,4 @@
-"""The drawings of docs/concepts.md, as SVG: python docs/drawings.py [FOLDER]. ``make drawings`` runs it.
+"""The drawings of docs/concepts.md, as SVG: python docs/drawings.py [FOLDER].
 
 What is drawn is asked of the program where it can be: the order of the mesh's axes, the actions of a pipeline's
 schedule, the order of the data.

@@ -1,4 +1,4 @@
-"""Plots of our own measurements, as SVG: python docs/plots.py [FOLDER]. ``make drawings`` runs it.
+"""Plots of our own measurements, as SVG: python docs/plots.py [FOLDER].
 
 Each is drawn of a file in benchmarks/results, and of nothing else: who measures again draws again.
 """

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DOCKERFILES = sorted((ROOT / "containers").glob("Dockerfile*"))
-RECIPES = [*DOCKERFILES, ROOT / "containers/apptainer.def"]
+FOLDER = ROOT / "scripts/containers"
+DOCKERFILES = [FOLDER / "Dockerfile", FOLDER / "Dockerfile.cpu"]
+RECIPES = [*DOCKERFILES, FOLDER / "apptainer.def"]
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
@@ -44,7 +45,7 @@ def test_the_image_holds_one_copy_of_the_package(path):
     sources = [value for name, value in instructions(path) if name == "COPY" and "--from" not in value]
     for source in (word for value in sources for word in value.split()[:-1]):
         assert (ROOT / source).exists()
-        assert f"!{source.split('/')[0]}" in (ROOT / ".dockerignore").read_text().split()
+        assert f"!{source}" in path.with_name(f"{path.name}.dockerignore").read_text().split()
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
@@ -64,7 +65,7 @@ def test_versions_are_pinned_and_no_secret_is_named(path):
 
 
 def test_apptainer_copies_files_that_exist_and_ends_in_exec():
-    text = (ROOT / "containers/apptainer.def").read_text()
+    text = (FOLDER / "apptainer.def").read_text()
     block = re.search(r"^%files\n(.*?)\n\n", text, re.MULTILINE | re.DOTALL)
     assert block is not None
     for line in block[1].splitlines():

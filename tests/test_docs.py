@@ -19,8 +19,8 @@ from shardtrain.cli import USAGE
 from shardtrain.config.options import options
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted((ROOT / "recipes").glob("*.md"))
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md"), *RECIPES])
+RECIPES = sorted((ROOT / "configs/recipes").glob("*.md"))
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *RECIPES])
 
 TRAIN = "--training.seq_len=32 --training.local_batch_size=1 --model.overrides.num_layers=1 --training.device=cpu"
 CHATS = (
@@ -92,7 +92,7 @@ NOT_RUN = {
     ".ci/run": "it runs these tests",
     "python tests/search.py --seed 0 --count 500": "it takes half an hour; tests/test_search.py runs it in parts",
     "shardtrain verify my_model.py": "the file is the reader's; tests/tools/verify write some of their own",
-    "pip install -c constraints/cpu.txt -e .": "tests do not change the environment that they run in",
+    "pip install -c scripts/constraints/cpu.txt -e .": "tests do not change the environment that they run in",
     "shardtrain data download --repo_id meta-llama/Llama-3.1-8B --assets tokenizer": (
         "it needs the network and a token; tests/tools/data download from a server of their own"
     ),
@@ -214,7 +214,7 @@ def test_commands_outside_of_examples_work_without_a_clone():
     """A wheel has the presets by name, and no file of ``configs/``. Examples and scripts are files of a clone."""
     for page, line in commands():
         program, *arguments = shlex.split(line)
-        if program != "shardtrain" or page.startswith("recipes/") or line in NOT_RUN:
+        if program != "shardtrain" or page.startswith("configs/recipes/") or line in NOT_RUN:
             continue
         files = [path for path in arguments if names_a_file_of_the_clone(path)]
         assert all(path.startswith("examples/") for path in files), f"{page}: `{line}` names {files}"

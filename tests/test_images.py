@@ -73,7 +73,7 @@ def builder():
 @pytest.fixture(scope="module")
 def image(builder, tmp_path_factory):
     arguments = ["--build-arg", f"BASE={BASE}", "--build-arg", "TORCH_INDEX=https://pypi.org/simple"]
-    recipe = ["--file", "containers/Dockerfile.cpu", "--tag", "shardtrain:cpu", "."]
+    recipe = ["--file", "scripts/containers/Dockerfile.cpu", "--tag", "shardtrain:cpu", "."]
     volumes = pip_volumes(tmp_path_factory.mktemp("pip"))
     tell([*builder, "bud", "--layers", "--isolation", "chroot", *arguments, *volumes, *recipe])
     return "localhost/shardtrain:cpu"

@@ -63,7 +63,7 @@ MISTAKES = {
     "checkpoint list unsaved": "did you mean ls?",
     "launch slrm": "did you mean slurm?",
     "launch ssh debug": "give --hosts a,b or --hostfile FILE",
-    "launch kubernetes": "containers/Dockerfile",
+    "launch kubernetes": "scripts/containers/Dockerfile",
     "plan --device h1000": "did you mean h100?",
     "init there.toml": "exists; name a new file",
     "init my": "write my.toml",

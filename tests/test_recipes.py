@@ -28,7 +28,7 @@ from shardtrain import cli
 pytest.importorskip("transformers")
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "recipes").glob("*.toml"))
+FILES = sorted((ROOT / "configs/recipes").glob("*.toml"))
 WIDE = {"hidden_size": 128, "intermediate_size": 128}  # keys and values of 64, the rank of the recipes' adapters
 FOLDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "SmolLM2-135M": ("llama2", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
@@ -49,7 +49,7 @@ FIRST = ["llama32_lora", "qwen25_classification"]
 
 
 def page_of(recipe: str) -> Path:
-    return ROOT / f"recipes/{recipe}.md"
+    return ROOT / f"configs/recipes/{recipe}.md"
 
 
 def lines_of(recipe: str) -> list[str]:
@@ -68,7 +68,7 @@ def test_a_file_says_which_command_of_its_page_comes_first(file: Path) -> None:
     said = re.findall(r"^# First: (.*)$", file.read_text(), flags=re.M)
     before = BEFORE.get(file.stem)
     assert said == [line for line in lines_of(file.stem) if "data download" in line] or (
-        before is not None and f"recipes/{before}.md" in said[0]
+        before is not None and f"configs/recipes/{before}.md" in said[0]
     )
 
 
@@ -81,9 +81,9 @@ def models_of(content: dict[str, Any]) -> list[str]:
 def prepare(folder: Path, recipe: str) -> dict[str, Any]:
     """A working directory with what the recipe names: a model of the hub, and files of the rows of its page."""
     (folder / "data").mkdir(exist_ok=True)
-    if not (folder / "recipes").exists():
-        (folder / "recipes").symlink_to(ROOT / "recipes")
-    content = tomllib.loads((ROOT / f"recipes/{recipe}.toml").read_text())
+    if not (folder / "configs").exists():
+        (folder / "configs").symlink_to(ROOT / "configs")
+    content = tomllib.loads((ROOT / f"configs/recipes/{recipe}.toml").read_text())
     for assets in (folder / path for path in models_of(content) if not (folder / path).exists()):
         family, fields = FOLDERS["SmolLM2-135M" if recipe in BEFORE else assets.name]
         save(build(family, vocab_size=352, **fields), assets)
@@ -91,7 +91,7 @@ def prepare(folder: Path, recipe: str) -> dict[str, Any]:
         with_post_processor(assets, "llama3" if assets.name.startswith(("Llama", "Mistral")) else "gpt2")
     count = 1 + content["training"].get("global_batch_size", content["training"]["local_batch_size"]) // 2
     for name in re.findall(
-        r"\bdata/[\w.]+", (ROOT / f"recipes/{recipe}.toml").read_text() + "\n".join(lines_of(recipe))
+        r"\bdata/[\w.]+", (ROOT / f"configs/recipes/{recipe}.toml").read_text() + "\n".join(lines_of(recipe))
     ):
         repeats = 2 if re.search("held_out|test", name) else count
         (folder / name).write_text("\n".join(rows_of(recipe) * repeats) + "\n")
@@ -100,7 +100,7 @@ def prepare(folder: Path, recipe: str) -> dict[str, Any]:
 
 def _template(name: str) -> str | None:
     """What a published tokenizer says of conversations: Qwen's have a template, base models none."""
-    return (ROOT / "recipes/chatml.jinja").read_text() if name.startswith("Qwen") else None
+    return (ROOT / "configs/recipes/chatml.jinja").read_text() if name.startswith("Qwen") else None
 
 
 def run(folder: Path, line: str) -> None:
@@ -149,7 +149,7 @@ def test_a_recipe_runs_as_its_page_says(tmp_path: Path, recipe: str) -> None:
     if recipe in BEFORE:
         run_page(tmp_path, BEFORE[recipe])
     run_page(tmp_path, recipe)
-    content = tomllib.loads((ROOT / f"recipes/{recipe}.toml").read_text())
+    content = tomllib.loads((ROOT / f"configs/recipes/{recipe}.toml").read_text())
     folder = tmp_path / content["job"]["dump_folder"]
     assert json.loads((folder / "exit.json").read_text())["code"] == 0
     if (adapter := tmp_path / f"outputs/{recipe}_peft").exists():
@@ -165,17 +165,19 @@ def test_a_recipe_passes_the_check_as_it_stands(
 ) -> None:
     prepare(tmp_path, file.stem)
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["config", "check", f"recipes/{file.name}", "--for-machine", "none"]) == 0, capsys.readouterr().err
+    assert cli.main(["config", "check", f"configs/recipes/{file.name}", "--for-machine", "none"]) == 0, (
+        capsys.readouterr().err
+    )
     assert "0 errors" in capsys.readouterr().out
 
 
 def test_each_recipe_has_a_page_and_each_page_a_recipe() -> None:
-    pages = {file.stem for file in (ROOT / "recipes").glob("*.md")} - {"README"}
+    pages = {file.stem for file in (ROOT / "configs/recipes").glob("*.md")} - {"README"}
     assert pages == {file.stem for file in FILES} >= set(FIRST)
-    table = (ROOT / "recipes/README.md").read_text()
+    table = (ROOT / "configs/recipes/README.md").read_text()
     for name in pages:
         assert f"({name}.md)" in table and f"({name}.toml)" in table
         text = page_of(name).read_text()
         headings = re.findall(r"^## (.*)$", text, flags=re.M)
         assert headings == ["Data", "Commands", "Memory and time", "What to look at", "What goes wrong"]
-        assert len(rows_of(name)) == 2 and f"$ shardtrain train recipes/{name}.toml" in text
+        assert len(rows_of(name)) == 2 and f"$ shardtrain train configs/recipes/{name}.toml" in text

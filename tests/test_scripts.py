@@ -39,7 +39,7 @@ def repository(tmp_path):
     for name in SCRIPTS:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
-    shutil.copytree(ROOT / "constraints", folder / "constraints")
+    shutil.copytree(ROOT / "scripts/constraints", folder / "scripts/constraints")
     python = tmp_path / "python-stand-in"
     python.write_text(STAND_IN)
     python.chmod(0o755)
@@ -118,7 +118,7 @@ def test_a_second_call_installs_nothing(repository):
     assert err == ""
 
 
-@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints/tested.txt"])
+@pytest.mark.parametrize("changed", ["pyproject.toml", "scripts/constraints/tested.txt"])
 def test_a_change_of_what_is_needed_installs_again(repository, changed):
     run(repository, "run_train.sh")
     with (repository / changed).open("a") as file:

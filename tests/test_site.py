@@ -32,7 +32,7 @@ def test_every_page_is_in_the_site_and_no_warning_is_left(tmp_path: Path) -> Non
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    for page in (*(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*.md"), ROOT / "SECURITY.md"):
+    for page in (*(ROOT / "docs").rglob("*.md"), *(ROOT / "configs/recipes").glob("*.md")):
         assert (site / page.relative_to(ROOT).with_suffix(".html")).is_file(), page
     assert "docs/index.html" in (site / "index.html").read_text()
     api = (site / "docs/api.html").read_text()

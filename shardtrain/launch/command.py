@@ -71,7 +71,7 @@ _FILE = (("render", "submit"), "define render(job, launch) and submit(text, job,
 _DRY_RUN = frozenset({"--dry-run", "--dry_run"})
 _DOCTOR = "--doctor"
 IMAGE_WORKDIR = "/workspace"
-"""Folder in which the images of containers/ begin."""
+"""Folder in which the images of scripts/containers/ start."""
 _OF_CONTAINERS = ("image", "mounts", "shared_memory_gib", "device_resource")
 
 

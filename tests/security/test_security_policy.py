@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+TEXT = (ROOT / "docs/SECURITY.md").read_text(encoding="utf-8")
 
 
 def test_every_rule_names_tests_that_exist() -> None:

@@ -30,7 +30,9 @@ def render(job: Job, launch: Launch) -> str:
     Raises:
         ConfigError: the job asks for what Kubernetes cannot do.
     """
-    require(job.image, "launch.image", "kubernetes", "name an image that holds this package: containers/Dockerfile")
+    require(
+        job.image, "launch.image", "kubernetes", "name an image that holds this package: scripts/containers/Dockerfile"
+    )
     require_nothing_lost(job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "kubernetes")
     kinds = {"pytorchjob": _pytorchjob, "trainjob": _trainjob, "jobset": _jobset}
     manifests = kinds[launch.kubernetes.kind](job, launch)

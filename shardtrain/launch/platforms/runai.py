@@ -18,7 +18,8 @@ def render(job: Job, launch: Launch) -> list[str]:
     Raises:
         ConfigError: the job asks for what the command cannot say.
     """
-    require(job.image, "launch.image", "runai", "name an image that holds this package: containers/Dockerfile")
+    fix = "name an image that holds this package: scripts/containers/Dockerfile"
+    require(job.image, "launch.image", "runai", fix)
     require_nothing_lost(job.forwarded, [s.variable for s in job.secrets], "launch.forward_env", "runai")
     for mount in job.mounts:
         if mount.read_only:

@@ -420,7 +420,7 @@ def _data(found: Found) -> None:
         found.answer(
             "chat_template",
             "unsupported",
-            "save it to a file, and name that in data.chat_template; recipes/chatml.jinja is ChatML's",
+            "save it to a file, and name that in data.chat_template; configs/recipes/chatml.jinja is ChatML's",
         )
 
     packing = found.get("sample_packing", bool, False)

@@ -94,5 +94,5 @@ def test_commands_for_run_ai_have_the_flags_that_its_references_publish():
 
 
 def test_the_image_reads_the_variable_that_the_tutorial_sets():
-    text = (ROOT / "containers/Dockerfile").read_text()
+    text = (ROOT / "scripts/containers/Dockerfile").read_text()
     assert 'ENTRYPOINT ["shardtrain"]' in text and 'CMD ["train"]' in text and "CONFIG_FILE=" in text
