@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # it works before `pip install`, too
 
-from shardtrain.fmengine.__main__ import main
+from shardtrain.compat.fmengine.__main__ import main
 
 if __name__ == "__main__":
     sys.exit(main(["to_hf_format", *sys.argv[1:]]))

@@ -210,8 +210,8 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
         preset = None if verb == "test" else presets.FIRST
         loaded = config.load(arguments.path, arguments.overrides, preset=preset, keep_problems=keep_problems)
         return loaded, arguments
+    from shardtrain.compat import migrate
     from shardtrain.launch import environment
-    from shardtrain.tools import migrate
 
     # a file of another system: it is migrated in memory, and may also say how many nodes and processes
     path = Path(arguments.path)
@@ -237,8 +237,8 @@ FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 
 def _load_flags(arguments: CommandLine) -> Loaded:
     """The configuration that FMEngine's flags ask for; what it is depends on the number of ranks."""
+    from shardtrain.compat import migrate
     from shardtrain.launch import environment
-    from shardtrain.tools import migrate
 
     world = os.environ.get("WORLD_SIZE", "")
     if world.isdecimal():
@@ -255,7 +255,7 @@ def _config(words: list[str]) -> int:
         print(help_pages.CONFIG, end="")
         return 0
     if words[:1] == ["migrate"]:
-        return _module("shardtrain.tools.migrate.command")(words[1:])
+        return _module("shardtrain.compat.migrate.command")(words[1:])
     if words[:1] == ["check"]:
         opener = lambda arguments: _open(arguments, "config", keep_problems=True)  # noqa: E731
         return _module("shardtrain.train.preflight.command")(words[1:], opener)
@@ -493,7 +493,7 @@ def _long(verb: str, function: Callable[[list[str]], int]) -> Callable[[list[str
 
 def _checkpoint_of_others(words: list[str]) -> int:
     """The verbs of ``checkpoint`` for folders that other systems write and read."""
-    room = "fmengine" if words[0].endswith("-fmengine") else "tools.dcp"
+    room = "compat.fmengine" if words[0].endswith("-fmengine") else "tools.dcp"
     return _module(f"shardtrain.{room}.command")(words)
 
 

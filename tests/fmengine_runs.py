@@ -15,7 +15,7 @@ from tiny import make_run, whole
 from torch import Tensor
 
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.tools import migrate
+from shardtrain.compat import migrate
 from shardtrain.train import trainer
 from shardtrain.train.resume import resume
 

@@ -11,6 +11,7 @@ import pytest
 
 import shardtrain
 from shardtrain import config
+from shardtrain.compat.migrate import document
 from shardtrain.config.model_file import read_model_file
 from shardtrain.config.task_file import read_task_file
 from shardtrain.data import sources
@@ -22,7 +23,6 @@ from shardtrain.hf.opening import config_of
 from shardtrain.hf.source import of_folder
 from shardtrain.optim import lr_scheduler
 from shardtrain.tools.generate.prompts import read_rows
-from shardtrain.tools.migrate import document
 from shardtrain.tools.plan import hardware
 
 PACKAGE = Path(shardtrain.__file__).parent

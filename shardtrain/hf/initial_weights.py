@@ -9,8 +9,8 @@ from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.hf import layer_files
 from shardtrain.hf.opening import is_hub_folder
+from shardtrain.hf.weights import weight_files
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError
 
@@ -46,7 +46,7 @@ def identity(config: Config) -> str:
 def of_folder(folder: Path) -> str:
     """What a Hugging Face folder is known by: names, sizes and both ends of its files of weights and of JSON."""
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.json"), *layer_files.weight_files(folder)]):
+    for path in sorted([*folder.glob("*.json"), *weight_files(folder)]):
         size = path.stat().st_size
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
             digest.update(f"{path.name}:{size}:".encode() + file.read(_SAMPLE_BYTES))

@@ -18,9 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardtrain.hf import layer_files
 from shardtrain.hf.config_json import Quantised
-from shardtrain.hf.weights import HubWeights
+from shardtrain.hf.weights import HubWeights, layer_file_reader
 from shardtrain.utils.errors import CheckpointError
 
 _SCALE = "_scale_inv"
@@ -38,8 +37,9 @@ def open_weights(folder: Path, block: Quantised, prefix: str = "") -> HubWeights
 
     Names may begin with ``prefix``: see ``HubWeights``.
     """
-    if layer_files.is_layer_folder(folder):
-        return layer_files.LayerWeights(folder)
+    if (reader := layer_file_reader(folder)) is not None:
+        layer_weights: HubWeights = reader.LayerWeights(folder)
+        return layer_weights
     if isinstance(block, tuple):
         return BlockFp8Weights(folder, block, prefix)
     return HubWeights(folder, prefix) if block is None else Mxfp4Weights(folder, prefix)

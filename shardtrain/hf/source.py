@@ -17,12 +17,11 @@ from typing import Any
 
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
-from shardtrain.hf import layer_files
 from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.quantized_weights import open_weights
-from shardtrain.hf.weights import BIN, BIN_INDEX, INDEX, SINGLE, HubWeights
+from shardtrain.hf.weights import BIN, BIN_INDEX, HubWeights, has_safetensors, layer_file_reader
 from shardtrain.utils import atomic_io, checked_json, storage_errors, temporary
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
@@ -177,7 +176,7 @@ def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder has weights that can be opened, by the names of their files."""
-    return (folder / SINGLE).is_file() or (folder / INDEX).is_file() or layer_files.is_layer_folder(folder)
+    return has_safetensors(folder) or layer_file_reader(folder) is not None
 
 
 def dtypes_of(path: Path, translation: Translation) -> dict[str, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +25,31 @@ WRAPPERS = ("module.", "_orig_mod.")
 """What DataParallel, DistributedDataParallel and torch.compile put before every name of a model."""
 T = TypeVar("T")
 _TYPES = {word: getattr(torch, name) for name, word in TYPES.items()}
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Return True if the folder has its weights in one safetensors file, or in several with an index."""
+    return (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+
+
+def layer_file_reader(folder: Path) -> ModuleType | None:
+    """Return ``compat/layer_files.py`` if the folder has one file per layer and no safetensors.
+
+    The module is looked up by name, because ``compat`` need not be installed.
+    """
+    if has_safetensors(folder) or importlib.util.find_spec("shardtrain.compat") is None:
+        return None
+    reader = importlib.import_module("shardtrain.compat.layer_files")
+    return reader if reader.steps_of(folder) else None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files of a folder's weights in order: safetensors, else one file per layer."""
+    found = sorted(folder.glob("*.safetensors"))
+    if found:
+        return found
+    reader = layer_file_reader(folder)
+    return sorted(reader.files_of(reader.step_of(folder)).values()) if reader is not None else []
 
 
 def without_wrappers(table: dict[str, T]) -> dict[str, T]:

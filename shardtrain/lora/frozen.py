@@ -23,11 +23,12 @@ from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.hf import as_is, importing, layer_files, mapping
+from shardtrain.hf import as_is, importing, mapping
 from shardtrain.hf.config_json import CONFIG
 from shardtrain.hf.model import check_same, recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import dtypes_of
+from shardtrain.hf.weights import weight_files
 from shardtrain.layout import Draw
 from shardtrain.lora import FACT, PATH, quantize, stacks
 from shardtrain.lora.linear import is_transposed
@@ -212,7 +213,7 @@ def fingerprint(path: Place, in_hub: bool, rank: int = 0, size: int = 1) -> dict
     if not in_hub:
         return {manifest.MANIFEST: hashlib.sha256(manifest.read_bytes(path)).hexdigest()}
     folder = Path(str(path))
-    names = [CONFIG, *(file.relative_to(folder).as_posix() for file in layer_files.weight_files(folder))]
+    names = [CONFIG, *(file.relative_to(folder).as_posix() for file in weight_files(folder))]
     try:
         return {name: _sha256(folder / name) for name in names[rank::size]}
     except OSError as error:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from shardtrain.compat.migrate import migrate
 from shardtrain.config import Loaded, check, load, load_settings, notes, read_model_file, resolved_toml, shape
 from shardtrain.config.aliases import ALIASES
 from shardtrain.config.options import options
-from shardtrain.tools.migrate import migrate
 from shardtrain.utils.errors import ConfigError
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "configs"

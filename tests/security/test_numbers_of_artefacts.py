@@ -18,6 +18,7 @@ import transformers
 from tiers import cases
 
 from shardtrain import config
+from shardtrain.compat import migrate
 from shardtrain.config.options import options
 from shardtrain.data import shard_index
 from shardtrain.data.shard_writer import ShardWriter
@@ -26,7 +27,6 @@ from shardtrain.data.tokenizers import tokenizer_config
 from shardtrain.hf import generation_config, listing, model, source, weights
 from shardtrain.lora import peft
 from shardtrain.resilience.guards.loss_spikes import Guard
-from shardtrain.tools import migrate
 from shardtrain.train.state import TrainState
 from shardtrain.utils import checked_json
 from shardtrain.utils.errors import CheckpointError, ConfigError, ShardtrainError

@@ -51,7 +51,7 @@ STARTS = {
     "main.py": [sys.executable, str(ROOT / "main.py"), "--help"],
     "train.py": [sys.executable, str(ROOT / "train.py"), *f"debug {TRAIN} --nproc 1".split()],
     "torchrun": [*TORCHRUN, *f"shardtrain.train debug {TRAIN}".split()],
-    "torchrun of FMEngine": [sys.executable, "-m", "shardtrain.fmengine", "torchrun", "--help"],
+    "torchrun of FMEngine": [sys.executable, "-m", "shardtrain.compat.fmengine", "torchrun", "--help"],
     "agent of several nodes": [
         *MODULE,
         *f"train debug {TRAIN} --nproc 1 --nnodes 1 --node_rank 0 --rdzv_endpoint 127.0.0.1:29597".split(),

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardtrain.compat.migrate.document import Document
 from shardtrain.config.coerce import Unfit
 from shardtrain.config.options import nearest
 from shardtrain.config.settings import Setting
 from shardtrain.config.show import toml_value
-from shardtrain.tools.migrate.document import Document
 from shardtrain.utils.errors import Problem
 from shardtrain.utils.redact import shown
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.tools.migrate.report import JOINED, Cannot, Found, Idle, Rule, To, default_to_constant_rate
-from shardtrain.tools.migrate.training_arguments import accumulate, model_folder
+from shardtrain.compat.migrate.report import JOINED, Cannot, Found, Idle, Rule, To, default_to_constant_rate
+from shardtrain.compat.migrate.training_arguments import accumulate, model_folder
 
 SYSTEM = "torchtune"
 OPEN = "an argument of its recipe that has no counterpart here"

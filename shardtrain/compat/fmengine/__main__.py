@@ -1,4 +1,4 @@
-"""``python -m shardtrain.fmengine PROGRAM ...``: the programs of FMEngine, with their own flags.
+"""``python -m shardtrain.compat.fmengine PROGRAM ...``: the programs of FMEngine, with their own flags.
 
 train         cli/train.py: as a rank where torchrun or DeepSpeed's launcher started it, else with ranks of its own
 deepspeed     the launcher, for cli/train.py alone: on this machine, or on the hosts of a hostfile
@@ -31,9 +31,11 @@ def _dispatch(words: list[str]) -> int:
     if name not in PROGRAMS:
         fix = f"use one of {', '.join(PROGRAMS)}"
         rule = "needs a program" if name is None else "is not one of its programs"
-        raise ConfigError(Problem("shardtrain.fmengine", name, rule, fix, "command line"))
+        raise ConfigError(Problem("shardtrain.compat.fmengine", name, rule, fix, "command line"))
     module, function = PROGRAMS[name]
-    program: Callable[[list[str]], int] = getattr(importlib.import_module(f"shardtrain.fmengine.{module}"), function)
+    program: Callable[[list[str]], int] = getattr(
+        importlib.import_module(f"shardtrain.compat.fmengine.{module}"), function
+    )
     return program(rest)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint.torch_file import Stored, TorchFile
 from shardtrain.hf.config_json import CONFIG, read_json
-from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
+from shardtrain.hf.weights import HubWeights
 from shardtrain.utils import reading
 from shardtrain.utils.errors import CheckpointError
 
@@ -130,19 +130,6 @@ def step_of(folder: Path) -> Path:
     if not steps:
         raise CheckpointError(f"{folder} has no layer_00-model_00-model_states.pt, nor a step with it")
     return steps[-1]
-
-
-def is_layer_folder(folder: Path) -> bool:
-    """Whether a folder's weights are files per layer, and no safetensors."""
-    if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
-        return False
-    return bool(steps_of(folder))
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files of a folder's weights, of either kind, in order."""
-    found = sorted(folder.glob("*.safetensors"))
-    return found or (sorted(files_of(step_of(folder)).values()) if steps_of(folder) else [])
 
 
 def files_of(step: Path) -> dict[tuple[int, int], Path]:

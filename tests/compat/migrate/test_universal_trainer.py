@@ -27,13 +27,13 @@ from torch.nn import functional as F
 
 from shardtrain import config as configs
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.compat import migrate
+from shardtrain.compat.migrate import ThisMachine
 from shardtrain.config.schema import Config
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.ops.dtensor import to_full
 from shardtrain.optim.lr_scheduler import learning_rate
-from shardtrain.tools import migrate
-from shardtrain.tools.migrate import ThisMachine
 from shardtrain.train import trainer
 from shardtrain.train.resume import resume
 from shardtrain.utils.errors import CheckpointError, ConfigError
@@ -212,7 +212,7 @@ SHARDING = {
 @pytest.mark.parametrize("name", SHARDING)
 @pytest.mark.nightly(
     "each flag",
-    by="tests/tools/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+    by="tests/compat/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
 )
 def test_sharding_flags_change_no_loss(tmp_path: Path, name: str) -> None:
     plain = run_ranks(2, body, configured(made(tmp_path / "plain"), 2), 4)[0]
@@ -222,7 +222,7 @@ def test_sharding_flags_change_no_loss(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.nightly(
     "on other numbers of devices",
-    by="tests/tools/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+    by="tests/compat/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
 )
 def test_a_batch_of_all_devices_is_dealt_to_as_many_as_divide_it(tmp_path: Path) -> None:
     file = made(tmp_path / "folder", is_distributed=False, batch_size=9)
@@ -445,7 +445,7 @@ def test_a_folder_of_the_program_trains_and_tests_as_it_is(tmp_path: Path, epoch
 @pytest.mark.timeout(300)
 @pytest.mark.nightly(
     "by name",
-    by="tests/tools/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+    by="tests/compat/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
 )
 def test_an_old_checkpoint_is_tested_by_its_name(tmp_path: Path) -> None:
     """And a set without labels gets predictions alone: those of the program's own network."""
@@ -556,7 +556,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "universal_trainer"
 
 @pytest.mark.nightly(
     "one model more",
-    by="tests/tools/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
+    by="tests/compat/migrate/test_universal_trainer.py::test_a_folder_of_the_program_trains_and_tests_as_it_is",
 )
 def test_the_template_trains_a_model_of_its_own(tmp_path: Path) -> None:
     text = (EXAMPLE / "parameters.yml").read_text()

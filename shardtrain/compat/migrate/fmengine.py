@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardtrain.tools.migrate import deepspeed
-from shardtrain.tools.migrate.document import Document, facts_of_folder, read
-from shardtrain.tools.migrate.report import JOINED, Found, Idle, Rule, To, apply
+from shardtrain.compat.migrate import deepspeed
+from shardtrain.compat.migrate.document import Document, facts_of_folder, read
+from shardtrain.compat.migrate.report import JOINED, Found, Idle, Rule, To, apply
 from shardtrain.utils.errors import ConfigError, Problem
 
 SYSTEM = "FMEngine"

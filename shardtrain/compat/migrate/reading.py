@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from shardtrain import config
-from shardtrain.config.settings import Setting
-from shardtrain.tools.migrate import (
+from shardtrain.compat.migrate import (
     accelerate,
     axolotl,
     deepspeed,
@@ -18,8 +17,9 @@ from shardtrain.tools.migrate import (
     training_arguments,
     universal_trainer,
 )
-from shardtrain.tools.migrate.document import Document, read, read_text
-from shardtrain.tools.migrate.report import Entry, Found, Rule, ThisMachine, apply, flatten
+from shardtrain.compat.migrate.document import Document, read, read_text
+from shardtrain.compat.migrate.report import Entry, Found, Rule, ThisMachine, apply, flatten
+from shardtrain.config.settings import Setting
 from shardtrain.utils.errors import ConfigError, Problem
 
 FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")

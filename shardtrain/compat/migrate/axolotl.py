@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.tools.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
-from shardtrain.tools.migrate.training_arguments import (
+from shardtrain.compat.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
+from shardtrain.compat.migrate.training_arguments import (
     accumulate,
     model_folder,
     modules,

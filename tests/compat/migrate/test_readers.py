@@ -12,9 +12,9 @@ import yaml
 from foreign_configs import FILES, LLAMA, write
 
 from shardtrain import cli, config
+from shardtrain.compat.migrate import load, migrate
+from shardtrain.compat.migrate.reading import Migration
 from shardtrain.optim.lr_scheduler import learning_rate
-from shardtrain.tools.migrate import load, migrate
-from shardtrain.tools.migrate.reading import Migration
 from shardtrain.utils.errors import ConfigError
 
 

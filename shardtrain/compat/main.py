@@ -1,4 +1,4 @@
-"""``python -m shardtrain.main --params=parameters.yml``: as pytorch_universal_trainer is started, on every node.
+"""``python -m shardtrain.compat.main --params=parameters.yml``: as pytorch_universal_trainer is started, on every node.
 
 Its command is ``python main.py --params=parameters.yml``, so this module has the name of its file, as
 ``python -m shardtrain.train`` has that of torchtitan's; ``main.py`` at the root of the repository is the same. The file
@@ -17,7 +17,7 @@ from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 from shardtrain.utils.redact import one_line
 
 USAGE = """\
-usage: python -m shardtrain.main --params=parameters.yml [--nproc N] [--section.key VALUE ...]
+usage: python -m shardtrain.compat.main --params=parameters.yml [--nproc N] [--section.key VALUE ...]
 
 Train, or with `mode: test` test, as a parameters.yml of pytorch_universal_trainer says. With several nodes the same
 command runs on each, with a current_node of its own. Options of this package (`shardtrain config help`) come after.
@@ -43,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _read(words: list[str]) -> tuple[str, str, list[str]]:
     """The verb, the file, and what follows them; raises ConfigError."""
-    from shardtrain.tools import migrate
-    from shardtrain.tools.migrate import universal_trainer
+    from shardtrain.compat import migrate
+    from shardtrain.compat.migrate import universal_trainer
 
     # the one option of the other program; all others are this package's
     rest = list(words)

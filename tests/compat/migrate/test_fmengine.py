@@ -20,9 +20,9 @@ from ports import free_port
 from ranks import run_ranks
 
 from shardtrain import cli
+from shardtrain.compat import migrate
+from shardtrain.compat.migrate import load_flags
 from shardtrain.hf.llama import HUB
-from shardtrain.tools import migrate
-from shardtrain.tools.migrate import load_flags
 
 ROOT = Path(__file__).parents[3]
 FIRST = """\
@@ -193,7 +193,7 @@ def test_rates_and_twenty_steps_are_those_of_a_plain_loop(tmp_path: Path) -> Non
 def program(folder: Path, name: str, words: str) -> subprocess.CompletedProcess[str]:
     """One of FMEngine's programs in a folder that holds only what its user has."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command, limit = [sys.executable, "-m", "shardtrain.fmengine", name, *words.split()], patience.seconds(150)
+    command, limit = [sys.executable, "-m", "shardtrain.compat.fmengine", name, *words.split()], patience.seconds(150)
     done = forked.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stderr[-3000:]
     return done
@@ -262,7 +262,7 @@ def test_adapters_of_a_mistral_are_beside_queries_and_values(tmp_path: Path) -> 
 
 @pytest.mark.nightly(
     "the same in processes of their own",
-    by="tests/tools/migrate/test_fmengine.py::test_a_users_folder_trains_and_goes_back_in_three_commands",
+    by="tests/compat/migrate/test_fmengine.py::test_a_users_folder_trains_and_goes_back_in_three_commands",
 )
 def test_commands_of_a_shell_and_a_script_of_slurm_run_as_they_are(tmp_path: Path) -> None:
     """Both launchers found on PATH, and the site's script with programs that stand for Slurm and Apptainer."""
@@ -275,7 +275,7 @@ def test_commands_of_a_shell_and_a_script_of_slurm_run_as_they_are(tmp_path: Pat
     environment |= {"SLURM_JOB_GPUS": "0", "SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "two"}
     environment["PATH"] = f"{folder}/site:{environment['PATH']}"
     python = shlex.quote(sys.executable)
-    ours = f'export PATH="$({python} -m shardtrain.fmengine commands ./bin):$PATH"'
+    ours = f'export PATH="$({python} -m shardtrain.compat.fmengine commands ./bin):$PATH"'
 
     def shell(text: str) -> None:
         done = subprocess.run(["bash", "-c", text], cwd=folder, env=environment, capture_output=True, text=True)
@@ -387,7 +387,7 @@ def test_a_file_of_another_system_is_not_taken_for_deepspeeds(tmp_path: Path, ca
     ],
 )
 def test_a_wrong_word_of_its_programs_is_one_line(words: list[str], told: str, tmp_path: Path, capfd: Any) -> None:
-    from shardtrain.fmengine.__main__ import main
+    from shardtrain.compat.fmengine.__main__ import main
 
     before = os.getcwd()
     os.chdir(tmp_path)
@@ -412,7 +412,7 @@ exec bash -c "$3"
 
 
 @pytest.mark.nightly(
-    "what is told to the hosts", by="tests/tools/migrate/test_fmengine.py::test_a_hostfile_becomes_a_launch_by_ssh"
+    "what is told to the hosts", by="tests/compat/migrate/test_fmengine.py::test_a_hostfile_becomes_a_launch_by_ssh"
 )
 def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     folder = users_folder(tmp_path)
@@ -424,7 +424,15 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
     environment |= {"PATH": f"{folder}/site:{os.environ['PATH']}", "XDG_STATE_HOME": str(folder / "state")}
     program(folder, "from_hf", "--model_name_or_path hf --output_dir pretrained")
     words = TRAIN.replace("--num_gpus 2 --num_nodes 1", f"--num_gpus 1 --num_nodes 2 --master_port {free_port()}")
-    command = [sys.executable, "-m", "shardtrain.fmengine", "deepspeed", "--hostfile", "hostfile", *words.split()]
+    command = [
+        sys.executable,
+        "-m",
+        "shardtrain.compat.fmengine",
+        "deepspeed",
+        "--hostfile",
+        "hostfile",
+        *words.split(),
+    ]
     limit = patience.seconds(150)
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=limit)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -435,7 +443,7 @@ def test_hosts_of_a_hostfile_train_one_run(tmp_path: Path) -> None:
 
 def test_a_hostfile_becomes_a_launch_by_ssh(tmp_path: Path, monkeypatch: Any) -> None:
     """What the launcher's options become; the launch itself has laws of its own."""
-    from shardtrain.fmengine import launching
+    from shardtrain.compat.fmengine import launching
     from shardtrain.launch import command
 
     folder = users_folder(tmp_path)

@@ -24,7 +24,7 @@ from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
 ROOT = Path(__file__).parents[3]
 PRESETS = ROOT / "tests/fixtures/configs"
 TORCHTRAIN_RUNS = (
-    "tests/tools/migrate/test_torchtitan_runs.py::"
+    "tests/compat/migrate/test_torchtitan_runs.py::"
     "test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags"
 )
 """The law of the default tier that starts a script of theirs."""
@@ -259,7 +259,7 @@ def test_weights_alone_in_bfloat16_go_to_torch_load(torchtitan):
 
 @pytest.mark.nightly(
     "on meshes",
-    by="tests/tools/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
+    by="tests/compat/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
 )
 def test_a_seed_checkpoint_of_one_process_starts_any_mesh(torchtitan):
     """``NGPU=1 ... --checkpoint.create_seed_checkpoint``, then the run: torchtitan's recipe for equal first weights."""
@@ -295,7 +295,7 @@ TRAIN = (
 
 @pytest.mark.nightly(
     "in a pod",
-    by="tests/tools/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
+    by="tests/compat/migrate/test_torchtitan_runs.py::test_torchtrain_s_folder_trains_with_its_script_and_its_dashboard_has_its_tags",
 )
 def test_a_pod_of_runai_submit_has_no_variables_of_a_job_and_trains(runai):
     """C9 of the tutorial, where the original died of an empty PET_NNODES."""

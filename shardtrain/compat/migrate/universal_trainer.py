@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardtrain.compat.migrate.document import facts_of_folder
+from shardtrain.compat.migrate.report import JOINED, Found, Rule, To
 from shardtrain.config.task_file import read_task_file
-from shardtrain.tools.migrate.document import facts_of_folder
-from shardtrain.tools.migrate.report import JOINED, Found, Rule, To
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -103,7 +103,7 @@ def finish(found: Found) -> None:
         fix = "correct it; a test file without labels gets predictions alone"
         found.problems.append(Problem(f"{_T}mode", mode, "must be train or test", fix, where))
     found.verb = mode
-    found.answer(_key(_T, "mode"), "honoured", f"shardtrain.main runs `shardtrain {mode}` of this file")
+    found.answer(_key(_T, "mode"), "honoured", f"shardtrain.compat.main runs `shardtrain {mode}` of this file")
     folder = get(_key(_T, "pretrained_model_dir"), str)
     network = not any(setting.option == "model.name" for setting in found.settings)
     if folder and network:

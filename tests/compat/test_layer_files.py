@@ -18,7 +18,7 @@ from hostile_files import bombs
 from tiers import cases
 
 from shardtrain import cli
-from shardtrain.hf.layer_files import LayerWeights, step_of
+from shardtrain.compat.layer_files import LayerWeights, step_of
 from shardtrain.utils.errors import CheckpointError
 
 STEP = "global_step001"

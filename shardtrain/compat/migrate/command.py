@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardtrain import config
+from shardtrain.compat.migrate.reading import Migration, migrate, unnamed
 from shardtrain.config import json_schema
-from shardtrain.tools.migrate.reading import Migration, migrate, unnamed
 from shardtrain.utils import storage_errors
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem

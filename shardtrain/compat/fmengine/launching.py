@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardtrain import cli, config
+from shardtrain.compat import migrate
+from shardtrain.compat.migrate.fmengine import FLAG
 from shardtrain.config.command_line import Option, take
-from shardtrain.tools import migrate
-from shardtrain.tools.migrate.fmengine import FLAG
 from shardtrain.utils import atomic_io, python_child, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -72,7 +72,7 @@ def torchrun(words: list[str]) -> int:
     """``torchrun``, which starts our ``cli/train.py`` where the program is FMEngine's; gives the exit status."""
     at = next((n for n, word in enumerate(words) if word.endswith("cli/train.py")), None)
     if at is not None and any(word.partition("=")[0] == FLAG for word in words[at:]):
-        words = [*words[:at], "-m", "shardtrain.fmengine", "train", *words[at + 1 :]]
+        words = [*words[:at], "-m", "shardtrain.compat.fmengine", "train", *words[at + 1 :]]
     # this process becomes PyTorch's launcher: signals and the exit status are its own, and nothing is flushed later
     sys.stdout.flush()
     os.execv(sys.executable, python_child.command("torch.distributed.run", *words))
@@ -86,16 +86,16 @@ def commands(words: list[str]) -> int:
     """
     if len(words) != 1 or words[0].startswith("-"):
         rule = "needs the folder that they are written into"
-        fix = 'write it like export PATH="$(python -m shardtrain.fmengine commands ~/.fmengine):$PATH"'
-        raise ConfigError(Problem("shardtrain.fmengine commands", None, rule, fix, "command line"))
+        fix = 'write it like export PATH="$(python -m shardtrain.compat.fmengine commands ~/.fmengine):$PATH"'
+        raise ConfigError(Problem("shardtrain.compat.fmengine commands", None, rule, fix, "command line"))
     folder = Path(words[0]).expanduser().absolute()
     for name in ("deepspeed", "torchrun"):
-        command = shlex.join(python_child.command("shardtrain.fmengine", name))
+        command = shlex.join(python_child.command("shardtrain.compat.fmengine", name))
         text = f'#!/bin/sh\nexec {command} "$@"\n'
         path = folder / name
         with storage_errors.writing(path):
             folder.mkdir(parents=True, exist_ok=True)
-            if path.exists() and "shardtrain.fmengine" not in path.read_text(errors="replace")[:1000]:
+            if path.exists() and "shardtrain.compat.fmengine" not in path.read_text(errors="replace")[:1000]:
                 raise ConfigError(Problem(str(path), None, "exists and is another program", "name another folder"))
             path.write_text(text, encoding="utf-8")
             path.chmod(0o755)

@@ -38,7 +38,7 @@ def from_fmengine(words: Sequence[str]) -> int:
     require_new(found.output)
     if found.adapter or found.lora_alpha is not None:
         return _adapters(found.folder, found.output, found.step, found.lora_alpha, found.adapter, found.base_model)
-    from shardtrain.fmengine import folders
+    from shardtrain.compat.fmengine import folders
     from shardtrain.hf import importing
 
     with folders.staged(found.folder, found.base_model, found.step, found.output) as folder:
@@ -64,7 +64,7 @@ def to_fmengine(words: Sequence[str]) -> int:
     parser.add_argument("--config", type=Path, help="the run's TOML (default: config.resolved.toml of the run)")
     found = parser.read(words)
     require_new(found.output)
-    from shardtrain.fmengine import folders
+    from shardtrain.compat.fmengine import folders
 
     # A checkpoint is exported first, into a folder that is there within the block.
     with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def to_hf_format(words: Sequence[str]) -> int:
         fix = f"shardtrain data download --repo_id {found.base_model}, and name the folder"
         raise ConfigError(Problem("--base-model", found.base_model, rule, fix, "command line"))
     base = Path(found.base_model) if found.base_model else None
-    from shardtrain.fmengine import folders
+    from shardtrain.compat.fmengine import folders
     from shardtrain.lora import FACT
 
     # The steps that are asked for: of a shardtrain run, under the names that FMEngine would give them, or of FMEngine.
@@ -157,7 +157,7 @@ def from_hf(words: Sequence[str]) -> int:
 
 
 def _adapters(folder: Path, output: Path, step: str, alpha: float | None, asked: bool, base: Path | None) -> int:
-    from shardtrain.fmengine import folders
+    from shardtrain.compat.fmengine import folders
 
     if not asked:
         raise ConfigError(Problem("--lora_alpha", alpha, "has no effect without --adapter", "add it", "command line"))

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardtrain.compat.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
 from shardtrain.facts.file_kinds import dataset_of
-from shardtrain.tools.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
 
 SYSTEM = "Hugging Face TrainingArguments"
 OPEN = "no argument of TrainingArguments: it belongs to the program that reads this file"

@@ -1,1 +1,0 @@
-"""What users of FMEngine bring: its folders of a file per layer, and its command lines."""
