@@ -28,8 +28,8 @@ import torch
 
 from shardtrain.config.schema import Config, Data
 from shardtrain.data import DataLoader, open_dataloader
-from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.prepared.shard_writer import ShardWriter, default_shard_tokens
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 
 SEQ_LEN, ROWS, VOCAB = 2048, 8, 258
 PACKINGS = {

@@ -63,14 +63,15 @@ from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile, Sto
 from shardtrain.checkpoint.storage import LocalStorage
 from shardtrain.config import load
 from shardtrain.config.schema import Checkpoint, Config, Job
-from shardtrain.data import open_dataloader, shard_index
+from shardtrain.data import open_dataloader
 from shardtrain.data.file_hashes import Contents
-from shardtrain.data.fit_table import FitTableWriter, open_table, table_name
-from shardtrain.data.fitted import BLOCK_DOCUMENTS, fit_block, num_blocks, pack
-from shardtrain.data.packing import Packing, Sequences
-from shardtrain.data.shard_writer import ShardWriter
-from shardtrain.data.shards import ShardTokenBuffer
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.packing.fit_table import FitTableWriter, open_table, table_name
+from shardtrain.data.packing.fitted import BLOCK_DOCUMENTS, fit_block, num_blocks, pack
+from shardtrain.data.packing.packed_rows import Packing, Sequences
+from shardtrain.data.prepared import shard_index
+from shardtrain.data.prepared.shard_writer import ShardWriter
+from shardtrain.data.prepared.shards import ShardTokenBuffer
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.metrics.sinks.jsonl import JsonlFile
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink, thinned
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat

@@ -22,7 +22,7 @@ from tiny import Ended, tiny_config, train_whole
 from tiny_tokenizers import bpe_folder, with_post_processor
 
 from shardtrain.config.schema import Config
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.hf.model import recognise
 
 STEPS, BATCH, SEQ_LEN = 10, 4, 48

@@ -26,9 +26,9 @@ from small_checkpoint import checkpoints, rest, weights
 import shardtrain
 from shardtrain import cli, config, data
 from shardtrain.data import sources
-from shardtrain.data.chat_template import ChatTemplate
-from shardtrain.data.shards import ShardTokenBuffer
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.chat.chat_template import ChatTemplate
+from shardtrain.data.prepared.shards import ShardTokenBuffer
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.launch import failure, local
 from shardtrain.metrics.sinks.jsonl import JsonlFile
 from shardtrain.utils import python_child, user_cache

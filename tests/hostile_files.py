@@ -23,7 +23,7 @@ import numpy as np
 from small_checkpoint import checkpoints, save, world_of_one
 from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
 
-from shardtrain.data.shard_writer import ShardWriter
+from shardtrain.data.prepared.shard_writer import ShardWriter
 
 MANY = "[" * 100_000
 

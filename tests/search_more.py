@@ -590,8 +590,8 @@ NOT_DRAWN: dict[str, tuple[str, ...]] = {
         "metrics.legacy_tags", "model.print_after_conversion", "training.gc_debug",
         "activation_checkpoint.visualize_memory_budget_pareto",
     ),
-    "tokens that the next start takes: tests/data/test_token_cache.py": ("data.cache_tokens",),
-    "which tokens of a turn are learned, decided per row: tests/data/test_chat.py": (
+    "tokens that the next start takes: tests/data/documents/test_token_cache.py": ("data.cache_tokens",),
+    "which tokens of a turn are learned, decided per row: tests/data/chat/test_conversations.py": (
         "data.learn_turn_separator", "data.turn_end",
     ),
     "a profiler beside the steps": (

@@ -16,7 +16,7 @@ from shardtrain.config.model_file import read_model_file
 from shardtrain.config.task_file import read_task_file
 from shardtrain.data import sources
 from shardtrain.data.sources import Request, every_row
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.data.tokenizers.tokenizer_config import read_text
 from shardtrain.hf.generation_config import end_ids, read_settings
 from shardtrain.hf.opening import config_of

@@ -27,8 +27,8 @@ from tiny import shallow_config, text_file
 
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
-from shardtrain.data.shard_writer import ShardWriter
-from shardtrain.data.tokenizer import ByteTokenizer
+from shardtrain.data.prepared.shard_writer import ShardWriter
+from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer
 from shardtrain.train import trainer
 from shardtrain.utils import storage_errors
 
@@ -296,7 +296,7 @@ def data_of(places: pytest.TempPathFactory, kind: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("ranks", "kind"), cases([(1, "shards")], nightly=[(1, "text"), (2, "shards"), (2, "text")]))
 @pytest.mark.nightly(
     "at any call",
-    by="tests/data/test_shards_damage.py::test_storage_that_does_not_answer_is_not_damage",
+    by="tests/data/prepared/test_shards_damage.py::test_storage_that_does_not_answer_is_not_damage",
 )
 def test_a_fault_of_the_storage_of_the_data_is_worth_a_retry_or_told_as_a_file_that_is_gone(
     ranks: int, kind: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

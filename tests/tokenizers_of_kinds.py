@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from shardtrain.data.tokenizer import Tokenizer as OpenedTokenizer
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import Tokenizer as OpenedTokenizer
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 
 TEXTS = [
     "Q: what? A: two words return x def main hello world",

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shardtrain.data.batch import IGNORE, Batch
     from shardtrain.data.filler import mark_filler
     from shardtrain.data.loader import DataLoader, open_dataloader
-    from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
+    from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
     from shardtrain.data.workers import death_of_worker
 
 __all__ = [
@@ -33,8 +33,8 @@ _HOMES = {
     "DataLoader": "loader",
     "death_of_worker": "workers",
     "open_dataloader": "loader",
-    "Tokenizer": "tokenizer",
-    "open_tokenizer": "tokenizer",
+    "Tokenizer": "tokenizers.open_tokenizer",
+    "open_tokenizer": "tokenizers.open_tokenizer",
 }
 
 

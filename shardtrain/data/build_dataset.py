@@ -13,25 +13,26 @@ from typing import Any, Protocol
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, DataSource, Training, Validation
-from shardtrain.data import sandbox, shared_opening, sources, token_cache
-from shardtrain.data.chat_messages import messages_column
-from shardtrain.data.columns import find
-from shardtrain.data.document import Document, Encoder
-from shardtrain.data.encode import open_encoder
-from shardtrain.data.ends import described
+from shardtrain.data import sandbox, shared_opening, sources
+from shardtrain.data.chat.messages import messages_column
+from shardtrain.data.documents import token_cache
+from shardtrain.data.documents.columns import find
+from shardtrain.data.documents.encode import open_encoder
+from shardtrain.data.documents.encoded import Document, Encoder
+from shardtrain.data.documents.growth import Growth
+from shardtrain.data.documents.read_documents import BadRows, RowStats, log_left_out, read_documents
+from shardtrain.data.documents.row_template import TemplatedEncoder
 from shardtrain.data.feed import Feed, IndexedFeed
-from shardtrain.data.growth import Growth
 from shardtrain.data.mix import Mixture, Stage
-from shardtrain.data.packing import Packing, lost_documents
-from shardtrain.data.read_documents import BadRows, RowStats, log_left_out, read_documents
-from shardtrain.data.row_template import TemplatedEncoder
-from shardtrain.data.shard_index import read_index
-from shardtrain.data.shards import ShardTokenBuffer
+from shardtrain.data.packing.packed_rows import Packing, lost_documents
+from shardtrain.data.packing.token_buffer import MemoryTokenBuffer, TokenBuffer
+from shardtrain.data.prepared.shard_index import read_index
+from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.sources import BadRow, Key, Request, Row, Shards, Table, every_row
-from shardtrain.data.sources._files import FileSource
-from shardtrain.data.stream import StreamFeed
-from shardtrain.data.token_buffer import MemoryTokenBuffer, TokenBuffer
-from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
+from shardtrain.data.sources._data_files import FileSource
+from shardtrain.data.streaming.stream import StreamFeed
+from shardtrain.data.tokenizers.ends import described
+from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
 from shardtrain.utils.errors import ConfigError, Problem
 
 logger = logging.getLogger(__name__)

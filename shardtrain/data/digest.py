@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from itertools import islice
 
-from shardtrain.data.sources._files import Marks
+from shardtrain.data.sources._data_files import Marks
 
 _PAIRS_AT_ONCE = 4096
 

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from shardtrain.data import shared_opening
 from shardtrain.data.digest import digest
 from shardtrain.data.file_hashes import WholeFile
-from shardtrain.data.fitted import pack, table_of
 from shardtrain.data.order import sample_at
-from shardtrain.data.packing import Packing, Sequences
-from shardtrain.data.shards import ShardTokenBuffer
-from shardtrain.data.token_buffer import TokenBuffer
+from shardtrain.data.packing.fitted import pack, table_of
+from shardtrain.data.packing.packed_rows import Packing, Sequences
+from shardtrain.data.packing.token_buffer import TokenBuffer
+from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.utils.errors import DataError, Problem
 
 Cursor = tuple[int, int, int]

@@ -25,9 +25,9 @@ from shardtrain.data.checksum import hash_rows
 from shardtrain.data.digest import digest
 from shardtrain.data.feed import CursorUpdate
 from shardtrain.data.file_hashes import WholeFile
-from shardtrain.data.packing import Sequences
-from shardtrain.data.reader_cursors import ReaderCursors
-from shardtrain.data.sources._files import sampled
+from shardtrain.data.packing.packed_rows import Sequences
+from shardtrain.data.sources._data_files import sampled
+from shardtrain.data.streaming.reader_cursors import ReaderCursors
 from shardtrain.data.workers import death_of_worker, in_order
 from shardtrain.ops import accelerator
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError

@@ -27,7 +27,7 @@ from shardtrain.data.digest import digest
 from shardtrain.data.loader import BatchWithCursors, DataLoader, RankSlice
 from shardtrain.data.mix import Mixture, Stage
 from shardtrain.data.order import sample_at
-from shardtrain.data.reader_cursors import ReaderCursors
+from shardtrain.data.streaming.reader_cursors import ReaderCursors
 from shardtrain.data.workers import in_order
 from shardtrain.ops import accelerator
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError

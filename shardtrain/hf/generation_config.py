@@ -14,8 +14,8 @@ from shardtrain.config.rules.task import OF_TEXT
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.data.build_dataset import formats_of
-from shardtrain.data.encode import end_tokens
-from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.data.documents.encode import end_tokens
+from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.hf.config_json import CONFIG
 from shardtrain.hf.format import GENERATION_KEYS
 from shardtrain.hf.source import Source

@@ -1,7 +1,7 @@
 """Tasks that compare answers: their rows, and the log-probability of an answer after its prompt.
 
-A row has a prompt and two answers (``data/preferences.py`` says in which shapes). Tokens of the prompt are not learned;
-an answer is cut where it reaches beyond seq_len.
+A row has a prompt and two answers (``data/documents/preferences.py`` lists the accepted shapes). Tokens of the
+prompt are not learned. An answer is cut where it exceeds seq_len.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardtrain.config.schema import Config
-from shardtrain.data import preferences
-from shardtrain.data.bad_rows import around_bad_rows, attempt
 from shardtrain.data.digest import digest
-from shardtrain.data.document import Document
-from shardtrain.data.encode import PromptEncoder
-from shardtrain.data.ends import described
+from shardtrain.data.documents import preferences
+from shardtrain.data.documents.bad_rows import around_bad_rows, attempt
+from shardtrain.data.documents.encode import PromptEncoder
+from shardtrain.data.documents.encoded import Document
+from shardtrain.data.documents.read_documents import TOO_LONG
 from shardtrain.data.filler import filler_documents
 from shardtrain.data.loader import DataLoader
-from shardtrain.data.read_documents import TOO_LONG
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
+from shardtrain.data.tokenizers.ends import described
 from shardtrain.hf import initial_weights
 from shardtrain.models.moe import has_experts
 from shardtrain.ops.targets import IGNORE

@@ -7,11 +7,11 @@ from typing import Generic, TypeVar
 
 from shardtrain.config.schema import Config, DataSource, Training, Validation
 from shardtrain.data import sources
-from shardtrain.data.bad_rows import attempt
 from shardtrain.data.build_dataset import NamedDataset, request_for
-from shardtrain.data.growth import Growth
-from shardtrain.data.read_documents import TOO_LONG, BadRows, RowStats, chunks, log_left_out
-from shardtrain.data.row_template import template_of
+from shardtrain.data.documents.bad_rows import attempt
+from shardtrain.data.documents.growth import Growth
+from shardtrain.data.documents.read_documents import TOO_LONG, BadRows, RowStats, chunks, log_left_out
+from shardtrain.data.documents.row_template import template_of
 from shardtrain.data.sources import BadRow, Key, Row, Shards, Table, every_row, place_of
 from shardtrain.utils.errors import DataError
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardtrain import models
 from shardtrain.config.schema import Config
-from shardtrain.data import columns
+from shardtrain.data.documents import columns
 from shardtrain.data.filler import filler_documents
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow, every_row

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
-from shardtrain.data import columns
-from shardtrain.data.bad_rows import around_bad_rows, attempt
-from shardtrain.data.columns import Unusable
 from shardtrain.data.digest import digest
-from shardtrain.data.ends import described
+from shardtrain.data.documents import columns
+from shardtrain.data.documents.bad_rows import around_bad_rows, attempt
+from shardtrain.data.documents.columns import Unusable
 from shardtrain.data.order import sample_at
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
+from shardtrain.data.tokenizers.ends import described
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks._answers import AnswerTask, Side, log_probabilities, side_of

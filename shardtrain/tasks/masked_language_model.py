@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
-from shardtrain.data import columns
 from shardtrain.data.digest import digest
+from shardtrain.data.documents import columns
 from shardtrain.data.filler import filler_documents
 from shardtrain.data.loader import DataLoader
 from shardtrain.data.row_stream import RowBatch, RowFeed, Rows

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.data.columns import Unusable, find
+from shardtrain.data.documents.columns import Unusable, find
 from shardtrain.data.filler import filler_documents
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.models.moe import has_experts

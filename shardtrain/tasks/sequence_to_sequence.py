@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.config.schema import Config
-from shardtrain.data import columns
+from shardtrain.data.documents import columns
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.data.sources import BadRow
 from shardtrain.layout import Layout

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.bad_rows import around_bad_rows, attempt
 from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.data.digest import digest
-from shardtrain.data.ends import Ends, described, ends_of
+from shardtrain.data.documents.bad_rows import around_bad_rows, attempt
 from shardtrain.data.sources import BadRow
+from shardtrain.data.tokenizers.ends import Ends, described, ends_of
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks.task import RowTask, Shown

@@ -17,7 +17,7 @@ from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config import derived
 from shardtrain.data.file_hashes import RESTART
-from shardtrain.data.sources._files import sampled
+from shardtrain.data.sources._data_files import sampled
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.hf import importing
 from shardtrain.hf.model import check_noted

@@ -18,7 +18,7 @@ from shardtrain import data
 from shardtrain.config.rules.task import OF_TEXT
 from shardtrain.config.schema import Config
 from shardtrain.data.build_dataset import tokenizer_of
-from shardtrain.data.ends import ends_of
+from shardtrain.data.tokenizers.ends import ends_of
 from shardtrain.distributed import Mesh, Runner
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.metrics.sinks.jsonl import JsonlFile

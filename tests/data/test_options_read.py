@@ -12,8 +12,8 @@ from tiny import tiny_config
 from shardtrain import tasks
 from shardtrain.config import check, load
 from shardtrain.config.schema import Config
-from shardtrain.data.encode import open_encoder
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.documents.encode import open_encoder
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.utils.errors import ConfigError, DataError
 
 pytest.importorskip("jinja2")

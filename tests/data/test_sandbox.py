@@ -13,9 +13,9 @@ from tiers import cases
 from tiny_tokenizers import bpe_folder
 
 from shardtrain.data import sandbox, sources
-from shardtrain.data.chat_template import ChatTemplate
-from shardtrain.data.columns import Unusable
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.chat.chat_template import ChatTemplate
+from shardtrain.data.documents.columns import Unusable
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.hf.config_json import read_json
 from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from shardtrain.config.toml_file import parse_file
-from shardtrain.data.sources import _files
+from shardtrain.data.sources import _data_files
 from shardtrain.facts import file_kinds
 from shardtrain.tools.evaluate import request
 from shardtrain.utils.errors import ConfigError
@@ -46,4 +46,4 @@ def test_other_files_are_rejected_with_the_known_endings(name, tmp_path):
 
 
 def test_compressions_are_those_that_can_be_read():
-    assert tuple(_files.COMPRESSIONS) == file_kinds.COMPRESSIONS
+    assert tuple(_data_files.COMPRESSIONS) == file_kinds.COMPRESSIONS

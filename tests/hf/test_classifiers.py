@@ -22,7 +22,7 @@ from shardtrain import cli
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config, Task
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.hf.model import recognise
 from shardtrain.train.preflight import model as preflight
 from shardtrain.train.resume import resume

@@ -18,7 +18,7 @@ from tiny_tokenizers import bpe_folder
 
 from shardtrain.cli import main
 from shardtrain.config.schema import Config
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.hf.generation_config import GENERATION, read_settings, trained_tokens, with_tokens
 from shardtrain.hf.model import recognise
 from shardtrain.hf.source import of_folder

@@ -20,10 +20,10 @@ from tiers import cases
 from shardtrain import config
 from shardtrain.compat import migrate
 from shardtrain.config.options import options
-from shardtrain.data import shard_index
-from shardtrain.data.shard_writer import ShardWriter
-from shardtrain.data.tokenizer import ByteTokenizer
+from shardtrain.data.prepared import shard_index
+from shardtrain.data.prepared.shard_writer import ShardWriter
 from shardtrain.data.tokenizers import tokenizer_config
+from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer
 from shardtrain.hf import generation_config, listing, model, source, weights
 from shardtrain.lora import peft
 from shardtrain.resilience.guards.loss_spikes import Guard

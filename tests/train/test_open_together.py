@@ -23,9 +23,9 @@ from tiny import text_file
 
 from shardtrain.config.schema import Config, Data, Training
 from shardtrain.data import open_dataloader, shared_opening
-from shardtrain.data.shard_writer import ShardWriter
-from shardtrain.data.sources import Request, _files, _hub, every_row
-from shardtrain.data.tokenizer import ByteTokenizer, open_tokenizer
+from shardtrain.data.prepared.shard_writer import ShardWriter
+from shardtrain.data.sources import Request, _data_files, _hub, every_row
+from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer, open_tokenizer
 from shardtrain.train import open_together
 from shardtrain.train.open_together import Together, together
 from shardtrain.utils import activity
@@ -112,7 +112,7 @@ def open_all(rank: int, folder: Path, wanted: dict[str, dict[str, Any]], many: i
     """Of each dataset: calls of this rank while it is opened, its fingerprint, and the rows of three batches."""
     calls, found = Calls(folder), {}
     for kind, options in wanted.items():
-        _files.MANY_FILES = many if kind.startswith("many") else 10_000
+        _data_files.MANY_FILES = many if kind.startswith("many") else 10_000
         config = config_of(options, "memory" if kind == "in memory" else "stream")
         calls.clear()
         with together(config):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.data.sources import Request
-from shardtrain.data.sources._files import list_files
+from shardtrain.data.sources._data_files import list_files
 from shardtrain.utils import reading
 from shardtrain.utils.errors import StorageError
 

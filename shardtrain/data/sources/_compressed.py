@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from shardtrain.data import sandbox
-from shardtrain.data.sources._files import File
+from shardtrain.data.sources._data_files import File
 from shardtrain.utils import libraries
 from shardtrain.utils.units import format_bytes
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardtrain.data.sources import BadRow
-from shardtrain.data.sources._files import File
+from shardtrain.data.sources._data_files import File
 
 _BLOCK_BYTES = 4 * 2**20  # of newlines alone, each of which takes some numbers
 _GAPS = ("gap_rows", "gap_starts", "gap_blanks")

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from shardtrain.data import sandbox
 from shardtrain.data.sources import Row
 from shardtrain.data.sources._compressed import BLOCK_BYTES, Damaged, open_stream
-from shardtrain.data.sources._files import File
+from shardtrain.data.sources._data_files import File
 from shardtrain.data.sources._index import BYTE_ORDER_MARK, too_long
 from shardtrain.data.sources._json import parse_text
 from shardtrain.utils.errors import DataError

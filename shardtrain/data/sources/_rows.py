@@ -10,7 +10,7 @@ from typing import Protocol
 
 from shardtrain.data.sources import BadRow, Row
 from shardtrain.data.sources._compressed import open_stream
-from shardtrain.data.sources._files import File, FileSource
+from shardtrain.data.sources._data_files import File, FileSource
 from shardtrain.data.sources._index import Index
 from shardtrain.data.sources._records import records
 

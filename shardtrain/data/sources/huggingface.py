@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Shards, Table, _hub, jsonl, parquet, text, tsv
-from shardtrain.data.sources._files import File, FileList, list_files
+from shardtrain.data.sources._data_files import File, FileList, list_files
 from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Shards, Table
-from shardtrain.data.sources._files import File, check_text, is_many, list_files, place_listed
+from shardtrain.data.sources._data_files import File, check_text, is_many, list_files, place_listed
 from shardtrain.data.sources._index import Index, Reader
 from shardtrain.data.sources._json import parse_bytes
 from shardtrain.data.sources._json_array import ArrayPart, is_array, open_array

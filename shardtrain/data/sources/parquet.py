@@ -12,7 +12,7 @@ from typing import Any
 from shardtrain.data import sandbox, shared_opening
 from shardtrain.data.sources import BadRow, Request, Row, Shards
 from shardtrain.data.sources._batches import rows_of_batch
-from shardtrain.data.sources._files import File, FileSource, is_many, list_files, place_listed
+from shardtrain.data.sources._data_files import File, FileSource, is_many, list_files, place_listed
 from shardtrain.facts import file_kinds
 from shardtrain.utils import libraries, reading
 

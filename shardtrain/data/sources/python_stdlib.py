@@ -17,7 +17,7 @@ from typing import Any
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing
 from shardtrain.data.sources import Request, Row, Table
-from shardtrain.data.sources._files import File, FileList, FileSource, arrays_of
+from shardtrain.data.sources._data_files import File, FileList, FileSource, arrays_of
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 MAX_BYTES = 16 * 2**20

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shardtrain.data.shards import ShardTokenBuffer, check_tokenizer
+from shardtrain.data.packing.token_buffer import TokenBuffer
+from shardtrain.data.prepared.shards import ShardTokenBuffer, check_tokenizer
 from shardtrain.data.sources import Request
-from shardtrain.data.token_buffer import TokenBuffer
-from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.utils.errors import ConfigError, Problem
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from shardtrain.data import shared_opening
 from shardtrain.data.sources import BadRow, Request, Row, Shards, Table
 from shardtrain.data.sources._compressed import open_stream
-from shardtrain.data.sources._files import File, check_text, is_many, list_files, place_listed
+from shardtrain.data.sources._data_files import File, check_text, is_many, list_files, place_listed
 from shardtrain.data.sources._index import Index, Reader
 from shardtrain.data.sources._json import not_utf8
 from shardtrain.data.sources._records import records

@@ -1,1 +1,4 @@
-"""Kinds of tokenizers, one file each; ``shardtrain.data.tokenizer.open_tokenizer`` chooses by what a file holds."""
+"""Kinds of tokenizers, one file each.
+
+``open_tokenizer`` chooses the kind by the content of the file.
+"""

@@ -11,7 +11,7 @@ from shardtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenize
 from shardtrain.data.tokenizers.tiktoken_model import TiktokenTokenizer, looks_like
 
 if TYPE_CHECKING:
-    from shardtrain.data.tokenizer import Tokenizer
+    from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 
 
 def open_content(file: Path, content: bytes, option: str, path: str) -> Tokenizer:

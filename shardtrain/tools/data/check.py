@@ -16,16 +16,16 @@ from shardtrain.config.command_line import Option, number_of, take
 from shardtrain.config.schema import Training, Validation
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.data import build_dataset, sources
-from shardtrain.data.bad_rows import attempt
-from shardtrain.data.document import Document, Encoder
-from shardtrain.data.encode import open_encoder
+from shardtrain.data.documents.bad_rows import attempt
+from shardtrain.data.documents.encode import open_encoder
+from shardtrain.data.documents.encoded import Document, Encoder
+from shardtrain.data.documents.read_documents import BadRows, as_limit
+from shardtrain.data.documents.row_template import template_of
 from shardtrain.data.mix import Mixture
-from shardtrain.data.packing import Packing, lost_documents
-from shardtrain.data.read_documents import BadRows, as_limit
-from shardtrain.data.row_template import template_of
-from shardtrain.data.shards import ShardTokenBuffer
+from shardtrain.data.packing.packed_rows import Packing, lost_documents
+from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.sources import BadRow, Table
-from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.launch import environment
 from shardtrain.tools.data.progress import Progress
 from shardtrain.tools.data.survey import Survey, survey_line, survey_rows

@@ -22,15 +22,16 @@ from typing import Any
 
 from shardtrain.config import Config, check, load
 from shardtrain.config.command_line import COMMAND_LINE, Option, number_of, take
-from shardtrain.data import build_dataset, fitted, sources
-from shardtrain.data.document import Encoder
-from shardtrain.data.encode import open_encoder
-from shardtrain.data.fit_table import FitTableWriter
-from shardtrain.data.packing import Packing
-from shardtrain.data.read_documents import BadRows, RowStats
-from shardtrain.data.shard_index import INDEX, UNFINISHED, Index, read_index
-from shardtrain.data.shard_writer import ShardWriter, default_shard_tokens, storing
-from shardtrain.data.shards import ShardTokenBuffer
+from shardtrain.data import build_dataset, sources
+from shardtrain.data.documents.encode import open_encoder
+from shardtrain.data.documents.encoded import Encoder
+from shardtrain.data.documents.read_documents import BadRows, RowStats
+from shardtrain.data.packing import fitted
+from shardtrain.data.packing.fit_table import FitTableWriter
+from shardtrain.data.packing.packed_rows import Packing
+from shardtrain.data.prepared.shard_index import INDEX, UNFINISHED, Index, read_index
+from shardtrain.data.prepared.shard_writer import ShardWriter, default_shard_tokens, storing
+from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.sources import Shards, Table
 from shardtrain.tools.data import pool, units
 from shardtrain.tools.data.progress import Progress

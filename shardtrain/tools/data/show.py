@@ -18,7 +18,7 @@ from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.data.batch import Batch
 from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.data.loader import SOURCE_BITS
-from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.ops.targets import IGNORE
 from shardtrain.train.run_folder import read_world_size
 from shardtrain.utils.errors import ConfigError, Problem

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.document import Document, Encoder
-from shardtrain.data.fitted import pack
-from shardtrain.data.packing import Packing, Rows
-from shardtrain.data.read_documents import BadRows, RowStats, chunks, read_documents
-from shardtrain.data.shards import ShardTokenBuffer, verify
+from shardtrain.data.documents.encoded import Document, Encoder
+from shardtrain.data.documents.read_documents import BadRows, RowStats, chunks, read_documents
+from shardtrain.data.packing.fitted import pack
+from shardtrain.data.packing.packed_rows import Packing, Rows
+from shardtrain.data.packing.token_buffer import Mask, MemoryTokenBuffer
+from shardtrain.data.prepared.shards import ShardTokenBuffer, verify
 from shardtrain.data.sources import BadRow, Key, Shards, Table, every_row, place_of, rows_of
-from shardtrain.data.token_buffer import Mask, MemoryTokenBuffer
 
 _EXAMPLES = 3
 _BLOCK_TOKENS = 2**20

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardtrain.data.bad_rows import attempt
-from shardtrain.data.columns import text
+from shardtrain.data.documents.bad_rows import attempt
+from shardtrain.data.documents.columns import text
 from shardtrain.data.sources import Request, every_row, find, place_of
-from shardtrain.data.tokenizer import Tokenizer, open_tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
 from shardtrain.utils import atomic_io, libraries, storage_errors
 from shardtrain.utils.arguments import Arguments, help_if_asked
 from shardtrain.utils.errors import ConfigError, DataError, Problem

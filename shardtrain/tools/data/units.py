@@ -18,12 +18,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.data.document import Document, Encoder
-from shardtrain.data.read_documents import BadRows, RowStats, chunks, read_documents
-from shardtrain.data.shard_index import DTYPES, dtype_for
-from shardtrain.data.shard_writer import ShardWriter, beyond_vocabulary, storing
+from shardtrain.data.documents.encoded import Document, Encoder
+from shardtrain.data.documents.read_documents import BadRows, RowStats, chunks, read_documents
+from shardtrain.data.packing.token_buffer import Mask
+from shardtrain.data.prepared.shard_index import DTYPES, dtype_for
+from shardtrain.data.prepared.shard_writer import ShardWriter, beyond_vocabulary, storing
 from shardtrain.data.sources import Key, Row, Shards, Table, rows_of
-from shardtrain.data.token_buffer import Mask
 from shardtrain.utils import atomic_io, checked_json
 
 UNIT_BYTES = 4 * 2**20

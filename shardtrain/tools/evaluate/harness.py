@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor, nn
 
-from shardtrain.data.ends import ends_of
+from shardtrain.data.tokenizers.ends import ends_of
 from shardtrain.ops.cpu import packed_linear
 from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from shardtrain.config.schema import Comm
-from shardtrain.data.columns import Unusable
-from shardtrain.data.encode import open_conversations
+from shardtrain.data.documents.columns import Unusable
+from shardtrain.data.documents.encode import open_conversations
 from shardtrain.distributed import process_group
 from shardtrain.distributed.process_group import World
 from shardtrain.hf.generation_config import unused_settings

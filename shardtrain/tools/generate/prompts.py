@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config.schema import Data
-from shardtrain.data.chat import Conversations
-from shardtrain.data.chat_messages import NO_VARIABLES, Variables, messages_of, template_variables
-from shardtrain.data.columns import Unusable, column, text
-from shardtrain.data.ends import ends_of
-from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.data.chat.conversations import Conversations
+from shardtrain.data.chat.messages import NO_VARIABLES, Variables, messages_of, template_variables
+from shardtrain.data.documents.columns import Unusable, column, text
+from shardtrain.data.tokenizers.ends import ends_of
+from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardtrain.data.tokenizer import Tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 
 _CONTEXT = 4
 """Tokens of the prompt that the new ones are decoded with: tokenizers drop the space before a text's first word."""

@@ -9,11 +9,12 @@ from typing import Any
 from shardtrain.config import derived
 from shardtrain.config.schema import Config, Training, Validation
 from shardtrain.config.schema.data import DataSource
-from shardtrain.data import build_dataset, ends, sources
+from shardtrain.data import build_dataset, sources
 from shardtrain.data.data_budget import check_enough
-from shardtrain.data.encode import open_encoder
-from shardtrain.data.read_documents import BadRows, RowStats, read_documents, text_size
+from shardtrain.data.documents.encode import open_encoder
+from shardtrain.data.documents.read_documents import BadRows, RowStats, read_documents, text_size
 from shardtrain.data.sources import Key, Row, every_row
+from shardtrain.data.tokenizers import ends
 from shardtrain.train.preflight import own_files
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.log import kept_warnings

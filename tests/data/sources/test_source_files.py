@@ -13,7 +13,7 @@ import pytest
 import zstandard
 
 from shardtrain.data.sources import Request, every_row, jsonl
-from shardtrain.data.sources._files import list_files
+from shardtrain.data.sources._data_files import list_files
 from shardtrain.data.sources._index import Reader
 from shardtrain.utils.errors import ConfigError, DataError
 

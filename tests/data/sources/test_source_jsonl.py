@@ -20,7 +20,7 @@ from shardtrain.data.sources import (
     Request,
     Shards,
     Table,
-    _files,
+    _data_files,
     _index,
     _records,
     every_row,
@@ -261,4 +261,4 @@ def test_an_index_holds_rows_and_not_the_blank_lines_between(tmp_path, monkeypat
 
 
 def list_of(path):
-    return _files.list_files(Request(str(path)), "jsonl", jsonl.ENDINGS)
+    return _data_files.list_files(Request(str(path)), "jsonl", jsonl.ENDINGS)

@@ -7,7 +7,7 @@ import os
 
 import pytest
 
-from shardtrain.data.sources import Request, Shards, _files, every_row, jsonl, parquet, text, tsv
+from shardtrain.data.sources import Request, Shards, _data_files, every_row, jsonl, parquet, text, tsv
 from shardtrain.utils.errors import ConfigError, DataError
 
 COUNT = 30
@@ -60,7 +60,7 @@ def rows_of(source):
 def test_many_files_have_the_rows_of_few(folder, monkeypatch):
     module, request = folder
     few = rows_of(module.open_source(request))
-    monkeypatch.setattr(_files, "MANY_FILES", COUNT)
+    monkeypatch.setattr(_data_files, "MANY_FILES", COUNT)
     many = module.open_source(request)
     assert rows_of(many) == few
     if isinstance(many, Shards):
@@ -73,10 +73,10 @@ def test_no_file_of_many_is_opened_before_it_is_read_but_a_thousand_that_are_sam
     module, request = folder
     opened = []
     monkeypatch.setattr(
-        _files.File, "open", lambda file, open=_files.File.open: (opened.append(file.name), open(file))[1]
+        _data_files.File, "open", lambda file, open=_data_files.File.open: (opened.append(file.name), open(file))[1]
     )
-    monkeypatch.setattr(_files, "MANY_FILES", COUNT)
-    monkeypatch.setattr(_files, "_FILES_SAMPLED", 10)
+    monkeypatch.setattr(_data_files, "MANY_FILES", COUNT)
+    monkeypatch.setattr(_data_files, "_FILES_SAMPLED", 10)
     source = module.open_source(request)
     assert len(set(opened)) <= 1, "a table's columns are those of its first file"
     marks = source.files()
@@ -85,7 +85,7 @@ def test_no_file_of_many_is_opened_before_it_is_read_but_a_thousand_that_are_sam
 
 
 def test_a_file_of_many_that_cannot_serve_is_named_when_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(_files, "MANY_FILES", 3)
+    monkeypatch.setattr(_data_files, "MANY_FILES", 3)
     for number in range(3):
         _tsv(tmp_path / str(number), number)
     (tmp_path / "2.tsv").write_text("label\ttext\n0\tx\n")
@@ -101,7 +101,7 @@ def test_a_file_of_many_that_cannot_serve_is_named_when_it_is_read(tmp_path, mon
 
 
 def test_more_files_than_each_rank_could_look_at_are_refused_with_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(_files, "MAX_FILES", 2)
+    monkeypatch.setattr(_data_files, "MAX_FILES", 2)
     for number in range(3):
         _text(tmp_path / str(number), number)
     with pytest.raises(ConfigError, match="is 3 files, .* at most 2; put many documents into one file"):

@@ -11,8 +11,9 @@ import pytest
 
 from shardtrain import cli
 from shardtrain.config import Config, derived, load
-from shardtrain.data import open_dataloader, read_documents
-from shardtrain.data.packing import Packing
+from shardtrain.data import open_dataloader
+from shardtrain.data.documents import read_documents
+from shardtrain.data.packing.packed_rows import Packing
 from shardtrain.tasks import open_task
 from shardtrain.tools.data import check, prepare
 from shardtrain.tools.data.check import examine

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from shardtrain import cli
 from shardtrain.config import load
 from shardtrain.data import build_dataset, sources
-from shardtrain.data.encode import open_encoder
-from shardtrain.data.read_documents import BadRows, RowStats, read_documents
-from shardtrain.data.shards import ShardTokenBuffer, verify
-from shardtrain.data.token_buffer import MemoryTokenBuffer
+from shardtrain.data.documents.encode import open_encoder
+from shardtrain.data.documents.read_documents import BadRows, RowStats, read_documents
+from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
+from shardtrain.data.prepared.shards import ShardTokenBuffer, verify
 from shardtrain.tools.data import prepare, units
 from shardtrain.utils.errors import ConfigError, DataError, StorageError
 

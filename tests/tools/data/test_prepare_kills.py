@@ -16,9 +16,9 @@ from typing import Any
 import patience
 import pytest
 
-from shardtrain.data import shard_writer
-from shardtrain.data.shard_index import UNFINISHED
-from shardtrain.data.shards import ShardTokenBuffer
+from shardtrain.data.prepared import shard_writer
+from shardtrain.data.prepared.shard_index import UNFINISHED
+from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.tools.data import pool, prepare, units
 from shardtrain.utils.errors import ConfigError, PeerError, ShardtrainError
 

@@ -11,7 +11,7 @@ import tokenizers_of_kinds
 
 from shardtrain import cli
 from shardtrain.config.show import RESOLVED_CONFIG
-from shardtrain.data.tokenizer import ByteTokenizer
+from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer
 from shardtrain.tools.data import show
 from shardtrain.utils.errors import ConfigError
 

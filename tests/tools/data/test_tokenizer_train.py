@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardtrain import cli
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.tools.data import tokenizer as tool
 from shardtrain.utils.errors import ConfigError, DataError
 

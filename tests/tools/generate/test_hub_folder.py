@@ -16,7 +16,7 @@ from ranks import run_ranks
 from tiny_tokenizers import bpe_folder, with_post_processor
 
 from shardtrain.cli import main
-from shardtrain.data.tokenizer import open_tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.distributed.process_group import World
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.tools.generate.opening import open_model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
 
-from shardtrain.data.tokenizer import ByteTokenizer, open_tokenizer
+from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer, open_tokenizer
 from shardtrain.tools.generate.text import Printer, Text
 
 SENTENCES = ["the cat sat on the mat, naïve café 🦜 парадокс 東京.", "  def main():\n    return 42\n\n", "日本"]

@@ -1,0 +1,216 @@
+"""Conversations as rows have them, to messages as chat templates want them."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from shardtrain.data.documents.columns import Unusable, check_text, column, find, kind
+
+Message = dict[str, Any]
+Variables = Mapping[str, Any]
+"""Variables of a chat template besides the messages: the tools, and those of the column chat_template_kwargs."""
+NO_VARIABLES: Variables = MappingProxyType({})
+
+# ShareGPT's names of who speaks
+_SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+KWARGS = "chat_template_kwargs"
+_RESERVED = {"messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message"}
+"""Arguments of ``apply_chat_template`` that a row may not set."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message under which templates and tables have the reasoning."""
+
+
+def conversation(row: Mapping[str, Any], messages_field: str, tools_field: str) -> tuple[list[Message], Variables]:
+    """Return the messages of a row, and the variables of the chat template.
+
+    Raises:
+        Unusable: when it has no conversation, or one that makes no sense.
+    """
+    messages_field = messages_column(row, messages_field)
+    messages = messages_of(column(row, messages_field), messages_field)
+    return messages, template_variables(row, tools_field)
+
+
+def messages_column(row: Mapping[str, Any], messages_field: str) -> str:
+    """Return the column of the conversation: ShareGPT's "conversations" if a row has it instead of "messages"."""
+    is_sharegpt = messages_field == "messages" and "messages" not in row and "conversations" in row
+    return "conversations" if is_sharegpt else messages_field
+
+
+def template_variables(row: Mapping[str, Any], tools_field: str) -> dict[str, Any]:
+    """Return the tools of a row, and the variables in its column ``chat_template_kwargs``, as TRL reads it.
+
+    A variable that is null is as if it were absent: tables of Arrow have every key in every row.
+
+    Raises:
+        Unusable: if a column holds something else, or a variable that the trainer sets itself.
+    """
+    given = _json(find(row, KWARGS), KWARGS, "object")
+    if given is not None and not isinstance(given, Mapping):
+        raise Unusable(f"column {KWARGS!r} holds {kind(given)}, not an object")
+    variables = {name: value for name, value in _plain(given or {}, f"column {KWARGS!r}").items() if value is not None}
+    reserved = sorted(_RESERVED & variables.keys())
+    if reserved:
+        raise Unusable(f"column {KWARGS!r} sets {reserved[0]!r}, an argument that the trainer sets itself; remove it")
+    tools = variables.pop("tools", None) or find(row, tools_field)
+    return {"tools": tools_of(tools, tools_field), **variables}
+
+
+def messages_of(value: Any, name: str) -> list[Message]:
+    """Check a list of {role, content} or {from, value} objects, and return messages as chat templates want them.
+
+    A content is a text, or a list of at least two parts ``{"type": "text", "text": ...}``. Keys that are null are
+    removed. A reasoning under one of its names is copied to the others, because templates read different ones.
+
+    Raises:
+        Unusable: naming the column and the message that is wrong.
+    """
+    if not isinstance(value, list | tuple):
+        raise Unusable(f"column {name!r} holds {kind(value)}, not a list of messages")
+    if not value:
+        raise Unusable("the conversation is empty", harmless=True)
+    return [_message(message, f"message {number} of column {name!r}") for number, message in enumerate(value, start=1)]
+
+
+def tools_of(value: Any, name: str) -> list[Any] | None:
+    """Tools that a conversation may call: a list of objects, or JSON text of one; None where there are none.
+
+    Raises:
+        Unusable: when it is anything else.
+    """
+    value = _json(value, name, "list of tools")
+    if value is None or (isinstance(value, list | tuple) and not value):
+        return None
+    if isinstance(value, list | tuple) and all(isinstance(tool, Mapping) for tool in value):
+        return [_plain(tool, f"column {name!r}") for tool in value]
+    raise Unusable(f"column {name!r} holds {kind(value)}, not a list of tools")
+
+
+def _json(value: Any, name: str, expected: str) -> Any:
+    """Read a value that may be JSON in a text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value.strip() else None
+    except (ValueError, RecursionError):
+        raise Unusable(f"column {name!r} holds a text that is not a JSON {expected}") from None
+
+
+def called_functions(messages: Sequence[Message]) -> Iterator[dict[str, Any]]:
+    """Yield the function of each tool call: its name and its arguments."""
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            yield call.get("function", call)
+
+
+def with_object_arguments(messages: list[Message]) -> list[Message]:
+    """Copy messages, with arguments of tool calls as objects where they were JSON objects in a text."""
+    messages = copy.deepcopy(messages)
+    for function in called_functions(messages):
+        with contextlib.suppress(KeyError, TypeError, ValueError, RecursionError):
+            arguments = json.loads(function["arguments"])
+            function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
+    return messages
+
+
+def _message(value: Any, where: str) -> Message:
+    if not isinstance(value, Mapping):
+        raise Unusable(f"{where} is {kind(value)}, not an object with role and content")
+    if "role" not in value and "from" in value:
+        return _from_sharegpt(value, where)
+    # Null is as if it were not there: tables of Arrow have every key in every message.
+    message = {str(key): _plain(item, where) for key, item in value.items() if item is not None}
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise Unusable(f"{where} has no role" if role is None else f"{where} has a role that is {kind(role)}")
+    calls = message.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+            raise Unusable(f"{where} has tool_calls that are not a list of objects")
+        for call in calls:
+            function = call.get("function", call)
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise Unusable(f"{where} has a tool call without the name of a function")
+        if not calls:
+            del message["tool_calls"]
+    if "content" in message:
+        message["content"] = _content(message["content"], where)
+    elif "tool_calls" not in message:
+        raise Unusable(f"{where} has neither content nor tool_calls")
+    given = [message[key] for key in REASONING if key in message]
+    for value in given:
+        if not isinstance(value, str):
+            raise Unusable(f"{where} has a reasoning that is {kind(value)}, not a text")
+    # An empty reasoning counts as absent: tables of Arrow have every key in every message.
+    reasoning = next(filter(None, given), None)
+    return message if reasoning is None else message | dict.fromkeys(REASONING, reasoning)
+
+
+def joined(message: Message) -> Message:
+    """Return the message with the parts of its content concatenated to one text."""
+    parts = message.get("content")
+    return message | {"content": "".join(part["text"] for part in parts)} if isinstance(parts, list) else message
+
+
+def _content(value: Any, where: str) -> str | list[dict[str, Any]]:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise Unusable(f"{where} has a content that is {kind(value)}, not a text")
+    for part in value:
+        if not isinstance(part, Mapping) or part.get("type", "text") != "text":
+            part_type = part.get("type") if isinstance(part, Mapping) else kind(part)
+            raise Unusable(f"{where} has a part of type {str(part_type)[:40]!r}; only text can be trained")
+        if not isinstance(part.get("text"), str):
+            raise Unusable(f"{where} has a part of type 'text' without a text")
+    return value if len(value) > 1 else "".join(part["text"] for part in value)
+
+
+def _from_sharegpt(value: Mapping[str, Any], where: str) -> Message:
+    speaker = value["from"]
+    text = value.get("value")
+    if not isinstance(text, str):
+        raise Unusable(f"{where} has no value" if text is None else f"{where} has a value that is {kind(text)}")
+    # A call of a tool is JSON in the text, and its result is a turn of the tool.
+    if speaker == "function_call":
+        try:
+            call = json.loads(text)
+        except (ValueError, RecursionError):
+            call = None
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise Unusable(f"{where} is a function_call whose value is not a JSON object with name and arguments")
+        function = {"name": call["name"], "arguments": call.get("arguments", {})}
+        return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    if speaker not in _SPEAKERS:
+        raise Unusable(f"{where} is from {str(speaker)[:40]!r}; known are {', '.join(_SPEAKERS)}, function_call")
+    return {"role": _SPEAKERS[speaker], "content": check_text(text, where)}
+
+
+def _plain(value: Any, where: str, depth: int = 0) -> Any:
+    """A copy of plain objects and lists; templates must not meet types with methods of their own."""
+    if depth > 100:
+        raise Unusable(f"{where} is nested more than 100 deep")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, where, depth + 1) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, where, depth + 1) for item in value]
+    if value is None or type(value) in (str, int, float, bool):
+        return check_text(value, where) if type(value) is str else value
+    raise Unusable(f"{where} holds a {type(value).__name__}, which is not JSON")

@@ -1,0 +1,250 @@
+"""Find the assistant's turns in the text that a chat template writes, if the template does not mark them.
+
+Two methods are tried for each turn:
+
+1. Growth: the template writes more with the turn than without it, and the text before and after stays the same.
+2. Stand-ins: the template renders the conversation with each text replaced by a word of ours. This shows which text of
+   the template lies between the texts of two messages. Such a gap ends one turn and begins the next. It is cut by
+   comparing it with what the template writes after the last text of a shorter conversation.
+
+The second method also finds turns that a template writes in another way once later ones exist (thinking blocks, an end
+token only after the last turn), and a turn in several parts (a tool's result between a tool call and the content).
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shardtrain.data.chat.chat_template import ChatTemplate, Span
+from shardtrain.data.chat.messages import REASONING, Message, Variables, called_functions
+
+_STAND_IN = "shardtrain-stands-in-"
+_STAND_INS = re.compile(f"({_STAND_IN}[a-z]+-[0-9]+-(?:[0-9]+-)?)")
+_PLAIN = {"role": "assistant", "content": f"{_STAND_IN}plain-0-"}
+_PIECES = re.compile(r"(<[^<>]*>|\s)")
+"""Markup of special tokens, and spaces. A gap is cut between pieces, never within."""
+
+
+class Leaf(NamedTuple):
+    """A text of a message that a stand-in replaces."""
+
+    turn: int
+    kind: str
+    value: str
+
+    @property
+    def description(self) -> str:
+        """The text, as error messages name it."""
+        words = {"call": "the tool call", "argument": "an argument of the tool calls"}
+        return f"{words.get(self.kind, f'the {self.kind}')} of turn {self.turn + 1}"
+
+
+class _Place(NamedTuple):
+    """The position of a leaf in the rendered conversation, as characters ``[start, stop)``."""
+
+    stand_in: str
+    turn: int
+    kind: str
+    start: int
+    stop: int
+
+
+def replace_texts(chat: Sequence[Message], arguments: bool = False) -> tuple[list[Message], dict[str, Leaf]]:
+    """Replace the content, the reasoning and the tool-call names of each message by stand-ins.
+
+    A thinking block in a content and the answer after it get separate stand-ins, and so do the parts of a content.
+    If ``arguments`` is true, arguments of tool calls are replaced too.
+    """
+    leaves: dict[str, Leaf] = {}
+
+    def stand_in(turn: int, kind: str, value: str) -> str:
+        name = f"{_STAND_IN}{kind}-{turn}-{len(leaves)}-"
+        leaves[name] = Leaf(turn, kind, value)
+        return name
+
+    replaced: list[Message] = []
+    for turn, message in enumerate(chat):
+        message = copy.deepcopy(message)
+        parts = message.get("content", "")
+        content = parts if isinstance(parts, str) else ""
+        thinking = _split_thinking(content) if message["role"] == "assistant" else None
+        if thinking:
+            # Keep the whitespace around both texts, because templates split and strip at it. An answer of whitespace
+            # only has no such border, so its stand-in replaces all of it.
+            opening, thought, answer = thinking
+            reasoning = stand_in(turn, "reasoning", thought.strip())
+            thought = thought.replace(thought.strip(), reasoning, 1)
+            answer = answer.replace(answer.strip() or answer, stand_in(turn, "content", answer), 1)
+            message["content"] = f"{opening}<think>{thought}</think>{answer}"
+        elif isinstance(parts, list):
+            for part in parts:
+                part["text"] = stand_in(turn, "content", part["text"])
+        elif content.strip() or "tool_calls" not in message:
+            message["content"] = stand_in(turn, "content", content)
+        if message.get("reasoning_content"):
+            message |= dict.fromkeys(REASONING, stand_in(turn, "reasoning", message["reasoning_content"]))
+        for function in called_functions([message]):
+            function["name"] = stand_in(turn, "call", function["name"])
+            given = function.get("arguments") if arguments else None
+            if isinstance(given, str):
+                function["arguments"] = stand_in(turn, "argument", given)
+            elif isinstance(given, dict):
+                function["arguments"] = {key: stand_in(turn, "argument", str(value)) for key, value in given.items()}
+        replaced.append(message)
+    return replaced, leaves
+
+
+def _split_thinking(content: str) -> tuple[str, str, str] | None:
+    """Split a content that begins with a thinking block: whitespace before it, thought, answer. None without one."""
+    before, closing, answer = content.partition("</think>")
+    whitespace, _, thought = before.partition("<think>")
+    begins_with_block = closing and thought.strip() and not whitespace.strip()
+    return (whitespace, thought, answer) if begins_with_block else None
+
+
+class Turns:
+    """Finds the turns of one conversation in its text, without marks."""
+
+    def __init__(self, template: ChatTemplate, chat: list[Message], variables: Variables, text: str) -> None:
+        self._template = template
+        self._chat = chat
+        self._variables = variables
+        self._text = text
+        self._places: list[_Place] | None = None
+        self._replaced: list[Message] = []
+        self._header = ""
+        """The generation prompt."""
+
+    def spans(self, turn: int) -> list[Span]:
+        """Characters of a turn of the assistant, from after the generation prompt to its end; empty if unknown."""
+        grown = self._by_growth(turn)
+        return [grown] if grown else self._by_stand_ins(turn)
+
+    def _by_growth(self, turn: int) -> Span | None:
+        """The text that the template writes more with the turn, if the text before and after it stays the same."""
+        prompt = self._rendered(self._chat[:turn], prompt=True)
+        grown = self._rendered(self._chat[: turn + 1])
+        if not (self._text.startswith(grown) and grown.startswith(prompt) and len(grown) > len(prompt) > 0):
+            return None
+        # If the template has no generation prompt, the growth may begin with the speaker's name. It does not if a plain
+        # answer directly follows the prompt. Test that with a stand-in: a real answer may begin like the name.
+        plain = self._rendered([*self._chat[:turn], _PLAIN])
+        begins = plain.startswith(prompt) and plain[len(prompt) :].lstrip().startswith(_STAND_IN)
+        return (len(prompt), len(grown)) if begins or prompt != self._rendered(self._chat[:turn]) else None
+
+    def _by_stand_ins(self, turn: int) -> list[Span]:
+        if self._places is None:
+            self._replaced, leaves = replace_texts(self._chat)
+            self._places = _align(self._rendered(self._replaced), leaves, self._chat, self._text)
+            first = next(i for i, message in enumerate(self._chat) if message["role"] == "assistant")
+            asked = self._rendered(self._replaced[:first], prompt=True)
+            self._header = asked[_common(asked, self._rendered(self._replaced[:first])) :]
+        neighbours = [None, *self._places, None]
+        spans: list[Span] = []
+        for before, place, after in zip(neighbours, self._places, neighbours[2:], strict=False):
+            if place.turn != turn:
+                continue
+            stop = place.stop if after and after.turn == turn else self._stop(place, after)
+            continues = before and before.turn == turn
+            start = spans.pop()[0] if continues else self._start(before, place, is_first=not spans)
+            if start < 0 or stop < 0:
+                return []
+            spans.append((start, stop))
+        return spans
+
+    def _start(self, before: _Place | None, place: _Place, is_first: bool) -> int:
+        """The first character of a part of a turn, after the generation prompt; -1 if unknown."""
+        begin = 0 if before is None else before.stop
+        gap = self._text[begin : place.start]
+        asked = self._tail(before, place.turn, prompt=True)
+        if is_first and self._header and asked is not None:
+            shared = _common(gap, asked)
+            if gap.startswith(self._header, shared):  # some templates ask only for some answers
+                shared += len(self._header)
+            if shared or not asked:
+                return begin + shared
+        if is_first and asked and gap.startswith(asked) and gap[len(asked) :].isspace():
+            return begin + len(asked)  # the template writes only a space before an answer
+        if place.kind == "content":
+            return place.start
+        # A thinking block or a tool call comes first. The header is what precedes the content of a plain answer.
+        header = self._tail(before, place.turn, more=[_PLAIN])
+        return begin + len(header) if header and gap.startswith(header) else -1
+
+    def _stop(self, place: _Place, after: _Place | None) -> int:
+        """The character after a part of a turn, with what ends the turn; -1 if unknown."""
+        if after is None:
+            return len(self._text)
+        gap = self._text[place.stop : after.start]
+        ending = self._tail(place, place.turn + 1)
+        shared = _common(gap, ending or "")
+        if not shared and ending and gap:
+            # The last turn has an end of its own. Earlier ones may end as the messages of other roles before do.
+            earlier = [one for one in self._places or [] if one.turn < place.turn and one.kind == "content"]
+            others = {self._chat[one.turn]["role"]: one for one in earlier}.values()
+            ends = (_common(gap, self._tail(one, one.turn + 1) or "") for one in others)
+            shared = next(filter(None, ends), 0)
+        is_known = shared or ending == "" or gap in ("", self._header)
+        return place.stop + shared if is_known else -1
+
+    def _tail(
+        self, place: _Place | None, num_turns: int, prompt: bool = False, more: Sequence[Message] = ()
+    ) -> str | None:
+        """The text after a leaf up to the next, in a conversation of ``num_turns``; None if the leaf is not there.
+
+        Without a leaf it is the text up to the first.
+        """
+        text = self._rendered([*self._replaced[:num_turns], *more], prompt)
+        _, found, rest = text.partition(place.stand_in) if place else ("", text, text)
+        if place:  # the name of a call may be written twice
+            rest = rest.replace(place.stand_in, self._text[place.start : place.stop])
+        return _STAND_INS.split(rest)[0] if found else None
+
+    def _rendered(self, chat: list[Message], prompt: bool = False) -> str:
+        return self._template.try_render(chat, self._variables, prompt)
+
+
+def _align(skeleton: str, leaves: dict[str, Leaf], chat: list[Message], text: str) -> list[_Place]:
+    """Find the texts of the messages in ``text``, which has the form of ``skeleton``; empty if it has another form.
+
+    A template may strip a text of the assistant or drop its beginning. It may write other texts in any form.
+    """
+    first, *rest = _STAND_INS.split(skeleton)
+    names = rest[::2]
+    places: list[_Place] = []
+    place = len(first)
+    if not text.startswith(first):
+        return []
+    for number, (name, fixed) in enumerate(zip(names, rest[1::2], strict=True)):
+        turn, kind, value = leaves[name]
+        is_last = number == len(names) - 1
+        forms = (value, value.strip(), value.lstrip(), value.rstrip())
+        lengths = [len(form) for form in forms if text.startswith(form + fixed, place)]
+        stop = place + lengths[0] if lengths else -1
+        if is_last:
+            stop = len(text) - len(fixed) if text.endswith(fixed) else -1
+        elif not lengths and fixed:
+            stop = text.find(fixed, place)
+        is_changed = chat[turn]["role"] == "assistant" and text[place:stop].strip() not in value
+        if stop < place or is_changed:
+            return []
+        # The name of a tool is written again with its result.
+        if kind != "call" or name not in names[:number]:
+            places.append(_Place(name, turn, kind, place, stop))
+        place = stop + len(fixed)
+    return places
+
+
+def _common(gap: str, reference: str) -> int:
+    """Length of the longest common prefix of two texts that ends on a piece boundary (see ``_PIECES``)."""
+    if gap.startswith(reference):
+        return len(reference)
+    length = 0
+    for piece, other in zip(_PIECES.split(gap), _PIECES.split(reference), strict=False):
+        if piece != other:
+            break
+        length += len(piece)
+    return length

@@ -1,0 +1,66 @@
+"""Tokens of a prompt and of a completion that continues it.
+
+Tokenizers that put a space before each text (SentencePiece models, Metaspace, a Prepend normalizer, ByteLevel with
+``add_prefix_space``) would also put one before a completion that is encoded by itself. The model would then learn to
+answer with a space that nobody wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardtrain.data.tokenizers.open_tokenizer import Ids, Tokenizer
+
+_ANCHORS = ("\n", ".", "a", "0", "|", ">")
+"""Texts to put before a completion: one of them does not share a token with it."""
+
+
+def encode_pairs(tokenizer: Tokenizer, pairs: Sequence[tuple[str, str]]) -> list[tuple[Ids, Ids, bool]]:
+    """Encode prompts with their completions.
+
+    The prompt has the tokens that it has by itself, as in generation. If the tokens of the joined text begin with
+    them, the rest is the completion. Otherwise a token of the joined text would contain characters of both, and the
+    completion is encoded as a continuation.
+
+    Returns:
+        For each pair the ids of the prompt, the ids of the completion, and True if a token would contain both.
+    """
+    prompts = tokenizer.encode_batch([prompt for prompt, _ in pairs])
+    joined = tokenizer.encode_batch([prompt + completion for prompt, completion in pairs])
+    encoded = []
+    for (_, completion), prompt_ids, joined_ids in zip(pairs, prompts, joined, strict=True):
+        if starts_with(joined_ids, prompt_ids):
+            encoded.append((prompt_ids, joined_ids[len(prompt_ids) :], False))
+        else:
+            encoded.append((prompt_ids, _continue(tokenizer, prompt_ids, completion, joined_ids), True))
+    return encoded
+
+
+def starts_with(ids: Ids, start: Ids) -> bool:
+    """True if ``ids`` begin with ``start``."""
+    return len(ids) >= len(start) and bool((ids[: len(start)] == start).all())
+
+
+def _continue(tokenizer: Tokenizer, prompt_ids: Ids, completion: str, joined_ids: Ids) -> Ids:
+    """Encode a completion so that it decodes to the joined text after ``prompt_ids``."""
+    wanted = tokenizer.decode(joined_ids, keep_special=True)
+    by_itself = tokenizer.encode(completion)
+    candidates = [by_itself]
+    for anchor in _ANCHORS:
+        anchor_ids = tokenizer.encode(anchor)
+        anchored_ids = tokenizer.encode(anchor + completion)
+        if starts_with(anchored_ids, anchor_ids):
+            candidates.append(anchored_ids[len(anchor_ids) :])
+    written = [tokenizer.decode(np.concatenate((prompt_ids, one)), keep_special=True) for one in candidates]
+    if wanted in written:
+        return candidates[written.index(wanted)]
+    # No candidate decodes to the joined text: a normalizer composes characters across the seam (NFC), or a word is a
+    # special token only if no letter follows it. Take a candidate that begins with whitespace only if the completion
+    # does, so that no space is inserted. A decoder that joins words with spaces (WordPiece) always inserts one.
+    seam = len(tokenizer.decode(prompt_ids, keep_special=True))
+    for candidate, text in zip(candidates, written, strict=True):
+        if text[seam : seam + 1].isspace() == completion[:1].isspace():
+            return candidate
+    return by_itself

@@ -1,0 +1,262 @@
+"""Rows to documents: a text, a prompt and its completion, or a conversation, tokenized many at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardtrain.config.schema import Data, DataSource
+from shardtrain.data.chat.chat_template import FIXED_DATE, ChatTemplate
+from shardtrain.data.chat.conversations import Conversations, Written
+from shardtrain.data.chat.messages import conversation, messages_of, template_variables
+from shardtrain.data.documents.bad_rows import around_bad_rows, attempt
+from shardtrain.data.documents.columns import UNUSED_COLUMNS, Unusable, UnusedNames, column, kind, text
+from shardtrain.data.documents.continuation import encode_pairs, starts_with
+from shardtrain.data.documents.encoded import Document, Encoder
+from shardtrain.data.documents.row_template import TemplatedEncoder, template_of
+from shardtrain.data.sources import BadRow
+from shardtrain.data.tokenizers.ends import Ends, ends_of
+from shardtrain.data.tokenizers.open_tokenizer import Ids, Tokenizer
+from shardtrain.data.tokenizers.tokenizer_config import read_text
+from shardtrain.utils.errors import ConfigError, Problem
+
+_VERSION = 1
+_Pair = tuple[str, str] | Written
+HAS_BEGINNING = "begins with the beginning-of-text token: no second one is added"
+HAS_END = "ends with the end-of-text token: no second one is added"
+SHARED_TOKEN = "a token would contain the end of the prompt and the start of the completion: they are kept apart"
+
+
+def open_encoder(tokenizer: Tokenizer, data: Data, source: DataSource | None = None) -> Encoder:
+    """Open the encoder of a dataset. Options of ``source`` take precedence over ``data``.
+
+    Raises:
+        ConfigError: if a chat template is needed and does not exist, or cannot be used.
+    """
+    form = (source and source.format) or data.format
+    text_field = (source and source.text_field) or data.text_field
+    encoder: Encoder
+    if form == "text":
+        encoder = TextEncoder(tokenizer, text_field, data)
+    elif form == "prompt_completion":
+        encoder = PromptEncoder(tokenizer, data)
+    else:
+        encoder = ChatEncoder(tokenizer, data)
+    template = template_of(data, source, form)
+    return encoder if template is None else TemplatedEncoder(encoder, template)
+
+
+class TextEncoder:
+    """A row is one text, between what begins and what ends a document (see ``ends``)."""
+
+    def __init__(self, tokenizer: Tokenizer, text_field: str, data: Data) -> None:
+        self.tokenizer = tokenizer
+        self._field = text_field
+        self._ends = _DocumentEnds(ends_of(tokenizer, data))
+        facts = [text_field, *_asked_ends(self._ends.ends, data), *self._ends.fingerprint_facts(tokenizer)]
+        self.fingerprint = _fingerprint("text", tokenizer, *facts)
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
+        """Tokenize rows. Return one document per row, or the reason why it has none."""
+        return list(around_bad_rows([attempt(self._text, row) for row in rows], self._documents))
+
+    def _text(self, row: Mapping[str, Any]) -> str | BadRow:
+        return text(row, self._field) or BadRow("the text is empty", harmless=True)
+
+    def _documents(self, texts: Sequence[str]) -> Iterator[Document | BadRow]:
+        for ids in self.tokenizer.encode_batch(texts):
+            yield self._ends.document(ids) if len(ids) else BadRow("the text has no tokens", harmless=True)
+
+
+class PromptEncoder:
+    """A row is a prompt and its completion, between the ends of a document; the completion and its end are learned.
+
+    Of an empty completion the end is learned, as in TRL. No token contains characters of both (see ``continuation``).
+    If both are lists of messages, they are one conversation, and the assistant's turns in the completion are learned.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
+        self.tokenizer = tokenizer
+        self._data = data
+        self._unused = UnusedNames("column", UNUSED_COLUMNS)
+        self._ends = _DocumentEnds(ends_of(tokenizer, data))
+        template = _template_facts(tokenizer, data) if data.chat_template or tokenizer.chat_template else ""
+        fields = (data.prompt_field, data.completion_field, data.tools_field, template)
+        asked_ends = _asked_ends(self._ends.ends, data)
+        self.fingerprint = _fingerprint("prompt_completion", tokenizer, *fields, *asked_ends, "continued", "empty")
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
+        """Tokenize rows. Return one document per row, or the reason why it has none."""
+        self._unused.warn(rows)
+        pairs = [attempt(self._pair, row) for row in rows]
+        return list(around_bad_rows(pairs, self._documents))  # type: ignore[arg-type]  # mypy joins the two kinds
+
+    def _pair(self, row: Mapping[str, Any]) -> _Pair:
+        data = self._data
+        prompt = column(row, data.prompt_field)
+        completion = column(row, data.completion_field)
+        if isinstance(prompt, list | tuple) or isinstance(completion, list | tuple):
+            if type(prompt) is not type(completion):
+                raise Unusable(
+                    f"the prompt is {kind(prompt)} and the completion {kind(completion)}; both must be alike"
+                )
+            before = messages_of(prompt, data.prompt_field)
+            after = messages_of(completion, data.completion_field)
+            variables = template_variables(row, data.tools_field)
+            return self._conversations.write([*before, *after], variables, first_learned=len(before))
+        return text(row, data.prompt_field), text(row, data.completion_field)
+
+    def _documents(self, pairs: Sequence[_Pair]) -> Iterator[Document | BadRow]:
+        # Texts are tokenized together, and so are conversations; both are taken in the order of the rows.
+        encoded = iter(encode_pairs(self.tokenizer, [pair for pair in pairs if isinstance(pair, tuple)]))
+        written = [pair for pair in pairs if isinstance(pair, Written)]
+        chats = iter(self._conversations.documents(written) if written else [])
+        for pair in pairs:
+            yield _with_targets(next(chats)) if isinstance(pair, Written) else self._document(*next(encoded))
+
+    def _document(self, prompt: Ids, completion: Ids, would_share_token: bool) -> Document | BadRow:
+        document = self._ends.document(np.concatenate((prompt, completion)), len(prompt))
+        if would_share_token:
+            document = dataclasses.replace(document, notes=(*document.notes, SHARED_TOKEN))
+        if document.learned is not None and document.learned[1:].any():
+            return document
+        return BadRow("the completion has no token to learn, and no end token", harmless=True)
+
+    @cached_property
+    def _conversations(self) -> Conversations:
+        # Opened when the first row is a conversation: rows of text need no template.
+        return open_conversations(self.tokenizer, self._data)
+
+
+class ChatEncoder:
+    """A row is a conversation; the assistant's turns are learned, tool calls among them."""
+
+    def __init__(self, tokenizer: Tokenizer, data: Data) -> None:
+        self.tokenizer = tokenizer
+        self._data = data
+        self._unused = UnusedNames("column", UNUSED_COLUMNS)
+        self._conversations = open_conversations(tokenizer, data)
+        fields = (data.messages_field, data.tools_field, _template_facts(tokenizer, data))
+        self.fingerprint = _fingerprint("chat", tokenizer, *fields)
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
+        """Tokenize rows. Return one document per row, or the reason why it has none."""
+        self._unused.warn(rows)
+        written = [attempt(self._write, row) for row in rows]
+        documents = around_bad_rows(written, self._conversations.documents)
+        return [one if isinstance(one, BadRow) else _with_targets(one) for one in documents]
+
+    def _write(self, row: Mapping[str, Any]) -> Written:
+        return self._conversations.write(*conversation(row, self._data.messages_field, self._data.tools_field))
+
+
+class _DocumentEnds:
+    """Puts the ends of a document around its tokens. A text that spells an end out gets no second one."""
+
+    def __init__(self, ends: Ends) -> None:
+        self.ends = ends
+        self._prefix = np.array(ends.prefix, dtype=np.int32)
+        self._suffix = np.array(ends.suffix, dtype=np.int32)
+        self._separator = np.array(ends.separator, dtype=np.int32)
+
+    def document(self, tokens: Ids, num_prompt: int | None = None) -> Document:
+        """Make a document of ``tokens``, of which the first ``num_prompt`` are not learned (None: all are learned)."""
+        notes = []
+        prefix, suffix = self._prefix, self._suffix
+        if len(prefix) and starts_with(tokens, prefix):
+            prefix = prefix[:0]
+            notes.append(HAS_BEGINNING)
+        if len(suffix) and len(tokens) >= len(suffix) and (tokens[-len(suffix) :] == suffix).all():
+            suffix = suffix[:0]
+            notes.append(HAS_END)
+        whole = np.concatenate((prefix, tokens, suffix, self._separator))
+        learned = None if num_prompt is None else np.arange(len(whole)) >= len(prefix) + num_prompt
+        return Document(whole, learned, tuple(notes))
+
+    def fingerprint_facts(self, tokenizer: Tokenizer) -> list[str]:
+        """Facts for a fingerprint: empty if no text can spell the ends out, as before ends were recognized."""
+        ids = [*self.ends.prefix, *self.ends.suffix]
+        spelled = tokenizer.encode(tokenizer.decode(ids, keep_special=True)).tolist() if ids else []
+        return ["ends once"] if set(spelled) & set(ids) else []
+
+
+def _with_targets(document: Document) -> Document | BadRow:
+    # The first token is never a target, whether it is learned or not.
+    if document.learned is None or document.learned[1:].any():
+        return document
+    return BadRow("the conversation has no token that is learned")
+
+
+def _asked_ends(ends: Ends, data: Data) -> list[str]:
+    """What a fingerprint says of ends that an option asks for; the tokenizer's own are part of its fingerprint."""
+    asked = data.add_bos is not None or data.add_eos is not None or data.separator is not None
+    return [f"ends {ends.prefix} {ends.suffix} {ends.separator}"] if asked else []
+
+
+def end_tokens(tokenizer: Tokenizer, data: Data, has_conversations: bool) -> list[int]:
+    """Return the special tokens that end a document or a turn in training, the tokenizer's end token first."""
+    ends = [tokenizer.eos_id, *ends_of(tokenizer, data).after[:1]]
+    if has_conversations and _templates(tokenizer, data)[0] is not None:
+        ends.append(open_conversations(tokenizer, data).turn_end())
+    return [token for token in dict.fromkeys(ends) if token in tokenizer.special_ids]
+
+
+def open_conversations(tokenizer: Tokenizer, data: Data) -> Conversations:
+    """Conversations by the template of ``data.chat_template``, or the tokenizer's own.
+
+    Raises:
+        ConfigError: when there is no template, or it cannot be used.
+    """
+    template, tool_template = _templates(tokenizer, data)
+    if template is None:
+        fix = "name the file of a Jinja template, or use the tokenizer of a chat model"
+        raise ConfigError(
+            Problem("data.chat_template", None, "is not set, and the tokenizer has no chat template", fix)
+        )
+    special = tokenizer.special_tokens
+    compiled = ChatTemplate(template, special, data.chat_template)
+    tools = None if tool_template is None else ChatTemplate(tool_template, special)
+    if data.learn_turn_separator and (compiled.marks or (tools is not None and tools.marks)):
+        rule = "has no effect: the chat template marks what is learned with {% generation %}"
+        raise ConfigError(
+            Problem("data.learn_turn_separator", True, rule, "move the line end into the marks, or remove the option")
+        )
+    conversations = Conversations(tokenizer, compiled, tools, data.learn_turn_separator, data.turn_end or "")
+    if data.turn_end is not None:
+        ids = tokenizer.encode_spans([data.turn_end])[0][0].tolist()
+        if len(ids) != 1 or ids[0] not in tokenizer.special_ids:
+            rule = f"is not a special token of the tokenizer {tokenizer.spec}"
+            raise ConfigError(Problem("data.turn_end", data.turn_end, rule, "name one, such as its end token"))
+        if (written := Conversations(tokenizer, compiled, tools).turn_end()) is not None:
+            end = tokenizer.decode([written], keep_special=True)
+            rule = f"has no effect: the chat template ends a turn with {end!r}"
+            raise ConfigError(Problem("data.turn_end", data.turn_end, rule, "remove it"))
+    return conversations
+
+
+def _templates(tokenizer: Tokenizer, data: Data) -> tuple[str | None, str | None]:
+    """The template of conversations, and that of those with tools where it is another one."""
+    if data.chat_template is None:
+        return tokenizer.chat_template, tokenizer.tool_template
+    file = Path(data.chat_template)
+    if not file.is_file():
+        rule = "is not a file"
+        raise ConfigError(Problem("data.chat_template", data.chat_template, rule, "name the file of a Jinja template"))
+    return read_text(file, "data.chat_template"), None
+
+
+def _template_facts(tokenizer: Tokenizer, data: Data) -> str:
+    special = sorted(tokenizer.special_tokens.items())
+    options = [*(["separator"] if data.learn_turn_separator else []), *([data.turn_end] if data.turn_end else [])]
+    return json.dumps([*_templates(tokenizer, data), special, FIXED_DATE.isoformat(), *options])
+
+
+def _fingerprint(form: str, tokenizer: Tokenizer, *facts: str) -> str:
+    return hashlib.sha256(json.dumps([_VERSION, form, tokenizer.fingerprint, *facts]).encode()).hexdigest()

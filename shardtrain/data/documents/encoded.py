@@ -1,0 +1,38 @@
+"""A document: the tokens of one row of a dataset, and which of them are learned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.sources import BadRow
+from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens of one row, with bos and eos; 1-D int32.
+
+    ``learned`` is a 1-D bool array of the same length: True for tokens that count in the loss as targets. None means
+    all of them. ``notes`` are remarks about the row that ``data check`` counts.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    learned: npt.NDArray[np.bool_] | None = None
+    notes: tuple[str, ...] = ()
+
+
+class Encoder(Protocol):
+    """Turns rows into documents: the tokenizer, the format of a row, and its columns."""
+
+    tokenizer: Tokenizer
+    fingerprint: str
+    """SHA-256 in hex of all that decides the documents of a row."""
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
+        """One document, or the reason why there is none, per row; many rows at once are faster."""
+        ...

@@ -1,0 +1,119 @@
+"""Rows of preferences as people have them, to a prompt and two answers.
+
+Texts or lists of messages; the prompt in a column of its own, or as what both sides begin with; answers alone, or whole
+conversations that repeat the prompt:
+
+- ``{"prompt": "...", "chosen": "...", "rejected": "..."}``
+- ``{"prompt": [user], "chosen": [assistant], "rejected": [assistant]}``
+- ``{"prompt": "...", "chosen": [user, assistant], "rejected": [user, assistant]}`` (ultrafeedback_binarized)
+- ``{"chosen": [user, assistant], "rejected": [user, assistant]}``
+- ``{"chosen": "\\n\\nHuman: ... \\n\\nAssistant: ...", "rejected": ...}`` (hh-rlhf)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardtrain.data.chat.messages import Message, joined, messages_of
+from shardtrain.data.documents.columns import Unusable, check_text, column, kind
+
+Part = str | list[Message]
+_SPEAKER = "\n\nAssistant:"
+"""Before an answer in the texts of hh-rlhf."""
+
+
+def split(row: Mapping[str, Any], prompt_field: str, chosen_field: str, rejected_field: str) -> tuple[Part, Part, Part]:
+    """The prompt, the chosen and the rejected answer of a row: all three texts, or all three lists of messages.
+
+    Without a column of the prompt, that is what both sides begin with.
+
+    Raises:
+        Unusable: when the columns do not fit together, or the two sides have no beginning in common.
+    """
+    chosen = column(row, chosen_field)
+    rejected = column(row, rejected_field)
+    # A row may lack the column "prompt", which is the option's default; one that the user names must be there.
+    has_prompt = prompt_field in row or prompt_field != "prompt"
+    prompt = column(row, prompt_field) if has_prompt else None
+    sides = (chosen, rejected)
+
+    # Two texts, after a conversation, after a text, or with their prompt in them.
+    if all(isinstance(side, str) for side in sides):
+        check_text(chosen, f"column {chosen_field!r}")
+        check_text(rejected, f"column {rejected_field!r}")
+        if isinstance(prompt, list | tuple):
+            before = messages_of(prompt, prompt_field)
+            return before, *([{"role": "assistant", "content": side}] for side in sides)  # type: ignore[return-value]
+        if has_prompt and not isinstance(prompt, str):
+            raise Unusable(f"column {prompt_field!r} holds {kind(prompt)}, not a text")
+        if prompt is not None:
+            return check_text(prompt, f"column {prompt_field!r}"), chosen, rejected
+        cut = _end_of_prompt(chosen, rejected)
+        return chosen[:cut], chosen[cut:], rejected[cut:]
+    if any(isinstance(side, str) for side in sides):
+        raise Unusable(f"chosen is {kind(chosen)} and rejected {kind(rejected)}; both must be alike")
+
+    # Two lists of messages.
+    return _messages(
+        prompt,
+        has_prompt,
+        messages_of(chosen, chosen_field),
+        messages_of(rejected, rejected_field),
+        prompt_field,
+    )
+
+
+def _messages(
+    prompt: Any, has_prompt: bool, chosen: list[Message], rejected: list[Message], prompt_field: str
+) -> tuple[list[Message], list[Message], list[Message]]:
+    """Split lists of messages into a prompt and two answers. An answer has at least one message."""
+    # Number of messages that both sides begin with. The last message of a side is an answer and is not counted.
+    common = 0
+    while common < min(len(chosen), len(rejected)) - 1 and chosen[common] == rejected[common]:
+        common += 1
+    before = chosen[:common]
+    if isinstance(prompt, list | tuple):
+        # A list: it is cut off if both answers repeat it.
+        before = messages_of(prompt, prompt_field)
+        repeats = [side[: len(before)] == before and len(side) > len(before) for side in (chosen, rejected)]
+        common = len(before) if all(repeats) else 0
+        if any(repeats) and not all(repeats):
+            raise Unusable(f"one answer repeats the messages of column {prompt_field!r} and the other does not")
+    elif isinstance(prompt, str):
+        # The prompt is a text. If the columns contain only answers, it is the user's turn. If they contain entire
+        # conversations, it must be one of the messages that both begin with.
+        if not before and chosen[0]["role"] == rejected[0]["role"] == "assistant":
+            before = [{"role": "user", "content": check_text(prompt, f"column {prompt_field!r}")}]
+        elif not any(joined(message).get("content", "").strip() == prompt.strip() for message in before):
+            raise Unusable(
+                f"the text of column {prompt_field!r} is not one of the messages that both answers begin with"
+            )
+    elif has_prompt:
+        raise Unusable(f"column {prompt_field!r} holds {kind(prompt)}, neither a text nor a list of messages")
+    elif not common:
+        rule = "chosen and rejected begin with different messages, which leaves no prompt"
+        raise Unusable(f"{rule}; give it a column ({prompt_field!r})")
+    for name, side in (("chosen", chosen), ("rejected", rejected)):
+        if side[common]["role"] != "assistant":
+            raise Unusable(f"the {name} answer begins with a turn of {side[common]['role']!r}, not of the assistant")
+    return before, chosen[common:], rejected[common:]
+
+
+def _end_of_prompt(chosen: str, rejected: str) -> int:
+    """Characters that both texts begin with, up to where an answer begins: after the speaker's name, or at a word."""
+    limit = min(len(chosen), len(rejected))
+    common = chosen[: next((i for i in range(limit) if chosen[i] != rejected[i]), limit)]
+    name = common.rfind(_SPEAKER)
+    if name >= 0:
+        return name + len(_SPEAKER)
+    if chosen == rejected:
+        raise Unusable("chosen and rejected are the same text, of which no part is the prompt")
+    # Back to the beginning of the word in which they part, and over the space before it: that is the answer's.
+    cut = len(common)
+    while cut and not chosen[cut - 1].isspace():
+        cut -= 1
+    cut = len(chosen[:cut].rstrip())
+    if not cut:
+        raise Unusable("chosen and rejected begin with different words, so that there is no prompt; give it a column")
+    return cut

@@ -1,0 +1,156 @@
+"""``data.template``: columns that a format reads, written from the columns that a table has.
+
+Each entry is the name of a column to be made and a Jinja template over the others, run in the sandbox of chat
+templates.
+With ``data.format = "chat"`` the entries system, user and assistant are the turns of a conversation. What a template
+names must be there and hold a text or a number: a missing column is never an empty text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shardtrain.config.schema import Data, DataSource
+from shardtrain.data import sources
+from shardtrain.data.chat.jinja_sandbox import MAX_CHARACTERS, Work, sandbox
+from shardtrain.data.documents.bad_rows import around_bad_rows, attempt
+from shardtrain.data.documents.columns import Unusable, check_text, kind
+from shardtrain.data.documents.encoded import Document, Encoder
+from shardtrain.data.sources import BadRow
+from shardtrain.utils import libraries
+from shardtrain.utils.errors import ConfigError, Problem
+
+ROLES = ("system", "user", "assistant")
+_MOST_NAMES = 12
+
+
+class RowTemplate:
+    """Compiled templates of the entries; ``option`` is named in errors.
+
+    With ``keeps`` columns that a row has are left alone, as a preset's templates do, and a conversation that it has.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[str, str],
+        form: str,
+        messages_field: str,
+        option: str = "data.template",
+        keeps: bool = False,
+    ) -> None:
+        self.option = option
+        self._form = form
+        self._messages_field = messages_field
+        self._keeps = keeps
+        self._work = Work()
+        self.facts = json.dumps([sorted(entries.items()), form, messages_field, keeps])
+        self._templates = {name: self._compile(name, text, option) for name, text in entries.items()}
+
+    def row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The row with the columns of the template.
+
+        Raises:
+            Unusable: when a column that it names is missing or holds something else, or the template fails.
+        """
+        if self._form != "chat":
+            made = {
+                name: self._write(name, template, row)
+                for name, template in self._templates.items()
+                if not (self._keeps and row.get(name) is not None)
+            }
+            return {**row, **made}
+        if self._keeps and (row.get(self._messages_field) or row.get("conversations")):
+            return row
+        texts = {role: self._write(role, self._templates[role], row) for role in ROLES if role in self._templates}
+        messages = [{"role": role, "content": text} for role, text in texts.items() if text or role != "system"]
+        return {**row, self._messages_field: messages}
+
+    def _write(self, name: str, template: Any, row: Mapping[str, Any]) -> str:
+        import jinja2
+
+        self._work.begin()
+        try:
+            text = template.render({str(key): value for key, value in row.items()})
+        except jinja2.UndefinedError as error:
+            names = [str(key)[:40] for key in row]
+            has = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+            raise Unusable(
+                f"the template of {name!r} names what the row has not: {error}; its columns are {has}"
+            ) from error
+        except (Unusable, MemoryError):
+            raise
+        except Exception as error:  # a template can fail in any way that Python code can
+            raise Unusable(f"the template of {name!r} fails: {str(error).splitlines()[0][:200]}") from error
+        if len(text) > MAX_CHARACTERS:
+            raise Unusable(f"the template of {name!r} writes more than {MAX_CHARACTERS} characters")
+        return check_text(str(text), f"what the template of {name!r} writes")
+
+    def _compile(self, name: str, text: str, option: str) -> Any:
+        jinja2 = libraries.load("jinja2", option)
+        environment = sandbox(self._work)
+        environment.undefined = jinja2.StrictUndefined
+        environment.keep_trailing_newline = True  # a prompt may end in one
+        environment.finalize = _finalize
+        try:
+            return environment.from_string(text)
+        except (jinja2.TemplateSyntaxError, RecursionError, MemoryError) as error:
+            where = error.message if isinstance(error, jinja2.TemplateSyntaxError) else "it nests too deeply"
+            rule = f"is not a Jinja template ({where})"
+            raise ConfigError(Problem(f"{option}.{name}", text, rule, "write columns like {{ question }}")) from error
+
+
+class TemplatedEncoder:
+    """An encoder of rows that a template has completed."""
+
+    def __init__(self, encoder: Encoder, template: RowTemplate) -> None:
+        self.tokenizer = encoder.tokenizer
+        self.option = template.option
+        facts = json.dumps([encoder.fingerprint, template.facts])
+        self.fingerprint = hashlib.sha256(facts.encode()).hexdigest()
+        self._encoder = encoder
+        self._template = template
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> list[Document | BadRow]:
+        """Complete and tokenize rows. Return one document per row, or the reason why it has none."""
+        completed = [attempt(self._template.row, row) for row in rows]
+        return list(around_bad_rows(completed, self._encoder.encode))
+
+
+def template_of(data: Data, source: DataSource | None, form: str) -> RowTemplate | None:
+    """The template of a source: its own, that of ``data``, or that of a preset; None where rows are read as they are.
+
+    Raises:
+        ConfigError: when one is not a Jinja template.
+    """
+    if source is not None and source.template:
+        return RowTemplate(source.template, form, data.messages_field, "data.sources.NAME.template")
+    if data.template:
+        return RowTemplate(data.template, form, data.messages_field, "data.template")
+
+    # A preset, such as alpaca: the module of a dataset that is called by its name.
+    if source is None or source.dataset not in sources.names():
+        return None
+    entries = getattr(sources.find(source.dataset), "TEMPLATES", {}).get(form)
+    if not entries:
+        return None
+    if form != "chat":
+        # Under the names of the columns that are read.
+        fields = {
+            "text": source.text_field or data.text_field,
+            "prompt": data.prompt_field,
+            "completion": data.completion_field,
+        }
+        entries = {fields[name]: text for name, text in entries.items()}
+    return RowTemplate(entries, form, data.messages_field, f"the template of {source.dataset}", keeps=True)
+
+
+def _finalize(value: Any) -> Any:
+    """What an expression writes: a text or a number, and nothing whose spelling is Python's own."""
+    import jinja2
+
+    if isinstance(value, str | int | float | jinja2.Undefined) and not isinstance(value, bool):
+        return value  # an undefined one raises when it is written
+    raise Unusable(f"a template writes {kind(value)}; write a text or a number, or test the column with {{% if %}}")

@@ -1,0 +1,266 @@
+"""Rows of whole documents: "first_fit" puts them where they fit, "padded" gives each a row.
+
+Documents are fitted in order of falling length (Johnson 1973), block by block, so that a row depends only on its block.
+The unused tail of a row has no target. A document that is cut before its first learned token is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.data.packing.fit_table import NO_ORDER, BlockFit, FitTable, Order, open_table
+from shardtrain.data.packing.packed_rows import ConcatRows, Packing, Rows, Sequences
+from shardtrain.data.packing.token_buffer import TokenBuffer, Tokens
+from shardtrain.data.prepared.shards import ShardTokenBuffer
+from shardtrain.utils.errors import ConfigError, Problem
+
+BLOCK_DOCUMENTS = 8192
+"""Documents that are fitted together; rows of a prepared dataset depend on it, so it never changes."""
+MAX_DOCUMENTS = 100_000_000
+"""Of prepared shards without a table of fits: two minutes of each rank at each start, and 0.3 GB."""
+
+
+def pack(line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> Rows:
+    """The rows of a line of documents; ``table`` knows how those of prepared shards are fitted."""
+    if packing.kind != "concat":
+        return FittedRows(line, packing, table)
+    rows = ConcatRows(line, packing)
+    if packing.masked:
+        rows.single = sum(_num_single(line, block) for block in range(num_blocks(line)))
+    return rows
+
+
+def _num_single(line: TokenBuffer, block: int) -> int:
+    """Number of documents of a block that have no target, because they have a single token."""
+    starts, stops = documents_of_block(line, block)
+    return int((stops - starts < 2).sum())
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Parts of documents that are never split over rows.
+
+    starts, stops: token numbers where each piece starts and stops, with its last target.
+    dropped: documents of the block that are too long and were left out, by their numbers in the block.
+    num_cut: documents that lost their end.
+    """
+
+    starts: Tokens
+    stops: Tokens
+    dropped: Tokens
+    num_cut: int
+
+
+def pieces_of(line: TokenBuffer, block: int, packing: Packing, dropped: Tokens | None = None) -> Pieces:
+    """Cut the documents of a block to at most ``seq_len`` targets each.
+
+    A document of one token has no target and no piece. ``dropped`` are those of an earlier call for the same block,
+    which need not be found again.
+    """
+    document_starts, document_stops = documents_of_block(line, block)
+    T = packing.seq_len
+    targets = document_stops - document_starts - 1
+    long_documents = np.flatnonzero(targets > T)
+    counts = np.where(targets > 0, 1, 0)
+    if packing.long_documents == "split":
+        counts = -(-np.maximum(targets, 0) // T)
+    if dropped is None:
+        dropped = _documents_to_drop(line, document_starts, long_documents, packing)
+    counts[dropped] = 0
+    # The document of each piece, and the piece's number within it. The last token of a piece, which is a target alone,
+    # is the first input of the next: no target is lost between two pieces.
+    owners = np.repeat(np.arange(len(targets)), counts)
+    numbers = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = document_starts[owners] + numbers * T
+    stops = np.minimum(starts + T + 1, document_stops[owners])
+    num_cut = len(long_documents) - len(dropped) if packing.long_documents == "cut" else 0
+    return Pieces(starts, stops, dropped, num_cut)
+
+
+def _documents_to_drop(line: TokenBuffer, starts: Tokens, long_documents: Tokens, packing: Packing) -> Tokens:
+    """Select the documents longer than a row that are left out: with "cut", those whose learned tokens would be cut."""
+    if packing.long_documents == "drop":
+        return long_documents
+    if packing.long_documents == "split" or not line.has_mask:
+        return long_documents[:0]
+    keeps_target = [line.learned(start + 1, start + 1 + packing.seq_len).any() for start in starts[long_documents]]
+    return long_documents[~np.array(keeps_target, dtype=np.bool_)]
+
+
+def fit_block(line: TokenBuffer, block: int, packing: Packing) -> BlockFit:
+    """Fit the documents of one block into rows."""
+    pieces = pieces_of(line, block, packing)
+    lengths = pieces.stops - pieces.starts - 1
+    num_targets = int(lengths.sum())
+    num_dropped = len(pieces.dropped)
+    num_single = _num_single(line, block)
+    if packing.kind == "padded":
+        return BlockFit(len(lengths), num_targets, pieces.num_cut, num_dropped, num_single, NO_ORDER, NO_ORDER)
+    rows = first_fit(lengths, packing.seq_len)
+    num_rows = int(rows.max()) + 1 if len(rows) else 0
+    # A block has 8,192 documents, of which a long one may be many pieces.
+    small = np.uint16 if len(rows) < 2**16 else np.uint32
+    order: Order = np.argsort(rows, kind="stable").astype(small)
+    ends: Order = np.cumsum(np.bincount(rows, minlength=num_rows)).astype(small)
+    return BlockFit(num_rows, num_targets, pieces.num_cut, num_dropped, num_single, order, ends)
+
+
+def first_fit(lengths: npt.NDArray[np.int64], capacity: int) -> npt.NDArray[np.int64]:
+    """Row of each piece, such that the lengths in a row add up to at most ``capacity``: first fit, longest first.
+
+    Pieces are taken from long to short (equal ones in their order), and each goes into the first row with room. Rows
+    are numbered in the order of their earliest piece. A tree of the most room in each half finds the row in log time.
+
+    Raises:
+        ValueError: when a length is above the capacity.
+    """
+    count = len(lengths)
+    if count == 0:
+        return np.array([], dtype=np.int64)
+    if int(lengths.max()) > capacity:
+        raise ValueError(f"a piece of {int(lengths.max())} does not fit into a row of {capacity}")
+    # A tree in a list, of plain integers: room[1] is the root, the children of node n are 2n and 2n + 1, and row i is
+    # the leaf leaves + i. A node has the most room of any row below it.
+    leaves = 1 << (count - 1).bit_length()
+    room = [capacity] * (2 * leaves)
+    rows = np.empty(count, dtype=np.int64)
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        # Down to the first row with room: to the left wherever there is enough.
+        node = 1
+        while node < leaves:
+            node *= 2
+            if room[node] < length:
+                node += 1
+        rows[piece] = node - leaves
+        # And up again, as far as the most room below a node has changed.
+        room[node] -= length
+        while node > 1:
+            node //= 2
+            left = room[2 * node]
+            right = room[2 * node + 1]
+            most = left if left > right else right
+            if room[node] == most:
+                break
+            room[node] = most
+    # Rows are filled from the first on, so their numbers have no gap; renumbered by their earliest piece.
+    _, first_piece, inverse = np.unique(rows, return_index=True, return_inverse=True)
+    rank = np.empty(len(first_piece), dtype=np.int64)
+    rank[np.argsort(first_piece)] = np.arange(len(first_piece))
+    return rank[inverse]
+
+
+def num_blocks(line: TokenBuffer) -> int:
+    """Blocks of documents that are fitted together."""
+    return -(-line.num_documents // BLOCK_DOCUMENTS)
+
+
+def documents_of_block(line: TokenBuffer, block: int) -> tuple[Tokens, Tokens]:
+    """Token numbers at which the documents of a block start and stop."""
+    begins = line.document_starts()
+    first = block * BLOCK_DOCUMENTS
+    last = min(first + BLOCK_DOCUMENTS, line.num_documents)
+    stops = np.append(begins[first + 1 : last], begins[last] if last < len(begins) else line.num_tokens)
+    return np.asarray(begins[first:last]), stops.astype(np.int64)
+
+
+def table_of(line: ShardTokenBuffer, packing: Packing, option: str, *, refuses_many: bool = True) -> FitTable | None:
+    """The table that was prepared for this packing, if there is one.
+
+    Raises:
+        ConfigError: when it is damaged, or where there is none and fitting would take each rank minutes at each start.
+    """
+    if packing.kind == "concat":
+        return None
+    table = open_table(
+        line.folder,
+        packing,
+        fingerprint=line.fingerprint,
+        num_documents=line.num_documents,
+        block_documents=BLOCK_DOCUMENTS,
+        option=option,
+    )
+    if table is None and refuses_many and packing.kind == "first_fit" and line.num_documents > MAX_DOCUMENTS:
+        rule = (
+            f'is "first_fit", and {line.folder} has {line.num_documents:,} documents that are not fitted into rows of '
+            f"{packing.seq_len}: beyond {MAX_DOCUMENTS:,} each rank would compute for minutes at each start"
+        )
+        fix = 'run "shardtrain data prepare" with this configuration, which fits them once, or use "concat"'
+        raise ConfigError(Problem("data.packing", None, rule, fix))
+    return table
+
+
+class FittedRows:
+    """Whole documents, several or one to a row; what they do not fill has no targets.
+
+    Held are two bytes per piece of a document, and nothing where each has a row, or where a ``FitTable`` of prepared
+    shards knows: where pieces begin and end is worked out again, block by block, from where documents begin.
+
+    cut, dropped: documents that lost their end, or that were left out because they are too long. With "cut", a
+        document is left out if it would lose all its targets.
+    """
+
+    def __init__(self, line: TokenBuffer, packing: Packing, table: FitTable | None = None) -> None:
+        self._line = line
+        self.packing = packing
+        self._table = table
+        self._fits: list[BlockFit] = []
+        # Of the block that was read last: without shuffling, or where blocks are few, the next row is of the same one.
+        self._last: tuple[int, Pieces, Order, Order] | None = None
+        self._dropped: dict[int, Tokens] = {}  # of each block that was read: to find them, masks must be read
+        if table is not None:
+            self.num_rows = table.num_rows
+            self.num_targets = table.num_targets
+            self._rows_up_to = table.rows_up_to
+            self.cut = table.cut
+            self.dropped = table.dropped
+            self.single = table.single
+            return
+        self.num_targets = self.cut = self.dropped = self.single = 0
+        rows_up_to = [0]
+        for block in range(num_blocks(line)):
+            fit = fit_block(line, block, packing)
+            self.num_targets += fit.num_targets
+            self.cut += fit.cut
+            self.dropped += fit.dropped
+            self.single += fit.single
+            rows_up_to.append(rows_up_to[-1] + fit.num_rows)
+            if packing.kind == "first_fit":
+                self._fits.append(fit)
+        self._rows_up_to = np.array(rows_up_to, np.int64)
+        self.num_rows = rows_up_to[-1]
+
+    def write(self, row: int, out: Sequences, slot: int) -> None:
+        # The pieces of the row's block, worked out again unless it was the last one.
+        block = int(np.searchsorted(self._rows_up_to, row, side="right")) - 1
+        if self._last is None or self._last[0] != block:
+            pieces = pieces_of(self._line, block, self.packing, self._dropped.get(block))
+            self._dropped[block] = pieces.dropped
+            self._last = block, pieces, *self._order_of(block, len(pieces.starts))
+        _, pieces, order, ends = self._last
+
+        # Those of the row, one behind the other; each begins another document.
+        row -= int(self._rows_up_to[block])
+        indices = [row]
+        if self.packing.kind == "first_fit":
+            indices = order[int(ends[row - 1]) if row else 0 : int(ends[row])].tolist()
+        column = 0
+        columns = []
+        for index in indices:
+            start, stop = int(pieces.starts[index]), int(pieces.stops[index])
+            learned = self._line.learned(start, stop) if self._line.has_mask else None
+            out.write(slot, column, self._line.tokens(start, stop), learned)
+            column += stop - start - 1
+            columns.append(column)
+        out.number_documents(slot, np.array(columns, dtype=np.int64))
+
+    def _order_of(self, block: int, num_pieces: int) -> tuple[Order, Order]:
+        """Pieces of a block in the order of their rows, and how many there are up to the end of each row."""
+        if self.packing.kind != "first_fit":
+            return NO_ORDER, NO_ORDER
+        if self._table is not None:
+            return self._table.order_of(block, num_pieces)
+        return self._fits[block].order, self._fits[block].ends

@@ -1,0 +1,1 @@
+"""Shards of tokens on disk: their index, their reader and their writer."""

@@ -1,0 +1,270 @@
+"""Write prepared shards: files grow to a fixed number of tokens each, and the index comes last.
+
+Until ``index.json`` is there (written beside, synced, renamed) the folder is not a dataset, so a write that is cut
+short is never read. ``position`` says what is safe on the disk; a writer that starts from one continues with the same
+bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain import __version__
+from shardtrain.data.packing.token_buffer import Mask
+from shardtrain.data.prepared.shard_index import (
+    DTYPES,
+    INDEX,
+    STARTS,
+    Index,
+    StoredFile,
+    StoredShard,
+    dtype_for,
+    ends_sha256,
+    learned_name,
+    tokens_name,
+)
+from shardtrain.utils import atomic_io, storage_errors
+from shardtrain.utils.errors import ConfigError, DataError
+
+SHARD_BYTES = 512 * 10**6
+"""Most bytes of a shard's tokens unless another number of tokens is asked for."""
+_BLOCK_BYTES = 4 * 2**20
+
+
+def default_shard_tokens(vocab_size: int) -> int:
+    """Tokens per shard that make files of 512 MB.
+
+    >>> default_shard_tokens(50_000), default_shard_tokens(128_000)
+    (256000000, 128000000)
+    """
+    return SHARD_BYTES // DTYPES[dtype_for(vocab_size)].itemsize
+
+
+class ShardWriter:
+    """Writes documents end to end into a folder.
+
+    First ``add_documents`` with lengths, then ``add_tokens`` for as many tokens, in parts of any size. ``position`` is
+    for continuing after a crash, ``finish`` for the end.
+
+    Raises:
+        StorageError: when a file cannot be written.
+        DataError: when the files of a position are gone.
+    """
+
+    def __init__(
+        self, folder: Path, vocab_size: int, shard_tokens: int, position: Mapping[str, Any] | None = None
+    ) -> None:
+        self.folder = folder
+        self.vocab_size = vocab_size
+        self.shard_tokens = shard_tokens
+        self.dtype = DTYPES[dtype_for(vocab_size)]
+        position = position or {"tokens": 0, "documents": 0, "max_id": -1, "shards": [], "learned": False}
+        self.num_tokens: int = position["tokens"]
+        self.num_documents: int = position["documents"]
+        self.max_id: int = position["max_id"]
+        self._shards = [_shard(table) for table in position["shards"]]
+        self._due = self.num_tokens  # where the next document begins
+        self._before = sum(shard.num_tokens for shard in self._shards)
+        self._documents_before = sum(shard.num_documents for shard in self._shards)
+        self._learned: _GrowingFile | None = None
+        with storing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+
+            # Remove files of shards that a killed writer began after its last position.
+            known = {tokens_name(len(self._shards))}
+            if position["learned"]:
+                known.add(learned_name(len(self._shards)))
+            for shard in self._shards:
+                known |= {file.name for file in (shard.tokens, shard.learned) if file is not None}
+            for path in [*self.folder.glob("tokens-*.bin"), *self.folder.glob("learned-*.bin")]:
+                if path.name not in known:
+                    path.unlink()
+
+            # What lies behind the position in the files that it was in is cut off when they are opened.
+            self._starts = _GrowingFile(folder / STARTS, 8 * self.num_documents)
+            self._tokens = self._open(tokens_name, self._in_shard * self.dtype.itemsize)
+            if position["learned"]:
+                self._learned = self._open(learned_name, self._in_shard)
+
+    @property
+    def _in_shard(self) -> int:
+        return self.num_tokens - self._before
+
+    def add_documents(self, lengths: npt.NDArray[np.integer]) -> None:
+        """Say how long the next documents are, in tokens."""
+        ends = np.cumsum(lengths, dtype=np.int64) + self._due
+        with storing(self.folder):
+            self._starts.write((ends - lengths).astype("<i8"))
+        self.num_documents += len(lengths)
+        self._due = int(ends[-1]) if len(ends) else self._due
+
+    def add_tokens(self, tokens: npt.NDArray[np.integer], learned: Mask | None = None) -> None:
+        """Write tokens, and which of them are learned (None is all)."""
+        if not len(tokens):
+            return
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            raise beyond_vocabulary(low if low < 0 else high, self.vocab_size)
+        self.max_id = max(self.max_id, high)
+        at = 0
+        with storing(self.folder):
+            while at < len(tokens):
+                if self._in_shard == self.shard_tokens:
+                    # Lengths come before their tokens: documents that begin behind this shard's end are of later ones,
+                    # so how many begin in it is looked up in what was written of all.
+                    self._starts.flush()
+                    starts = np.memmap(self._starts.path, dtype="<i8", mode="r")
+                    self._close_shard(int(np.searchsorted(np.asarray(starts), self.num_tokens)))
+                    self._tokens = self._open(tokens_name)
+                count = min(len(tokens) - at, self.shard_tokens - self._in_shard)
+                part = None if learned is None else learned[at : at + count]
+                self._write_mask(part, count)
+                self._tokens.write(tokens[at : at + count].astype(self.dtype, copy=False))
+                self.num_tokens += count
+                at += count
+
+    def position(self) -> dict[str, Any]:
+        """Put everything safely on the disk, and return where that is, as JSON; only between documents."""
+        if self._due != self.num_tokens:
+            raise ValueError(f"documents end at token {self._due}, and {self.num_tokens} were written")
+        with storing(self.folder):
+            for file in (self._starts, self._tokens, self._learned):
+                if file is not None:
+                    file.sync()
+        return {
+            "tokens": self.num_tokens,
+            "documents": self.num_documents,
+            "max_id": self.max_id,
+            "shards": [asdict(shard) for shard in self._shards],
+            "learned": self._learned is not None,
+        }
+
+    def finish(self, **facts: Any) -> Index:
+        """Close the files and write the index with further ``facts`` (fields of ``Index``)."""
+        self.position()
+        with storing(self.folder):
+            self._close_shard(self.num_documents)
+            index = Index(
+                dtype=dtype_for(self.vocab_size),
+                vocab_size=self.vocab_size,
+                max_id=self.max_id,
+                num_tokens=self.num_tokens,
+                num_documents=self.num_documents,
+                shards=tuple(self._shards),
+                starts=self._starts.close(),
+                created_by=f"shardtrain {__version__}",
+                **facts,
+            )
+            atomic_io.write(self.folder / INDEX, index.to_json(), durable=True)
+        return index
+
+    def close(self) -> None:
+        """Close the files as they are, to be continued later."""
+        for file in (self._starts, self._tokens, self._learned):
+            if file is not None:
+                file.abandon()
+
+    def _open(self, name: Any, keep_bytes: int = 0) -> _GrowingFile:
+        return _GrowingFile(self.folder / name(len(self._shards)), keep_bytes)
+
+    def _write_mask(self, learned: Mask | None, count: int) -> None:
+        """A shard has a mask from its first token on once one of its tokens is not learned."""
+        if self._learned is None:
+            if learned is None or learned.all():
+                return
+            self._learned = self._open(learned_name)
+            for at in range(0, self._in_shard, _BLOCK_BYTES):
+                self._learned.write(np.ones(min(_BLOCK_BYTES, self._in_shard - at), dtype=np.uint8))
+        self._learned.write(np.ones(count, np.uint8) if learned is None else learned.astype(np.uint8))
+
+    def _close_shard(self, documents_begun: int) -> None:
+        """Close the current shard and note it; ``documents_begun`` counts those before its end."""
+        learned = None if self._learned is None else self._learned.close()
+        num_documents = documents_begun - self._documents_before
+        self._shards.append(StoredShard(self._in_shard, num_documents, self._tokens.close(), learned))
+        self._learned = None
+        self._before = self.num_tokens
+        self._documents_before = documents_begun
+
+
+class _GrowingFile:
+    """A file that is appended to, with the SHA-256 of all of it."""
+
+    def __init__(self, path: Path, keep_bytes: int = 0) -> None:
+        self.path = path
+        self.bytes = keep_bytes
+        # A hash cannot be saved and continued, so what is kept is read once more.
+        self._digest = hashlib.sha256()
+        if keep_bytes:
+            left = keep_bytes
+            try:
+                with self.path.open("rb") as file:
+                    while left and (content := file.read(min(left, _BLOCK_BYTES))):
+                        self._digest.update(content)
+                        left -= len(content)
+            except FileNotFoundError:
+                pass
+            if left:
+                raise DataError(
+                    f"{self.path} lost its end, and cannot be continued; remove the folder and prepare again"
+                )
+        self._file = path.open("r+b" if keep_bytes else "wb", buffering=2**20)
+        self._file.truncate(keep_bytes)
+        self._file.seek(keep_bytes)
+
+    def write(self, values: npt.NDArray[Any]) -> None:
+        content = np.ascontiguousarray(values).data.cast("B") if len(values) else b""
+        self._file.write(content)
+        self._digest.update(content)
+        self.bytes += len(content)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> StoredFile:
+        self.sync()
+        self._file.close()
+        return StoredFile(self.path.name, self.bytes, self._digest.hexdigest(), ends_sha256(self.path))
+
+    def abandon(self) -> None:
+        try:
+            self._file.close()
+        except OSError:  # a full disk was said already, where the write failed; the second call has nothing to write
+            self._file.close()
+
+
+@contextmanager
+def storing(folder: Path) -> Iterator[None]:
+    """Raise an OSError of the block as StorageError; the command continues where it stopped."""
+    with storage_errors.writing(folder, "name another --output; the same command continues where it stopped"):
+        yield
+
+
+def beyond_vocabulary(token: int, vocab_size: int) -> ConfigError:
+    """The error of a tokenizer that gives ids which it does not have."""
+    return ConfigError(
+        f"the tokenizer gives the id {token}, outside its vocabulary of {vocab_size}; correct its added tokens"
+    )
+
+
+def _shard(table: Mapping[str, Any]) -> StoredShard:
+    learned = table["learned"]
+    return StoredShard(
+        table["num_tokens"],
+        table["num_documents"],
+        StoredFile(**table["tokens"]),
+        None if learned is None else StoredFile(**learned),
+    )

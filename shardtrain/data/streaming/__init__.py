@@ -1,0 +1,1 @@
+"""Datasets whose number of rows is unknown: virtual readers, their cursors, and packing as documents arrive."""

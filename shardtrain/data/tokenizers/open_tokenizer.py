@@ -1,0 +1,186 @@
+"""Text to token ids and back: what every tokenizer does, and how the one at a path is opened."""
+
+from __future__ import annotations
+
+import copyreg
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from shardtrain.config import assets
+from shardtrain.data import sandbox, shared_opening
+from shardtrain.data.tokenizers.byte import ByteTokenizer
+from shardtrain.data.tokenizers.json_file import JsonTokenizer
+from shardtrain.data.tokenizers.open_file import open_content
+from shardtrain.data.tokenizers.own_tokenizer import OwnTokenizer
+from shardtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
+from shardtrain.data.tokenizers.tiktoken_model import TiktokenTokenizer
+from shardtrain.data.tokenizers.tokenizer_config import files_beside
+from shardtrain.utils import reading
+from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.temporary import temporary_folder
+
+__all__ = ["ByteTokenizer", "Ids", "Spans", "Tokenizer", "open_tokenizer"]
+
+Ids = npt.NDArray[np.int32]
+Spans = npt.NDArray[np.int64]
+
+OWN = "model.tokenizer_path"
+"""The option that may name a file of code; those of folders never do."""
+
+MAX_FILE_BYTES = 2**28
+"""A larger file is refused unread: the largest vocabularies in use take 40 MiB."""
+
+_NAMES = ("tokenizer.json", "tokenizer.model")
+
+
+class Tokenizer(Protocol):
+    """What the data pipeline needs of a tokenizer; ids are in 0..vocab_size-1.
+
+    A tokenizer can be pickled: the copy opens the file again and refuses one that has changed. It can also be used on
+    both sides of a fork.
+    """
+
+    spec: str
+    """What ``open_tokenizer`` opens as this tokenizer: "bytes", "python_bpe" or a path."""
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    prefix_ids: tuple[int, ...]
+    """What the tokenizer's own files put before a text, as bos or ``[CLS]``; empty where they put nothing there."""
+    suffix_ids: tuple[int, ...]
+    """What they put after it, as eos or ``[SEP]``."""
+    special_ids: frozenset[int]
+    """Ids of control tokens, such as the one that ends a turn of a conversation."""
+    special_tokens: Mapping[str, str]
+    """Texts of named special tokens, as chat templates call them: ``{"bos_token": "<s>"}``."""
+    chat_template: str | None
+    """Jinja template of a conversation."""
+    tool_template: str | None
+    """Template of conversations with tools, where it is another one."""
+    fingerprint: str
+    """SHA-256 in hex of all that decides the ids; equal fingerprints give equal tokens."""
+
+    def encode(self, text: str) -> Ids:
+        """Ids of a text, without bos and eos."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        """Ids of each text; on several cores where TOKENIZERS_PARALLELISM and RAYON_NUM_THREADS allow it."""
+        ...
+
+    def encode_spans(self, texts: Sequence[str]) -> list[tuple[Ids, Spans]]:
+        """Ids of each text, in which special tokens that are spelled out become their ids, and where each is.
+
+        A span [n, 2] is the first character of a token and the one after its last; tokens that share a character have
+        it in common. Made for conversations that a template has written.
+        """
+        ...
+
+    def decode(self, ids: Sequence[int] | npt.NDArray[np.integer], keep_special: bool = False) -> str:
+        """Text of ids; special tokens are left out unless they are to be kept."""
+        ...
+
+
+def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer:
+    """Open "bytes", "python_bpe", a file, or a folder with ``tokenizer.json`` or else ``tokenizer.model``.
+
+    The kind of a file is known by what it holds: ``tokenizer.json`` of the tokenizers library, a sentencepiece model,
+    or the base64 ranks of tiktoken, which are taken as Llama 3's. A file of the user's that ends in .py is opened for
+    ``model.tokenizer_path`` alone. ``option`` is named in errors. Ranks that open data together have the files from
+    the first of them (``shared_opening``).
+
+    Raises:
+        ConfigError: when there is no such file, it cannot be read, or a library is missing.
+    """
+    if path == assets.BYTES:
+        return ByteTokenizer()
+    if path.endswith(".py") and option == OWN:
+        # a path in the user's own config is code that the user chose; other options name artefacts
+        return OwnTokenizer(path, option)
+    if assets.is_built_in(path):
+        return open_content(*_read(path, option), option, path)
+
+    # The rank that looks opens what it has read, and sends the bytes of the files to the others.
+    opened: list[Tokenizer] = []
+
+    def look() -> Any:
+        file, content = _read(path, option)
+        opened.append(open_content(file, content, option, path))
+        files = {file.name: content, **files_beside(file.parent)}
+        return {"name": file.name, "files": {name: np.frombuffer(data, np.uint8) for name, data in files.items()}}
+
+    received = shared_opening.once(path, look)
+    if opened:
+        return opened[0]
+
+    # Those open them in a folder of their own, since a tokenizer reads what lies beside it.
+    with temporary_folder("tokenizer") as folder:
+        for name, data in received["files"].items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(data)
+        file = folder / received["name"]
+        return open_content(file, file.read_bytes(), option, path)
+
+
+def _read(path: str, option: str) -> tuple[Path, bytes]:
+    """The file of a tokenizer and its bytes, which a child has opened within bounds; raises as ``open_tokenizer``."""
+    file = assets.tokenizer_folder(path)
+    try:
+        if file.is_dir():
+            file = next((file / name for name in _NAMES if (file / name).exists()), file / _NAMES[0])
+        if not file.exists() and not assets.tokenizer_folder(path).exists():
+            fix = 'name a tokenizer\'s file or folder, get one with "shardtrain data download", or use "bytes"'
+            raise ConfigError(Problem(option, path, "does not exist", fix))
+        if not file.is_file():
+            fix = 'name a folder that holds one of them, or use "bytes"'
+            raise ConfigError(Problem(option, path, f"holds no {' or '.join(_NAMES)}", fix))
+        if file.stat().st_size > MAX_FILE_BYTES:
+            rule = f"has more than {MAX_FILE_BYTES} bytes, which no tokenizer has"
+            raise ConfigError(Problem(option, str(file), rule, "name a tokenizer's file"))
+        content = file.read_bytes()
+    except OSError as error:
+        fix = "make the file readable"
+        unreadable = ConfigError(Problem(option, path, f"cannot be read ({error.strerror})", fix))
+        raise reading.trouble(path, error) or unreadable from error
+    if not content:
+        raise ConfigError(Problem(option, str(file), "is empty", "copy or download it again"))
+    if content.startswith(b"version https://git-lfs"):
+        fix = "fetch the file itself, with git lfs pull or shardtrain data download"
+        raise ConfigError(Problem(option, str(file), "is a pointer of Git LFS in place of the file", fix))
+
+    # Opened first by a child with limits: a library may fill the memory, or crash, over a file of unknown origin.
+    digest = hashlib.sha256(content).hexdigest()
+    request = {"path": str(file.absolute()), "sha256": digest, "option": option, "spec": path}
+    try:
+        if not assets.is_built_in(path):
+            sandbox.prove("tokenizer", request, digest)
+    except sandbox.Refused as refused:
+        raise ConfigError(Problem(option, str(file), str(refused), "use another tokenizer's files")) from None
+    return file, content
+
+
+def reopen(spec: str, option: str, fingerprint: str) -> Tokenizer:
+    """Open a tokenizer again in another process.
+
+    Raises:
+        ConfigError: when it cannot be opened, or is no longer the same.
+    """
+    tokenizer = open_tokenizer(spec, option)
+    if tokenizer.fingerprint != fingerprint:
+        raise ConfigError(Problem(option, spec, "was changed while it was in use", "start again with files at rest"))
+    return tokenizer
+
+
+def _by_reopening(tokenizer: Any) -> tuple[Callable[..., Tokenizer], tuple[str, str, str]]:
+    return reopen, (tokenizer.spec, tokenizer.option, tokenizer.fingerprint)
+
+
+# Libraries' tokenizers cannot be pickled, or not without their files' content: the copy opens the same file again.
+for _kind in (JsonTokenizer, SentencePieceTokenizer, TiktokenTokenizer, OwnTokenizer):
+    copyreg.pickle(_kind, _by_reopening)

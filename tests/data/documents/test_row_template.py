@@ -1,0 +1,164 @@
+"""Laws of data.template: any table becomes what a format reads, and what a template cannot write is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardtrain import data
+from shardtrain.config import Loaded, check, load
+from shardtrain.config.schema import Data, DataSource
+from shardtrain.data.documents.encode import open_encoder
+from shardtrain.data.sources import BadRow, alpaca
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
+from shardtrain.tasks.classification import Classification
+from shardtrain.utils.errors import ConfigError
+
+BYTES = open_tokenizer("bytes")
+QUESTION = {"question": "2+2?", "answer": {"text": "4"}, "year": 1999, "hint": None, "tags": ["a"]}
+
+
+def encode(row: dict[str, Any], source: DataSource | None = None, **options: Any) -> Any:
+    (found,) = open_encoder(BYTES, Data(**options), source).encode([row])
+    return found
+
+
+def halves(document: Any) -> tuple[str, str]:
+    """What is read and what is learned of it."""
+    assert not isinstance(document, BadRow), document
+    learned = document.learned
+    return BYTES.decode(document.tokens[~learned]), BYTES.decode(document.tokens[learned])
+
+
+def test_any_table_becomes_a_text_a_pair_or_a_conversation(tmp_path: Path) -> None:
+    text = encode(QUESTION, template={"text": "Q: {{ question }} ({{ year }})\nA: {{ answer.text }}\n"})
+    assert BYTES.decode(text.tokens) == "Q: 2+2? (1999)\nA: 4\n"
+    pair = {"prompt": "Q: {{ question }}\nA:", "completion": " {{ answer.text }}"}
+    assert halves(encode(QUESTION, format="prompt_completion", template=pair)) == ("Q: 2+2?\nA:", " 4")
+    chat = tmp_path / "chat.jinja"
+    chat.write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    turns = {"system": "{% if hint %}{{ hint }}{% endif %}", "user": "{{ question }}", "assistant": "{{ answer.text }}"}
+    found = encode(QUESTION, format="chat", chat_template=str(chat), template=turns)
+    assert halves(found) == ("[user]2+2?[assistant]", "4"), "an empty system turn is none"
+    found = encode({**QUESTION, "hint": "Add."}, format="chat", chat_template=str(chat), template=turns)
+    assert halves(found) == ("[system]Add.[user]2+2?[assistant]", "4")
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (
+            "{{ query }}",
+            "names what the row has not: 'query' is undefined; its columns are question, answer, year, hint",
+        ),
+        ("{{ answer.body }}", "names what the row has not"),
+        ("{{ hint }}", "a template writes null"),
+        ("{{ tags }}", "a template writes a list"),
+        ("{% for i in range(10**9) %}x{% endfor %}", "the template of 'text' fails"),
+        ("{{ ''.__class__ }}", "the template of 'text'"),
+    ],
+)
+def test_what_cannot_be_written_is_a_bad_row_and_never_an_empty_text(template: str, told: str) -> None:
+    found = encode(QUESTION, template={"text": template})
+    assert isinstance(found, BadRow) and told in found.reason
+
+
+def test_a_source_has_a_template_of_its_own_and_fingerprints_know_it() -> None:
+    own = DataSource(template={"text": "{{ year }}"})
+    assert BYTES.decode(encode(QUESTION, own, template={"text": "{{ question }}"}).tokens) == "1999"
+    prints = {open_encoder(BYTES, Data(template=t)).fingerprint for t in ({}, {"text": "a"}, {"text": "b"})}
+    assert len(prints) == 3
+
+
+def test_alpaca_reads_instruction_input_and_output() -> None:
+    row = {"instruction": "Add.", "input": "2+2", "output": "4"}
+    source = DataSource(dataset="alpaca")
+    prompt, completion = halves(encode(row, source, format="prompt_completion"))
+    assert completion == "4"
+    assert prompt.endswith("### Instruction:\nAdd.\n\n### Input:\n2+2\n\n### Response:\n")
+    prompt, _ = halves(encode({**row, "input": ""}, source, format="prompt_completion"))
+    assert prompt.startswith("Below is an instruction that describes a task. Write") and "Input" not in prompt
+    whole = encode(row, source)
+    assert BYTES.decode(whole.tokens).endswith("2+2\n\n### Response:\n4")
+    assert BYTES.decode(encode({**row, "text": "as it is"}, source).tokens) == "as it is"
+    assert alpaca.TEMPLATES.keys() == {"text", "prompt_completion", "chat"}
+    without = {key: value for key, value in row.items() if key != "input"}
+    found = encode(without, source, format="prompt_completion")
+    assert "Input" not in halves(found)[0]
+
+
+def config_of(tmp_path: Path, rows: list[Any], text: str) -> Loaded:
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.toml").write_text(
+        f'[training]\ndataset = "jsonl"\ndataset_path = "{tmp_path / "rows.jsonl"}"\nseq_len = 16\n{text}'
+    )
+    return load(tmp_path / "run.toml")
+
+
+def test_a_template_is_tried_on_the_first_rows(tmp_path: Path) -> None:
+    text = '[data]\nbad_rows = "skip"\nbad_rows_max_fraction = 1.0\n[data.template]\ntext = "{{ quest }}"\n'
+    loaded = config_of(tmp_path, [QUESTION] * 20, text)
+    assert list(check(loaded)) == []
+    with pytest.raises(ConfigError, match="data.template: .*makes nothing of the first 8 rows .*'quest' is undefined"):
+        data.open_dataloader(loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('[data.template]\nprompt = "{{ a }}"', "data.template makes prompt, and data.format text reads text"),
+        ('[data]\nformat = "chat"\n[data.template]\nhuman = "{{ a }}"', "has the entry 'human', which is not a turn"),
+        ('[data]\nformat = "chat"\n[data.template]\nuser = "{{ a }}"', "has no user or no assistant"),
+        ('[data.template]\ntext = "{% if %}"', 'data.template.text="{% if %}" is not a Jinja template'),
+    ],
+)
+def test_templates_that_make_nothing_that_is_read_are_refused(text: str, told: str, tmp_path: Path) -> None:
+    (problem,) = check(config_of(tmp_path, [QUESTION], text))
+    assert told in str(problem) and "run.toml:" in str(problem)
+
+
+def test_a_template_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data.template.text=.* is not a Jinja template .*write columns like"):
+        open_encoder(BYTES, Data(template={"text": "{% if %}"}))
+
+
+def test_rows_of_a_task_are_made_by_a_template_too(tmp_path: Path) -> None:
+    rows = [{"title": "a", "body": "b", "label": 1}, {"title": "c", "body": "d", "label": 0}]
+    text = '[task]\nname = "classification"\n[data.template]\ntext = "{{ title }}: {{ body }}"\n'
+    loaded = config_of(tmp_path, rows, text)
+    assert list(check(loaded)) == []
+    found = Classification(loaded.config).read_rows("train")
+    assert [BYTES.decode(row.tokens) for row in found] == ["a: b", "c: d"]
+
+
+def rows_of(tmp_path: Path, options: str) -> list[tuple[str, str]]:
+    """Of each sequence of an epoch what is read and what is learned."""
+    long = {"prompt": "Sea?", "completion": "blue and deep and wide"}
+    (tmp_path / "a").mkdir(exist_ok=True)
+    loaded = config_of(
+        tmp_path / "a", [long, {"prompt": "a", "completion": "b"}], f'[data]\nformat = "prompt_completion"\n{options}'
+    )
+    assert list(check(loaded)) == []
+    stream = data.open_dataloader(
+        loaded.config, batch_rank=0, num_batch_ranks=1, accumulation=1, shuffle=False, loop=False
+    )
+    found = []
+    for batch in stream:
+        for tokens, targets in zip(batch.tokens_BT, batch.targets_BT, strict=True):
+            found.append((BYTES.decode(tokens[tokens < 256]), BYTES.decode(targets[targets >= 0])))
+    return [row for row in found if row[0] or row[1]]
+
+
+def test_no_answer_is_trained_without_its_question_unless_that_is_asked_for(tmp_path: Path) -> None:
+    cut = rows_of(tmp_path, "")
+    assert ("Sea?blue and de", "blue and dee") in cut and all(not read.startswith("e") for read, _ in cut)
+    dropped = rows_of(tmp_path, 'long_documents = "drop"\n')
+    assert [learned for _, learned in dropped] == ["b"]
+    split = rows_of(tmp_path, 'long_documents = "split"\n')
+    assert any("p and wide" in learned for _, learned in split)

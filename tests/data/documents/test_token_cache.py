@@ -1,0 +1,278 @@
+"""Tokens that an earlier start has kept are those that tokenizing gives, or they are not taken."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardtrain.config.schema import Config, Data, DataSource, Model, Training
+from shardtrain.data import build_dataset
+from shardtrain.data.documents import token_cache
+from shardtrain.data.packing.token_buffer import MemoryTokenBuffer
+
+HOUR_NS = 3600 * 10**9
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, in which anything is worth keeping."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(token_cache, "_WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(token_cache, "_SETTLED_SECONDS", -1.0)  # a test does not wait until a file is two seconds old
+    return tmp_path / "cache/shardtrain/tokens"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {number} " * (number % 7 + 1)}) + "\n" for number in range(200)))
+    return path
+
+
+class Count:
+    """How often a dataset was really tokenized."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.times = 0
+        original = build_dataset._read
+
+        def read(*arguments: Any) -> Any:
+            self.times += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(build_dataset, "_read", read)
+
+
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> Count:
+    return Count(monkeypatch)
+
+
+def opened(file: Path, tokenizer: str = "bytes", **data: Any) -> MemoryTokenBuffer:
+    """The token buffer of a dataset of one file."""
+    training = Training(dataset="jsonl", dataset_path=str(file), seq_len=16)
+    config = Config(training=training, data=Data(**data), model=Model(hf_assets_path=tokenizer))
+    (feed,) = build_dataset.open_data(config, training, shuffle=True, loop=None).feeds
+    assert isinstance(feed._tokens, MemoryTokenBuffer)  # type: ignore[attr-defined]
+    return feed._tokens  # type: ignore[attr-defined]
+
+
+def test_kept_tokens_are_those_that_were_tokenized(
+    file: Path, tokenized: Count, own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    first = opened(file)
+    assert (tokenized.times, len(list(own_cache.iterdir()))) == (1, 1)
+    second = opened(file)
+    assert tokenized.times == 1 and f"dataset jsonl: tokens of an earlier start, kept in {own_cache}" in caplog.text
+    assert first.fingerprint == second.fingerprint
+    assert np.array_equal(first.tokens(0, first.num_tokens), second.tokens(0, second.num_tokens))
+    assert np.array_equal(first.document_starts(), second.document_starts())
+
+
+def test_masks_and_what_was_left_out_are_kept_too(
+    tmp_path: Path, tokenized: Count, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "pairs.jsonl"
+    rows = [json.dumps({"prompt": f"question {n}", "completion": f"answer {n}"}) for n in range(99)]
+    file.write_text("\n".join([*rows, "no JSON"]) + "\n")
+    bad = {"format": "prompt_completion", "bad_rows": "skip", "bad_rows_max_fraction": 0.1}
+    first = opened(file, **bad)
+    caplog.clear()
+    second = opened(file, **bad)
+    assert tokenized.times == 1 and "left out 1 row: " in caplog.text
+    assert first.has_mask and first.fingerprint == second.fingerprint
+
+
+def test_a_file_of_equal_size_and_time_with_other_content_is_tokenized(file: Path, tokenized: Count) -> None:
+    before, status = opened(file), file.stat()
+    file.write_bytes(file.read_bytes().replace(b"row 7", b"row 8"))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    assert opened(file).fingerprint != before.fingerprint
+    assert tokenized.times == 2
+
+
+@pytest.mark.parametrize("form", ["chat", "prompt_completion"])
+def test_a_chat_template_of_equal_size_and_time_with_other_content_tokenizes(
+    tmp_path: Path, tokenized: Count, form: str
+) -> None:
+    pytest.importorskip("jinja2")
+    turns = [{"role": "user", "content": "Sea?"}, {"role": "assistant", "content": "Blue."}]
+    rows = tmp_path / "chats.jsonl"
+    rows.write_text(json.dumps({"messages": turns, "prompt": turns[:1], "completion": turns[1:]}) + "\n")
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    before, status = opened(rows, format=form, chat_template=str(template)), template.stat()
+    template.write_text(template.read_text().replace(";", "|"))
+    os.utime(template, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = opened(rows, format=form, chat_template=str(template))
+    assert tokenized.times == 2 and after.fingerprint != before.fingerprint
+    assert bytes(after.tokens(0, after.num_tokens).tolist()) == b"Sea?|Blue.|"
+    opened(rows, format=form, chat_template=str(template))
+    assert tokenized.times == 2
+
+
+def test_a_file_of_another_inode_is_tokenized(file: Path, tokenized: Count) -> None:
+    opened(file)
+    copy = file.with_suffix(".copy")
+    copy.write_bytes(file.read_bytes().replace(b"row 7", b"row 8"))
+    os.utime(copy, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns))
+    copy.replace(file)
+    opened(file)
+    assert tokenized.times == 2
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"tokenizer": "python_bpe"},
+        {"text_field": "other"},
+        {"add_bos": True},
+        {"separator": "\n"},
+        {"template": {"text": "{{ text }}!"}},
+        {"max_row_bytes": 1000},
+        {"bad_rows": "skip"},
+        {"artefact_seconds": 31},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_each_option_that_decides_the_tokens_is_part_of_the_key(
+    file: Path, tokenized: Count, other: dict[str, Any]
+) -> None:
+    file.write_text(file.read_text().replace("}", ', "other": "text"}'))
+    opened(file)
+    opened(file, **other)
+    assert tokenized.times == 2
+
+
+def test_options_that_come_after_the_tokens_are_not_part_of_the_key(file: Path, tokenized: Count) -> None:
+    """As in a search for the best packing, length or mixture."""
+    opened(file)
+    opened(file, packing="first_fit", document_mask="on", long_documents="drop", readers=3)
+    for weight in (1.0, 2.0):
+        source = DataSource(dataset="jsonl", dataset_path=str(file), weight=weight)
+        opened(file, sources={"only": source})
+    other = Training(dataset="jsonl", dataset_path=str(file), seq_len=64)
+    model = Model(hf_assets_path="bytes")
+    build_dataset.open_data(Config(training=other, model=model), other, shuffle=False, loop=True)
+    assert tokenized.times == 1
+
+
+def test_a_dataset_of_very_many_files_is_not_kept(
+    file: Path, tokenized: Count, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_cache, "_MOST_FILES", 0)
+    opened(file)
+    assert tokenized.times == 1 and not own_cache.exists()
+
+
+def test_other_code_or_another_library_tokenizes(
+    file: Path, tokenized: Count, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened(file)
+    with monkeypatch.context() as changed:
+        changed.setattr(token_cache.metadata, "version", lambda name: "0.0.1")
+        opened(file)
+    assert tokenized.times == 2
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/token_cache.py").write_text("# other code\n")
+    monkeypatch.setattr(token_cache, "__file__", str(tmp_path / "package/token_cache.py"))
+    opened(file)
+    assert tokenized.times == 3
+
+
+def test_damage_anywhere_costs_time_and_no_token(file: Path, tokenized: Count, own_cache: Path) -> None:
+    first = opened(file)
+    (kept,) = own_cache.iterdir()
+    whole = kept.read_bytes()
+    damages = [whole[:-1], whole[:70], b"", whole + b"0"]
+    damages += [
+        whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :]
+        for place in range(0, len(whole), len(whole) // 20)
+    ]
+    for number, damage in enumerate(damages):
+        kept.write_bytes(damage)
+        assert opened(file).fingerprint == first.fingerprint
+        assert tokenized.times == number + 2, f"damage {number}"
+        assert kept.read_bytes() == whole  # and it is replaced
+
+
+def test_tokens_that_the_vocabulary_lacks_are_not_taken(file: Path, tokenized: Count, own_cache: Path) -> None:
+    """A file that is whole by its checksum, and was made by somebody else."""
+    opened(file)
+    (kept,) = own_cache.iterdir()
+    found = token_cache._read(kept, vocab_size=10**6)
+    assert found is not None
+    found["line"] = {**found["line"], "tokens": found["line"]["tokens"] + np.uint16(60_000)}
+    token_cache._write(kept, found)
+    opened(file)
+    assert tokenized.times == 2
+
+
+def test_what_is_not_settled_or_changes_meanwhile_is_not_kept(
+    file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as new:
+        new.setattr(token_cache, "_SETTLED_SECONDS", 3600.0)
+        opened(file)
+    assert not own_cache.exists()
+    original = build_dataset._read
+
+    def read(*arguments: Any) -> Any:
+        found = original(*arguments)
+        os.utime(file, ns=(0, file.stat().st_mtime_ns))  # its time of change is another then
+        return found
+
+    monkeypatch.setattr(build_dataset, "_read", read)
+    opened(file)
+    assert not own_cache.exists()
+
+
+def test_it_can_be_turned_off_and_a_dataset_of_code_is_never_kept(
+    file: Path, tmp_path: Path, tokenized: Count, own_cache: Path
+) -> None:
+    opened(file, cache_tokens=False)
+    code = tmp_path / "mine.py"
+    code.write_text(
+        "from shardtrain.data.sources.jsonl import open_source as jsonl\n\n\n"
+        "def open_source(request):\n    from dataclasses import replace\n"
+        f"    return jsonl(replace(request, path={str(file)!r}))\n"
+    )
+    training = Training(dataset=str(code), seq_len=16)
+    build_dataset.open_data(Config(training=training), training, shuffle=True, loop=None)
+    assert tokenized.times == 2 and not own_cache.exists()
+
+
+def test_only_the_user_can_read_what_is_kept_and_the_oldest_go_first(
+    file: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(file)
+    (first,) = own_cache.iterdir()
+    assert (first.stat().st_mode & 0o777, own_cache.stat().st_mode & 0o777) == (0o600, 0o700)
+    os.utime(first, ns=(0, first.stat().st_mtime_ns - HOUR_NS))
+    # four of them fit, and each is of equal size: the limit of a row changes no token
+    monkeypatch.setattr(token_cache, "MAX_BYTES", 4 * first.stat().st_size)
+    for number in range(5):
+        opened(file, max_row_bytes=10_000 + number)
+    assert not first.exists()
+    assert sum(one.stat().st_size for one in own_cache.iterdir()) <= token_cache.MAX_BYTES
+    monkeypatch.setattr(token_cache, "MAX_BYTES", 100)
+    before = set(own_cache.iterdir())
+    opened(file, separator="too large to be kept")
+    assert set(own_cache.iterdir()) == before and len(before) == 4
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
+    file: Path, tokenized: Count, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a file"))
+    assert opened(file).fingerprint == opened(file).fingerprint
+    assert tokenized.times == 2

@@ -1,0 +1,117 @@
+"""How documents of prepared shards fit into rows, computed once: the same rows, or none where the file is damaged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from shardtrain.data.packing import fit_table, fitted
+from shardtrain.data.packing.fit_table import FitTableWriter
+from shardtrain.data.packing.fitted import pack, table_of
+from shardtrain.data.packing.packed_rows import Packing, Sequences
+from shardtrain.data.prepared.shard_writer import ShardWriter
+from shardtrain.data.prepared.shards import ShardTokenBuffer
+from shardtrain.tools.data import prepare
+from shardtrain.tools.data.command import main
+from shardtrain.utils.errors import ConfigError
+
+PACKINGS = [
+    Packing(16, kind, masked=True, long_documents=long)
+    for kind in ("first_fit", "padded")
+    for long in ("split", "cut", "drop")
+]
+
+
+@pytest.fixture
+def line(tmp_path, monkeypatch):
+    """Forty documents in blocks of six, some of one token, some longer than a row."""
+    monkeypatch.setattr(fitted, "BLOCK_DOCUMENTS", 6)
+    lengths = np.random.default_rng(0).integers(1, 40, 40)
+    writer = ShardWriter(tmp_path / "shards", 60_000, 200)
+    writer.add_documents(lengths)
+    writer.add_tokens(np.arange(lengths.sum(), dtype=np.int32))
+    writer.finish(tokenizer="0" * 64, tokenizer_name="bytes")
+    return ShardTokenBuffer(tmp_path / "shards")
+
+
+def written(line, packing):
+    writer = FitTableWriter(line.folder, packing, line.fingerprint, fitted.BLOCK_DOCUMENTS, fitted.num_blocks(line))
+    for block in range(fitted.num_blocks(line)):
+        fit = fitted.fit_block(line, block, packing)
+        counts = {name: getattr(fit, name) for name in ("num_rows", "num_targets", "cut", "dropped", "single")}
+        writer.add([(counts, fit.to_bytes())])
+    writer.finish()
+    return line.folder / fit_table.table_name(packing)
+
+
+def rows_of(rows, packing):
+    out = Sequences(rows.num_rows, packing)
+    for row in np.random.default_rng(1).permutation(rows.num_rows).tolist():
+        rows.write(row, out, row)
+    return out
+
+
+@pytest.mark.parametrize("packing", PACKINGS, ids=lambda p: f"{p.kind}-{p.long_documents}")
+def test_rows_by_a_table_are_the_rows_that_are_fitted_at_the_start(line, packing):
+    at_start = pack(line, packing)
+    assert table_of(line, packing, "o") is None
+    written(line, packing)
+    by_table = pack(line, packing, table_of(line, packing, "o"))
+    for name in ("num_rows", "num_targets", "cut", "dropped", "single"):
+        assert getattr(by_table, name) == getattr(at_start, name), name
+    one, other = rows_of(at_start, packing), rows_of(by_table, packing)
+    for name in ("tokens_BT", "targets_BT", "positions_BT", "documents_BT", "lengths_B"):
+        assert np.array_equal(getattr(one, name), getattr(other, name)), name
+
+
+def test_every_changed_byte_of_a_table_is_refused(line):
+    packing = PACKINGS[0]
+    path = written(line, packing)
+    whole = path.read_bytes()
+    for place in [*range(0, 4096, 13), *range(4096, len(whole))]:
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with pytest.raises(ConfigError, match="data prepare") as refused:
+            rows_of(pack(line, packing, table_of(line, packing, "training.dataset_path")), packing)
+        assert str(path) in str(refused.value)
+    path.write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match="does not hold the bytes of block 6"):
+        rows_of(pack(line, packing, table_of(line, packing, "o")), packing)
+
+
+def test_a_table_of_other_tokens_is_not_used(line):
+    packing = PACKINGS[0]
+    written(line, packing)
+    line.fingerprint = "f" * 64
+    assert table_of(line, packing, "o") is None
+
+
+def test_more_documents_than_each_rank_could_fit_at_each_start_are_refused_with_the_command_that_fits_them(
+    line, monkeypatch
+):
+    monkeypatch.setattr(fitted, "MAX_DOCUMENTS", 39)
+    with pytest.raises(
+        ConfigError, match=r'has 40 documents that are not fitted.*beyond 39 .*"shardtrain data prepare"'
+    ):
+        table_of(line, PACKINGS[0], "o")
+    written(line, PACKINGS[0])
+    assert table_of(line, PACKINGS[0], "o") is not None
+    assert table_of(line, PACKINGS[3], "o") is None, "padded rows need no fitting"
+
+
+def test_prepare_fits_documents_and_fits_them_again_for_another_length(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(prepare, "FIT_DOCUMENTS", 3)
+    (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n{"text": "four"}\n' * 3)
+    words = ["--training.dataset", "jsonl", "--training.dataset_path", str(tmp_path / "a.jsonl"), "--data.packing"]
+    words = ["prepare", *words, "first_fit", "--output", str(tmp_path / "out"), "--processes", "2"]
+    for length in (32, 64):
+        assert main([*words, "--training.seq_len", str(length)]) == 0
+        assert f"rows of {length} (first_fit)" in capsys.readouterr().out
+        line = ShardTokenBuffer(tmp_path / "out")
+        packing = Packing(length, "first_fit")
+        table = table_of(line, packing, "o")
+        assert table is not None
+        assert np.array_equal(
+            rows_of(pack(line, packing, table), packing).tokens_BT, rows_of(pack(line, packing), packing).tokens_BT
+        )
+    assert main([*words, "--training.seq_len", "64"]) == 0
+    assert "fitted" not in capsys.readouterr().out, "the table is there"

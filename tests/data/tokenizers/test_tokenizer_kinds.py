@@ -1,0 +1,304 @@
+"""Laws of sentencepiece and tiktoken models: found by content, texts come back, spans cover, broken files are named."""
+
+from __future__ import annotations
+
+import base64
+import json
+import multiprocessing
+import pickle
+
+import numpy as np
+import patience
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_tokenizers import bpe_folder, sentencepiece_bytes, tiktoken_bytes
+
+from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
+from shardtrain.utils.errors import ConfigError
+
+SAMPLES = ["the cat", " the  cat\n\nHello", "naïve café 🦜", "", "\t\n ", "東京 a\u0301", "<|eot_id|> and </s>", "a\0b"]
+KINDS = ["bpe", "unigram", "tiktoken", "json", "bytes"]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizers")
+    found = {"bytes": "bytes", "json": str(bpe_folder(folder / "json"))}
+    for name, content in (
+        ("bpe", sentencepiece_bytes("bpe")),
+        ("unigram", sentencepiece_bytes("unigram")),
+        ("tiktoken", tiktoken_bytes()),
+    ):
+        (folder / name).mkdir()
+        (folder / name / "tokenizer.model").write_bytes(content)
+        found[name] = str(folder / name)
+    return found
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(request, paths):
+    return open_tokenizer(paths[request.param])
+
+
+def test_texts_come_back(tokenizer):
+    # the last but one spells out special tokens, which tokenizer.json takes as such
+    for text in SAMPLES[:-2] + SAMPLES[-1:]:
+        ids = tokenizer.encode(text)
+        assert ids.dtype == np.int32
+        assert tokenizer.decode(ids) == text
+        assert ids.size == 0 or (ids.min() >= 0 and ids.max() < tokenizer.vocab_size)
+
+
+@settings(max_examples=60, derandomize=True)
+@given(text=st.text(max_size=40))
+def test_any_text_comes_back(paths, text):
+    for kind in ("bpe", "tiktoken", "bytes"):
+        tokenizer = open_tokenizer_once(paths[kind])
+        ids = tokenizer.encode(text)
+        if kind == "bpe" and "\u2581" in text:  # sentencepiece's own sign for a space comes back as a space
+            continue
+        assert tokenizer.decode(ids) == text, kind
+        ((again, spans),) = tokenizer.encode_spans([text])
+        if not any(word in text for word in tokenizer.special_tokens.values()):
+            assert again.tolist() == ids.tolist()
+        assert spans.shape == (len(again), 2)
+        assert spans.size == 0 or (spans.min() >= 0 and spans.max() <= len(text))
+
+
+_opened: dict[str, object] = {}
+
+
+def open_tokenizer_once(path):
+    return _opened.setdefault(path, open_tokenizer(path))
+
+
+def test_a_batch_is_its_texts_one_by_one(tokenizer):
+    batch = tokenizer.encode_batch(SAMPLES)
+    assert [ids.tolist() for ids in batch] == [tokenizer.encode(text).tolist() for text in SAMPLES]
+    assert all(ids.dtype == np.int32 for ids in batch)
+    assert tokenizer.encode_batch([]) == [] == tokenizer.encode_spans([])
+
+
+def test_spans_cover_every_character_in_order(tokenizer):
+    for text in SAMPLES:
+        ((ids, spans),) = tokenizer.encode_spans([text])
+        assert ids.dtype == np.int32 and spans.dtype == np.int64 and spans.shape == (len(ids), 2)
+        covered = set()
+        for start, stop in spans.tolist():
+            covered.update(range(start, stop))
+        assert covered == set(range(len(text)))
+        assert (np.diff(spans[:, 0]) >= 0).all() and (np.diff(spans[:, 1]) >= 0).all()
+
+
+def test_a_span_holds_the_text_of_its_tokens(paths):
+    for kind in ("bpe", "tiktoken", "json"):
+        tokenizer = open_tokenizer(paths[kind])
+        text = "Hello the cat, 42"
+        ((ids, spans),) = tokenizer.encode_spans([text])
+        for i, (start, stop) in zip(ids.tolist(), spans.tolist(), strict=True):
+            assert tokenizer.decode([i]).strip() == text[start:stop].strip()
+
+
+def test_special_tokens_count_in_conversations_alone(paths):
+    tiktoken, piece = open_tokenizer(paths["tiktoken"]), open_tokenizer(paths["bpe"])
+    for tokenizer, end in ((tiktoken, "<|eot_id|>"), (piece, "</s>")):
+        text = f"the cat{end}Hello"
+        plain = tokenizer.encode(text)
+        ((ids, spans),) = tokenizer.encode_spans([text])
+        assert not set(plain.tolist()) & tokenizer.special_ids
+        place = [i for i, number in enumerate(ids.tolist()) if number in tokenizer.special_ids]
+        assert len(place) == 1 and spans[place[0]].tolist() == [7, 7 + len(end)]
+        assert tokenizer.decode(plain) == text
+        assert tokenizer.decode(ids, keep_special=True) == text
+        assert tokenizer.decode(ids) == "the catHello"
+
+
+def test_tokenizer_json_keeps_special_tokens_where_asked(paths):
+    tokenizer = open_tokenizer(paths["json"])
+    ids = tokenizer.encode("<s>the cat</s>")
+    assert (ids[0], ids[-1]) == (tokenizer.bos_id, tokenizer.eos_id)
+    assert tokenizer.decode(ids) == "the cat"
+    assert tokenizer.decode(ids, keep_special=True) == "<s>the cat</s>"
+    assert tokenizer.special_ids == {tokenizer.bos_id, tokenizer.eos_id}
+
+
+def test_sentencepiece_ids_are_the_library_s_own(paths):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    reference = sentencepiece.SentencePieceProcessor(model_file=paths["bpe"] + "/tokenizer.model")
+    tokenizer = open_tokenizer(paths["bpe"])
+    for text in SAMPLES:
+        assert tokenizer.encode(text).tolist() == reference.encode(text)
+    assert tokenizer.vocab_size == reference.get_piece_size()
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id) == (1, 2, None)
+    assert tokenizer.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_tiktoken_has_llama_3_s_special_tokens(paths):
+    tokenizer = open_tokenizer(paths["tiktoken"])
+    ranks = len(tiktoken_bytes().splitlines())
+    assert tokenizer.vocab_size == ranks + 256
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (ranks, ranks + 1)
+    names = {"<|start_header_id|>": 6, "<|end_header_id|>": 7, "<|reserved_special_token_4|>": 8, "<|eot_id|>": 9}
+    names |= {"<|reserved_special_token_0|>": 2, "<|reserved_special_token_5|>": 10}
+    names["<|reserved_special_token_250|>"] = 255
+    for text, place in names.items():
+        ((ids, _),) = tokenizer.encode_spans([text])
+        assert ids.tolist() == [ranks + place], text
+
+
+def test_tiktoken_ids_are_the_library_s_own_and_long_runs_are_cut_as_llama_3_cuts_them(paths):
+    tokenizer = open_tokenizer(paths["tiktoken"])
+    reference = tokenizer._encoding
+    for text in SAMPLES:
+        assert tokenizer.encode(text).tolist() == reference.encode_ordinary(text)
+    for sign in (" ", "a"):
+        long = f"the{sign * 60_000} cat"
+        ids = tokenizer.encode(long)  # the library's regular expressions fail on runs of a few 100,000 spaces
+        assert tokenizer.decode(ids) == long
+    spaces = tokenizer.encode(" " * 60_000).tolist()
+    assert spaces == 2 * reference.encode_ordinary(" " * 25_000) + reference.encode_ordinary(" " * 10_000)
+    assert tokenizer.decode(tokenizer.encode(" " * 500_000)) == " " * 500_000
+
+
+def test_names_beside_a_tiktoken_file_count_first(paths, tmp_path):
+    ranks = len(tiktoken_bytes().splitlines())
+    added = {str(ranks + 4): {"content": "<|finetune_right_pad_id|>", "special": True}}
+    config = {"added_tokens_decoder": added, "eos_token": "<|eot_id|>"}
+    (tmp_path / "tokenizer.model").write_bytes(tiktoken_bytes())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (ranks + 4, ranks + 9, ranks)
+    assert tokenizer.fingerprint != open_tokenizer(paths["tiktoken"]).fingerprint
+    config["added_tokens_decoder"] = {"7": {"content": "<|x|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="names 7"):
+        open_tokenizer(str(tmp_path))
+
+
+def test_added_tokens_of_a_sentencepiece_model_follow_its_pieces(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_bytes())
+    pieces = open_tokenizer(str(tmp_path)).vocab_size
+    added = {str(pieces): {"content": "<|im_end|>", "special": True}, str(pieces + 1): {"content": "<tab>"}}
+    config = {"added_tokens_decoder": added, "eos_token": "<|im_end|>", "pad_token": "<tab>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = open_tokenizer(str(tmp_path))
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id) == (pieces + 2, pieces, pieces + 1)
+    ids = tokenizer.encode("the<tab> cat")  # an added token that is not special counts in every text
+    assert pieces + 1 in ids and tokenizer.decode(ids, keep_special=True) == "the<tab> cat"
+    ((ids, spans),) = tokenizer.encode_spans(["the cat<|im_end|>"])
+    assert ids[-1] == pieces and spans[-1].tolist() == [7, 17]
+    config["added_tokens_decoder"] = {"5": {"content": "<|im_end|>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"has the piece .* at id 5"):
+        open_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", [-1, 10**6, 1.5, True])
+def test_special_ids_out_of_range_are_refused(tmp_path, key, value):
+    folder = bpe_folder(tmp_path, **{key: value})
+    with pytest.raises(ConfigError, match=rf"{key}=.* is not in 0\.\.\d+") as caught:
+        open_tokenizer(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+def test_ids_beside_the_file_are_taken(tmp_path):
+    folder = bpe_folder(tmp_path, pad_token_id=3)
+    assert open_tokenizer(str(folder)).pad_id == 3
+
+
+def test_chat_templates_are_found_in_each_place(tmp_path):
+    assert open_tokenizer(str(bpe_folder(tmp_path / "none"))).chat_template is None
+    folder = bpe_folder(tmp_path / "text", chat_template="a")
+    assert (open_tokenizer(str(folder)).chat_template, open_tokenizer(str(folder)).tool_template) == ("a", None)
+    (folder / "chat_template.jinja").write_text("b")
+    assert open_tokenizer(str(folder)).chat_template == "b"
+    named = [{"name": "default", "template": "c"}, {"name": "tool_use", "template": "d"}]
+    folder = bpe_folder(tmp_path / "named", chat_template=named)
+    assert (open_tokenizer(str(folder)).chat_template, open_tokenizer(str(folder)).tool_template) == ("c", "d")
+    for wrong in (3, ["x"], [{"name": "default"}], [{"name": "default", "template": 4}]):
+        folder = bpe_folder(tmp_path / "wrong", chat_template=wrong)
+        with pytest.raises(ConfigError, match=r"tokenizer_config.json.*chat_template"):
+            open_tokenizer(str(folder))
+
+
+def line(token: bytes, rank: object) -> bytes:
+    return base64.b64encode(token) + f" {rank}\n".encode()
+
+
+BROKEN = {
+    "empty": (b"", "is empty"),
+    "noise": (
+        b"\xff\xfe\x00garbage",
+        "is not a tokenizer: neither JSON nor ranks of tiktoken nor a sentencepiece model",
+    ),
+    "cut": (None, "is not a tokenizer"),
+    "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:12\n", "pointer of Git LFS"),
+    "rank": (line(b"a", 0) + line(b"b", 5), r"tokenizer.model:2.* has a rank other than 1"),
+    "twice": (line(b"a", 0) + line(b"a", 1), r"tokenizer.model:2.* was there before"),
+    "base64": (line(b"a", 0) + b"YQ=Q 1\n", r"tokenizer.model:2.* is not a base64 token"),
+    "words": (line(b"a", 0) + b"hello\n", r"tokenizer.model:2.* is not a base64 token"),
+    "bytes": (line(b"a", 0), "lacks a token for 255 of the 256 bytes"),
+    "json": (b'{"model": 1}', "cannot be read as a tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_model_is_named_in_one_line(tmp_path, name):
+    content, message = BROKEN[name]
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(sentencepiece_bytes()[:50] if content is None else content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        open_tokenizer(str(tmp_path), option="model.tokenizer_path")
+    assert "model.tokenizer_path" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_ranks_of_another_model_are_refused(tmp_path):
+    tokens = [bytes((i,)) for i in range(256)] + [i.to_bytes(3, "big") for i in range(50257 - 256)]
+    (tmp_path / "gpt2.tiktoken").write_bytes(b"".join(line(token, rank) for rank, token in enumerate(tokens)))
+    with pytest.raises(
+        ConfigError, match=r"use the tokenizer.json of that model; reason: it has 50257 ranks, those of GPT-2"
+    ):
+        open_tokenizer(str(tmp_path / "gpt2.tiktoken"))
+
+
+def test_a_folder_in_place_of_the_file_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").mkdir()
+    with pytest.raises(ConfigError, match=r"holds no tokenizer.json or tokenizer.model"):
+        open_tokenizer(str(tmp_path))
+
+
+def test_ids_beyond_the_vocabulary_have_no_text(paths):
+    for kind in ("bpe", "tiktoken"):
+        tokenizer = open_tokenizer(paths[kind])
+        for wrong in (-1, tokenizer.vocab_size):
+            with pytest.raises(ValueError, match="outside"):
+                tokenizer.decode([wrong])
+
+
+def test_a_tokenizer_travels_to_another_process(tokenizer):
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert copy.fingerprint == tokenizer.fingerprint and copy.spec == tokenizer.spec
+    assert copy.encode(SAMPLES[1]).tolist() == tokenizer.encode(SAMPLES[1]).tolist()
+
+
+def test_a_tokenizer_works_on_both_sides_of_a_fork(tokenizer, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    expected = [ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)]
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=lambda: queue.put([ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)]))
+    child.start()
+    assert queue.get(timeout=patience.seconds(60)) == expected
+    child.join(patience.seconds(60))
+    assert [ids.tolist() for ids in tokenizer.encode_batch(SAMPLES)] == expected
+
+
+def test_a_file_that_changed_does_not_travel(tmp_path):
+    folder = bpe_folder(tmp_path)
+    parcel = pickle.dumps(open_tokenizer(str(folder)))
+    bpe_folder(tmp_path, ("<s>", "</s>", "<pad>"))
+    with pytest.raises(ConfigError, match="was changed while it was in use"):
+        pickle.loads(parcel)
