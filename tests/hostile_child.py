@@ -86,7 +86,7 @@ def hook(event: str, args: tuple[Any, ...]) -> None:
         return
     if event == "code.__new__" and str(args[1]) == "<template>":
         return  # Jinja makes a traceback point into the template; nothing of it is run
-    if event == "subprocess.Popen" and list(args[1]) == python_child.command("shardtrain.data.sandbox"):
+    if event == "subprocess.Popen" and list(args[1]) == python_child.command("shardtrain.data.sandbox_child"):
         return  # opens it first within limits; what is wrong with it then is told here
     if event in ALWAYS:
         events.append(f"{event} {str(args)[:100]}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import copyreg
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +16,9 @@ from shardtrain.config import assets
 from shardtrain.data import sandbox, shared_opening
 from shardtrain.data.tokenizers.byte import ByteTokenizer
 from shardtrain.data.tokenizers.json_file import JsonTokenizer
-from shardtrain.data.tokenizers.open_file import open_content
 from shardtrain.data.tokenizers.own_tokenizer import OwnTokenizer
 from shardtrain.data.tokenizers.sentencepiece_model import SentencePieceTokenizer
-from shardtrain.data.tokenizers.tiktoken_model import TiktokenTokenizer
+from shardtrain.data.tokenizers.tiktoken_model import TiktokenTokenizer, looks_like
 from shardtrain.data.tokenizers.tokenizer_config import files_beside
 from shardtrain.utils import reading
 from shardtrain.utils.errors import ConfigError, Problem
@@ -126,6 +126,16 @@ def open_tokenizer(path: str, option: str = "model.hf_assets_path") -> Tokenizer
             (folder / name).write_bytes(data)
         file = folder / received["name"]
         return open_content(file, file.read_bytes(), option, path)
+
+
+def open_content(file: Path, content: bytes, option: str, path: str) -> Tokenizer:
+    """Open a tokenizer file that was read, in this process. Raises as ``open_tokenizer``."""
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if file.suffix == ".json" or content[:1] == b"{":
+        return JsonTokenizer(file, content, option, path)
+    if looks_like(content):
+        return TiktokenTokenizer(file, content, option, path)
+    return SentencePieceTokenizer(file, content, option, path)
 
 
 def _read(path: str, option: str) -> tuple[Path, bytes]:

@@ -1,0 +1,114 @@
+"""Child process of ``sandbox``: open one artefact within hard limits and report the result as a line of JSON."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.limits import is_out_of_memory
+
+_WHOLE_BYTES = 2**28
+
+
+def _lower(kind: int, limit: int) -> None:
+    """Set a limit, or keep a lower one: the limit of a scheduler cannot be raised."""
+    _, most = resource.getrlimit(kind)
+    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
+    resource.setrlimit(kind, (limit, most))
+
+
+def _bound(memory_bytes: int, seconds: int, file_bytes: int = 0) -> None:
+    """Limit this process. ``file_bytes`` is the size of the files that it will map, which takes no memory."""
+    if sys.platform == "linux":  # other kernels do not enforce it
+        sizes = [int(pages) * resource.getpagesize() for pages in Path("/proc/self/statm").read_text().split()]
+        mapped, resident, _, _, _, data, _ = sizes
+        more = max(memory_bytes - resident, 0)
+        # A file may be mapped twice. Memory without a file stays limited, however large (and sparse) the file is.
+        _lower(resource.RLIMIT_AS, mapped + more + 2 * file_bytes)
+        _lower(resource.RLIMIT_DATA, data + more)
+    _lower(resource.RLIMIT_CPU, seconds)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _open_tokenizer(request: Mapping[str, Any]) -> None:
+    from shardtrain.data.tokenizers.open_tokenizer import open_content
+
+    path = Path(request["path"])
+    _bound(request["memory_bytes"], request["seconds"])
+    content = path.read_bytes()
+    if hashlib.sha256(content).hexdigest() != request["sha256"]:
+        raise ValueError("it was changed while it was opened")
+    tokenizer = open_content(path, content, request["option"], request["spec"])
+    # Some files open, and fail or hang on the first text: words, a long run, all kinds of characters.
+    for text in ("hello world", "a" * 1000, "".join(map(chr, range(32, 1000))), "日本 é\u0301 🦜\n\t"):
+        ids = tokenizer.encode(text)
+        tokenizer.decode(ids)
+
+
+def _open_parquet(request: Mapping[str, Any]) -> None:
+    import pyarrow.parquet
+
+    # half of the limit: the trainer needs as much again for itself and for the rows
+    _bound(request["memory_bytes"] // 2, request["seconds"])
+    pyarrow.set_cpu_count(1)
+    parquet = pyarrow.parquet.ParquetFile(request["path"], pre_buffer=False)
+    for _ in parquet.iter_batches(batch_size=request["rows"], row_groups=request["groups"], use_threads=False):
+        pass
+
+
+def _open_arrow(request: Mapping[str, Any]) -> None:
+    import datasets  # the parent reads the files with it
+
+    from shardtrain.data.sources._batches import rows_of_batch
+
+    _bound(request["memory_bytes"], request["seconds"], request["file_bytes"])
+    try:
+        if "folder" in request:
+            saved = datasets.load_from_disk(request["folder"])
+            opened = list(saved.values()) if isinstance(saved, Mapping) else [saved]
+        else:
+            opened = [datasets.Dataset.from_file(path) for path in request["paths"]]
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        raise ShardtrainError from None  # the parent gets the same error and names the file
+    for dataset in opened:
+        table = dataset.data.table
+        # Arrow would follow lengths and offsets that point out of their buffers. Large files are not read in full.
+        table.validate(full=table.nbytes <= _WHOLE_BYTES)
+        rows = dataset.with_format("arrow")
+        for index in {0, len(rows) // 2, len(rows) - 1} if len(rows) else ():
+            list(rows_of_batch(rows[index], request["max_row_bytes"]))
+
+
+OPENERS = {"tokenizer": _open_tokenizer, "parquet": _open_parquet, "arrow": _open_arrow}
+
+
+def main() -> None:
+    """Open the artefact of the request on standard input, and write one line of JSON."""
+    request = json.loads(sys.stdin.buffer.read())
+    try:
+        OPENERS[request["kind"]](request)
+        refused = ""
+    except MemoryError:
+        refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
+    except ShardtrainError:
+        refused = ""  # within the limits: the parent opens it next and reports the error
+    except BaseException as error:  # a panic of Rust is not an Exception
+        refused = f"cannot be opened ({' '.join(str(error).split())[:200]})"
+        if is_out_of_memory(error):
+            refused = f"needs more than data.artefact_memory_bytes={request['memory_bytes']} to open"
+    os.write(1, json.dumps({"refused": refused[:1000]}).encode() + b"\n")
+    os._exit(0)  # without exit handlers of the libraries
+
+
+if __name__ == "__main__":
+    main()
