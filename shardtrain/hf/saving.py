@@ -1,14 +1,14 @@
-"""Hugging Face folders that a run leaves beside its checkpoints: ``step-N-hf``, made of the checkpoint just saved."""
+"""Hugging Face folders that a run writes next to its checkpoints: ``step-N-hf``, from the checkpoint just saved."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
-from shardtrain import models, tasks
+from shardtrain import models
 from shardtrain.checkpoint import files
 from shardtrain.config.assets import tokenizer_folder
 from shardtrain.config.schema import Config
@@ -22,10 +22,18 @@ from shardtrain.utils.log import logger
 
 
 class HubSaves:
-    """Writes checkpoints of a run in Hugging Face format; an ``Exporter`` of ``checkpoint/exports.py``."""
+    """Writer of a run's checkpoints in Hugging Face format; an ``Exporter`` of ``checkpoint/exports.py``."""
 
-    def __init__(self, config: Config) -> None:
-        """Raises ConfigError or CheckpointError, before the first step, for a model that has no such form."""
+    def __init__(self, config: Config, labels: Sequence[str] = ()) -> None:
+        """Check before the first step that the model has a Hugging Face format.
+
+        Args:
+            labels: the names of the labels of a classification head.
+
+        Raises:
+            ConfigError: the model has no such format.
+            CheckpointError: the model has tensors that the format has no place for.
+        """
         model = config.model
         self._options = config.checkpoint
         self._logged_notice = False
@@ -42,7 +50,7 @@ class HubSaves:
             shard_bytes=SHARD_BYTES,
             max_tokens=config.training.seq_len,
             tokens=trained_tokens(tokenizer_of(config), config),
-            labels=tasks.labels_of(config),
+            labels=labels,
         )
         translation_of(module, shape, f"model.name={model.name}", len(self._wanted.labels))
         config_fields(self._wanted)
@@ -56,7 +64,7 @@ class HubSaves:
     def write_share(
         self, checkpoint: Path, draft: Path, rank: int, size: int, check_cancelled: Callable[[], None]
     ) -> None:
-        """The files of weights are dealt over the ranks, and so is the check of the checkpoint's own."""
+        """Write this rank's share of the files of weights, and check its share of the source files."""
         writer = self._writer(checkpoint)
         writer.check_source(rank, size)
         wait = files.SEEN_SECONDS if dist.get_world_size() > 1 else 0.0

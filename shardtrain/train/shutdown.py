@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
-from shardtrain import data
+from shardtrain import data, tasks
 from shardtrain.checkpoint import best, choice
 from shardtrain.checkpoint.collectives import any_rank, broadcast_json, first_word
 from shardtrain.checkpoint.folder import Checkpoints
@@ -64,7 +64,7 @@ def prepare(run: Run, checkpoints: Checkpoints, may_end_early: bool = False) -> 
     checkpoints.saved_step = run.state.step
     options = run.config.checkpoint
     if options.enable and not options.load_only and (options.last_save_in_hf or options.hf_interval > 0):
-        checkpoints.exporter = HubSaves(run.config)
+        checkpoints.exporter = HubSaves(run.config, tasks.labels_of(run.config))
     checkpoints.on_written = run.resilience.stop.saves.add
     checkpoints.on_saved = run.resilience.ledger.saved
     if checkpoints.best.exhausted:
