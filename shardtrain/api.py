@@ -46,9 +46,9 @@ from shardtrain.utils.python_api import python_function
 
 if TYPE_CHECKING:
     from shardtrain.checkpoint.folder import Checkpoints
+    from shardtrain.checkpoint.train_state import TrainState
     from shardtrain.distributed.process_group import World
     from shardtrain.train.run import Run
-    from shardtrain.train.state import TrainState
 
 DTYPES = ("float32", "bfloat16", "float16")
 __all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"]

@@ -13,6 +13,7 @@ from torch import Tensor
 from shardtrain import models
 from shardtrain.checkpoint import single_process_writer
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config.schema import Config
 from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.bin_weights import BinWeights
@@ -20,7 +21,6 @@ from shardtrain.hf.model import HubModel, check_same, recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.weights import HubWeights
 from shardtrain.ops.dtensor import local_slices, local_tensor
-from shardtrain.train.state import TrainState
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from shardtrain.checkpoint import files, manifest, single_process_writer, tensors
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.hf import source as sources
 from shardtrain.hf.source import Source
 from shardtrain.lora import stacks
 from shardtrain.lora.frozen import Frozen
 from shardtrain.lora.linear import merged
 from shardtrain.lora.spec import CLASSIFIES, Spec, read_facts
-from shardtrain.train.state import TrainState
 from shardtrain.utils.errors import CheckpointError
 
 

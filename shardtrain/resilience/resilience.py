@@ -33,8 +33,8 @@ from shardtrain.utils import activity
 from shardtrain.utils.activity import Phase, Phases
 
 if TYPE_CHECKING:
+    from shardtrain.checkpoint.train_state import TrainState
     from shardtrain.train.run import Run
-    from shardtrain.train.state import TrainState
 
 T = TypeVar("T")
 

@@ -8,6 +8,7 @@ import torch
 
 from shardtrain import distributed, optim
 from shardtrain.checkpoint.collectives import first_rank
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config import changes, derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed import BATCH_AXES
@@ -18,7 +19,6 @@ from shardtrain.train import reference_models
 from shardtrain.train.model import build_model
 from shardtrain.train.open_together import require_same_data, together
 from shardtrain.train.run import Run
-from shardtrain.train.state import TrainState
 from shardtrain.utils.allocator import keep_freed_memory
 from shardtrain.utils.log import logger
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardtrain import data, optim
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.data.file_hashes import Contents
@@ -22,7 +23,6 @@ from shardtrain.metrics import Reduce, RunFacts
 from shardtrain.ops import accelerator
 from shardtrain.optim import lr_scheduler
 from shardtrain.resilience.resilience import Resilience
-from shardtrain.train.state import TrainState
 from shardtrain.utils.best_effort import BestEffort
 
 

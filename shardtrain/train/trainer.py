@@ -20,6 +20,7 @@ from shardtrain import config as configs
 from shardtrain import data, optim
 from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config import Loaded
 from shardtrain.data.data_budget import check_has_targets
 from shardtrain.data.file_hashes import Contents
@@ -38,7 +39,6 @@ from shardtrain.train.resume import resume
 from shardtrain.train.rollback import roll_back
 from shardtrain.train.run import Outcome, ReduceOverMesh, Run, run_facts
 from shardtrain.train.samples import Samples
-from shardtrain.train.state import TrainState
 from shardtrain.train.step_sums import StepSums
 from shardtrain.train.validation import Validator
 from shardtrain.utils import activity

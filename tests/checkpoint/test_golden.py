@@ -16,7 +16,7 @@ import torch
 from small_checkpoint import checkpoints, world_of_one
 
 from shardtrain.checkpoint import command, manifest
-from shardtrain.train.state import TrainState
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.utils.errors import CheckpointError
 
 GOLDEN = Path(__file__).parents[1] / "fixtures" / "golden"

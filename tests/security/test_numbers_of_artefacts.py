@@ -18,6 +18,7 @@ import transformers
 from tiers import cases
 
 from shardtrain import config
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.compat import migrate
 from shardtrain.config.options import options
 from shardtrain.data.prepared import shard_index
@@ -27,7 +28,6 @@ from shardtrain.data.tokenizers.open_tokenizer import ByteTokenizer
 from shardtrain.hf import generation_config, listing, model, source, weights
 from shardtrain.lora import peft
 from shardtrain.resilience.guards.loss_spikes import Guard
-from shardtrain.train.state import TrainState
 from shardtrain.utils import checked_json
 from shardtrain.utils.errors import CheckpointError, ConfigError, ShardtrainError
 

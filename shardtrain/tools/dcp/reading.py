@@ -14,10 +14,10 @@ from shardtrain import models
 from shardtrain.checkpoint import single_process_writer
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.torch_file import FlatFile
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config.schema import Model
 from shardtrain.tools.dcp.naming import TORCHTITAN, Naming, listed, recognise
 from shardtrain.tools.dcp.stored import DcpFolder
-from shardtrain.train.state import TrainState
 from shardtrain.utils.errors import CheckpointError, ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

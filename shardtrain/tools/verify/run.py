@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from shardtrain import distributed, layout, models, optim
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config import Config, derived
 from shardtrain.distributed import BATCH_AXES, Mesh, Runner, context_parallel
 from shardtrain.distributed.mesh import AXES
@@ -37,7 +38,6 @@ from shardtrain.ops.tied import to_empty
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.batches import SyntheticStream
 from shardtrain.tools.verify.shrink import Task
-from shardtrain.train.state import TrainState
 from shardtrain.utils.errors import ConfigError
 
 MAX_NORM = 0.1

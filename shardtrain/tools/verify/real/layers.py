@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain import distributed, models
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config import Config, Loaded
 from shardtrain.config.rules.model import dense_layers, model_shape
 from shardtrain.data.batch import Batch
@@ -28,7 +29,6 @@ from shardtrain.tools.verify.batches import SyntheticStream, whole_batch
 from shardtrain.tools.verify.meshes import changed
 from shardtrain.tools.verify.real import float64, tile
 from shardtrain.tools.verify.real.sums import copies_of, float64_squares
-from shardtrain.train.state import TrainState
 
 SEQUENCES, TOKENS = 4, 4
 """Of a step, in all: arithmetic grows with them, and rounding does with the width."""

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from shardtrain.train.state import TrainState
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.utils.errors import CheckpointError
 
 
