@@ -34,7 +34,6 @@ from shardtrain.utils.activity import Phase, Phases
 
 if TYPE_CHECKING:
     from shardtrain.checkpoint.train_state import TrainState
-    from shardtrain.train.run import Run
 
 T = TypeVar("T")
 
@@ -132,7 +131,7 @@ class Resilience:
         """Whether a step's rows are left out, because a rollback after a loss spike skips them."""
         return bool(self.guard.rewinds) and self.guard.leaves_out(first_row, end_row)
 
-    def judge(self, run: Run, loss: Tensor, norm: Tensor, agreed: Agreed, batches: list[data.Batch]) -> Verdict:
+    def judge(self, run: WatchedRun, loss: Tensor, norm: Tensor, agreed: Agreed, batches: list[data.Batch]) -> Verdict:
         """Whether a step's update may be made: its numbers are finite, the same on all ranks, and no spike.
 
         ``loss`` and ``norm`` are those that this rank computed, ``agreed`` those of all.
@@ -144,14 +143,14 @@ class Resilience:
         # the agreed numbers are equal on all ranks, so all take the same branch and enter the same collectives
         finite = math.isfinite(agreed.norm) and math.isfinite(agreed.loss)
         if not finite:
-            nan_guard.stop_or_skip(run, loss, batches)
-        elif not agreed.same_norm:
+            nan_guard.stop_or_skip(run, self.guard, loss, batches)
+        elif not agreed.same_norm and self.compares_norms:
             replica_check.refuse_norms(run, norm)
         # a float16 overflow is normal: it skips the update and shrinks the loss scale
         apply = run.scaler.update(finite) if run.scaler else finite
-        return Verdict(apply and loss_spikes.may_apply(run, agreed.loss, agreed.norm), finite)
+        return Verdict(apply and loss_spikes.may_apply(run, self.guard, agreed.loss, agreed.norm), finite)
 
-    def compare_replicas(self, run: Run, checkpoints: Checkpoints) -> None:
+    def compare_replicas(self, run: WatchedRun, checkpoints: Checkpoints) -> None:
         """Every ``training.replica_check_interval`` steps: ranks that hold the same weights have the same bits.
 
         Raises:

@@ -1,7 +1,7 @@
-"""Steps whose loss or gradient norm is far above those before: what a run remembers to find them, and what it does.
+"""Detect steps whose loss or gradient norm is far above that of earlier steps, and react to them.
 
-Decided before the update of the step, from numbers that all ranks know, and saved with the run, so that a resumed run
-judges alike. Going back to an older checkpoint is in ``train/rollback.py``.
+The decision is made before the update, from numbers that all ranks have. The history is saved with the run, so that
+a resumed run makes the same decisions. ``train/rollback.py`` returns to an older checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shardtrain.utils.errors import CheckpointError, NumericalError, fix_first
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
-    from shardtrain.train.run import Run
+    from shardtrain.resilience.watched_run import WatchedRun
 
 RECENT_STEPS = 1000
 """Steps of which a share may be skipped; see ``training.nonfinite_max_skip_fraction``."""
@@ -140,15 +140,14 @@ class RollbackRequested(Exception):
     """Leaves a step whose update is not to be applied, on all ranks alike; see ``train/rollback.py``."""
 
 
-def may_apply(run: Run, loss: float, grad_norm: float) -> bool:
+def may_apply(run: WatchedRun, guard: Guard, loss: float, grad_norm: float) -> bool:
     """Judge a step by its global loss and gradient norm, which are finite and equal on all ranks.
 
     Raises:
         RollbackRequested: with ``training.spike_policy = "rewind"``, at a spike.
-        NumericalError: when it has gone back from here too often.
+        NumericalError: the run has gone back from here too often.
     """
     training = run.config.training
-    guard = run.resilience.guard
     step = run.state.step + 1
     if training.spike_policy == "off":
         return True

@@ -10,15 +10,15 @@ from torch import Tensor
 from shardtrain import data
 from shardtrain.distributed import process_group
 from shardtrain.resilience.guards import nonfinite_tensor
-from shardtrain.resilience.guards.loss_spikes import RECENT_STEPS
+from shardtrain.resilience.guards.loss_spikes import RECENT_STEPS, Guard
 from shardtrain.utils.errors import NumericalError, fix_first
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
-    from shardtrain.train.run import Run
+    from shardtrain.resilience.watched_run import WatchedRun
 
 
-def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
+def stop_or_skip(run: WatchedRun, guard: Guard, loss: Tensor, local: list[data.Batch]) -> None:
     """Say which rank's numbers went wrong, and stop the run unless it may skip; the same on all ranks.
 
     Raises:
@@ -44,8 +44,8 @@ def stop_or_skip(run: Run, loss: Tensor, local: list[data.Batch]) -> None:
     if training.nonfinite_policy == "skip":
         if skips >= training.nonfinite_max_skips:
             bound = f"; {skips} updates in a row were skipped (training.nonfinite_max_skips)"
-        elif not run.resilience.guard.may_skip(step, training.nonfinite_max_skip_fraction):
-            count = sum(skipped > step - RECENT_STEPS for skipped in run.resilience.guard.skipped_steps)
+        elif not guard.may_skip(step, training.nonfinite_max_skip_fraction):
+            count = sum(skipped > step - RECENT_STEPS for skipped in guard.skipped_steps)
             bound = f"; {count} of {RECENT_STEPS} updates were skipped (training.nonfinite_max_skip_fraction)"
         else:
             skipped = f"the update is skipped ({skips + 1} in a row)"

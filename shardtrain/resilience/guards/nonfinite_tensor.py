@@ -25,13 +25,13 @@ from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
     from shardtrain.checkpoint.save import Saver
-    from shardtrain.train.run import Run
+    from shardtrain.resilience.watched_run import WatchedRun
 
 _SHOWN = 3
 _ADVICE = "lower optimizer.lr, or look at the samples named in the rank's log"
 
 
-def find(run: Run, local: list[data.Batch], in_loss: bool) -> tuple[str, str]:
+def find(run: WatchedRun, local: list[data.Batch], in_loss: bool) -> tuple[str, str]:
     """The first tensors that are not finite with the ranks that hold them, and what to do; equal on all ranks."""
     tensors = {**run.runner.parameters(), **run.runner.buffers()}
     if found := _agree(run, _not_finite(tensors)):
@@ -47,7 +47,7 @@ def find(run: Run, local: list[data.Batch], in_loss: bool) -> tuple[str, str]:
     return "each gradient is finite, and the sum of their squares is not", _ADVICE
 
 
-def refuse_to_save(run: Run, tensors: Mapping[str, Tensor], checkpoints: Saver) -> None:
+def refuse_to_save(run: WatchedRun, tensors: Mapping[str, Tensor], checkpoints: Saver) -> None:
     """Stop before a save that would hold NaN or infinity, from which no run could continue (a collective).
 
     A step is judged by its loss and gradient, before the update. What the update made of the weights shows in the loss
@@ -87,7 +87,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def _agree(run: Run, own: list[str], shown: int = _SHOWN) -> str:
+def _agree(run: WatchedRun, own: list[str], shown: int = _SHOWN) -> str:
     """The first few names over all ranks, in the order of the model, with the ranks that told them."""
     ranks: dict[str, list[int]] = {}
     for rank, names in enumerate(all_gather_json(own)):
@@ -104,7 +104,7 @@ def _agree(run: Run, own: list[str], shown: int = _SHOWN) -> str:
     return ", ".join(f"{name} (rank {', '.join(map(str, ranks[name][:8]))})" for name in first)
 
 
-def _outputs(run: Run, local: list[data.Batch]) -> list[str]:
+def _outputs(run: WatchedRun, local: list[data.Batch]) -> list[str]:
     """The first module with an output that is not finite, in another forward pass of the same micro-batches.
 
     All ranks make it, for its collectives, with the random numbers of the step; nothing is kept of it. A rank whose

@@ -15,7 +15,7 @@ from shardtrain.utils.errors import NumericalError, fix_first
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
-    from shardtrain.train.run import Run
+    from shardtrain.resilience.watched_run import WatchedRun
 
 
 class Replicas:
@@ -24,7 +24,7 @@ class Replicas:
     Asked by all ranks together; idle with ``training.replica_check_interval = 0``. Saves compare for themselves.
     """
 
-    def __init__(self, run: Run, checkpoints: Saver) -> None:
+    def __init__(self, run: WatchedRun, checkpoints: Saver) -> None:
         self._run = run
         self._checkpoints = checkpoints
         self._interval = run.config.training.replica_check_interval
@@ -51,14 +51,12 @@ class Replicas:
             self._checkpoints.refuse(step, odd)
 
 
-def refuse_norms(run: Run, norm: Tensor) -> None:
+def refuse_norms(run: WatchedRun, norm: Tensor) -> None:
     """Stop before an update whose gradient norm is not the same on all ranks, as ``grad_clip.Agreement`` suspects.
 
     Raises:
-        NumericalError: on all ranks the same; names the odd ranks. Not where ``resilience.compares_norms`` is off.
+        NumericalError: on all ranks the same; names the odd ranks.
     """
-    if not run.resilience.compares_norms:
-        return
     step = run.state.step + 1
     norms = all_gather_json(float(norm))
     # the median is right as long as fewer than half of the ranks are wrong
