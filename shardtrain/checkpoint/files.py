@@ -91,7 +91,7 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
     ``wait_seconds`` is how long its folder, which another node may have made, may take to be seen from here.
     """
     if isinstance(path, ObjectPath):
-        return path.write_hashed(blocks)
+        return StoredFile(path.name, *path.write_hashed(blocks))
     # SHA-256 and write each let go of the GIL, so a thread hashes a piece while this one writes the next. One thread
     # alone: a hash is of the pieces in their order.
     digest = hashlib.sha256()

@@ -12,12 +12,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from shardtrain.checkpoint.resharding import Box, overlap
-
-if TYPE_CHECKING:
-    from shardtrain.checkpoint.holders import Ints
+from shardtrain.checkpoint.resharding import Box, Ints, overlap
 
 
 class Chunk(NamedTuple):

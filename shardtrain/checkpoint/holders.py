@@ -14,17 +14,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint.collectives import gather_distinct_json
 from shardtrain.checkpoint.manifest import ITEM_BYTES
-from shardtrain.checkpoint.resharding import Box
+from shardtrain.checkpoint.resharding import Box, Ints
 from shardtrain.ops.dtensor import is_distributed, local_slices, local_tensor, sharded_dim
 from shardtrain.utils.errors import CheckpointError
 
-Ints = npt.NDArray[np.int64]
 _LAYER = re.compile(r"(.*?\.)(0|[1-9]\d*)(\..*)")
 """A name with the number of a layer in it; 007 is a name."""
 Table = Mapping[str, list[Any]]

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.utils.errors import ConfigError, Problem
 
 MARK = "://"
@@ -135,8 +134,8 @@ class ObjectPath:
         with _asking(self.address):
             return bytes(self.store.cat_file(self._key, start=begin, end=end))
 
-    def write_hashed(self, blocks: Iterable[memoryview]) -> StoredFile:
-        """Stream a new object; gives its name, size and SHA-256. What fails leaves nothing that a reader looks at."""
+    def write_hashed(self, blocks: Iterable[memoryview]) -> tuple[int, str]:
+        """Stream a new object. Return its size and SHA-256. A failed write leaves nothing that a reader opens."""
         digest = hashlib.sha256()
         size = 0
         with _asking(self.address):
@@ -150,7 +149,7 @@ class ObjectPath:
                     digest.update(piece)
                     size += len(piece)
             file.close()
-        return StoredFile(self.name, size, digest.hexdigest())
+        return size, digest.hexdigest()
 
     def put(self, data: bytes, new: bool) -> bool:
         """Write a small object at once. ``new`` fails where there is one; gives False for a store that cannot tell."""

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint.collectives import all_gather_json
-from shardtrain.checkpoint.holders import Held, Ints
+from shardtrain.checkpoint.holders import Held
+from shardtrain.checkpoint.resharding import Ints
 from shardtrain.ops.dtensor import local_tensor
 
 COUNTERS = ("step", "samples_consumed", "order_hash")

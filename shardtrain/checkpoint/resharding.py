@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Ints: TypeAlias = "npt.NDArray[np.int64]"
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes, one number per dimension each."""
 

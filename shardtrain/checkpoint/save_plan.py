@@ -20,8 +20,9 @@ from torch import Tensor
 from shardtrain.checkpoint import holders
 from shardtrain.checkpoint.collectives import any_rank
 from shardtrain.checkpoint.grids import Axis, Grid
-from shardtrain.checkpoint.holders import Held, Ints, Part
+from shardtrain.checkpoint.holders import Held, Part
 from shardtrain.checkpoint.manifest import ITEM_BYTES, MAX_BYTES, StoredTensor, least_bytes, too_large
+from shardtrain.checkpoint.resharding import Ints
 from shardtrain.utils.errors import CheckpointError
 
 
