@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
 from shardtrain import data
 from shardtrain.checkpoint.async_save import NOTHING, Saving
 from shardtrain.checkpoint.folder import Checkpoints
+from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
 from shardtrain.distributed.grad_clip import Agreed
@@ -29,11 +30,9 @@ from shardtrain.resilience.goodput.ledger import Ledger
 from shardtrain.resilience.guards import loss_spikes, nan_guard, replica_check
 from shardtrain.resilience.guards.loss_spikes import Guard
 from shardtrain.resilience.watchdog.watchdog import beating
+from shardtrain.resilience.watched_run import WatchedRun
 from shardtrain.utils import activity
 from shardtrain.utils.activity import Phase, Phases
-
-if TYPE_CHECKING:
-    from shardtrain.checkpoint.train_state import TrainState
 
 T = TypeVar("T")
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from shardtrain.resilience.watched_run import WatchedRun
 from shardtrain.utils.checked_json import is_count
 from shardtrain.utils.errors import CheckpointError, NumericalError, fix_first
 from shardtrain.utils.log import logger
-
-if TYPE_CHECKING:
-    from shardtrain.resilience.watched_run import WatchedRun
 
 RECENT_STEPS = 1000
 """Steps of which a share may be skipped; see ``training.nonfinite_max_skip_fraction``."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -11,11 +9,9 @@ from shardtrain import data
 from shardtrain.distributed import process_group
 from shardtrain.resilience.guards import nonfinite_tensor
 from shardtrain.resilience.guards.loss_spikes import RECENT_STEPS, Guard
+from shardtrain.resilience.watched_run import WatchedRun
 from shardtrain.utils.errors import NumericalError, fix_first
 from shardtrain.utils.log import logger
-
-if TYPE_CHECKING:
-    from shardtrain.resilience.watched_run import WatchedRun
 
 
 def stop_or_skip(run: WatchedRun, guard: Guard, loss: Tensor, local: list[data.Batch]) -> None:

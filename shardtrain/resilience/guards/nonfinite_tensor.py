@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,14 @@ from torch.utils.hooks import RemovableHandle
 
 from shardtrain import data
 from shardtrain.checkpoint.collectives import all_gather_json, any_rank
+from shardtrain.checkpoint.save import Saver
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.ops.seeding import seed_step
+from shardtrain.resilience.watched_run import WatchedRun
 from shardtrain.utils.errors import NumericalError, StorageError, fix_first
 from shardtrain.utils.log import logger
-
-if TYPE_CHECKING:
-    from shardtrain.checkpoint.save import Saver
-    from shardtrain.resilience.watched_run import WatchedRun
 
 _SHOWN = 3
 _ADVICE = "lower optimizer.lr, or look at the samples named in the rank's log"

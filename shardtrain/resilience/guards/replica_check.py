@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
 from shardtrain.checkpoint import holders, replica_comparison
@@ -11,11 +9,9 @@ from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.holders import Held
 from shardtrain.checkpoint.save import Saver
 from shardtrain.distributed.grad_clip import NORMS_AGREE
+from shardtrain.resilience.watched_run import WatchedRun
 from shardtrain.utils.errors import NumericalError, fix_first
 from shardtrain.utils.log import logger
-
-if TYPE_CHECKING:
-    from shardtrain.resilience.watched_run import WatchedRun
 
 
 class Replicas:
