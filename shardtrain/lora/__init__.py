@@ -1,9 +1,9 @@
-"""Low-rank adapters beside frozen weights (LoRA, Hu et al. 2021): which modules have them, their files, their sum.
+"""Low-rank adapters next to frozen weights (LoRA, Hu et al. 2021): modules, files and merging.
 
-``linear.py`` is an adapted module, ``targets.py`` says which modules are, ``spec.py`` what a checkpoint says of them,
-``base_weights.py`` loads the frozen weights, ``peft.py`` reads and writes the format of PEFT, ``merging.py`` adds
-adapters to the weights, ``quantize.py`` holds frozen weights in 4 or 8 bits. How an adapted module is split over
-tensor-parallel ranks is in ``distributed/adapters.py``.
+``linear.py`` defines an adapted module. ``targets.py`` selects the modules to adapt. ``spec.py`` reads and writes
+the facts in checkpoints. ``peft.py`` reads and writes PEFT's format. ``merging.py`` adds adapters to the weights.
+``quantize.py`` holds frozen weights in 4 or 8 bits. ``train/base_weights.py`` loads the frozen weights, and
+``distributed/adapters.py`` splits adapted modules over tensor-parallel ranks.
 """
 
 FACT = "lora"

@@ -12,13 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardtrain import models, tasks
 from shardtrain.checkpoint.collectives import all_ranks
+from shardtrain.config.schema import Config
 from shardtrain.hf import as_is
 from shardtrain.hf.config_json import read_json
 from shardtrain.hf.format import Heads, Hub, Stacked
@@ -31,9 +32,6 @@ from shardtrain.ops.tied import tied_names
 from shardtrain.utils import reading
 from shardtrain.utils.errors import CheckpointError, ConfigError
 from shardtrain.utils.log import logger
-
-if TYPE_CHECKING:
-    from shardtrain.train.run import Run
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -358,26 +356,30 @@ class PeftFolder:
             local_tensor(tensors[name]).detach().copy_(part)
 
 
-def load(run: Run, folder: Path) -> None:
-    """Start a run from the adapters of a folder (a collective): all ranks do, or none.
+def load(config: Config, facts: Mapping[str, Any], parameters: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill a run's adapters from a folder (a collective): all ranks do, or none.
+
+    Args:
+        facts: the facts about the run's adapters, as ``Spec.facts`` returns them.
+        parameters: the parameters of the run by name.
 
     Raises:
-        ConfigError: when rank, scale or modules are not those of ``[lora]``.
-        CheckpointError: when the folder is damaged or of another model.
+        ConfigError: rank, scale or modules differ from those of ``[lora]``.
+        CheckpointError: the folder is damaged, or holds adapters of another model.
     """
-    module, shape = models.configured(run.config.model)
-    labels = tasks.open_task(run.config).num_labels
+    module, shape = models.configured(config.model)
+    labels = tasks.open_task(config).num_labels
 
     def fill() -> None:
         found = PeftFolder(folder, module, shape, labels)
         differ = [
-            f"its {_LISTS[key]} are others" if key in _LISTS else f"{key} is {theirs!r} and not {run.lora[key]!r}"
+            f"its {_LISTS[key]} are others" if key in _LISTS else f"{key} is {theirs!r} and not {facts[key]!r}"
             for key, theirs in found.spec.facts().items()
-            if key not in ("dropout", "task_type") and run.lora[key] != theirs
+            if key not in ("dropout", "task_type") and facts[key] != theirs
         ]
         if differ:
             raise ConfigError(f"lora.initial_load_path={folder}: {'; '.join(differ)}; set [lora] to what it says")
-        found.fill(run.runner.parameters())
+        found.fill(parameters)
 
     all_ranks(fill)
     logger.info(f"starting from the adapters of {folder}")

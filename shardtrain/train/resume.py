@@ -21,10 +21,10 @@ from shardtrain.data.sources._data_files import sampled
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.hf import importing
 from shardtrain.hf.model import check_noted
-from shardtrain.lora import FACT, base_weights, peft
+from shardtrain.lora import FACT, peft
 from shardtrain.lora.spec import Spec
 from shardtrain.resilience.guards import nonfinite_tensor
-from shardtrain.train import compatibility, saved_file
+from shardtrain.train import base_weights, compatibility, saved_file
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
@@ -103,7 +103,7 @@ def resume(run: Run, checkpoints: Checkpoints) -> None:
 
     # weights of other formats, which hold no run that could be continued
     if initial and lora.enable and peft.is_folder(path):
-        peft.load(run, Path(str(path)))
+        peft.load(run.config, run.lora, run.runner.parameters(), Path(str(path)))
         return
     if initial and not lora.enable and not options.initial_load_in_hf and saved_file.is_saved_file(path):
         tensors = weights(run)

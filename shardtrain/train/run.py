@@ -44,7 +44,8 @@ class Run:
     names: tuple[str, ...] = ()
     """Names of all parameters of the unsharded model, in its order."""
     adapters: Spec | None = None
-    lora: dict[str, Any] = field(default_factory=dict)  # facts about adapters for checkpoints, see lora/base_weights.py
+    lora: dict[str, Any] = field(default_factory=dict)
+    """Facts about adapters for checkpoints; see ``base_weights.py``."""
     contents: Contents = field(default_factory=Contents)
     """Hashes of the data files, as far as they have been computed. Only rank 0 has them."""
     counting: BestEffort = field(default_factory=lambda: BestEffort("counting beside a step"))
