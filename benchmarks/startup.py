@@ -38,8 +38,9 @@ import torch.distributed as dist
 from shardtrain import config as configs
 from shardtrain import distributed
 from shardtrain.checkpoint.collectives import first_rank, gather_distinct_json
-from shardtrain.distributed import config_consistency, process_group, rendezvous
-from shardtrain.distributed.signed_store import SignedStore
+from shardtrain.distributed import config_consistency, process_group
+from shardtrain.distributed.rendezvous import attempt_store
+from shardtrain.distributed.rendezvous.signed_store import SignedStore
 from shardtrain.train import model_check, run_folder
 
 ASKED = (4096, 16384)
@@ -106,7 +107,7 @@ def rank_main(rank: int, size: int, per_node: int, port: int, loaded: Any, sende
     }  # fmt: skip
     os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
     torch.set_num_threads(1)
-    rendezvous.signed = lambda store, environment, attempt: Counted(store, b"benchmark")
+    attempt_store.signed = lambda store, environment, attempt: Counted(store, b"benchmark")
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # gloo complains of a queue that is full on one machine, and tries again
         os.dup2(null, stream)

@@ -19,7 +19,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.schema import DataLoaderOptions
 from shardtrain.data import DataLoader
 from shardtrain.data.loader import MicroBatches
-from shardtrain.distributed import private_store
+from shardtrain.distributed.rendezvous import private_store
 from shardtrain.distributed.runner import PlainRunner
 from shardtrain.launch import environment, local
 from shardtrain.metrics.profiling import Profiler

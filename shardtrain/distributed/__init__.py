@@ -9,16 +9,16 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import (
     activation_checkpoint,
     compile,
-    context_parallel,
     expert_parallel,
     float8,
     fsdp,
     pipeline_parallel,
     reading,
-    tensor_parallel,
 )
+from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
 from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
+from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.layout import Layout
 from shardtrain.ops.cpu import chosen_kernels, layer_norm, onednn_linear, rms_norm
 

@@ -47,7 +47,7 @@ def check(config: Config, store: Any, rank: int, world_size: int) -> None:
         ConfigError: on all ranks the same: names what differs, and the ranks on each side.
         PeerError: on the first rank, when others have not come within comm.init_timeout_seconds.
     """
-    # of this attempt alone (see distributed/rendezvous.py); agents count restarts each for itself, so it has no number
+    # Of this attempt only (rendezvous/attempt_store.py). It has no number, because each agent counts restarts itself
     store = dist.PrefixStore("agreement", store)
     own = facts_of(config, world_size)
     if rank == 0:

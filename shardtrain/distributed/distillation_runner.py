@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shardtrain.distributed import context_parallel
-from shardtrain.distributed.context_parallel import Batch
+from shardtrain.distributed.context_parallel import cores as context_parallel
+from shardtrain.distributed.context_parallel.cores import Batch
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.mesh import LOSS_AXES
 from shardtrain.distributed.runner import PlainRunner, Runner

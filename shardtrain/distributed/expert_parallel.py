@@ -21,10 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import context_parallel, gloo_sockets
-from shardtrain.distributed.attention_blocks import sequence_part
+from shardtrain.distributed.context_parallel import cores as context_parallel
+from shardtrain.distributed.context_parallel.masks import sequence_part
 from shardtrain.distributed.local_weights import use_local_weights
 from shardtrain.distributed.mesh import LOSS_AXES, Mesh
+from shardtrain.distributed.rendezvous import gloo_sockets
 from shardtrain.layout import Layout, matches
 from shardtrain.lora.linear import is_adapter
 from shardtrain.ops.accelerator import read

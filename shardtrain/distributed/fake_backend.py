@@ -22,9 +22,10 @@ from torch._subclasses.fake_tensor import (
 )
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import compute_copies, context_parallel, expert_parallel, pipeline_parallel
+from shardtrain.distributed import compute_copies, expert_parallel, pipeline_parallel
 from shardtrain.distributed.activation_memory import LiveMemory
-from shardtrain.distributed.context_parallel import Batch
+from shardtrain.distributed.context_parallel import cores as context_parallel
+from shardtrain.distributed.context_parallel.cores import Batch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.runner import Runner

@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.distributed import compute_copies, expert_parallel, shared_memory
+from shardtrain.distributed import compute_copies, expert_parallel
+from shardtrain.distributed.cpu import shared_memory
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout
 from shardtrain.ops import accelerator

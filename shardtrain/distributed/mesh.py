@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.distributed import gloo_sockets
 from shardtrain.distributed.process_group import World
+from shardtrain.distributed.rendezvous import gloo_sockets
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """Outermost first: tensor-parallel peers are neighbours, on the fastest links."""

@@ -24,8 +24,9 @@ from torch.distributed.pipelining.schedules import (
 
 from shardtrain.config import derived, stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import chain, context_parallel, expert_parallel, fsdp
-from shardtrain.distributed.context_parallel import Batch
+from shardtrain.distributed import chain, expert_parallel, fsdp
+from shardtrain.distributed.context_parallel import cores as context_parallel
+from shardtrain.distributed.context_parallel.cores import Batch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.runner import ModelParts, Runner
 from shardtrain.distributed.tied_stages import TiedStages

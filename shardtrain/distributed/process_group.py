@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.config.schema import Comm
-from shardtrain.distributed import gloo_sockets, shared_barrier, signed_store
-from shardtrain.distributed.rendezvous import store_of_attempt
-from shardtrain.distributed.signed_store import ForgedError
+from shardtrain.distributed.cpu import shared_barrier
+from shardtrain.distributed.rendezvous import gloo_sockets, signed_store
+from shardtrain.distributed.rendezvous.attempt_store import store_of_attempt
+from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.ops import accelerator
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import STORE

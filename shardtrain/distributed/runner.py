@@ -17,7 +17,6 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed import (
     compute_copies,
-    context_parallel,
     expert_parallel,
     float8,
     fsdp,
@@ -25,7 +24,8 @@ from shardtrain.distributed import (
     loss_at_head,
     partial_gradients,
 )
-from shardtrain.distributed.context_parallel import Batch
+from shardtrain.distributed.context_parallel import cores as context_parallel
+from shardtrain.distributed.context_parallel.cores import Batch
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.token_metrics import TokenMetrics
 from shardtrain.distributed.update_in_backward import UpdateInBackward

@@ -23,7 +23,7 @@ from shardtrain.checkpoint.collectives import all_gather_json, all_ranks, any_ra
 from shardtrain.config.schema import Config
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
-from shardtrain.distributed import gloo_sockets
+from shardtrain.distributed.rendezvous import gloo_sockets
 from shardtrain.utils import activity, errors, process, reading
 from shardtrain.utils.errors import ConfigError, DataError, PeerError, Problem, ShardtrainError, StorageError
 

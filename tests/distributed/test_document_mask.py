@@ -22,7 +22,8 @@ from torch import Tensor
 from shardtrain import distributed, models
 from shardtrain.config.schema import Config
 from shardtrain.data.batch import IGNORE, Batch
-from shardtrain.distributed import LOSS_AXES, Runner, context_parallel
+from shardtrain.distributed import LOSS_AXES, Runner
+from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.process_group import World
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import to_full

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardtrain.config import load
 from shardtrain.config.schema import Config, Float8GroupedMM, Float8Linear, Quantize, QuantizeGroupedMM, QuantizeLinear
 from shardtrain.distributed import float8
-from shardtrain.distributed.shared_memory import AllGather, ReduceScatter
+from shardtrain.distributed.cpu.shared_memory import AllGather, ReduceScatter
 from shardtrain.ops.float8 import Float8Linear as Module
 from shardtrain.utils.errors import ConfigError
 

@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtrain.distributed import fsdp
+from shardtrain.distributed.cpu.shared_memory import AllGather, ReduceScatter
 from shardtrain.distributed.fsdp import precision_policy
-from shardtrain.distributed.shared_memory import AllGather, ReduceScatter
 from shardtrain.models import build, find, shape_of
 from shardtrain.ops.dtensor import local_tensor, to_full
 

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from shardtrain.config.schema import Comm, Config
-from shardtrain.distributed import config_consistency, gloo_sockets
+from shardtrain.distributed import config_consistency
 from shardtrain.distributed.process_group import (
     gather_flags,
     join,
     pick_device_type,
     set_timeout,
 )
+from shardtrain.distributed.rendezvous import gloo_sockets
 from shardtrain.ops import accelerator
 from shardtrain.utils.errors import ConfigError
 

@@ -19,7 +19,7 @@ from tiers import cases
 
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config, Job
-from shardtrain.distributed import private_store
+from shardtrain.distributed.rendezvous import private_store
 from shardtrain.launch import local
 
 STARTS = int(os.environ.get("SHARDTRAIN_FORKED_STARTS", "5"))

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from shardtrain import models
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.distributed.hf_tensor_parallel import WORDS
+from shardtrain.distributed.tensor_parallel.hf_plan import WORDS
 from shardtrain.ops.dtensor import to_full
 from shardtrain.train import document_isolation, trainer
 from shardtrain.train.resume import resume

@@ -22,7 +22,8 @@ from launched import end
 from ranks import run_ranks
 from tiny import shallow_config
 
-from shardtrain.distributed import config_consistency, process_group, shared_barrier, shared_memory
+from shardtrain.distributed import config_consistency, process_group
+from shardtrain.distributed.cpu import shared_barrier, shared_memory
 from shardtrain.resilience.watchdog import heartbeat, stack
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, from_json, to_json
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat

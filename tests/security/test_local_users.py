@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 from tiers import cases
 
-from shardtrain.distributed import private_store, rendezvous
+from shardtrain.distributed.rendezvous import attempt_store, private_store
 from shardtrain.utils.errors import StorageError
 from shardtrain.utils.process import STORE
 from shardtrain.utils.redact import visible
@@ -213,7 +213,7 @@ def test_ranks_of_another_launcher_on_one_machine_meet_where_no_other_user_is(tm
         def rank_main(rank: int, attempt: int = attempt, joined: threading.Barrier = joined) -> None:
             environment = dict(names[rank])
             # nothing listens on that port: the launcher's store is not asked
-            with rendezvous.store_of_attempt(environment, TIMEOUT) as store:
+            with attempt_store.store_of_attempt(environment, TIMEOUT) as store:
                 assert store is not None
                 store.set(f"address/{rank}", str(attempt))
                 found[rank] = [int(store.get(f"address/{other}")) for other in range(2)]

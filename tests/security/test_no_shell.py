@@ -49,7 +49,7 @@ LISTENS = {
     "launch/local.py": "the ranks' rendezvous, on the loopback address",
     "utils/python_api.py": "binds arguments to the signature of a function, and opens no socket",
     "utils/private_network.py": "a datagram socket that receives nothing: whether the loopback interface is up",
-    "distributed/rendezvous.py": "connects to torchrun's store, and listens nowhere (is_master=False)",
+    "distributed/rendezvous/attempt_store.py": "connects to torchrun's store, and listens nowhere (is_master=False)",
 }
 
 

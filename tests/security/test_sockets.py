@@ -19,7 +19,7 @@ import torch.distributed as dist
 from listening import listeners
 from tiers import cases
 
-from shardtrain.distributed import gloo_sockets
+from shardtrain.distributed.rendezvous import gloo_sockets
 from shardtrain.utils import private_network
 from shardtrain.utils.errors import PeerError
 from shardtrain.utils.process import STORE

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardtrain.distributed import private_store
-from shardtrain.distributed.private_store import FolderStore
-from shardtrain.distributed.signed_store import ForgedError
+from shardtrain.distributed.rendezvous import private_store
+from shardtrain.distributed.rendezvous.private_store import FolderStore
+from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.resilience.watchdog import heartbeat
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.utils import process

@@ -20,7 +20,7 @@ _OURS = str(Path(shardtrain.__file__).parent)
 _COMPILERS = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
 _DEBUGGERS = ("/pdb.py", "/bdb.py")
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
-_BARRIER = str(Path(shardtrain.__file__).parent / "distributed" / "shared_barrier.py")
+_BARRIER = str(Path(shardtrain.__file__).parent / "distributed" / "cpu" / "shared_barrier.py")
 """Where ranks of one machine wait for each other, within exchanges by memory that they share."""
 _FSDP = "torch/distributed/fsdp/"
 _PIPELINING = "torch/distributed/pipelining/"

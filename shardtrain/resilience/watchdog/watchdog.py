@@ -24,9 +24,10 @@ import torch.distributed as dist
 
 from shardtrain.config.machine import BEATS_PER_HANG_TIMEOUT, NODES_PER_SECOND
 from shardtrain.config.schema import Config
-from shardtrain.distributed import private_store, process_group
-from shardtrain.distributed.private_store import FolderStore
+from shardtrain.distributed import process_group
 from shardtrain.distributed.process_group import World
+from shardtrain.distributed.rendezvous import private_store
+from shardtrain.distributed.rendezvous.private_store import FolderStore
 from shardtrain.launch import exit_report, failure
 from shardtrain.resilience import signals
 from shardtrain.resilience.watchdog import stack

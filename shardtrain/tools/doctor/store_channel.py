@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardtrain.distributed.rendezvous import store_of_attempt
-from shardtrain.distributed.signed_store import ForgedError, signed
+from shardtrain.distributed.rendezvous.attempt_store import store_of_attempt
+from shardtrain.distributed.rendezvous.signed_store import ForgedError, signed
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import meeting_folder
 

@@ -17,7 +17,7 @@ from shardtrain.config import derived
 from shardtrain.config.schema import Validation
 from shardtrain.data import IGNORE
 from shardtrain.data.build_dataset import format_of_rows
-from shardtrain.distributed.context_parallel import document_argument
+from shardtrain.distributed.context_parallel.cores import document_argument
 from shardtrain.facts.file_kinds import dataset_of
 from shardtrain.ops.cross_entropy import cross_entropy_sum
 from shardtrain.tools.generate.opening import OpenedModel

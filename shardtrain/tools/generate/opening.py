@@ -27,8 +27,9 @@ from shardtrain.config import Config, Loaded, derived
 from shardtrain.config.rules.task import OF_TEXT
 from shardtrain.config.schema import Parallelism, Training
 from shardtrain.data.build_dataset import tokenizer_of
-from shardtrain.distributed import expert_parallel, tensor_parallel
+from shardtrain.distributed import expert_parallel
 from shardtrain.distributed.process_group import World
+from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.hf import importing, source
 from shardtrain.hf.generation_config import EOS, end_ids, read_settings, trained_tokens
 from shardtrain.hf.opening import is_hub_folder

@@ -518,7 +518,7 @@ def _host(device: Device, launches: int) -> float:
 
 
 def _shared(device: Device, ranks: int, rate: float) -> float:
-    """FSDP's bytes per second between ranks of a CPU: through memory that they share (distributed/shared_memory.py)."""
+    """FSDP's bytes per second between ranks of a CPU: through memory that they share (cpu/shared_memory.py)."""
     return SHARED_MEMORY * rate if device.is_cpu and ranks <= device.linked else rate
 
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from shardtrain.config import Config
-from shardtrain.distributed import pipeline_parallel, tensor_parallel
+from shardtrain.distributed import pipeline_parallel
+from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.ops.user_state import trial
 from shardtrain.tools.verify import casts, dropout, probes

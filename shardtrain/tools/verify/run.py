@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves
 from shardtrain import distributed, layout, models, optim
 from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.config import Config, derived
-from shardtrain.distributed import BATCH_AXES, Mesh, Runner, context_parallel
+from shardtrain.distributed import BATCH_AXES, Mesh, Runner
+from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.mesh import AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.layout import Draw, Layout

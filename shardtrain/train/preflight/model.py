@@ -12,7 +12,8 @@ from torch import nn
 from shardtrain import distributed, models, optim, tasks
 from shardtrain.config import stages
 from shardtrain.config.schema import Config
-from shardtrain.distributed import fake_backend, float8, tensor_parallel
+from shardtrain.distributed import fake_backend, float8
+from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.layout import Layout, word_of
 from shardtrain.lora import quantize, spec
 from shardtrain.train.preflight import own_files

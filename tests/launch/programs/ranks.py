@@ -24,7 +24,7 @@ def meeting():
     """The store in which the ranks meet."""
     from datetime import timedelta
 
-    from shardtrain.distributed.rendezvous import store_of_attempt
+    from shardtrain.distributed.rendezvous.attempt_store import store_of_attempt
 
     with store_of_attempt(os.environ, timedelta(seconds=300)) as store:
         return store

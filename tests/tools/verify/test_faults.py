@@ -22,19 +22,11 @@ from torch.distributed.tensor.parallel import RowwiseParallel
 
 from shardtrain import optim
 from shardtrain.config import stages
-from shardtrain.distributed import (
-    attention_blocks,
-    context_attention,
-    context_parallel,
-    expert_parallel,
-    fsdp,
-    grad_clip,
-    pipeline_parallel,
-    runner,
-    tensor_parallel,
-    zero1,
-)
+from shardtrain.distributed import expert_parallel, fsdp, grad_clip, pipeline_parallel, runner, zero1
+from shardtrain.distributed.context_parallel import cores as context_parallel
+from shardtrain.distributed.context_parallel import gather, masks
 from shardtrain.distributed.mesh import BATCH_AXES, Mesh
+from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.models import moe
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_tensor
@@ -301,7 +293,7 @@ def a_wrong_causal_chunk_in_the_ring(monkeypatch):
         everything = slice(0, tokens)
         return parts(tokens, source, rank, balanced) if source == rank else [(everything, everything, False)]
 
-    wrap(monkeypatch, attention_blocks, "_causal_parts", all_seen)
+    wrap(monkeypatch, masks, "_causal_parts", all_seen)
 
 
 @fault("cp=2", "attention over the parts of cp is wrong", **RING)
@@ -309,17 +301,17 @@ def a_block_missing_in_the_ring(monkeypatch):
     def forget(parts, tokens, source, rank, balanced):
         return parts(tokens, source, rank, balanced) if source == rank else []
 
-    wrap(monkeypatch, attention_blocks, "_causal_parts", forget)
+    wrap(monkeypatch, masks, "_causal_parts", forget)
 
 
 @fault("cp=2", "attention over the parts of cp is wrong", "module layers.0.attn.core")
 def gathered_keys_left_in_the_order_of_the_ranks(monkeypatch):
-    monkeypatch.setattr(context_attention, "_natural_order", lambda x, size, balanced: x)
+    monkeypatch.setattr(gather, "_natural_order", lambda x, size, balanced: x)
 
 
 @fault("cp=2", "attention over the parts of cp is wrong", context_parallel_method="ulysses")
 def heads_of_the_wrong_rank(monkeypatch):
-    wrap(monkeypatch, context_attention, "_heads_for_tokens", lambda f, x, group: f(x.flip(1), group))
+    wrap(monkeypatch, gather, "_heads_for_tokens", lambda f, x, group: f(x.flip(1), group))
 
 
 @fault("cp=2", "the backward pass first differs", "module layers.", "attn.core", by_default=True)
@@ -328,7 +320,7 @@ def gradients_of_keys_of_other_ranks_lost(monkeypatch):
         size, rank = ctx.group.size(), ctx.group.rank()
         return gradient.chunk(size, dim=1)[rank].contiguous(), None, None
 
-    monkeypatch.setattr(context_attention._GatherSequence, "backward", staticmethod(keep_own))
+    monkeypatch.setattr(gather._GatherSequence, "backward", staticmethod(keep_own))
 
 
 # layers that are split

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from shardtrain.distributed import mapped_memory, shared_barrier
-from shardtrain.distributed.shared_barrier import LINE_BYTES, Barrier, Process
+from shardtrain.distributed.cpu import mapped_memory, shared_barrier
+from shardtrain.distributed.cpu.shared_barrier import LINE_BYTES, Barrier, Process
 from shardtrain.utils.log import logger
 
 _HALF_BYTES = 1 << 20

@@ -23,10 +23,11 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.overrides import TorchFunctionMode
 
 from shardtrain.config.schema import Config
-from shardtrain.distributed import adapters, hf_tensor_parallel
+from shardtrain.distributed import adapters
+from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 from shardtrain.distributed.local_weights import local_weight, use_local_weights
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.distributed.shared_memory import SequenceExchange
+from shardtrain.distributed.tensor_parallel import hf_plan
 from shardtrain.layout import TENSOR_WORDS, Layout, matches, word_of
 from shardtrain.ops.cpu import onednn_linear
 from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
@@ -41,7 +42,7 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if mesh.size(AXIS) == 1:
         return
     if hasattr(model, "tensor_plan"):  # a network of transformers, whose plan has other words
-        return hf_tensor_parallel.apply(model, mesh, config)
+        return hf_plan.apply(model, mesh, config)
     loss_parallel = not config.parallelism.disable_loss_parallel
     length, sequences = _Length(mesh.size(AXIS)), _Sequences.of(mesh, config)
     model.register_forward_pre_hook(length.set_from_positions, with_kwargs=True)

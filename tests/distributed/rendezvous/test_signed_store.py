@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.config.schema import Comm
-from shardtrain.distributed import private_store, process_group, rendezvous
-from shardtrain.distributed.signed_store import ForgedError, SignedStore, signed
+from shardtrain.distributed import process_group
+from shardtrain.distributed.rendezvous import attempt_store, private_store
+from shardtrain.distributed.rendezvous.signed_store import ForgedError, SignedStore, signed
 from shardtrain.resilience.watchdog.exchange import SPARE_PLACES, VERDICT, Exchange
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.utils.errors import PeerError
@@ -131,7 +132,7 @@ def test_a_stranger_who_asks_and_answers_is_believed_by_nobody(server: dist.TCPS
     joined = threading.Barrier(2)
 
     def rank_main(rank: int) -> None:
-        with rendezvous.store_of_attempt(launched(server, rank), TIMEOUT) as store:
+        with attempt_store.store_of_attempt(launched(server, rank), TIMEOUT) as store:
             assert store is not None
             store.set(f"of/{rank}", str(rank))
             found[rank] = store.get(f"of/{1 - rank}")
@@ -143,11 +144,11 @@ def test_a_stranger_who_asks_and_answers_is_believed_by_nobody(server: dist.TCPS
 
 
 def test_a_forged_answer_ends_the_start_with_its_cause(server: dist.TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous.secrets, "token_hex", lambda size: "word")
+    monkeypatch.setattr(attempt_store.secrets, "token_hex", lambda size: "word")
     connection(server).set("shardtrain/asked/answer/word", "a store of mine")
     with (
         pytest.raises(ForgedError, match="SHARDTRAIN_SECRET"),
-        rendezvous.store_of_attempt(launched(server, 1), TIMEOUT),
+        attempt_store.store_of_attempt(launched(server, 1), TIMEOUT),
     ):
         pass
 
@@ -228,7 +229,7 @@ def test_tasks_of_one_node_meet_in_a_folder_time_and_again(tmp_path: Path) -> No
         ) -> None:
             environment = task(tmp_path, rank)
             # nothing listens at that address
-            with rendezvous.store_of_attempt(environment, TIMEOUT) as store:
+            with attempt_store.store_of_attempt(environment, TIMEOUT) as store:
                 assert store is not None and private_store.folder_of(environment)
                 store.set(f"of/{rank}", str(attempt))
                 found[rank] = store.get(f"of/{1 - rank}")
@@ -258,7 +259,7 @@ def test_tasks_of_several_nodes_and_ranks_of_other_launchers_meet_as_they_did(
     environment = task(tmp_path, **change)
     assert private_store.folder_of_step(environment) is None
     assert private_store.folder_of({"SHARDTRAIN_STORE": "address"}) is None
-    with rendezvous.store_of_attempt(environment, TIMEOUT) as store:
+    with attempt_store.store_of_attempt(environment, TIMEOUT) as store:
         assert store is None
 
 

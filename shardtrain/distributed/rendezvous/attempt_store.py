@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shardtrain.distributed import private_store
-from shardtrain.distributed.private_store import FolderStore
-from shardtrain.distributed.signed_store import ForgedError, signed
+from shardtrain.distributed.rendezvous import private_store
+from shardtrain.distributed.rendezvous.private_store import FolderStore
+from shardtrain.distributed.rendezvous.signed_store import ForgedError, signed
 from shardtrain.utils.process import STORE
 
 POLL_SECONDS = 0.02

@@ -17,8 +17,10 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.distributed import build, mapped_memory, shared_barrier, tensor_parallel
+from shardtrain.distributed import build
+from shardtrain.distributed.cpu import mapped_memory, shared_barrier
 from shardtrain.distributed.process_group import World
+from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.layout import Layout
 from shardtrain.models import find, shape_of
 from shardtrain.ops.dtensor import local_tensor

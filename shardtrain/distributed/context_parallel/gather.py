@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain.distributed import gathered_blocks
-from shardtrain.distributed.attention_blocks import Piece, Window, chunks_of, prefix_pieces, ring_pieces
-from shardtrain.distributed.shared_memory import SequenceExchange
+from shardtrain.distributed.context_parallel.masks import Piece, Window, chunks_of, prefix_pieces, ring_pieces
+from shardtrain.distributed.cpu import gathered_blocks
+from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 from shardtrain.ops import document_mask
 from shardtrain.ops.attention_scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
 from shardtrain.ops.flash_attention import attend, attend_backward

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardtrain.distributed import attention_blocks, context_attention, shared_memory
-from shardtrain.distributed.shared_memory import SequenceExchange
+from shardtrain.distributed.context_parallel import gather, masks
+from shardtrain.distributed.cpu import shared_memory
+from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 from shardtrain.ops import sliding_window
 from shardtrain.ops.attention_scores import PLAIN, Scores
 from shardtrain.ops.cpu import blocked_attention, chosen_kernels
@@ -34,17 +35,17 @@ def exchange() -> SequenceExchange:
 
 
 def gathered_by_memory(*inputs: Any) -> Tensor:
-    return context_attention.gathered_attention(*inputs, shared=exchange())
+    return gather.gathered_attention(*inputs, shared=exchange())
 
 
 KINDS = {
-    "gathered, balanced": (context_attention.gathered_attention, True),
-    "gathered, in order": (context_attention.gathered_attention, False),
+    "gathered, balanced": (gather.gathered_attention, True),
+    "gathered, in order": (gather.gathered_attention, False),
     "gathered by memory, balanced": (gathered_by_memory, True),
     "gathered by memory, in order": (gathered_by_memory, False),
-    "ring, balanced": (context_attention.ring_attention, True),
-    "ring, in order": (context_attention.ring_attention, False),
-    "ulysses": (context_attention.ulysses_attention, False),
+    "ring, balanced": (gather.ring_attention, True),
+    "ring, in order": (gather.ring_attention, False),
+    "ulysses": (gather.ulysses_attention, False),
 }
 if not Path("/dev/shm").is_dir():  # no shared memory of files
     KINDS = {name: kind for name, kind in KINDS.items() if "memory" not in name}
@@ -214,7 +215,7 @@ SCORES = {
 
 def errors_of_scores(rank: int) -> dict[str, float]:
     worst: dict[str, float] = {}
-    context_attention.QUERIES_AT_ONCE = 5  # in a forked process of its own: blocks end within chunks
+    gather.QUERIES_AT_ONCE = 5  # in a forked process of its own: blocks end within chunks
     for scores in SCORES.values():
         for documents, window in ((None, 0), (None, 13), (random_documents(2), 0), (random_documents(3), 7)):
             for name, values in largest_errors(rank, torch.float32, documents, window, scores).items():
@@ -292,7 +293,7 @@ def test_parts_of_the_ring_meet_every_earlier_key_once() -> None:
             for rank in range(size):
                 seen = torch.zeros(tokens, size * tokens, dtype=torch.int64)
                 for source in range(size):
-                    for rows, columns, causal in attention_blocks._causal_parts(tokens, source, rank, balanced):
+                    for rows, columns, causal in masks._causal_parts(tokens, source, rank, balanced):
                         mask = torch.ones(tokens, tokens)[rows, columns]
                         mask = mask.tril() if causal else mask
                         seen[rows, places[source][columns]] += mask.long()

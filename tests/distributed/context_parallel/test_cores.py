@@ -13,7 +13,7 @@ from tiny import assert_same_numbers, make_run, reference, run_tiny, tiny_config
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded
-from shardtrain.distributed import context_parallel
+from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.train import trainer
 
 WAYS = {
@@ -93,7 +93,7 @@ def test_a_length_that_the_ranks_cannot_share_is_refused_with_the_nearest(way, s
 
 
 @pytest.mark.nightly(
-    "on two ranks", by="tests/distributed/test_context_parallel.py::test_context_parallelism_changes_no_number"
+    "on two ranks", by="tests/distributed/context_parallel/test_cores.py::test_context_parallelism_changes_no_number"
 )
 @pytest.mark.parametrize("way", cases(["ring"], nightly=["gather"]))
 def test_four_context_ranks_change_no_number(way: str) -> None:

@@ -79,7 +79,7 @@ def apply(model: Any, mesh: Mesh, config: Config) -> None:
 
 
 class WholeWeights(ParallelStyle):
-    """As in ``tensor_parallel.py``, for any arguments: whole weights, and what a rank's gradient of them is."""
+    """As in ``plan.py``, for any arguments: whole weights, and what a rank's gradient of them is."""
 
     def __init__(self, gradient: Placement) -> None:
         self._gradient = gradient

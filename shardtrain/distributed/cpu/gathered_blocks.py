@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardtrain.distributed.attention_blocks import chunk_pieces, chunks_of
-from shardtrain.distributed.shared_memory import SequenceExchange
+from shardtrain.distributed.context_parallel.masks import chunk_pieces, chunks_of
+from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 from shardtrain.ops.cpu import blocked_attention
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -34,7 +34,7 @@ def attention(
     balanced: bool,
     shared: SequenceExchange | None,
 ) -> Tensor:
-    """``context_attention.gathered_attention`` of plain scores without sinks; documents are on the host."""
+    """``gather.gathered_attention`` of plain scores without sinks; documents are on the host."""
     chunks = _Chunks(group, balanced, shared)
     return _GatheredBlocks.apply(q_BtNH, k_BtKH, v_BtKH, documents_BT, window, scale, chunks)  # type: ignore[no-any-return]
 

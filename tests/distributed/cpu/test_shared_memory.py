@@ -11,8 +11,8 @@ import torch.distributed as dist
 from ranks import run_ranks
 from torch import Tensor
 
-from shardtrain.distributed import mapped_memory, shared_barrier, shared_memory
-from shardtrain.distributed.shared_memory import AllGather, Exchange, ReduceScatter, SequenceExchange
+from shardtrain.distributed.cpu import mapped_memory, shared_barrier, shared_memory
+from shardtrain.distributed.cpu.shared_memory import AllGather, Exchange, ReduceScatter, SequenceExchange
 
 HALF_BYTES = 64
 """So small that tensors of a few numbers take many turns."""

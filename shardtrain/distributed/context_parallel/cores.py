@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
-from shardtrain.distributed.attention_blocks import sequence_part
-from shardtrain.distributed.context_attention import gathered_attention, ring_attention, ulysses_attention
+from shardtrain.distributed.context_parallel.gather import gathered_attention, ring_attention, ulysses_attention
+from shardtrain.distributed.context_parallel.masks import sequence_part
+from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.distributed.shared_memory import SequenceExchange
 from shardtrain.layout import Layout, matches
 from shardtrain.ops import attention_core, document_mask, token_mixing
 from shardtrain.ops.attention_scores import Scores, scores_of

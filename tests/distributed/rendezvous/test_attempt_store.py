@@ -9,7 +9,7 @@ import patience
 import pytest
 import torch.distributed as dist
 
-from shardtrain.distributed import rendezvous
+from shardtrain.distributed.rendezvous import attempt_store
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -29,7 +29,7 @@ def attempt(store, number, size=3):
     found, joined = {}, threading.Barrier(size)
 
     def rank_main(rank):
-        with rendezvous.store_of_attempt(environment(store, rank), TIMEOUT) as own:
+        with attempt_store.store_of_attempt(environment(store, rank), TIMEOUT) as own:
             own.set(f"address/{rank}", str(number))
             found[rank] = [int(own.get(f"address/{other}")) for other in range(size)]
             joined.wait(patience.seconds(60))
@@ -56,12 +56,12 @@ def test_ranks_that_were_killed_while_they_asked_keep_nobody_from_meeting(shared
 
 
 def test_a_rank_whose_first_rank_never_comes_says_so_in_time(shared):
-    asked = rendezvous.store_of_attempt(environment(shared, 1), timedelta(milliseconds=200))
+    asked = attempt_store.store_of_attempt(environment(shared, 1), timedelta(milliseconds=200))
     with pytest.raises(dist.DistError), asked:
         pass
 
 
 @pytest.mark.parametrize("change", [{"TORCHELASTIC_USE_AGENT_STORE": "False"}, {"SHARDTRAIN_JOB": "a:1"}])
 def test_a_launcher_with_a_store_for_each_attempt_needs_no_other(shared, change):
-    with rendezvous.store_of_attempt({**environment(shared, 1), **change}, TIMEOUT) as own:
+    with attempt_store.store_of_attempt({**environment(shared, 1), **change}, TIMEOUT) as own:
         assert own is None

@@ -1,0 +1,1 @@
+"""Tensor and sequence parallelism: layers split over ranks, and sequences split between them."""
