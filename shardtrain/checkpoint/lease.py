@@ -24,7 +24,7 @@ from typing import Any
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.objects import ObjectPath
-from shardtrain.utils import atomic_io, checked_json, process, reading
+from shardtrain.utils import atomic_io, checked_json, process_identity, reading
 from shardtrain.utils.errors import ConfigError, FolderTaken, fix_first
 from shardtrain.utils.log import logger
 
@@ -230,8 +230,8 @@ def own_fields(nonce: str) -> dict[str, Any]:
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "process_start": _process_start(os.getpid()),
-        "pid_namespace": _pid_namespace(),
-        "boot": process.boot_id(),
+        "pid_namespace": process_identity.pid_namespace(),
+        "boot": process_identity.boot_id(),
         "nonce": nonce,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
@@ -262,7 +262,7 @@ def is_seen_from_here(holder: dict[str, Any]) -> bool:
     The host name alone is not enough: machines made from one image may share it, and their first PID namespaces have
     the same number.
     """
-    own = {"pid_namespace": _pid_namespace(), "boot": process.boot_id()}
+    own = {"pid_namespace": process_identity.pid_namespace(), "boot": process_identity.boot_id()}
     return holder.get("host") == socket.gethostname() and all(holder.get(key, own[key]) == own[key] for key in own)
 
 
@@ -310,28 +310,14 @@ def _is_alive(pid: int) -> bool:
         return False
     except OSError:
         return True
-    # A zombie has ended, but its parent has not waited for it yet.
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return True
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+    stat = process_identity.read_stat(pid)
+    return stat is None or not stat.has_ended
 
 
 def _process_start(pid: int) -> int:
-    """Return when a process started, in ticks since boot, or 0 if unknown. It tells reused process IDs apart."""
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
-def _pid_namespace() -> str:
-    """Return the PID namespace of this process, or "" if unknown."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+    """Return when a process started, in ticks since boot, or 0 if unknown."""
+    stat = process_identity.read_stat(pid)
+    return stat.start_ticks if stat is not None else 0
 
 
 def _modified(path: Path) -> int | None:

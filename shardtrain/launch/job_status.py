@@ -16,6 +16,7 @@ from shardtrain.config.schema.launch import Launch
 from shardtrain.launch.job import Job
 from shardtrain.launch.platforms import kubectl, slurm_queue
 from shardtrain.launch.platforms.slurm import ask
+from shardtrain.utils import process_identity
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._@+-]*"
@@ -130,18 +131,16 @@ def ended(folder: Path, run: Callable[[], int]) -> int:
 
 
 def _started(pid: int) -> str:
-    """The start of a process, which distinguishes it from every other with its id; empty where it is gone.
+    """Return the start of a process, which tells reused process IDs apart, or "" if it has ended.
 
-    On Linux the boot and the kernel's own count since then: the clock time that ps makes of it depends on the zone and
-    the language of who asks, and moves when the clock is set.
+    On Linux this is the boot and the kernel's own count since then. The clock time that ps prints depends on the time
+    zone and the language of the caller, and moves when the clock is set.
     """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return "" if fields[0] in "ZX" else f"{boot} {fields[19]}"
-    except OSError:
-        if Path("/proc/self/stat").exists():
-            return ""
+    stat = process_identity.read_stat(pid)
+    if stat is not None:
+        return "" if stat.has_ended else f"{process_identity.boot_id()} {stat.start_ticks}"
+    if process_identity.read_stat() is not None:
+        return ""
     words = ["ps", "-o", "lstart=", "-p", str(pid)]
     names = {**os.environ, "TZ": "UTC", "LC_ALL": "C"}
     return subprocess.run(words, capture_output=True, text=True, check=False, env=names).stdout.strip()

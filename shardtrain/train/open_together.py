@@ -24,7 +24,7 @@ from shardtrain.config.schema import Config
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Look, Witness, decode, encode
 from shardtrain.distributed.rendezvous import gloo_sockets
-from shardtrain.utils import activity, errors, process, reading
+from shardtrain.utils import activity, errors, process_identity, reading
 from shardtrain.utils.errors import ConfigError, DataError, PeerError, Problem, ShardtrainError, StorageError
 
 _PIECE_BYTES = 16 * 2**20
@@ -269,5 +269,5 @@ def _named(error: Exception) -> Exception:
 
 def _node_number() -> int:
     """A number that ranks of one machine have in common."""
-    name = f"{socket.gethostname()} {process.boot_id()}"
+    name = f"{socket.gethostname()} {process_identity.boot_id()}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")

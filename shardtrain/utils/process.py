@@ -13,7 +13,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -32,14 +31,6 @@ SECRET = "SHARDTRAIN_SECRET"
 def meeting_folder(environment: Mapping[str, str]) -> str:
     """The folder in which the ranks of one machine meet; empty where they meet at an address."""
     return "" if environment.get(STORE) == AT_ADDRESS else environment.get(STORE, "")
-
-
-def boot_id() -> str:
-    """Return the ID of the machine's current boot, which its containers share; without one, the host name."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        return os.uname().nodename
 
 
 def own_process() -> None:

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from shardtrain.utils.process import boot_id
+from shardtrain.utils.process_identity import boot_id
 
 PREFIX = "shardtrain-"
 MARK = ".removed-by-next-start"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain.utils import temporary
-from shardtrain.utils.process import boot_id
+from shardtrain.utils.process_identity import boot_id
 
 OTHER_USER = 65534
 

@@ -15,9 +15,9 @@ import platform
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
+from shardtrain.utils import process_identity
 from shardtrain.utils.errors import PeerError, fix_first
 
 LINE_BYTES = 64
@@ -140,10 +140,6 @@ def _has_futex() -> bool:
 
 
 def _started(process: int) -> int | None:
-    """When a process started; None of one that has ended, also where its parent has not asked for its status yet."""
-    try:
-        text = Path(f"/proc/{process}/stat").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the name before it may have spaces
-    return None if fields[0] in ("Z", "X") else int(fields[19])
+    """Return when a process started, in ticks since boot, or None if it has ended."""
+    stat = process_identity.read_stat(process)
+    return None if stat is None or stat.has_ended else stat.start_ticks

@@ -7,7 +7,6 @@ import dataclasses
 import os
 import secrets
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TypeVar
 
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import Account, Attempt, account, attempts_of, bins
-from shardtrain.utils import storage_errors
+from shardtrain.utils import process_identity, storage_errors
 from shardtrain.utils.activity import Phase, Phases
 from shardtrain.utils.errors import DataError
 from shardtrain.utils.log import logger
@@ -221,11 +220,10 @@ def process_started(now: float, otherwise: float, pid: int | str = "self") -> fl
     A process that run_train.sh has handed over begins with that.
     """
     began = otherwise
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            with open(f"/proc/{pid}/stat") as stat, open("/proc/uptime") as uptime:
-                ticks = int(stat.read().rpartition(")")[2].split()[19])
-                age = float(uptime.read().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+    stat = process_identity.read_stat(pid)
+    if stat is not None:
+        with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/uptime") as uptime:
+            age = float(uptime.read().split()[0]) - stat.start_ticks / os.sysconf("SC_CLK_TCK")
             if 0 <= age < 1e9:
                 began = now - age
     handed_over = os.environ.get(HANDED_OVER, "")

@@ -25,7 +25,7 @@ from shardtrain.distributed.rendezvous.private_store import FolderStore
 from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.resilience.watchdog import heartbeat
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
-from shardtrain.utils import process
+from shardtrain.utils import process_identity
 from shardtrain.utils.errors import StorageError
 
 STALE_BEATS = 2.5
@@ -67,7 +67,7 @@ class Exchange:
         if isinstance(self._store, FolderStore) or int(environment.get("LOCAL_WORLD_SIZE", "1")) < 2:
             return
         # two hosts may have one name: the boot id tells them apart
-        node = f"folder/{socket.gethostname()}/{process.boot_id()}"
+        node = f"folder/{socket.gethostname()}/{process_identity.boot_id()}"
         self._first = environment.get("LOCAL_RANK") == "0"
         with contextlib.suppress(OSError, StorageError, dist.DistError):
             if self._first:

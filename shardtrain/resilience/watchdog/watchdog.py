@@ -35,7 +35,7 @@ from shardtrain.resilience.watchdog.exchange import Exchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
-from shardtrain.utils import activity, atomic_io
+from shardtrain.utils import activity, atomic_io, process_identity
 from shardtrain.utils.activity import Phases
 from shardtrain.utils.log import logger
 
@@ -339,7 +339,8 @@ class Watchdog:
             logger.error(line)
         # missing data are often due to a worker that is stopped or waits for a disk
         for child in multiprocessing.active_children():
-            state = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            stat = process_identity.read_stat(child.pid or 0)
+            state = stat.state if stat is not None else "Z"
             logger.error(f"process {child.pid}, which prepares data: {_STATES.get(state, state)}")
         logger.error("stacks of all threads of this rank:")
         with open(self._log, "a", encoding="utf-8", opener=atomic_io.open_file) as file:

@@ -1,0 +1,33 @@
+"""The identity of a process, by which a lease, a launcher and a barrier tell reused process IDs apart."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import patience
+
+from shardtrain.utils import process_identity
+
+
+def test_a_process_is_identified_until_it_has_ended() -> None:
+    own = process_identity.read_stat()
+    assert own == process_identity.read_stat(os.getpid()) and own is not None and not own.has_ended
+    with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.DEVNULL) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie until it is waited for
+        zombie = process_identity.read_stat(child.pid)
+        assert zombie is not None and zombie.has_ended and zombie.start_ticks >= own.start_ticks
+        child.wait(timeout=patience.seconds(20))
+        assert process_identity.read_stat(child.pid) is None
+
+
+def test_a_machine_without_proc_has_no_identity(monkeypatch) -> None:
+    def fail(*_, **__):
+        raise FileNotFoundError
+
+    monkeypatch.setattr("pathlib.Path.read_text", fail)
+    monkeypatch.setattr("os.readlink", fail)
+    assert process_identity.read_stat() is None
+    assert process_identity.boot_id() == os.uname().nodename
+    assert process_identity.pid_namespace() == ""
