@@ -7,8 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from shardtrain.tools.watch.following import Followed
-from shardtrain.tools.watch.screen import Terminal, frame
+from shardtrain.tools.runs.watch.following import Followed
+from shardtrain.tools.runs.watch.screen import Terminal, frame
 
 
 def main() -> None:

@@ -37,7 +37,8 @@ from shardtrain.tools.generate.prompts import read_row
 from shardtrain.tools.generate.request import Request, check
 from shardtrain.tools.plan import hardware, planning
 from shardtrain.tools.plan.planning import Plan
-from shardtrain.tools.report import page, reading
+from shardtrain.tools.runs import run_files
+from shardtrain.tools.runs.report import page
 from shardtrain.tools.verify.report import Row as MeshResult
 from shardtrain.train import compatibility, preflight, shutdown, trainer
 from shardtrain.utils import atomic_io, log, python_child, storage_errors
@@ -360,7 +361,7 @@ def report(runs: str | Path | Sequence[str | Path], output: str | Path = "report
             rule = "is a run without metrics.jsonl, so there is nothing to report: only train() writes metrics"
             raise ConfigError(Problem("runs", str(folder), rule, "run it with train()"))
     with storage_errors.writing(path, "name another file with output="):
-        atomic_io.write(path, page.build([reading.read(Path(folder)) for folder in folders]))
+        atomic_io.write(path, page.build([run_files.read(Path(folder)) for folder in folders]))
     return path
 
 

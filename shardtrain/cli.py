@@ -470,6 +470,11 @@ def _trainer() -> Callable[[Loaded], object]:
     return main
 
 
+def _test(words: list[str]) -> int:
+    """Evaluate a checkpoint on the held-out sets of its task."""
+    return _module("shardtrain.tools.held_out_eval.command")(words, lambda arguments: _open(arguments, "test"))
+
+
 def _module(name: str, function: str = "main") -> Callable[..., int]:
     """A verb that a module implements, imported when it is called."""
 
@@ -550,20 +555,22 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "checkpoint": _long(
         "checkpoint", lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others)
     ),
-    "test": lambda words: _module("shardtrain.tools.test.command")(words, lambda arguments: _open(arguments, "test")),
+    "test": lambda words: _module("shardtrain.tools.held_out_eval.command")(
+        words, lambda arguments: _open(arguments, "test")
+    ),
     "generate": _module("shardtrain.tools.generate.command"),
     "evaluate": _module("shardtrain.tools.evaluate.command"),
     "import": _long("import", _module("shardtrain.tools.convert.command", "import_main")),
     "export": _long("export", _module("shardtrain.tools.convert.command", "export_main")),
     "merge": _long("merge", _module("shardtrain.tools.convert.adapters")),
-    "goodput": _module("shardtrain.resilience.goodput.command"),
-    "report": _long("report", _module("shardtrain.tools.report.command")),
-    "runs": _module("shardtrain.tools.report.runs"),
-    "watch": _module("shardtrain.tools.watch.command"),
-    "profile": _long("profile", _module("shardtrain.tools.profile.command")),
+    "goodput": _module("shardtrain.tools.runs.goodput"),
+    "report": _long("report", _module("shardtrain.tools.runs.report.command")),
+    "runs": _module("shardtrain.tools.runs.list_runs"),
+    "watch": _module("shardtrain.tools.runs.watch.command"),
+    "profile": _long("profile", _module("shardtrain.tools.runs.profile.command")),
     "doctor": _module("shardtrain.tools.doctor"),
     "launch": lambda words: _module("shardtrain.launch.command")(words, _refuse_unfit),
-    "replay": _module("shardtrain.tools.replay"),
+    "replay": _module("shardtrain.tools.runs.replay"),
     "completion": _completion,
     "help": _help,
     "--help": _help,

@@ -121,7 +121,7 @@ def test_the_drawn_actions_of_a_pipeline_wait_for_their_inputs_and_never_overlap
                 assert begin >= begins["F", stage - 1, number] + 1
 
 
-PAGE = "tests/tools/report/test_report.py::test_a_page_has_the_curves_and_the_last_numbers_of_its_run"
+PAGE = "tests/tools/runs/report/test_report.py::test_a_page_has_the_curves_and_the_last_numbers_of_its_run"
 
 
 @pytest.mark.nightly("a browser starts", by=PAGE)

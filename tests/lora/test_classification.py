@@ -23,7 +23,7 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import World
 from shardtrain.hf.model import recognise
 from shardtrain.lora.linear import is_adapter
-from shardtrain.tools.test import run as testing
+from shardtrain.tools.held_out_eval import run as testing
 from shardtrain.train.model import build_model
 from shardtrain.train.resume import resume
 from shardtrain.train.run_folder import write_resolved_config

@@ -88,13 +88,13 @@ def test_no_server_and_no_debugger_is_imported() -> None:
 
 
 def test_html_is_written_by_the_page_of_runs_alone() -> None:
-    """What writes HTML escapes what users and files say: tests/tools/report holds the one file that does to it."""
+    """What writes HTML escapes what users and files say: tests/tools/runs/report holds the one file that does to it."""
 
     def html(file: str) -> list[str]:
         texts = [n.value for n in trees()[file] if isinstance(n, ast.Constant) and isinstance(n.value, str)]
         return [text for text in texts if "<html" in text.lower() or "<script" in text.lower() or "</div>" in text]
 
-    assert offenders(html).keys() == {"tools/report/page.py"}
+    assert offenders(html).keys() == {"tools/runs/report/page.py"}
 
 
 def test_commands_that_are_text_are_found() -> None:

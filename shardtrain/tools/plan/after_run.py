@@ -11,7 +11,7 @@ from shardtrain import config as configs
 from shardtrain.config.schema import Config
 from shardtrain.facts import devices
 from shardtrain.tools.plan import hardware, planning
-from shardtrain.tools.report import reading
+from shardtrain.tools.runs import run_files
 from shardtrain.utils import atomic_io
 from shardtrain.utils.units import GIB
 
@@ -46,7 +46,7 @@ def beside_measured(folder: Path, world_size: int, device_name: str) -> list[str
         known = devices.find(device_name)
         if known is None:
             return []
-        metrics = {name: list(series.values) for name, series in reading.read(folder).metrics.items()}
+        metrics = {name: list(series.values) for name, series in run_files.read(folder).metrics.items()}
         if len(metrics.get("tps", [])) < _FEWEST_STEPS:
             return []
         plan = planning.make(

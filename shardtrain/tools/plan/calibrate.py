@@ -13,7 +13,7 @@ from shardtrain import config as configs
 from shardtrain.facts import devices
 from shardtrain.tools.plan import planning, timing
 from shardtrain.tools.plan.hardware import Device, Link
-from shardtrain.tools.report import reading
+from shardtrain.tools.runs import run_files
 from shardtrain.utils import checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -46,7 +46,7 @@ def learn(folder: Path, device: Device) -> Calibrated:
     The median of the later half of the logged steps is taken, for the first ones compile and warm up. Raises
     ConfigError where the folder is not one of a run, its steps are too few, or the device cannot be that of the run.
     """
-    record = reading.read(folder)
+    record = run_files.read(folder)
     resolved = folder / "config.resolved.toml"
     if not resolved.is_file():
         rule = "has no config.resolved.toml"

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from shardtrain import cli
-from shardtrain.resilience.goodput import command, events, ledger
+from shardtrain.resilience.goodput import events, ledger
 from shardtrain.resilience.goodput.account import BINS, account, attempts_of
 from shardtrain.resilience.goodput.events import Death, Progress, Start
 from shardtrain.resilience.goodput.ledger import Ledger, note_death
+from shardtrain.tools.runs import goodput
 from shardtrain.utils.activity import Phases
 from shardtrain.utils.errors import ConfigError, DataError
 
@@ -333,7 +334,7 @@ def test_no_line_of_the_table_is_wider_than_a_terminal(tmp_path, capsys, monkeyp
     life.new_command()
     life.attempt(10, 5, 4.0, dies=False)
     monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(command.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(goodput.sys.stdout, "isatty", lambda: True, raising=False)
     assert cli.main(["goodput", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= columns and lines[0].startswith("1 attempt on 2 ranks, 0 failures, ")
@@ -345,7 +346,7 @@ def test_the_verb_refuses_what_is_not_a_run_folder(tmp_path, capsys):
     assert "goodput.jsonl cannot be read" in capsys.readouterr().err
     for words in ([], ["a", "b"], ["--nproc"]):
         with pytest.raises(ConfigError, match="takes the folder of one run"):
-            command.main(words)
+            goodput.main(words)
     with pytest.raises(DataError):
         events.read(tmp_path / "none")
 

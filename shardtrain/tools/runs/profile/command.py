@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shardtrain.tools.profile.trace import Summary, read
-from shardtrain.tools.report.reading import read_options
+from shardtrain.tools.runs.profile.trace import Summary, read
+from shardtrain.tools.runs.run_files import read_options
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import visible

@@ -12,7 +12,7 @@ from shardtrain import config as configs
 from shardtrain.checkpoint.choice import step_name
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import CommandLine, Option, split, take
-from shardtrain.tools.test.request import Request, sets_of
+from shardtrain.tools.held_out_eval.request import Request, sets_of
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -59,7 +59,7 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
     _require(asked.loaded, choice.count, accelerators)
     environment.set_process_defaults(os.environ, choice.count, environment.usable_cores(), alone=True)
     with heartbeat("importing PyTorch"):  # before a fork, so that no rank pays for the imports again
-        from shardtrain.tools.test import run
+        from shardtrain.tools.held_out_eval import run
 
     if choice.count == 1:
         local.prepare(Path(asked.launched.config.job.dump_folder))
@@ -74,7 +74,7 @@ def _as_rank(asked: Request) -> NoReturn:
 
     has_parent = local.become_rank()
     size = int(os.environ["WORLD_SIZE"])
-    from shardtrain.tools.test import run
+    from shardtrain.tools.held_out_eval import run
 
     if has_parent:
         local.leave(local.run_rank(asked.launched, lambda _: run.main(asked)))

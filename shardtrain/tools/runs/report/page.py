@@ -13,8 +13,8 @@ from typing import Any
 
 from shardtrain.metrics.record import TOTAL_SPEED
 from shardtrain.resilience.goodput.account import MEANINGS
-from shardtrain.tools.report.chart import COLORS, Chart, Line, format_number
-from shardtrain.tools.report.reading import POINTS, RunRecord, Series
+from shardtrain.tools.runs.report.chart import COLORS, Chart, Line, format_number
+from shardtrain.tools.runs.run_files import POINTS, RunRecord, Series
 from shardtrain.utils.redact import visible
 
 # title, metrics, whether the axis may be logarithmic: charts that come first, in this order

@@ -15,7 +15,8 @@ import pytest
 
 import shardtrain
 from shardtrain import cli
-from shardtrain.tools.report import page, reading
+from shardtrain.tools.runs import run_files
+from shardtrain.tools.runs.report import page
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">'\"&<b>"
 
@@ -137,19 +138,19 @@ def test_nothing_is_asked_of_a_network(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [0, 1, 49_999, 77_777, 99_999])
 def test_no_spike_is_thinned_away(place: int) -> None:
-    series = reading.Series()
+    series = run_files.Series()
     series.steps.extend(range(100_000))
     series.values.extend([1.0] * 100_000)
     series.values[place] = 9.0
     steps, values = series.thinned()
-    assert len(steps) <= 2 * reading.POINTS and steps == sorted(set(steps))
+    assert len(steps) <= 2 * run_files.POINTS and steps == sorted(set(steps))
     assert values[steps.index(place)] == 9.0
 
 
 def test_a_page_of_100_000_steps_stays_below_5_mb(tmp_path: Path) -> None:
-    record = reading.RunRecord("long", tmp_path)
+    record = run_files.RunRecord("long", tmp_path)
     for number in range(20):
-        series = record.metrics.setdefault(f"metric_{number}", reading.Series())
+        series = record.metrics.setdefault(f"metric_{number}", run_files.Series())
         series.steps.extend(range(100_000))
         series.values.extend((7919 * step * (number + 1) % 10_007) / 7 for step in range(100_000))
     assert len(page.build([record])) < 5_000_000
@@ -171,7 +172,7 @@ def test_damaged_lines_are_counted_and_the_rest_is_drawn(tmp_path: Path, name: s
     folder = run_folder(tmp_path / "run", steps=3)
     with open(folder / "metrics.jsonl", "ab") as file:
         file.write(DAMAGED[name] + b'{"step": 4, "loss": 1.0, "inf": Infinity, "none": null}\n{"step": 5, "lo')
-    record = reading.read(folder)
+    record = run_files.read(folder)
     assert record.bad_lines == 1
     assert list(record.metrics["loss"].steps) == [1, 2, 3, 4]  # the last line is being written
     assert "inf" not in record.metrics and "none" not in record.metrics

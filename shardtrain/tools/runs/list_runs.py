@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardtrain.tools.report.chart import format_number
+from shardtrain.tools.runs.report.chart import format_number
 from shardtrain.utils import reading
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.checked_json import record_of

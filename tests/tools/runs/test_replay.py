@@ -20,7 +20,7 @@ from tiny import shallow_config, train_whole
 from shardtrain import cli
 from shardtrain.config.schema import Config
 from shardtrain.resilience.guards.loss_spikes import Guard
-from shardtrain.tools.replay.plan import plan
+from shardtrain.tools.runs.replay.plan import plan
 from shardtrain.utils.checked_json import line_of, record_of
 from shardtrain.utils.errors import CheckpointError
 
@@ -117,7 +117,7 @@ def test_another_number_of_ranks_is_compared_to_rounding(root: Path) -> None:
 
 @pytest.mark.nightly(
     "after a rewind",
-    by="tests/tools/test_replay.py::test_a_run_is_made_again_to_the_bit_and_nothing_is_written_into_it",
+    by="tests/tools/runs/test_replay.py::test_a_run_is_made_again_to_the_bit_and_nothing_is_written_into_it",
 )
 def test_a_rewound_run_is_made_again_without_the_rows_that_it_left_out(root: Path) -> None:
     records = [json.loads(line) for line in (root / "rewound/metrics.jsonl").read_text().splitlines()]

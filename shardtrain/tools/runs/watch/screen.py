@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardtrain.metrics.record import TOTAL_SPEED
-from shardtrain.tools.report.chart import format_number
-from shardtrain.tools.watch.following import Followed
+from shardtrain.tools.runs.report.chart import format_number
+from shardtrain.tools.runs.watch.following import Followed
 from shardtrain.utils.redact import redact, visible
 from shardtrain.utils.sparkline import ASCII_BARS, BARS, sparkline
 from shardtrain.utils.units import format_seconds

@@ -23,9 +23,9 @@ from tiers import cases
 from shardtrain import cli
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.events import Progress, Start
-from shardtrain.tools.watch import following
-from shardtrain.tools.watch.following import Followed
-from shardtrain.tools.watch.screen import Terminal, frame
+from shardtrain.tools.runs.watch import following
+from shardtrain.tools.runs.watch.following import Followed
+from shardtrain.tools.runs.watch.screen import Terminal, frame
 
 
 def lines(first: int, last: int, **more: Any) -> str:

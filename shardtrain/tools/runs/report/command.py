@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtrain.tools.report import page, reading
+from shardtrain.tools.runs import run_files
+from shardtrain.tools.runs.report import page
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, Problem
@@ -35,7 +36,7 @@ def main(words: Sequence[str]) -> int:
     records = []
     for folder in asked.runs:
         try:
-            records.append(reading.read(Path(folder)))
+            records.append(run_files.read(Path(folder)))
         except ConfigError as error:
             problems += error.problems
         except OSError as error:

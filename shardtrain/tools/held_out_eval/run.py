@@ -13,7 +13,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config.schema import Config
 from shardtrain.distributed import BATCH_AXES, Mesh, process_group
-from shardtrain.tools.test.request import SPLITS, Request, sets_of
+from shardtrain.tools.held_out_eval.request import SPLITS, Request, sets_of
 from shardtrain.train import base_weights, reference_models, saved_file, validation
 from shardtrain.train.model import Built, build_model
 from shardtrain.train.open_together import require_same_data, together

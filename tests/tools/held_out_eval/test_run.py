@@ -27,8 +27,8 @@ from shardtrain.checkpoint import best
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.distributed.process_group import World
-from shardtrain.tools.test import command
-from shardtrain.tools.test import run as testing
+from shardtrain.tools.held_out_eval import command
+from shardtrain.tools.held_out_eval import run as testing
 from shardtrain.train.model import build_model
 from shardtrain.utils.errors import CheckpointError, HelpPrinted
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardtrain.tools.report import runs
-from shardtrain.tools.watch.following import Followed
-from shardtrain.tools.watch.screen import Terminal, frame
+from shardtrain.tools.runs import list_runs
+from shardtrain.tools.runs.watch.following import Followed
+from shardtrain.tools.runs.watch.screen import Terminal, frame
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import color_allowed
@@ -65,7 +65,7 @@ def _folders(path: Path) -> list[Path]:
         rule = "is not a folder"
         fix = "name the folder of a run, which is its job.dump_folder"
         raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
-    found = [one.folder for one in runs.below(path)] if path.is_dir() else []
+    found = [one.folder for one in list_runs.below(path)] if path.is_dir() else []
     return found or [path]
 
 

@@ -20,7 +20,7 @@ from shardtrain.distributed import LOSS_AXES, process_group
 from shardtrain.metrics.sinks.jsonl import read_records
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience.guards.loss_spikes import Rewind
-from shardtrain.tools.replay.plan import Plan
+from shardtrain.tools.runs.replay.plan import Plan
 from shardtrain.train import compatibility, shutdown, trainer
 from shardtrain.train.build import set_numerics
 from shardtrain.train.resume import resume, weights

@@ -18,7 +18,7 @@ from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import Option, number_of, take
 from shardtrain.launch import environment, local
-from shardtrain.tools.replay.plan import RESOLVED_CONFIG, Plan, config_of, plan
+from shardtrain.tools.runs.replay.plan import RESOLVED_CONFIG, Plan, config_of, plan
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
@@ -79,7 +79,7 @@ def _start(loaded: Loaded, found: Plan, request: _Request, words: Sequence[str])
     """Run as one rank of several, or start them."""
 
     def rank(replayed: Loaded) -> None:
-        from shardtrain.tools.replay import run
+        from shardtrain.tools.runs.replay import run
 
         run.main(replayed, found)
 
@@ -101,7 +101,7 @@ def _start(loaded: Loaded, found: Plan, request: _Request, words: Sequence[str])
         local.prepare(Path(loaded.config.job.dump_folder))
         return local.run_rank(loaded, rank)
     if accelerators == 0:
-        from shardtrain.tools.replay import run  # noqa: F401 - torch is imported once, before the ranks are forked
+        from shardtrain.tools.runs.replay import run  # noqa: F401 - torch is imported once, before the ranks are forked
 
     return local.launch_verb(loaded, count, rank, words, accelerators)
 

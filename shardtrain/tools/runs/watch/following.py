@@ -15,7 +15,7 @@ from typing import Any
 
 from shardtrain.resilience.goodput import events
 from shardtrain.resilience.goodput.account import Account, account, attempts_of
-from shardtrain.tools.report import reading, runs
+from shardtrain.tools.runs import list_runs, run_files
 from shardtrain.utils import atomic_io
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import DataError
@@ -88,7 +88,7 @@ class Followed:
 
     def look(self) -> None:
         """Read what is new."""
-        found = runs.look(self.folder)
+        found = list_runs.look(self.folder)
         self.age_seconds = found.age_seconds
         there = (self.folder / "metrics.jsonl").exists()
         self.state = found.state if there or found.end else "not there yet"
@@ -98,7 +98,7 @@ class Followed:
         if from_start:
             self.curves = {}
             self.last = {}
-            steps = reading.read_options(self.folder / "config.resolved.toml").get("training.steps")
+            steps = run_files.read_options(self.folder / "config.resolved.toml").get("training.steps")
             self.total_steps = steps if type(steps) is int else 0
             if self._metrics.skipped:
                 self._sample()

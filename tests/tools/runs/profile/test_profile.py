@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shardtrain import cli
-from shardtrain.tools.profile import trace
-from shardtrain.tools.profile.trace import read
+from shardtrain.tools.runs.profile import trace
+from shardtrain.tools.runs.profile.trace import read
 from shardtrain.utils.errors import DataError
 
 

@@ -1,0 +1,1 @@
+"""``shardtrain test``: evaluate a checkpoint on the held-out sets of its task; write metrics and predictions."""
