@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shardtrain.config.schema import Comm
 from shardtrain.distributed.cpu import shared_barrier
 from shardtrain.distributed.rendezvous import gloo_sockets, signed_store
-from shardtrain.distributed.rendezvous.attempt_store import store_of_attempt
+from shardtrain.distributed.rendezvous.attempt_store import store_at_address, store_of_attempt
 from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.ops import accelerator
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
@@ -108,8 +108,7 @@ def _meeting(size: int, timeout: timedelta) -> Iterator[dist.Store]:
     with store_of_attempt(os.environ, timeout) as own:
         store = own
         if store is None:
-            met, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-            store = signed_store.signed(met, os.environ, os.environ["MASTER_PORT"])  # a port is one attempt's
+            store = store_at_address(os.environ, timeout, size)
         store.set_timeout(timeout)
         yield store
 

@@ -84,11 +84,11 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
         signals.handle_requests(lambda *_: os._exit(NOT_SAVED))
     heard = [number.name for number in signals.GRACEFUL if signal.getsignal(number) is not signal.SIG_IGN]
     # before the import of PyTorch, which takes seconds: a port that is taken is reported at once
-    serves = nodes.hosts_meeting
-    if serves:
-        greeting.claim(nodes.endpoint, nodes.join_seconds)
-    elif serves is None:
-        serves = greeting.find_place(nodes.endpoint, nodes.join_seconds)
+    listener = None
+    if nodes.hosts_meeting:
+        listener = greeting.claim(nodes.endpoint, nodes.join_seconds)
+    elif nodes.hosts_meeting is None:
+        listener = greeting.find_place(nodes.endpoint, nodes.join_seconds)
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous.api import RendezvousError
@@ -96,7 +96,7 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
     from shardtrain.launch import meeting
 
     # after the import, which the host of the meeting does at the same time
-    if not serves:
+    if listener is None:
         greeting.await_store(nodes.endpoint, nodes.join_seconds)
     nodes = _with_address(nodes)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # every failure is reported by its rank
@@ -104,14 +104,12 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
     os.environ[SUPERVISED] = "1"
     if training:
         os.environ[exit_report.AGENT] = "1"
-    if nodes.least < nodes.most:
-        # or the first round alone publishes where its store is, and a node that joins a later one waits for ever
-        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"  # the ranks use the store of the rendezvous
     agent: Any = None
     with temporary_folder() as records:
         rendezvous = None
         try:
-            rendezvous = greeting.within(nodes.join_seconds, lambda: meeting.open_meeting(nodes, serves))
+            rendezvous = greeting.within(nodes.join_seconds, lambda: meeting.open_meeting(nodes, listener))
             agent = _agent(nodes, rendezvous, ranks, command, grace_seconds, str(records), training)
             result = agent.run()
             codes = [one.exitcode for one in result.failures.values()]
@@ -127,21 +125,19 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
 
 
 def _with_address(nodes: Nodes) -> Nodes:
-    """Say how the others reach this node, where nobody has: PyTorch would tell them a name, which they may not resolve.
+    """Set the address at which the others reach this node. PyTorch would use its name, which they may not resolve.
 
-    Ranks that talk by gloo get the interface of that address; it would look up the same name.
+    Also set the interface of that address for gloo, which would look up the same name.
     """
     address = nodes.local_address
     if address is not None:
-        greeting.claim(
-            f"{address}:0",
-            min(15, nodes.join_seconds),
-            "this node cannot be reached at its own address (SHARDTRAIN_LOCAL_ADDR)",
-        )
+        greeting.check_own(address, min(15, nodes.join_seconds))
     else:
-        address = addresses.toward(nodes.endpoint.rpartition(":")[0])
-        if address is None or addresses.is_loopback(address):
-            return nodes  # the others may be elsewhere: only this node knows itself by that
+        host = nodes.endpoint.rpartition(":")[0].strip("[]")
+        address = addresses.toward(host)
+        # a name may lead other machines to another address, but a loopback address leads to this one only
+        if address is None or (addresses.is_loopback(address) and not addresses.is_loopback(host)):
+            return nodes
     interface = addresses.interface_of(address)
     if interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

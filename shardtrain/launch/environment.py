@@ -363,7 +363,6 @@ def set_process_defaults(environment: MutableMapping[str, str], local_ranks: int
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // local_ranks)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
     if alone:
         loopback = "lo" if sys.platform == "linux" else "lo0"

@@ -6,6 +6,7 @@ PyTorch's store retries for minutes in C++. Meanwhile signals are not handled, a
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -18,12 +19,14 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
+from shardtrain.utils.listening import open_listener, rendezvous_listener
 from shardtrain.utils.redact import visible
 
 LOOK_SECONDS = 0.1
 QUIET_SECONDS = 5.0
 """A wait that takes longer is reported with its cause."""
 CONNECT_SECONDS = 5.0
+_NAME_AN_ADDRESS = "name an address of this node that every node reaches"
 # The first messages of every TCPStore client: VALIDATE with a magic number, and PING with a number that the store
 # sends back. The number is also an empty line, because servers of text protocols such as HTTP reply to one.
 _ECHO = b"\r\n\r\n"
@@ -50,14 +53,28 @@ def within(seconds: float | None, action: Callable[[], Result]) -> Result:
     return future.result(seconds)
 
 
-def claim(endpoint: str, seconds: float, problem: str = "the nodes cannot meet at") -> None:
-    """Wait until a connection to ``endpoint`` reaches this process. This node can then serve the rendezvous.
+def claim(endpoint: str, seconds: float) -> socket.socket:
+    """Wait until a connection to ``endpoint`` reaches this process. Return the socket, on which the store can listen.
 
     Raises:
         ConfigError: another program has the port.
-        PeerError: no connection arrived within ``seconds``. The message begins with ``problem``.
+        PeerError: no connection arrived within ``seconds``.
     """
-    _await(endpoint, seconds, _reach_self, problem, fix="name an address of this node that every node reaches")
+    return _await(endpoint, seconds, _serve, "the nodes cannot meet at", _NAME_AN_ADDRESS)
+
+
+def check_own(address: str, seconds: float) -> None:
+    """Wait until a connection to ``address``, which the other nodes use for this one, reaches this process.
+
+    Raises:
+        PeerError: no connection arrived within ``seconds``.
+    """
+    problem = "this node cannot be reached at its own address (SHARDTRAIN_LOCAL_ADDR)"
+
+    def look(endpoint: str) -> None:
+        _reach_self(endpoint, open_listener).close()
+
+    _await(f"{address}:0", seconds, look, problem, _NAME_AN_ADDRESS)
 
 
 def await_store(endpoint: str, seconds: float) -> None:
@@ -70,18 +87,17 @@ def await_store(endpoint: str, seconds: float) -> None:
     _await(endpoint, seconds, _greet, "the nodes cannot meet at", "is the first node up, and its port open?")
 
 
-def find_place(endpoint: str, seconds: float) -> bool:
-    """Wait until this node can serve the rendezvous (return True) or another node does (False).
+def find_place(endpoint: str, seconds: float) -> socket.socket | None:
+    """Wait until this node can serve the rendezvous, as ``claim``, or another node does (return None).
 
     Raises the errors of ``await_store``.
     """
 
-    def look(endpoint: str) -> bool:
+    def look(endpoint: str) -> socket.socket | None:
         with contextlib.suppress(ConfigError, OSError, UnicodeError):
-            _reach_self(endpoint)
-            return True
+            return _serve(endpoint)
         _greet(endpoint)
-        return False
+        return None
 
     return _await(endpoint, seconds, look, "the nodes cannot meet at", "is the first node up, and its port open?")
 
@@ -103,20 +119,26 @@ def _await(endpoint: str, seconds: float, look: Callable[[str], Result], problem
     raise PeerError(f"{problem} {endpoint}: {cause}, after {seconds:g} s; {fix}")
 
 
-def _reach_self(endpoint: str) -> None:
-    """Listen on the port of ``endpoint`` and connect to it; raise OSError if the connection does not arrive."""
-    host, _, port = endpoint.rpartition(":")
-    both = socket.has_dualstack_ipv6()  # as PyTorch's store listens
+def _serve(endpoint: str) -> socket.socket:
     try:
-        family = socket.AF_INET6 if both else socket.AF_INET
-        server = socket.create_server(("", int(port)), family=family, dualstack_ipv6=both)
+        return _reach_self(endpoint, rendezvous_listener)
     except OSError as error:
-        rule = f"cannot be served from this host: {os.strerror(error.errno or 0)}"
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        rule = f"cannot be served from this host: {os.strerror(error.errno)}"
         fix = "choose another port, or end the program that has it"
         raise ConfigError(Problem("rendezvous", endpoint, rule, fix)) from None
-    token = secrets.token_bytes(16)
-    server.settimeout(CONNECT_SECONDS)
-    with server, socket.create_connection((host.strip("[]"), server.getsockname()[1]), CONNECT_SECONDS) as connection:
+
+
+def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> socket.socket:
+    """Listen on the port of ``endpoint`` and connect to it; raise OSError if the connection does not arrive."""
+    host, _, port = endpoint.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(listen(host, int(port)))
+        server.settimeout(CONNECT_SECONDS)
+        place = (host.strip("[]"), server.getsockname()[1])
+        connection = stack.enter_context(socket.create_connection(place, CONNECT_SECONDS))
+        token = secrets.token_bytes(16)
         connection.sendall(token)
         received = b""
         while received != token:  # other clients may connect first; they retry
@@ -126,6 +148,8 @@ def _reach_self(endpoint: str) -> None:
                 raise OSError(f"it leads to another machine ({connection.getpeername()[0]})") from None
             with arrived:
                 received = arrived.recv(len(token))
+        server.settimeout(None)
+        return server.dup()
 
 
 def _greet(endpoint: str) -> None:

@@ -8,6 +8,7 @@ changed for that time, by the reader's own monotonic clock.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as pytorch
-from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousTimeoutError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousStoreInfo, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from shardtrain.launch.greeting import within
 from shardtrain.launch.node_reports import LOST_SECONDS
@@ -32,20 +33,30 @@ _NO_NUMBER = 2**31
 _TIMEOUTS = ("join", "last_call", "close", "heartbeat")
 
 
-def open_meeting(nodes: Nodes, serves: bool) -> Meeting:
-    """Connect to the store of the rendezvous, or serve it. The shared state is signed if this node has a secret.
+def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
+    """Serve the store of the rendezvous on ``listener``, or connect to it if ``listener`` is None.
+
+    The ranks of all nodes meet in the same store. The shared state is signed if this node has a secret.
 
     Raises:
-        RendezvousConnectionError: the port was taken meanwhile, or the store does not answer.
+        DistError: the store does not answer.
     """
     counts = nodes.counts or range(nodes.least, nodes.most + 1)
-    # without --node_rank PyTorch serves the store unless another process of this machine already does
-    host = {} if serves and nodes.node_rank is None else {"is_host": str(serves).lower()}
-    settings: dict[str, Any] = {"join_timeout": nodes.join_seconds, **host, **nodes.rendezvous}
+    settings: dict[str, Any] = {"join_timeout": nodes.join_seconds, **nodes.rendezvous}
     parameters = RendezvousParameters(
         "c10d", nodes.endpoint, nodes.run_id, counts[0], counts[-1], nodes.local_address, **settings
     )
-    backend, store = create_backend(parameters)
+    host, _, port = nodes.endpoint.rpartition(":")
+    host = host.strip("[]")
+    store = dist.TCPStore(
+        host,
+        int(port),
+        is_master=listener is not None,
+        multi_tenant=True,
+        timeout=timedelta(seconds=parameters.get_as_int("read_timeout", 60) or 60),
+        master_listen_fd=listener.detach() if listener else None,
+    )
+    backend = C10dRendezvousBackend(store, nodes.run_id)
     secret = os.environ.get(SECRET, "")
     Meeting.number = _NO_NUMBER if nodes.node_rank is None else nodes.node_rank
     meeting = Meeting.from_backend(
@@ -59,6 +70,9 @@ def open_meeting(nodes: Nodes, serves: bool) -> Meeting:
         keep_alive_interval=parameters.get_as_int("keep_alive_interval", 5) or 5,
         keep_alive_max_attempt=parameters.get_as_int("keep_alive_max_attempt", 3) or 3,
     )
+    # else PyTorch would serve another store for the ranks, on a random port of every address
+    meeting._bootstrap_store_info = RendezvousStoreInfo(host, int(port))
+    meeting._shared_tcp_store_server = store
     meeting.counts = counts
     meeting.first_decides = nodes.first_decides
     return meeting

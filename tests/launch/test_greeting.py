@@ -107,12 +107,14 @@ def test_a_name_service_that_does_not_answer_does_not_make_the_wait_longer(monke
     never.set()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.9", "[::1]"])
-def test_a_node_that_the_endpoint_leads_to_can_serve_it(host):
+@pytest.mark.parametrize(
+    ("host", "address"), [("127.0.0.1", "127.0.0.1"), ("localhost", "::"), ("127.0.0.9", "127.0.0.9"), ("[::1]", "::1")]
+)
+def test_a_node_that_the_endpoint_leads_to_can_serve_it(host, address):
     port = free_port()
-    greeting.claim(f"{host}:{port}", 30)  # raises if the endpoint does not lead back to this node
-    # and the port is free again for PyTorch's store
-    socket.create_server(("", port)).close()
+    with greeting.claim(f"{host}:{port}", 30) as listener:
+        assert listener.getsockname()[:2] == (address, port)
+        socket.create_connection((host.strip("[]"), port), 5).close()
 
 
 def test_an_endpoint_that_leads_to_another_machine_is_named(monkeypatch):

@@ -7,6 +7,7 @@ import datetime
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from shardtrain.launch import meeting, nodes
 from shardtrain.launch.greeting import within
 from shardtrain.launch.meeting import Meeting, open_meeting
+from shardtrain.utils.listening import open_listener
 
 
 def node(rank: int, port: int, **options: Any) -> nodes.Nodes:
@@ -42,6 +44,10 @@ def node(rank: int, port: int, **options: Any) -> nodes.Nodes:
     )
 
 
+def listener(rank: int, port: int) -> socket.socket | None:
+    return open_listener("127.0.0.1", port) if rank == 0 else None
+
+
 def end_together(rendezvous: Meeting, store: dist.Store, rank: int) -> None:
     """Stay until all nodes have read what they need: the first one serves the store."""
     while not rendezvous.others_have_ended(store, rank):
@@ -52,7 +58,7 @@ def end_together(rendezvous: Meeting, store: dist.Store, rank: int) -> None:
 
 def meet(rank: int, port: int, clocks: list[float]) -> tuple[int, int]:
     set_clock(setattr, clocks[rank])
-    rendezvous = open_meeting(node(rank, port, most=len(clocks)), serves=rank == 0)
+    rendezvous = open_meeting(node(rank, port, most=len(clocks)), listener(rank, port))
     info = rendezvous.next_rendezvous()
     time.sleep(2)  # two looks at the heartbeats, by which a clock could still drop a node
     assert rendezvous.num_nodes_waiting() == 0 and len(rendezvous.state.participants) == len(clocks)
@@ -87,7 +93,7 @@ def meet_by_number(rank: int, port: int, numbers: list[int], least: int) -> int:
     # As text, the address of a later node comes first
     options = {"local_address": f"127.0.0.{11 - rank}", "node_rank": numbers[rank]}
     own_node = dataclasses.replace(node(rank, port, least=least, most=len(numbers)), **options)
-    rendezvous = open_meeting(own_node, serves=rank == 0)
+    rendezvous = open_meeting(own_node, listener(rank, port))
     info = rendezvous.next_rendezvous()
     end_together(rendezvous, info.store, info.rank)
     return info.rank
@@ -186,12 +192,13 @@ def test_a_world_of_fewer_nodes_than_asked_for_does_not_train(monkeypatch, capsy
 
 def join_and_follow(rank: int, port: int) -> list[int]:
     """The sizes of the worlds in which a node works, until it works in one of four nodes. The last node comes late."""
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # as an agent of several nodes sets it
     if rank == 3:
         late = dist.TCPStore("127.0.0.1", port, timeout=datetime.timedelta(seconds=patience.seconds(60)))
         late.wait(["two have worked"])
     settings = {"last_call_timeout": "5"}
-    rendezvous = open_meeting(node(rank, port, least=2, most=4, counts=[2, 4], rendezvous=settings), serves=rank == 0)
+    rendezvous = open_meeting(
+        node(rank, port, least=2, most=4, counts=[2, 4], rendezvous=settings), listener(rank, port)
+    )
     worlds = []
     while 4 not in worlds:
         info = rendezvous.next_rendezvous()
@@ -257,7 +264,7 @@ def test_without_a_global_batch_the_nodes_that_meet_first_decide_which_numbers_c
 
 def end_without_the_other(rank: int, port: int) -> bool:
     settings = {"keep_alive_interval": "1"}
-    rendezvous = open_meeting(node(rank, port, rendezvous=settings), serves=rank == 0)
+    rendezvous = open_meeting(node(rank, port, rendezvous=settings), listener(rank, port))
     info = rendezvous.next_rendezvous()
     if info.rank == 1:
         rendezvous._stop_heartbeats()  # as a machine that is gone, except for the store that it may serve

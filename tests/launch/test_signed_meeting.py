@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from base64 import b64encode
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from shardtrain.launch.meeting import open_meeting
 from shardtrain.launch.nodes import Nodes
 from shardtrain.launch.signed_meeting import SignedBackend
+from shardtrain.utils.listening import open_listener
 from shardtrain.utils.process import SECRET
 
 KEY = "torch.rendezvous.run"
@@ -59,11 +61,13 @@ def test_a_node_without_the_secret_takes_no_signed_state_for_a_pickle() -> None:
 def test_a_pickle_that_a_stranger_has_set_is_run_by_no_node_with_a_secret(
     secret: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    canary, file = tmp_path / "canary", tmp_path / "store"
+    canary = tmp_path / "canary"
     monkeypatch.setenv(SECRET, secret)
-    node = Nodes(1, 1, str(file), None, "run", "127.0.0.1", 0, 60, "", {"store_type": "file"})
-    handler = open_meeting(node, serves=False)
-    dist.FileStore(str(file)).set(KEY, b64encode(pickle.dumps(Bomb(canary))).decode())
+    listener = open_listener("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    handler = open_meeting(Nodes(1, 1, f"127.0.0.1:{port}", None, "run", "127.0.0.1", 0, 60, ""), listener)
+    stranger = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
+    stranger.set(KEY, b64encode(pickle.dumps(Bomb(canary))).decode())
     with pytest.raises(RendezvousStateError if secret else Exception):
         handler.next_rendezvous()
     assert canary.exists() is (not secret), "without a secret it is PyTorch's rendezvous, which unpickles"

@@ -43,13 +43,13 @@ SERVERS = {
 }
 LISTENS = {
     "tools/doctor/hosts.py": "tries for a moment the port at which torchrun would meet, on the loopback address",
-    "tools/doctor/store_channel.py": "of a job: the store of its first rank at MASTER_ADDR, where its ranks would meet",
-    "launch/greeting.py": "of several nodes: tries the port on which PyTorch's rendezvous will listen, and lets it go",
+    "launch/meeting.py": "of several nodes: the store of the rendezvous, on the socket of utils/listening.py",
+    "utils/listening.py": "the socket of a rendezvous, at its address where that is one",
     "launch/platforms/pdsh.py": "a Unix socket in a folder of the launcher's own, for the programs that pdsh starts",
     "launch/local.py": "the ranks' rendezvous, on the loopback address",
     "utils/python_api.py": "binds arguments to the signature of a function, and opens no socket",
     "utils/private_network.py": "a datagram socket that receives nothing: whether the loopback interface is up",
-    "distributed/rendezvous/attempt_store.py": "connects to torchrun's store, and listens nowhere (is_master=False)",
+    "distributed/rendezvous/attempt_store.py": "srun's store, on the socket of utils/listening.py",
 }
 
 

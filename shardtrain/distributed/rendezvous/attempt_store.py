@@ -25,6 +25,7 @@ import torch.distributed as dist
 from shardtrain.distributed.rendezvous import private_store
 from shardtrain.distributed.rendezvous.private_store import FolderStore
 from shardtrain.distributed.rendezvous.signed_store import ForgedError, signed
+from shardtrain.utils.listening import rendezvous_listener
 from shardtrain.utils.process import STORE
 
 POLL_SECONDS = 0.02
@@ -83,6 +84,35 @@ def store_of_attempt(environment: MutableMapping[str, str], timeout: timedelta) 
     finally:
         done.set()
         thread.join()
+
+
+def store_at_address(environment: Mapping[str, str], timeout: timedelta, size: int | None = None) -> dist.Store:
+    """Return the store at MASTER_ADDR and MASTER_PORT. Rank 0 serves it, unless its launcher does.
+
+    Args:
+        size: number of ranks for which rank 0 waits. None: for none.
+
+    Raises:
+        dist.DistError: the store cannot be served or reached.
+    """
+    address = environment["MASTER_ADDR"]
+    port = int(environment["MASTER_PORT"])
+    serves = environment["RANK"] == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    listener = None
+    # after an error PyTorch shares the store that this process already serves, or fails with the same error
+    with contextlib.suppress(OSError):
+        listener = rendezvous_listener(address, port).detach() if serves else None
+    store = dist.TCPStore(
+        host_name=address,
+        port=port,
+        world_size=size,
+        is_master=serves,
+        timeout=timeout,
+        wait_for_workers=size is not None,
+        multi_tenant=True,
+        master_listen_fd=listener,
+    )
+    return signed(store, environment, str(port))  # a port is one attempt's
 
 
 def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | None) -> dist.Store | FolderStore:

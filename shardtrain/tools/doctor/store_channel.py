@@ -13,8 +13,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shardtrain.distributed.rendezvous.attempt_store import store_of_attempt
-from shardtrain.distributed.rendezvous.signed_store import ForgedError, signed
+from shardtrain.distributed.rendezvous.attempt_store import store_at_address, store_of_attempt
+from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import meeting_folder
 
@@ -48,10 +48,7 @@ def open_store(rank: int, size: int, limit_seconds: float) -> Iterator[dist.Stor
         with store_of_attempt(os.environ, timeout) as own:
             store = own
             if store is None:
-                hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-                serves = rank == 0 and not hosted
-                met = dist.TCPStore(address, int(port), None, serves, timeout, wait_for_workers=False)
-                store = signed(met, os.environ, port)
+                store = store_at_address(os.environ, timeout)
             store.set_timeout(timeout)
             yield store
     except ForgedError as error:

@@ -1,0 +1,59 @@
+"""A rendezvous is served at its own address where the endpoint determines one, and at all addresses elsewhere."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from shardtrain.utils import listening
+from shardtrain.utils.errors import ConfigError
+
+ALL = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"
+
+
+def resolve(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Let every name resolve to these addresses."""
+    places = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+    monkeypatch.setattr(listening.socket, "getaddrinfo", lambda *_, **__: places)
+
+
+# resolved addresses -> address that is listened on; 192.0.2.1 is of no machine (RFC 5737)
+NAMES = {
+    "one address": (["0.0.0.0"], "0.0.0.0"),
+    "a loopback address, which other machines resolve otherwise": (["127.0.1.1"], ALL),
+    "two addresses": (["127.0.0.1", "0.0.0.0"], ALL),
+    "an address of a service": (["192.0.2.1"], ALL),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_name_with_one_address_of_this_machine_is_listened_on(case, monkeypatch):
+    addresses, expected = NAMES[case]
+    resolve(monkeypatch, *addresses)
+    with listening.open_listener("node1", 0) as listener:
+        assert listener.getsockname()[0] == expected
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "[::1]"])
+def test_an_ip_address_is_listened_on(host):
+    with listening.open_listener(host, 0) as listener:
+        assert listener.getsockname()[0] == host.strip("[]")
+
+
+def test_the_variable_replaces_the_address_of_the_rendezvous(monkeypatch):
+    monkeypatch.setenv(listening.LISTEN_ADDRESS, "127.0.0.9")
+    with listening.rendezvous_listener("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[0] == "127.0.0.9"
+
+
+@pytest.mark.parametrize("value", ["node1", "192.0.2.1", "eth0"])
+def test_a_variable_that_is_no_address_of_this_machine_is_refused(value, monkeypatch):
+    monkeypatch.setenv(listening.LISTEN_ADDRESS, value)
+    with pytest.raises(ConfigError, match=f"SHARDTRAIN_LISTEN_ADDR.*{value}.*is not an address of this machine; set"):
+        listening.rendezvous_listener("127.0.0.1", 0)
+
+
+def test_a_port_that_is_taken_is_an_error():
+    with listening.open_listener("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
+        listening.open_listener("127.0.0.1", first.getsockname()[1])
