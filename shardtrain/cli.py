@@ -268,8 +268,7 @@ def _train(words: list[str]) -> int:
     if arguments.help:
         print(help_pages.train(), end="")
         return 0
-    from shardtrain.launch import agent, environment, failure, local, nodes
-    from shardtrain.resilience import signals
+    from shardtrain.launch import agent, environment, failure, local, nodes, signals
 
     local.end_at_request(None)
     loaded, arguments = _open(arguments, "train", keep_problems=True)
@@ -404,7 +403,7 @@ def _show_sample(loaded: Loaded) -> None:
     prompt = config.metrics.sample_prompt
     if not prompt or config.metrics.sample_freq == 0 or not config.checkpoint.enable or config.checkpoint.load_only:
         return
-    from shardtrain.resilience import signals
+    from shardtrain.launch import signals
     from shardtrain.tools.generate import command
 
     print("a sample, drawn at temperature 0.7:", file=sys.stderr, flush=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
-from shardtrain.resilience.stop_request import GRACEFUL
+from shardtrain.launch.stop_request import GRACEFUL
 from shardtrain.utils import log
 
 pytest_plugins = ("tiers",)

@@ -15,7 +15,7 @@ from tiny import text_file, tiny_config
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.data import DataLoader
 from shardtrain.data.loader import MicroBatches
-from shardtrain.resilience import signals
+from shardtrain.launch import signals
 from shardtrain.train import trainer as train
 from shardtrain.train import validation
 

@@ -21,8 +21,8 @@ from shardtrain import data
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
+from shardtrain.launch.goodput.account import BINS
 from shardtrain.optim.lr_scheduler import learning_rate
-from shardtrain.resilience.goodput.account import BINS
 from shardtrain.utils import garbage_collection
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError

@@ -1,1 +1,1 @@
-"""Starting the ranks of a run: what this process is, how many ranks to start, and how their failures are reported."""
+"""Start and supervise the ranks of a run: signals, restarts, failures, and the account of the wall time."""

@@ -15,14 +15,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from shardtrain.config import Loaded
-from shardtrain.launch import exit_report, failure, greeting, local
+from shardtrain.launch import exit_report, failure, greeting, local, run_ends, signals
 from shardtrain.launch.failure import NOT_SAVED, PREEMPTED, Failure
 from shardtrain.launch.meeting import Meeting
 from shardtrain.launch.node_reports import LOST_SECONDS, NodeReports
 from shardtrain.launch.nodes import Nodes
 from shardtrain.launch.restart import RESTARTABLE
 from shardtrain.launch.watch import Watch
-from shardtrain.resilience import run_ends, signals
 
 LOOK_SECONDS = 0.1
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardtrain.config.derived import other_degrees
 from shardtrain.config.schema import Config
-from shardtrain.resilience.goodput import ledger
+from shardtrain.launch.goodput import ledger
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.private_network import NETWORK
 from shardtrain.utils.process import STORE, meeting_folder

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from shardtrain.launch import failure
+from shardtrain.launch import failure, signals
 from shardtrain.launch.failure import Failure
-from shardtrain.resilience import signals
 
 PARENT = "SHARDTRAIN_PARENT"
 """Environment variable of ranks that this command started on one machine: ID of the process that watches them."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
-from shardtrain.resilience import run_ends
+from shardtrain.launch import run_ends
 from shardtrain.utils import activity, atomic_io, limits, log, reading, storage_errors
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, FolderTaken, ShardtrainError

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from shardtrain.resilience import signals
-from shardtrain.resilience.stop_request import ONE_REQUEST_SECONDS
+from shardtrain.launch import signals
+from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 
 POLL_SECONDS = 0.05
 PEERS_SPEAK_SECONDS = 2.0

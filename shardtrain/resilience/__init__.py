@@ -1,1 +1,1 @@
-"""What watches a run: hangs, signals, numbers that are not finite, where the time went."""
+"""Watch a run: hangs, slow ranks, numbers that are not finite, ranks that disagree."""

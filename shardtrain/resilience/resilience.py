@@ -25,8 +25,8 @@ from shardtrain.config.schema import Config
 from shardtrain.distributed import process_group
 from shardtrain.distributed.grad_clip import Agreed
 from shardtrain.distributed.process_group import World
-from shardtrain.resilience import signals
-from shardtrain.resilience.goodput.ledger import Ledger
+from shardtrain.launch import signals
+from shardtrain.launch.goodput.ledger import Ledger
 from shardtrain.resilience.guards import loss_spikes, nan_guard, replica_check
 from shardtrain.resilience.guards.loss_spikes import Guard
 from shardtrain.resilience.watchdog.watchdog import beating

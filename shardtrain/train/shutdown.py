@@ -17,9 +17,9 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import folder_of
 from shardtrain.data.data_budget import check_enough
 from shardtrain.hf.saving import HubSaves
+from shardtrain.launch import run_ends, signals
+from shardtrain.launch.stop_request import NOT_IN_TIME
 from shardtrain.ops.dtensor import local_tensor
-from shardtrain.resilience import run_ends, signals
-from shardtrain.resilience.stop_request import NOT_IN_TIME
 from shardtrain.train.resume import save, weights
 from shardtrain.utils.errors import ConfigError, DataError, NotSaved, PeerError, Preempted, Problem, fix_first
 from shardtrain.utils.log import logger

@@ -23,7 +23,7 @@ from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.distributed import BATCH_AXES, LOSS_AXES, Mesh, Runner
 from shardtrain.distributed.fsdp import free_gathered
 from shardtrain.distributed.task_runner import TaskRunner
-from shardtrain.resilience.stop_request import Interrupted, StopRequest
+from shardtrain.launch.stop_request import Interrupted, StopRequest
 from shardtrain.train.open_together import require_same_data, together
 from shardtrain.utils import activity
 from shardtrain.utils.errors import ConfigError, DataError, Problem

@@ -24,8 +24,8 @@ from shardtrain.checkpoint import async_save, files, manifest
 from shardtrain.checkpoint import save as saves
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Checkpoint, Config, Job
+from shardtrain.launch.stop_request import StopRequest
 from shardtrain.resilience.resilience import Resilience
-from shardtrain.resilience.stop_request import StopRequest
 from shardtrain.train import shutdown
 from shardtrain.utils.errors import ConfigError, NotSaved, Preempted, StorageError
 

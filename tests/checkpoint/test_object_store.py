@@ -26,7 +26,7 @@ from shardtrain.checkpoint.storage import place
 from shardtrain.config import Loaded
 from shardtrain.config.rules import check
 from shardtrain.config.schema import Checkpoint, Config
-from shardtrain.resilience import signals
+from shardtrain.launch import signals
 from shardtrain.utils.errors import CheckpointError, ConfigError, StorageError
 
 FOLDER = "memory://bucket/run"

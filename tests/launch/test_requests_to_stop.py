@@ -27,11 +27,10 @@ from tiny import text_file
 
 from shardtrain.config import Loaded
 from shardtrain.config.schema import DataLoaderOptions
-from shardtrain.launch import environment, local
-from shardtrain.resilience import signals
-from shardtrain.resilience.goodput import events
-from shardtrain.resilience.goodput.account import account, attempts_of
-from shardtrain.resilience.stop_request import ONE_REQUEST_SECONDS
+from shardtrain.launch import environment, local, signals
+from shardtrain.launch.goodput import events
+from shardtrain.launch.goodput.account import account, attempts_of
+from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.train import trainer as train
 from shardtrain.train.preflight import judge, machine
 

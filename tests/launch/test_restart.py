@@ -13,9 +13,9 @@ from tiers import cases
 from shardtrain.config import Loaded
 from shardtrain.launch import environment, local
 from shardtrain.launch.failure import Failure
+from shardtrain.launch.goodput import events
+from shardtrain.launch.goodput.account import account, attempts_of
 from shardtrain.launch.restart import CRASH_LOOP, FRUITLESS, Restarts
-from shardtrain.resilience.goodput import events
-from shardtrain.resilience.goodput.account import account, attempts_of
 from shardtrain.train import trainer
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")

@@ -20,10 +20,9 @@ from tiny import text_file
 
 from shardtrain import cli, config
 from shardtrain.checkpoint.folder import Checkpoints
-from shardtrain.launch import failure, local, meeting
-from shardtrain.resilience import run_ends
-from shardtrain.resilience.run_ends import REQUESTS, TABLE
-from shardtrain.resilience.stop_request import ONE_REQUEST_SECONDS
+from shardtrain.launch import failure, local, meeting, run_ends
+from shardtrain.launch.run_ends import REQUESTS, TABLE
+from shardtrain.launch.stop_request import ONE_REQUEST_SECONDS
 from shardtrain.tools.generate import command as generate
 from shardtrain.train import preflight, trainer
 

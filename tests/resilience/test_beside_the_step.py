@@ -19,16 +19,16 @@ from tiny import shallow_config
 from shardtrain.config import Loaded
 from shardtrain.config.schema import Config
 from shardtrain.launch import failure
-from shardtrain.resilience.goodput.ledger import Ledger
+from shardtrain.launch.goodput.ledger import Ledger
 from shardtrain.train import trainer
 
 STEPS = 6
 PLACES = {
-    "the account of the time is opened": "shardtrain.resilience.goodput.ledger:Ledger._open",
-    "the account of the time is added up": "shardtrain.resilience.goodput.ledger:account",
-    "seconds are put into bins": "shardtrain.resilience.goodput.ledger:bins",
-    "a line of the account is made": "shardtrain.resilience.goodput.ledger:Ledger._point",
-    "a line of the account is written": "shardtrain.resilience.goodput.events:append",
+    "the account of the time is opened": "shardtrain.launch.goodput.ledger:Ledger._open",
+    "the account of the time is added up": "shardtrain.launch.goodput.ledger:account",
+    "seconds are put into bins": "shardtrain.launch.goodput.ledger:bins",
+    "a line of the account is made": "shardtrain.launch.goodput.ledger:Ledger._point",
+    "a line of the account is written": "shardtrain.launch.goodput.events:append",
     "rows of sources are counted": "shardtrain.data.loader:DataLoader.rows_of_sources",
     "spikes are counted": "shardtrain.resilience.resilience:Resilience.measures",
     "a record is made": "shardtrain.metrics:Metrics._record",

@@ -12,8 +12,8 @@ from shardtrain.config.rules import transformers
 from shardtrain.hf import config_json, initial_weights, listing
 from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.weights import HubWeights
+from shardtrain.launch.goodput import events
 from shardtrain.lora import peft
-from shardtrain.resilience.goodput import events
 from shardtrain.tools.convert import card
 from shardtrain.utils import reading
 from shardtrain.utils.errors import ShardtrainError

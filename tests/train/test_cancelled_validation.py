@@ -18,8 +18,8 @@ from shardtrain.checkpoint import manifest, retention
 from shardtrain.checkpoint.best import read_pointer
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Config
-from shardtrain.resilience import signals
-from shardtrain.resilience.stop_request import StopRequest
+from shardtrain.launch import signals
+from shardtrain.launch.stop_request import StopRequest
 from shardtrain.train import validation
 from shardtrain.train.validation import Evaluation, Validator
 

@@ -19,12 +19,11 @@ from typing import IO
 
 from shardtrain import __version__
 from shardtrain.config.schema.launch import LaunchSSH
-from shardtrain.launch import addresses, failure, remote_agent
+from shardtrain.launch import addresses, failure, remote_agent, signals
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED
 from shardtrain.launch.platforms import pdsh
 from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, Plan
-from shardtrain.resilience import signals
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET, allow_open_files
 from shardtrain.utils.redact import visible

@@ -28,8 +28,7 @@ from shardtrain.distributed import process_group
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.rendezvous import private_store
 from shardtrain.distributed.rendezvous.private_store import FolderStore
-from shardtrain.launch import exit_report, failure
-from shardtrain.resilience import signals
+from shardtrain.launch import exit_report, failure, signals
 from shardtrain.resilience.watchdog import stack
 from shardtrain.resilience.watchdog.exchange import Exchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from shardtrain import __version__, config
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import Option, split, take
-from shardtrain.resilience import signals
+from shardtrain.launch import signals
 from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
 from shardtrain.utils import temporary
 from shardtrain.utils.arguments import help_if_asked

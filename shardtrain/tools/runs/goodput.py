@@ -8,8 +8,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from shardtrain.resilience.goodput import events
-from shardtrain.resilience.goodput.account import MEANINGS, Account, Attempt, account, attempts_of
+from shardtrain.launch.goodput import events
+from shardtrain.launch.goodput.account import MEANINGS, Account, Attempt, account, attempts_of
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 

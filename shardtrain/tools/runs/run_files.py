@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtrain.resilience.goodput import events
-from shardtrain.resilience.goodput.account import Account, account, attempts_of
+from shardtrain.launch.goodput import events
+from shardtrain.launch.goodput.account import Account, account, attempts_of
 from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, DataError, Problem

@@ -19,11 +19,10 @@ from typing import Any
 from shardtrain import config
 from shardtrain.config import Loaded, secondary
 from shardtrain.config.machine import mesh_notes, watching_problem
-from shardtrain.launch import failure, local
+from shardtrain.launch import failure, local, run_ends
 from shardtrain.launch.failure import Failure
+from shardtrain.launch.stop_request import GRACEFUL
 from shardtrain.launch.watch import Watch
-from shardtrain.resilience import run_ends
-from shardtrain.resilience.stop_request import GRACEFUL
 from shardtrain.train.preflight.machine import Machine, named, this_machine
 from shardtrain.utils import errors, limits
 from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, ShardtrainError

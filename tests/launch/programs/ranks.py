@@ -10,8 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from shardtrain.config.schema import Checkpoint, Config, Job, Metrics
-from shardtrain.launch import environment, local
-from shardtrain.resilience import signals
+from shardtrain.launch import environment, local, signals
 from shardtrain.utils.errors import ConfigError, DataError, Preempted, Problem
 
 

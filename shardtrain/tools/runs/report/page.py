@@ -11,8 +11,8 @@ from html import escape
 from importlib import resources
 from typing import Any
 
+from shardtrain.launch.goodput.account import MEANINGS
 from shardtrain.metrics.record import TOTAL_SPEED
-from shardtrain.resilience.goodput.account import MEANINGS
 from shardtrain.tools.runs.report.chart import COLORS, Chart, Line, format_number
 from shardtrain.tools.runs.run_files import POINTS, RunRecord, Series
 from shardtrain.utils.redact import visible

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtrain.resilience.goodput import events
-from shardtrain.resilience.goodput.account import Account, account, attempts_of
+from shardtrain.launch.goodput import events
+from shardtrain.launch.goodput.account import Account, account, attempts_of
 from shardtrain.tools.runs import list_runs, run_files
 from shardtrain.utils import atomic_io
 from shardtrain.utils.checked_json import record_of

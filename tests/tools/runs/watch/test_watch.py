@@ -21,8 +21,8 @@ import pytest
 from tiers import cases
 
 from shardtrain import cli
-from shardtrain.resilience.goodput import events
-from shardtrain.resilience.goodput.events import Progress, Start
+from shardtrain.launch.goodput import events
+from shardtrain.launch.goodput.events import Progress, Start
 from shardtrain.tools.runs.watch import following
 from shardtrain.tools.runs.watch.following import Followed
 from shardtrain.tools.runs.watch.screen import Terminal, frame

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardtrain.resilience.goodput.events import Death, Event, Progress, Start
+from shardtrain.launch.goodput.events import Death, Event, Progress, Start
 from shardtrain.utils.units import format_seconds
 
 BINS = ("productive", "checkpoint", "data", "validation", "compile", "start", "restart", "lost")

@@ -1,4 +1,4 @@
-"""Writing the account while a run trains: one small line per save and, at most once a second, per logged step."""
+"""Write the account during training: one line per save and, at most once a second, per logged step."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-from shardtrain.resilience.goodput import events
-from shardtrain.resilience.goodput.account import Account, Attempt, account, attempts_of, bins
+from shardtrain.launch.goodput import events
+from shardtrain.launch.goodput.account import Account, Attempt, account, attempts_of, bins
 from shardtrain.utils import process_identity, storage_errors
 from shardtrain.utils.activity import Phase, Phases
 from shardtrain.utils.errors import DataError

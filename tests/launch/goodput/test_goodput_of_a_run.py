@@ -15,8 +15,8 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.data import DataLoader
 from shardtrain.launch import environment, local
-from shardtrain.resilience.goodput import events
-from shardtrain.resilience.goodput.account import BINS, account, attempts_of
+from shardtrain.launch.goodput import events
+from shardtrain.launch.goodput.account import BINS, account, attempts_of
 from shardtrain.train import trainer, validation
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks of a process that has imported torch")

@@ -23,7 +23,7 @@ from typing import Any
 
 from shardtrain.checkpoint import retention
 from shardtrain.checkpoint.storage import Place
-from shardtrain.resilience.stop_request import GRACEFUL, ONE_REQUEST_SECONDS, StopRequest
+from shardtrain.launch.stop_request import GRACEFUL, ONE_REQUEST_SECONDS, StopRequest
 
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from shardtrain import cli
-from shardtrain.resilience.goodput import events, ledger
-from shardtrain.resilience.goodput.account import BINS, account, attempts_of
-from shardtrain.resilience.goodput.events import Death, Progress, Start
-from shardtrain.resilience.goodput.ledger import Ledger, note_death
+from shardtrain.launch.goodput import events, ledger
+from shardtrain.launch.goodput.account import BINS, account, attempts_of
+from shardtrain.launch.goodput.events import Death, Progress, Start
+from shardtrain.launch.goodput.ledger import Ledger, note_death
 from shardtrain.tools.runs import goodput
 from shardtrain.utils.activity import Phases
 from shardtrain.utils.errors import ConfigError, DataError

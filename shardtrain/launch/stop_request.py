@@ -1,4 +1,4 @@
-"""A request to stop this process, by a signal or the end of its Slurm job: why, and how much time is left.
+"""A request to stop this process, by a signal or the end of its Slurm job, with its reason and deadline.
 
 The trainer asks at points where all ranks can agree; see ``train/shutdown.py``. ``signals.listen`` takes the requests,
 and its thread keeps the time that is left, and ends the process when that is over.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from shardtrain.resilience.run_ends import REQUESTS
+from shardtrain.launch.run_ends import REQUESTS
 
 T = TypeVar("T")
 
