@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from shardtrain.config.schema import DataLoaderOptions
+from shardtrain.utils import library_environment
 from shardtrain.utils.errors import DataError
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ def in_order(items: torch.utils.data.Dataset[T], options: DataLoaderOptions) -> 
     if sys.platform != "linux":
         start_method = "spawn"
         # a spawned worker is a new interpreter, which would import its first modules from the current directory
-        os.environ["PYTHONSAFEPATH"] = "1"
+        os.environ[library_environment.SAFE_PATH] = "1"
     loader = torch.utils.data.DataLoader(
         items,
         batch_size=None,  # an item is a batch already

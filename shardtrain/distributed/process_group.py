@@ -18,6 +18,7 @@ from shardtrain.distributed.rendezvous import gloo_sockets, signed_store
 from shardtrain.distributed.rendezvous.attempt_store import store_at_address, store_of_attempt
 from shardtrain.distributed.rendezvous.signed_store import ForgedError
 from shardtrain.ops import accelerator
+from shardtrain.utils import library_environment
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import STORE
 
@@ -91,7 +92,8 @@ def join(comm: Comm, device: str, check: Callable[[dist.Store, int, int], None] 
     except ForgedError as error:
         raise PeerError(str(error)) from error
     try:
-        yield World(rank, size, local_rank, torch_device, store)
+        with library_environment.protected():
+            yield World(rank, size, local_rank, torch_device, store)
     finally:
         dist.destroy_process_group()
         signed_store.release()

@@ -1,0 +1,58 @@
+"""Environment variables that keep other people's code out of what PyTorch and trackers start and load.
+
+torch.compile starts ``python -c`` to try the libraries it builds. It loads these libraries from a folder in the shared
+temporary directory whose name everybody can predict. Trackers start Python services, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardtrain.utils import user_cache
+
+COMPILER_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+SAFE_PATH = "PYTHONSAFEPATH"
+
+
+@contextlib.contextmanager
+def protected() -> Iterator[None]:
+    """Set the variables for the block and restore their previous values afterwards."""
+    variables = {SAFE_PATH: "1", COMPILER_CACHE: str(compiler_cache())}
+    previous = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def compiler_cache() -> Path:
+    """Return the user's ``TORCHINDUCTOR_CACHE_DIR`` or a folder in which only this user can create files.
+
+    PyTorch's default is used if this user owns it. Another user may have created it first: the cache is then in the
+    user's own cache folder.
+    """
+    chosen = os.environ.get(COMPILER_CACHE)
+    if chosen:
+        return Path(chosen)
+    with contextlib.suppress(OSError, KeyError, ImportError):
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+        default = Path(tempfile.gettempdir(), f"torchinductor_{user}")
+        with contextlib.suppress(FileExistsError):
+            default.mkdir(mode=0o700)
+        status = default.lstat()
+        is_own_folder = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+        if is_own_folder and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return default
+    return user_cache.folder() / "torchinductor"
