@@ -7,9 +7,11 @@ Every line of the log, every traceback, ``exit.json``, the resolved configuratio
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 MASK = "***"
 """What a secret is replaced by."""
@@ -18,7 +20,8 @@ MIN_SECRET_LENGTH = 8
 """Shorter values are not masked: they are not secrets, and would blot out ordinary words."""
 
 _SECRET_NAME = re.compile(
-    r"TOKEN$|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|(^|_)(KEY|PAT|AUTH)$",
+    r"TOKEN$|PASSWORD|PASSWD|PASSPHRASE|SECRET|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|(^|_)(KEY|PAT|AUTH)$"
+    r"|_(PASS|PWD|CREDS|COOKIE|BEARER)$",
     re.IGNORECASE,
 )
 # public, and needed in logs: a commit is 40 hexadecimal digits too
@@ -35,13 +38,19 @@ _SECRET_FORM = re.compile(
 _ARGUMENT = re.compile(r"((?<!\S)(?:--[\w.-]+[ =]|[\w.-]+=))(\S+)")
 _LOOKS_SECRET = re.compile(r"[0-9a-fA-F]{40}")
 
-# The forms of tokens that say what they are; a bare run of 40 digits is not among them, as commits have that form.
+# Tokens of known services. A bare run of 40 hexadecimal digits is not among them, as commits have that form, too.
 _FORMS = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}\b"  # Hugging Face
     r"|\bgh[pousr]_[A-Za-z0-9]{16,}|\bgithub_pat_[A-Za-z0-9_]{20,}"  # GitHub
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"  # AWS key ids
     r"|\bsk-[A-Za-z0-9_-]{32,}|\bxox[abprs]-[A-Za-z0-9-]{10,}"  # keys of model and chat services
-    r"|(?<=://)[^\s/:@]+:[^\s/@]+(?=@)"  # user:password in an address
+    r"|\bglpat-[\w-]{20,}|\bnvapi-[\w-]{20,}|\bAIza[\w-]{35}"  # GitLab, NVIDIA, Google
+    r"|\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"  # JSON Web Tokens
+)
+# In an address: [user]:password, and the signatures of object stores. pathlib and os.path write "//" as "/".
+_IN_ADDRESS = re.compile(
+    r"(://|\b\w+:/)[^\s/:@]*:[^\s/@]+(?=@)"
+    r"|((?i:[?&](?:sig|signature|x-amz-signature|x-amz-security-token|x-goog-signature)=))[^\s&#'\"]+"
 )
 _SAID = re.compile(
     r"(?i)\b([A-Z0-9_-]*(?:TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_?KEY))(\s*[=:]\s*[\"']?)([0-9a-f]{40})\b"
@@ -59,8 +68,23 @@ def redact(text: str) -> str:
     'login with *** failed at https://***@host/x'
     """
     for value in secret_values():
-        text = text.replace(value, MASK)
-    return _SAID.sub(rf"\1\2{MASK}", _FORMS.sub(MASK, text))
+        for form in _written_forms(value):
+            text = text.replace(form, MASK)
+    text = _IN_ADDRESS.sub(lambda match: f"{match[1] or match[2]}{MASK}", _FORMS.sub(MASK, text))
+    return _SAID.sub(rf"\1\2{MASK}", text)
+
+
+@functools.lru_cache(maxsize=256)
+def _written_forms(value: str) -> tuple[str, ...]:
+    """Return the forms in which messages and files may contain a secret, longest first.
+
+    Logs contain a secret of several lines, such as a private key, line by line.
+    """
+    forms = {value, repr(value)[1:-1], json.dumps(value)[1:-1], visible(value), visible(value, lines=False)}
+    forms.add(json.dumps(value, ensure_ascii=False)[1:-1])
+    forms.update((quote(value), quote(value, safe=""), quote_plus(value)))
+    forms.update(line.strip() for line in value.splitlines())
+    return tuple(sorted((form for form in forms if len(form) >= MIN_SECRET_LENGTH), key=len, reverse=True))
 
 
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")

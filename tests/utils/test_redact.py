@@ -1,0 +1,67 @@
+"""Secrets are masked in each form in which messages, logs and files contain them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from urllib.parse import quote, quote_plus
+
+import pytest
+
+from shardtrain.utils.redact import one_line, redact, visible
+
+SECRETS = {
+    "DB_PASSWORD": "pw'canary\"and\\more/é x",
+    "DB_PASS": "plaincanary",
+    "MYSQL_PWD": "othercanary",
+    "TLS_PRIVATE_KEY": "-----BEGIN KEY-----\ncanaryMIIEvQIBADANBgkq\ncanaryhkiG9w0BAQEF\n-----END KEY-----\n",
+    "MY_TOKEN": "canary\tand\x1b[31mcolour",
+}
+FORMS: dict[str, Callable[[str], str]] = {
+    "text": str,
+    "repr": repr,
+    "json": json.dumps,
+    "json with Unicode": lambda secret: json.dumps(secret, ensure_ascii=False),
+    "in an exception": lambda secret: str(KeyError(secret)),
+    "in an address": quote,
+    "in a query": quote_plus,
+    "visible": visible,
+    "line by line": lambda secret: " | ".join(secret.splitlines()),
+    "one line": one_line,
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_secret_is_masked_in_each_form(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, SECRETS[name])
+    shown = redact(f"before {FORMS[form](SECRETS[name])} after")
+    assert "canary" not in shown and "more" not in shown and "colour" not in shown
+    assert shown.startswith("before ") and shown.endswith(" after")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("https://me:word@host/x", "https://***@host/x"),
+        ("https:/me:word@host/x.toml", "https:/***@host/x.toml"),  # as pathlib writes it
+        ("s3:/AKIA:word@bucket/x", "s3:/***@bucket/x"),
+        ("redis://:word@host:6379/0", "redis://***@host:6379/0"),
+        ("postgresql+psycopg://me:word@host", "postgresql+psycopg://***@host"),
+        ("https://h/x?sv=1&sig=wo%2Frd&se=2", "https://h/x?sv=1&sig=***&se=2"),
+        ("'https://h/x?X-Amz-Signature=word'", "'https://h/x?X-Amz-Signature=***'"),
+        ("a eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.word b", "a *** b"),
+        ("tcp://host:29500/@x", "tcp://host:29500/@x"),
+        ("http://[::1]:29500/x", "http://[::1]:29500/x"),
+        ("C:/folder/a:b", "C:/folder/a:b"),
+        ("git@host:folder/x", "git@host:folder/x"),
+    ],
+)
+def test_a_secret_in_an_address_is_masked(text: str, expected: str) -> None:
+    assert redact(text) == expected
+
+
+def test_the_current_directory_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PWD", "OLDPWD"):
+        monkeypatch.setenv(name, "/home/me/project")
+    assert redact("in /home/me/project") == "in /home/me/project"
