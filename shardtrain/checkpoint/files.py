@@ -21,6 +21,7 @@ from typing import Protocol
 from shardtrain.checkpoint.manifest import StoredFile
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.utils import activity, atomic_io, storage_errors
+from shardtrain.utils.errors import StorageError
 
 PIECE_BYTES = 2**23
 """Written and hashed at a time: while one thread writes pieces of a block another hashes them."""
@@ -193,7 +194,7 @@ def sync_folder(path: Path) -> None:
 
 def rename(old: Path, new: Path) -> None:
     """Rename durably within a folder: the change is on disk when this returns."""
-    with atomic_io.folder(new.parent) as parent:
+    with storage_errors.naming(old), atomic_io.folder(new.parent) as parent:
         os.rename(old.name, new.name, src_dir_fd=parent, dst_dir_fd=parent)
         os.fsync(parent)
 
@@ -207,6 +208,9 @@ def new_folder(path: Path, keep: bool = True) -> Iterator[Path]:
     Raises:
         StorageError: the folder cannot be written. It is deleted.
     """
+    if path.is_symlink():  # a folder cannot be renamed to it, which would only be noticed at the end
+        rule = f"it is a link to {os.readlink(path)}"
+        raise StorageError(f"cannot write {path}: {rule}; remove it, or choose another folder")
     temporary = path.with_name(f"{path.name}.tmp-{secrets.token_hex(6)}")
     try:
         with storage_errors.writing(temporary):

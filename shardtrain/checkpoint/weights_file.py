@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,12 +37,16 @@ def write(checkpoint: Place, output: Path) -> int:
         for tensor in weights.values():
             yield memoryview(whole_bytes(stored, checkpoint, tensor))
 
-    # Linked to its name and not renamed: an existing file is never replaced.
-    temporary = output.with_name(f"{output.name}.tmp")
-    temporary.unlink(missing_ok=True)
-    files.write_hashed(temporary, blocks())
-    os.link(temporary, output)
-    temporary.unlink()
+    if os.path.lexists(output):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(output))
+    # The name is unpredictable: nobody can plant a link there, and no file of the user has it.
+    temporary = output.with_name(f".{output.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        files.write_hashed(temporary, blocks())
+        # Link instead of rename, which would replace a file that was created in the meantime.
+        os.link(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)
     files.sync_folder(output.parent)
     return len(weights)
 

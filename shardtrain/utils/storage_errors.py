@@ -111,11 +111,11 @@ def writing(path: object, otherwise: str = "choose another folder") -> Iterator[
 
 @contextlib.contextmanager
 def naming(path: object) -> Iterator[None]:
-    """Put the path into an OSError that has none, as those of write and fsync."""
+    """Put the path into an OSError that has none, or only its last name, relative to a descriptor of the folder."""
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename in (None, os.path.basename(str(path))):
             error.filename = str(path)
         raise
 

@@ -123,6 +123,26 @@ def test_diff_and_weights_take_a_run_folder_and_name_the_checkpoint_used(folder,
     assert "has no checkpoint: no folder in it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("plant", ["file", "link", "dangling link"])
+def test_weights_neither_replace_a_file_nor_leave_another(plant: str, folder: Path, tmp_path: Path) -> None:
+    """Nor is a file touched that has the name a program might choose for its draft."""
+    elsewhere, place = tmp_path / "elsewhere", tmp_path / "place"
+    place.mkdir()
+    elsewhere.write_text("precious")
+    (place / "free.st.tmp").write_text("precious")
+    output = place / "taken.st"
+    if plant == "file":
+        output.write_text("precious")
+    else:
+        output.symlink_to(elsewhere if plant == "link" else tmp_path / "absent")
+    before = sorted(path.name for path in place.iterdir())
+    assert run("weights", folder / "step-4", output) == 2
+    assert sorted(path.name for path in place.iterdir()) == before and not (tmp_path / "absent").exists()
+    assert run("weights", folder / "step-4", place / "free.st") == 0
+    assert sorted(path.name for path in place.iterdir()) == sorted([*before, "free.st"])
+    assert elsewhere.read_text() == (place / "free.st.tmp").read_text() == "precious"
+
+
 def test_weights_are_written_once_and_whole(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "weights.safetensors"
     assert run("weights", folder / "step-4", output) == 0

@@ -99,6 +99,37 @@ def test_exhausted_inodes_are_told_apart_from_a_full_disk(
     assert told in storage_errors.explain(OSError(errno.ENOSPC, "No space left on device", str(path)), path)
 
 
+@pytest.mark.parametrize("call", ["mkdir", "rename"])
+def test_the_filesystem_of_a_draft_is_asked_for_its_inodes(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call relative to the descriptor of a folder reports only the last name, which exists in another folder."""
+
+    def fails(name: str, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", name)
+
+    full = SimpleNamespace(f_bavail=100, f_files=5000, f_favail=0)
+    roomy = SimpleNamespace(f_bavail=100, f_files=5000, f_favail=7)
+    monkeypatch.setattr(os, "statvfs", lambda path: full if Path(path) == tmp_path else roomy)
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(OSError) as caught:
+        if call == "mkdir":
+            files.make_draft(tmp_path / "step-2.tmp-0")
+        else:
+            files.rename(tmp_path / "step-2.tmp-0", tmp_path / "step-2")
+    told = str(storage_errors.cannot("write checkpoint", "", caught.value))
+    assert f"{tmp_path}/step-2.tmp-0" in told and "0 of 5000 inodes are free" in told
+
+
+def test_a_link_in_the_place_of_a_new_folder_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    output = tmp_path / "exported"
+    output.symlink_to(tmp_path / "absent")
+    told = f"exported: it is a link to {tmp_path}/absent; remove it"
+    with pytest.raises(StorageError, match=told), files.new_folder(output):
+        pytest.fail("the folder is written")
+    assert list(tmp_path.iterdir()) == [output]
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_reading_tells_storage_that_fails_from_a_wrong_path(name: str, tmp_path: Path) -> None:
     number = getattr(errno, name)
