@@ -9,7 +9,7 @@ from pathlib import Path
 from shardtrain import config
 from shardtrain.compat.migrate.reading import Migration, migrate, unnamed
 from shardtrain.config import json_schema
-from shardtrain.utils import storage_errors
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -113,11 +113,7 @@ def report(found: Migration, loaded: config.Loaded) -> list[str]:
 
 def _write(file: Path, text: str) -> None:
     """Write the whole file, or leave what was there."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
+        atomic_io.write(file, text, create_folder=True)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise storage_errors.cannot("write", file, error, "name another file") from None

@@ -185,7 +185,7 @@ class FitTableWriter:
         self._temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}.tmp")
         self._blocks = np.zeros(num_blocks, _BLOCK)
         self._next = self._num_targets = self._cut = self._dropped = self._single = 0
-        self._file = self._temporary.open("wb")
+        self._file = open(self._temporary, "wb", opener=atomic_io.open_file)  # noqa: SIM115
         self._offset = _HEADER_BYTES + self._blocks.nbytes
         self._file.seek(self._offset)
 

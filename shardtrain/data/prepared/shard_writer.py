@@ -217,7 +217,8 @@ class _GrowingFile:
                 raise DataError(
                     f"{self.path} lost its end, and cannot be continued; remove the folder and prepare again"
                 )
-        self._file = path.open("r+b" if keep_bytes else "wb", buffering=2**20)
+        mode = "r+b" if keep_bytes else "wb"
+        self._file = open(path, mode, buffering=2**20, opener=atomic_io.open_file)  # noqa: SIM115
         self._file.truncate(keep_bytes)
         self._file.seek(keep_bytes)
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from shardtrain import __version__
-from shardtrain.utils import storage_errors
+from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
 from shardtrain.utils.heartbeat import heartbeat
@@ -297,7 +297,7 @@ def _staging(folder: Path) -> Iterator[Path]:
     """A folder that one process at a time may use; it stays after an error, for what the library can resume from."""
     staging = folder / STAGING
     staging.mkdir(exist_ok=True)
-    with (staging / ".lock").open("a") as lock:  # NFS locks only what is open for writing
+    with open(staging / ".lock", "a", opener=atomic_io.open_file) as lock:  # NFS locks only what is open for writing
         # Another process has the lock, or has just removed the file with its folder: a lock on a file that nobody else
         # can open would keep nobody out.
         try:

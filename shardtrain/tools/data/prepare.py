@@ -384,7 +384,8 @@ def _refuse_foreign(folder: Path) -> None:
 def _locked(folder: Path) -> Iterator[None]:
     """Keep a second command off this folder; the lock is this process's and goes with it, however it ends."""
     with storing(folder):
-        file = (folder / UNFINISHED / _LOCK).open("w")
+        atomic_io.guard(folder)  # of the folders of this command, none may be a link
+        file = open(folder / UNFINISHED / _LOCK, "w", opener=atomic_io.open_file)  # noqa: SIM115
     with file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -233,7 +233,8 @@ class _UnitFiles:
 
     def _create(self, ending: str) -> None:
         name = unit_name(self._unit, ending)
-        self._files[ending] = (self._folder / f"{name}.{os.getpid()}.tmp").open("wb", buffering=0)
+        path = self._folder / f"{name}.{os.getpid()}.tmp"
+        self._files[ending] = open(path, "wb", buffering=0, opener=atomic_io.open_file)  # noqa: SIM115
         self._digests[ending] = hashlib.sha256()
 
     def _write(self, ending: str, values: npt.NDArray[Any]) -> None:

@@ -194,6 +194,31 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     assert path.exists()
 
 
+def test_planted_links_are_replaced_and_linked_folders_refused(tmp_path: Path) -> None:
+    """Somebody may have made a folder that looks like one of an interrupted command."""
+    words = words_for(jsonl(tmp_path / "a.jsonl", texts(30)))
+    prepare.main(["--output", str(tmp_path / "sound"), "--processes", "1", *words])
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    planted = tmp_path / "planted"
+    (planted / "unfinished").mkdir(parents=True)
+    for name in [*contents(tmp_path / "sound"), "unfinished/lock", "unfinished/progress.json"]:
+        is_read_first = name.endswith(".json")
+        (planted / name).symlink_to(tmp_path / "absent" if is_read_first else precious)
+    prepare.main(["--output", str(planted), "--processes", "1", *words])
+    assert precious.read_text() == "kept" and not (tmp_path / "absent").exists()
+    assert contents(planted) == contents(tmp_path / "sound")
+    assert not any(path.is_symlink() for path in planted.rglob("*"))
+
+    elsewhere, linked = tmp_path / "elsewhere", tmp_path / "linked"
+    elsewhere.mkdir()
+    linked.mkdir()
+    (linked / "unfinished").symlink_to(elsewhere)
+    with pytest.raises(StorageError, match=f"unfinished is a link to {elsewhere}"):
+        prepare.main(["--output", str(linked), "--processes", "1", *words])
+    assert list(elsewhere.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
