@@ -24,6 +24,7 @@ MOST_BYTES = 1 << 29
 """Of a trace, unpacked: one step of a large model is some 100 MB."""
 MOST_EVENTS = 1_200_000
 """A step of a large model has some 300,000; each takes three quarters of a kilobyte of memory."""
+_LARGEST = 10**18
 _PART = 1 << 20
 _BEGIN = re.compile(r'\A\s*\[|"traceEvents"\s*:\s*\[')
 _BETWEEN = re.compile(r"[\s,]*")
@@ -82,7 +83,7 @@ def read(path: Path) -> Summary:
     events = [
         one
         for one in everything
-        if one.get("ph") == "X" and all(type(one.get(key)) in (int, float) for key in ("ts", "dur")) and "name" in one
+        if one.get("ph") == "X" and _is_number(one.get("ts")) and _is_number(one.get("dur")) and "name" in one
     ]
 
     # Steps, as the profiler marked them; without marks all is one.
@@ -100,9 +101,9 @@ def read(path: Path) -> Summary:
     named: dict[str, Operation] = {}
     compute: list[Span] = []
     communication: list[Span] = []
-    threads: dict[tuple[Any, Any], list[dict[str, Any]]] = defaultdict(list)
+    threads: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for one in work:
-        threads[one.get("pid"), one.get("tid")].append(one)
+        threads[str(one.get("pid")), str(one.get("tid"))].append(one)  # as text: a file may contain lists here
     for own in threads.values():
         for one, alone in _alone(own):
             name = str(one["name"])
@@ -126,6 +127,11 @@ def read(path: Path) -> Summary:
     found.exposed_us = found.communication_us - _length(_overlap(talking, busy))
     found.memory = _memory(everything, device=bool(device))
     return found
+
+
+def _is_number(value: object) -> bool:
+    """True for microseconds and bytes that may be real: not for NaN, nor for what float() cannot hold."""
+    return type(value) in (int, float) and -_LARGEST < value < _LARGEST  # type: ignore[operator]
 
 
 def _events(path: Path) -> list[dict[str, Any]]:
@@ -206,7 +212,7 @@ def _memory(events: Iterable[dict[str, Any]], device: bool) -> list[tuple[float,
         total = facts.get("Total Allocated")
         kind = facts.get("Device Type")
         when = one.get("ts")
-        if isinstance(total, int | float) and isinstance(when, int | float) and (kind != 0) == device:
+        if _is_number(total) and _is_number(when) and (kind != 0) == device:
             found.append((float(when), float(total)))
     found.sort()
     return [(when - found[0][0], size) for when, size in found]

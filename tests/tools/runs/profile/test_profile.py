@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,21 @@ def test_what_is_not_a_trace_is_one_line_or_an_empty_summary(text: str, tmp_path
         assert read(tmp_path / "x.json").operations == []
     except DataError as error:
         assert len(str(error).splitlines()) == 1 and "x.json" in str(error)
+
+
+@pytest.mark.parametrize("key", ["name", "cat", "ts", "dur", "pid", "tid", "args"])
+@pytest.mark.parametrize(
+    "value", ["NaN", "-Infinity", "1e999", "1" + "0" * 400, "true", "null", '"a"', "[]", '{"a": []}']
+)
+def test_any_value_in_an_event_is_summed_up_or_skipped(key: str, value: str, tmp_path: Path) -> None:
+    """The numbers of the summary stay finite."""
+    for valid in (event("aten::mm", 1, 5), memory(1, 5, 0)):
+        text = json.dumps({"traceEvents": [event("aten::add", 1, 5), {**valid, key: "@"}]}).replace('"@"', value)
+        path = tmp_path / "trace.json"
+        path.write_text(text)
+        found = read(path)
+        numbers = [found.span_us, found.compute_us, *(one.self_us for one in found.operations), *sum(found.memory, ())]
+        assert all(math.isfinite(number) for number in numbers)
 
 
 def test_a_trace_that_is_too_large_is_sent_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
