@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from shardtrain.checkpoint.torch_file import Stored, TorchFile
-from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.weights import HubWeights
+from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.utils import reading
 from shardtrain.utils.errors import CheckpointError
 

@@ -64,10 +64,10 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
     if not asked and (not wanted or model.name.endswith(".py")):
         return Followed(config)
 
-    # Late, because these files read model files by what this package has, and import config themselves
-    from shardtrain.hf.config_json import in_transformers, read_json
-    from shardtrain.hf.format import OnlyInTransformers
-    from shardtrain.hf.reading import HUBS, describe
+    # Imported late, because most configurations name no folder
+    from shardtrain.config.describe_folder import HUBS, describe
+    from shardtrain.hub_formats.config_json import in_transformers, read_json
+    from shardtrain.hub_formats.format import OnlyInTransformers
 
     is_free = not named("model.name")
     if not asked and not is_free and model.name not in HUBS:

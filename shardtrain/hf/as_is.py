@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtrain.hf import architecture
-from shardtrain.hf.format import CHANGEABLE, Hub, Merged
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.weights import HubWeights
+from shardtrain.hub_formats.format import CHANGEABLE, Hub, Merged
+from shardtrain.models import architecture
 from shardtrain.ops.tied import tied_names, to_empty
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger

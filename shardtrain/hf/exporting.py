@@ -21,15 +21,15 @@ from shardtrain.checkpoint.async_save import pieces
 from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, StoredFile
 from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.hf import as_is, mapping, source
-from shardtrain.hf.architecture import saved_config
-from shardtrain.hf.config_json import CONFIG, read_json
-from shardtrain.hf.format import FREE, Fields, Hub
 from shardtrain.hf.generation_config import GENERATION, TOKENS, with_tokens
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.model import hub_of, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import TOKENIZERS, Source
 from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
+from shardtrain.hub_formats.config_json import CONFIG, read_json
+from shardtrain.hub_formats.format import FREE, Fields, Hub
+from shardtrain.models.architecture import saved_config
 from shardtrain.utils.errors import CheckpointError, ConfigError, require_new
 
 SHARD_BYTES = 5 * 10**9

@@ -16,9 +16,9 @@ from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.data.build_dataset import formats_of
 from shardtrain.data.documents.encode import end_tokens
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
-from shardtrain.hf.config_json import CONFIG
-from shardtrain.hf.format import GENERATION_KEYS
 from shardtrain.hf.source import Source
+from shardtrain.hub_formats.config_json import CONFIG
+from shardtrain.hub_formats.format import GENERATION_KEYS
 from shardtrain.utils import checked_json
 from shardtrain.utils.errors import CheckpointError, ShardtrainError
 

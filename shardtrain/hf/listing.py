@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.checkpoint.safetensors_header import TYPES
-from shardtrain.hf.config_json import CONFIG, read_json
+from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.utils import atomic_io, checked_json
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.units import format_bytes

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from shardtrain import models
 from shardtrain.checkpoint import manifest, tensors
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
-from shardtrain.hf import architecture as architectures
 from shardtrain.hf import as_is
-from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.exporting import Export, Writer
 from shardtrain.hf.model import hub_of
+from shardtrain.hub_formats.config_json import CONFIG, read_json
+from shardtrain.models import architecture as architectures
 from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.units import format_bytes
 

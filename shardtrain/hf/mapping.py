@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardtrain.hf.format import Experts, Hub, Merged, Piece, Source, Stacked, pieces
 from shardtrain.hf.weights import HubWeights
+from shardtrain.hub_formats.format import Experts, Hub, Merged, Piece, Source, Stacked, pieces
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.utils.errors import CheckpointError
 

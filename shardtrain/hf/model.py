@@ -13,12 +13,13 @@ from typing import Any
 from shardtrain import models
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.storage import Place
+from shardtrain.config.describe_folder import describe
 from shardtrain.config.schema import Model as ModelOptions
-from shardtrain.hf import architecture, as_is, source
-from shardtrain.hf.config_json import CONFIG, Quantised, read_json
-from shardtrain.hf.format import CHANGEABLE, FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
+from shardtrain.hf import as_is, source
 from shardtrain.hf.mapping import Translation, translate
-from shardtrain.hf.reading import describe
+from shardtrain.hub_formats.config_json import CONFIG, Quantised, read_json
+from shardtrain.hub_formats.format import CHANGEABLE, FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
+from shardtrain.models import architecture
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 

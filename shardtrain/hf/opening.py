@@ -9,8 +9,8 @@ from typing import Any
 from shardtrain.config.load import Loaded
 from shardtrain.config.schema import Config, Model, Training
 from shardtrain.hf import source
-from shardtrain.hf.config_json import CONFIG, read_json
 from shardtrain.hf.model import recognise
+from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.utils.log import logger
 
 _TYPES = ("float32", "float16", "bfloat16")

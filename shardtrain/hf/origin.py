@@ -12,12 +12,12 @@ from shardtrain import config as configs
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.manifest import MANIFEST
 from shardtrain.config import derived
+from shardtrain.config.describe_folder import describe
 from shardtrain.config.schema import Config
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf import as_is, source
-from shardtrain.hf.format import FREE
-from shardtrain.hf.reading import describe
 from shardtrain.hf.source import Source
+from shardtrain.hub_formats.format import FREE
 from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.log import logger
 

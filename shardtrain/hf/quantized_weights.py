@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from shardtrain.hf.config_json import Quantised
 from shardtrain.hf.weights import HubWeights, layer_file_reader
+from shardtrain.hub_formats.config_json import Quantised
 from shardtrain.utils.errors import CheckpointError
 
 _SCALE = "_scale_inv"

@@ -18,10 +18,10 @@ from typing import Any
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.manifest import MANIFEST, WEIGHTS_PREFIX, Manifest
 from shardtrain.hf.bin_weights import BinWeights
-from shardtrain.hf.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.weights import BIN, BIN_INDEX, HubWeights, has_safetensors, layer_file_reader
+from shardtrain.hub_formats.config_json import CONFIG, MAX_JSON_BYTES, block_of, read_json
 from shardtrain.utils import atomic_io, checked_json, storage_errors, temporary
 from shardtrain.utils.errors import CheckpointError, ConfigError
 

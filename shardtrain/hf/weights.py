@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.checkpoint.safetensors_header import TYPES
-from shardtrain.hf.config_json import MAX_JSON_BYTES
+from shardtrain.hub_formats.config_json import MAX_JSON_BYTES
 from shardtrain.utils import checked_json, reading
 from shardtrain.utils.errors import CheckpointError
 

@@ -24,11 +24,11 @@ from shardtrain.checkpoint.storage import Place
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.hf import as_is, importing, mapping
-from shardtrain.hf.config_json import CONFIG
 from shardtrain.hf.model import check_same, recognise, translation_of
 from shardtrain.hf.quantized_weights import open_weights
 from shardtrain.hf.source import dtypes_of
 from shardtrain.hf.weights import weight_files
+from shardtrain.hub_formats.config_json import CONFIG
 from shardtrain.layout import Draw
 from shardtrain.lora import FACT, PATH, quantize, stacks
 from shardtrain.lora.linear import is_transposed

@@ -21,8 +21,8 @@ from shardtrain import models, tasks
 from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.config.schema import Config
 from shardtrain.hf import as_is
-from shardtrain.hf.config_json import read_json
-from shardtrain.hf.format import Heads, Hub, Stacked
+from shardtrain.hub_formats.config_json import read_json
+from shardtrain.hub_formats.format import Heads, Hub, Stacked
 from shardtrain.lora import stacks
 from shardtrain.lora.linear import NAMES, FrozenLinear, is_transposed
 from shardtrain.lora.spec import CLASSIFIES, Spec

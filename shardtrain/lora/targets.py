@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from shardtrain.config.options import nearest
-from shardtrain.hf.format import Heads
+from shardtrain.hub_formats.format import Heads
 from shardtrain.layout import Layout, matches, word_of
 from shardtrain.lora import stacks
 from shardtrain.lora.linear import is_linear

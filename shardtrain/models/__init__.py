@@ -26,6 +26,7 @@ from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
 _PARTS = ("Config", "Model", "LAYOUT", "FLAVORS", "initial")
+_NO_MODELS = ("__init__", "architecture", "layers", "moe", "yarn")
 
 
 def find(name: str) -> ModuleType:
@@ -176,8 +177,8 @@ def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
 def _load_in_tree(name: str) -> ModuleType:
     # Only a file of this folder is imported by a name. "llama" has no flavors, and those that have build on it
     files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
-    if name not in files or name in ("__init__", "layers", "moe", "yarn"):
-        known = [file for file in files if file not in ("__init__", "layers", "llama", "moe", "yarn")]
+    if name not in files or name in _NO_MODELS:
+        known = [file for file in files if file not in (*_NO_MODELS, "llama")]
         raise ConfigError(
             Problem("model.name", name, "is not a model file", f"use {', '.join(known)} or a path to a .py")
         )

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain.hf import architecture as architectures
 from shardtrain.layout import Draw, Layout
+from shardtrain.models import architecture as architectures
 from shardtrain.ops.targets import IGNORE
 from shardtrain.ops.tied import tied_names
 from shardtrain.utils.errors import ConfigError, Problem

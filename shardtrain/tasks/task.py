@@ -178,7 +178,7 @@ class RowTask:
     vocab: int = 0
     """Ids of the tokenizer, where there is one."""
     kind: str = ""
-    """What a network of ``transformers`` must be for, to learn this task: one of ``hf.architecture.KINDS``."""
+    """What a network of ``transformers`` must be for, to learn this task: one of ``models.architecture.KINDS``."""
 
     def check(self, stream: DataLoader, module: ModuleType, shape: Any) -> None:
         """Refuse data and a model that do not fit together; raises ConfigError."""

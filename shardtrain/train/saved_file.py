@@ -24,8 +24,8 @@ from shardtrain.checkpoint.torch_file import Stored, TorchFile
 from shardtrain.config.schema import Model
 from shardtrain.hf import as_is, mapping
 from shardtrain.hf.bin_weights import BinWeights
-from shardtrain.hf.format import Hub
 from shardtrain.hf.weights import without_wrappers
+from shardtrain.hub_formats.format import Hub
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.optim.grad_scaler import LARGEST, SMALLEST
 from shardtrain.utils.errors import CheckpointError

@@ -16,7 +16,7 @@ from shardtrain.data import sandbox, sources
 from shardtrain.data.chat.chat_template import ChatTemplate
 from shardtrain.data.documents.columns import Unusable
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
-from shardtrain.hf.config_json import read_json
+from shardtrain.hub_formats.config_json import read_json
 from shardtrain.utils.errors import CheckpointError, ConfigError, DataError
 
 

@@ -159,7 +159,7 @@ def test_a_network_that_the_library_itself_cannot_compute_is_one_line(tmp_path: 
 def test_what_transformers_says_of_a_config_is_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    from shardtrain.hf import architecture
+    from shardtrain.models import architecture
     from shardtrain.utils.errors import ConfigError
 
     rope = {"rope_type": "yarn", "factor": 2.0, "odd": 1, "beta_fast": 1, "beta_slow": 5, "attention_factor": -1}

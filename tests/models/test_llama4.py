@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardtrain.cli import main
+from shardtrain.config.describe_folder import describe
 from shardtrain.hf import importing
 from shardtrain.hf.model import recognise
-from shardtrain.hf.reading import describe
 from shardtrain.metrics.flops import count_model
 from shardtrain.models import build, find, shape_of
 

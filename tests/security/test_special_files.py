@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from shardtrain.config.rules import transformers
-from shardtrain.hf import config_json, initial_weights, listing
+from shardtrain.hf import initial_weights, listing
 from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.weights import HubWeights
+from shardtrain.hub_formats import config_json
 from shardtrain.launch.goodput import events
 from shardtrain.lora import peft
 from shardtrain.tools.convert import card

@@ -15,8 +15,8 @@ from shardtrain.config.folder_model import NAME
 from shardtrain.config.load import Loaded
 from shardtrain.config.rules.values import any_of, problem
 from shardtrain.config.schema import Config
-from shardtrain.hf.config_json import in_transformers
-from shardtrain.hf.format import CODE
+from shardtrain.hub_formats.config_json import in_transformers
+from shardtrain.hub_formats.format import CODE
 from shardtrain.utils import checked_json, reading
 from shardtrain.utils.errors import Problem
 

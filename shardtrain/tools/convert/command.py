@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.config.show import RESOLVED_CONFIG
-from shardtrain.hf.config_json import CONFIG, read_json
+from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.tools.convert.checkpoint import DTYPES, KEEP_HELP, model_options, step_of, tokens_of_run
 from shardtrain.tools.data.download import refuse_token
 from shardtrain.utils.arguments import Arguments

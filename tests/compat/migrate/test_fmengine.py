@@ -22,7 +22,7 @@ from ranks import run_ranks
 from shardtrain import cli
 from shardtrain.compat import migrate
 from shardtrain.compat.migrate import load_flags
-from shardtrain.hf.llama import HUB
+from shardtrain.hub_formats.llama import HUB
 
 ROOT = Path(__file__).parents[3]
 FIRST = """\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hf.format import Experts, Fields, Source
+from shardtrain.hub_formats.format import Experts, Fields, Source
 
 DECODER: dict[str, Source] = {
     "embed.weight": "model.embed_tokens.weight",

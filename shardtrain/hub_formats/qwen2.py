@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hf.format import Fields, Hub, Source
-from shardtrain.hf.llama import NAMES, read_llama, unused, write_llama
-from shardtrain.hf.words import DEFAULTS, ROTARY
+from shardtrain.hub_formats.format import Fields, Hub, Source
+from shardtrain.hub_formats.llama import NAMES, read_llama, unused, write_llama
+from shardtrain.hub_formats.words import DEFAULTS, ROTARY
 from shardtrain.utils.errors import ConfigError
 
 _BIASES: dict[str, Source] = {

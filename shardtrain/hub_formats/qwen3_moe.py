@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hf.format import Fields, Hub
-from shardtrain.hf.qwen3 import read_qwen3
-from shardtrain.hf.words import ATTENTION as NAMES
-from shardtrain.hf.words import DECODER, DEFAULTS, HEAD_NORMS, ROTARY, experts, write_decoder
+from shardtrain.hub_formats.format import Fields, Hub
+from shardtrain.hub_formats.qwen3 import read_qwen3
+from shardtrain.hub_formats.words import ATTENTION as NAMES
+from shardtrain.hub_formats.words import DECODER, DEFAULTS, HEAD_NORMS, ROTARY, experts, write_decoder
 from shardtrain.utils.errors import ConfigError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hf.format import Fields, Hub
-from shardtrain.hf.words import ATTENTION, DECODER, DEFAULTS, ROTARY, experts, read_decoder, write_decoder
+from shardtrain.hub_formats.format import Fields, Hub
+from shardtrain.hub_formats.words import ATTENTION, DECODER, DEFAULTS, ROTARY, experts, read_decoder, write_decoder
 from shardtrain.utils.errors import ConfigError
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hf.format import Fields, Heads, Hub, Source
-from shardtrain.hf.words import ROTARY
+from shardtrain.hub_formats.format import Fields, Heads, Hub, Source
+from shardtrain.hub_formats.words import ROTARY
 from shardtrain.utils.errors import ConfigError
 
 _ACTIVATIONS = {"gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -13,11 +13,12 @@ from hub_folders import CONFIGS, FAMILIES, build, save
 
 from shardtrain import models
 from shardtrain.cli import main
+from shardtrain.config import describe_folder
+from shardtrain.config.describe_folder import HUBS, describe
 from shardtrain.config.model_file import model_names, read_model_file
-from shardtrain.hf import importing, reading
-from shardtrain.hf.format import FREE, Fields, OnlyInTransformers
+from shardtrain.hf import importing
 from shardtrain.hf.model import recognise
-from shardtrain.hf.reading import HUBS, describe
+from shardtrain.hub_formats.format import FREE, Fields, OnlyInTransformers
 from shardtrain.utils.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -72,7 +73,7 @@ def test_no_flavor_as_the_nearest_changes_the_model(family: str, tmp_path: Path)
     neighbours = [(name, flavor) for name, flavor in FLAVORS if HUBS[name] is found.hub]
     assert neighbours
     for name, flavor in neighbours:
-        overrides = reading.overrides_of(found.hub, name, flavor, found.values)
+        overrides = describe_folder.overrides_of(found.hub, name, flavor, found.values)
         built = dataclasses.asdict(models.shape_of(models.find(name), flavor, overrides, "rmsnorm"))
         aside = found.hub.unused(found.values)
         differ = {key: built[key] for key, value in found.values.items() if built[key] != value and key not in aside}

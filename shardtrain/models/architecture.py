@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardtrain.hf.config_json import read_json
-from shardtrain.hf.format import CODE
+from shardtrain.hub_formats.config_json import read_json
+from shardtrain.hub_formats.format import CODE
 from shardtrain.layout import Draw
 from shardtrain.utils import libraries
 from shardtrain.utils.errors import ConfigError, Problem

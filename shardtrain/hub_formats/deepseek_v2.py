@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from shardtrain.hf import deepseek_v3
-from shardtrain.hf.format import Fields
+from shardtrain.hub_formats import deepseek_v3
+from shardtrain.hub_formats.format import Fields
 from shardtrain.utils.errors import ConfigError
 
 

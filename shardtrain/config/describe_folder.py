@@ -1,4 +1,4 @@
-"""Which model of ours the ``config.json`` of a Hugging Face folder describes. No torch is imported."""
+"""Find the native model that the ``config.json`` of a Hugging Face folder describes, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config.model_file import read_model_file, shape
-from shardtrain.hf import (
+from shardtrain.hub_formats import (
     deepseek_v2,
     deepseek_v3,
     gpt_oss,
@@ -21,8 +21,8 @@ from shardtrain.hf import (
     qwen3,
     qwen3_moe,
 )
-from shardtrain.hf.config_json import CONFIG, Quantised, block_of, read_json
-from shardtrain.hf.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
+from shardtrain.hub_formats.config_json import CONFIG, Quantised, block_of, read_json
+from shardtrain.hub_formats.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
 
 HUBS: dict[str, Hub] = {
     "llama2": llama.HUB,
@@ -38,12 +38,12 @@ HUBS: dict[str, Hub] = {
     "gpt_oss": gpt_oss.HUB,
     "neox": neox.HUB,
 }
-"""The model files of this package that have a form in this format; ``HUB`` of each is the same object."""
+"""Native model files with a Hugging Face format. Each is the ``HUB`` of the model file."""
 
 
 @dataclass(frozen=True)
 class Description:
-    """A model of ours, as ``config.json`` describes it."""
+    """A native model, as ``config.json`` describes it."""
 
     name: str
     """The model file: ``model.name``."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.hf.format import Fields, Hub
-from shardtrain.hf.words import DECODER, ROTARY, experts, feed_forward
+from shardtrain.hub_formats.format import Fields, Hub
+from shardtrain.hub_formats.words import DECODER, ROTARY, experts, feed_forward
 from shardtrain.utils.errors import ConfigError
 
 FIELDS = {

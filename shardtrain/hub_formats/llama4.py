@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.hf.format import Fields, Hub, Stacked, Whole
-from shardtrain.hf.llama import read_rope, write_rope
-from shardtrain.hf.llama import unused as unused_of_rope
-from shardtrain.hf.words import (
+from shardtrain.hub_formats.format import Fields, Hub, Stacked, Whole
+from shardtrain.hub_formats.llama import read_rope, write_rope
+from shardtrain.hub_formats.llama import unused as unused_of_rope
+from shardtrain.hub_formats.words import (
     ATTENTION,
     DECODER,
     DEFAULTS,

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.hf.format import Fields, Hub, Stacked
-from shardtrain.hf.words import ATTENTION, DECODER, DEFAULTS, ROTARY, read_decoder, write_decoder
+from shardtrain.hub_formats.format import Fields, Hub, Stacked
+from shardtrain.hub_formats.words import ATTENTION, DECODER, DEFAULTS, ROTARY, read_decoder, write_decoder
 from shardtrain.utils.errors import ConfigError
 
 _YARN = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hf.format import Fields, Hub
-from shardtrain.hf.words import ATTENTION as NAMES
-from shardtrain.hf.words import (
+from shardtrain.hub_formats.format import Fields, Hub
+from shardtrain.hub_formats.words import ATTENTION as NAMES
+from shardtrain.hub_formats.words import (
     DECODER,
     DEFAULTS,
     HEAD_NORMS,

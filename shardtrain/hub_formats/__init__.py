@@ -1,0 +1,1 @@
+"""Hugging Face file formats as data: keys of config.json and tensor names of each native family. No torch."""
