@@ -47,6 +47,7 @@ def caught(error, rank=1):
         (RuntimeError("boom"), 1, False),
         (ConfigError("x"), 2, False),
         (DataError("x"), 3, False),
+        (NumericalError("x"), 4, False),
         (CheckpointError("x"), 5, False),
         (PeerError("x"), 6, True),
         (RuntimeError(GLOO), 6, True),
@@ -54,6 +55,7 @@ def caught(error, rank=1):
         (MemoryError(), 7, False),
         (OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 7, False),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"), 7, False),
+        (StorageError("x"), 8, False),
         (Preempted("saved at step 3"), 75, False),
         (KeyboardInterrupt(), 76, False),
         (SystemExit(0), 1, False),  # of code of the user's: the run has not done its work
@@ -149,7 +151,7 @@ def test_the_exit_file_tells_machines_all_they_need(tmp_path):
     }
 
 
-@pytest.mark.parametrize(("code", "retryable"), [(0, False), (1, False), (2, False), (6, True), (7, False), (75, True)])
+@pytest.mark.parametrize(("code", "retryable"), [(code, code in (6, 8, 75, 76)) for code in (*range(9), 75, 76, 93)])
 def test_only_what_a_retry_can_help_is_retryable(tmp_path, code, retryable):
     failure.write_exit(tmp_path, None, code)
     assert json.loads((tmp_path / "exit.json").read_text())["retryable"] is retryable

@@ -247,7 +247,7 @@ def test_every_retryable_code_is_queued_again_and_failures_a_limited_number_of_t
 
 
 def test_the_codes_that_are_queued_again_are_those_that_the_documentation_calls_retryable():
-    rows = re.findall(r"^\| (\d+) \| .* \| (\w*) \|$", (ROOT / "docs/launch.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| (\d+) \| .* \| ?(\w*) \| `tests", (ROOT / "docs/launch.md").read_text(), re.MULTILINE)
     table = {int(code): retry in ("yes", "later") for code, retry in rows}
     assert {code for code, retry in table.items() if retry} == failure.RETRYABLE
     assert all(bool(CODES[code]) == retry for code, retry in table.items())

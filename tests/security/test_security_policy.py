@@ -5,18 +5,37 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs/SECURITY.md").read_text(encoding="utf-8")
 
 
-def test_every_rule_names_tests_that_exist() -> None:
-    rows = re.findall(r"^\| (R\d+) \|.*\|(.*)\|$", TEXT, re.MULTILINE)
-    assert [rule for rule, _ in rows] == [f"R{number}" for number in range(1, 17)]
-    for rule, cell in rows:
-        names = re.findall(r"`([^`]+)`", cell)
-        assert names, rule
-        for name in names:
-            assert "def test_" in (ROOT / name).read_text(encoding="utf-8"), (rule, name)
+PAGES = ("SECURITY.md", "launch.md", "clusters.md")
+NAME = re.compile(r"tests/[\w/]+\.py(?:::(test_\w+))?")
+PROMISES = {
+    "SECURITY.md": ["| Rule | What holds | Test |"],
+    "launch.md": ["| Code | Meaning | Retry | Test |", "| During | The run | Test |"],
+}
+"""Heads of the tables in which each row names the tests that hold it."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_promises_name_tests_that_exist(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    for name in NAME.finditer(text):
+        tests = (ROOT / name[0].partition("::")[0]).read_text(encoding="utf-8")
+        assert f"def {name[1] or 'test_'}" in tests, name[0]
+    for head in PROMISES.get(page, []):
+        rows = text[text.index(head) :].partition("\n\n")[0].splitlines()[2:]
+        assert len(rows) > 5
+        for row in rows:
+            found = [name[1] for name in NAME.finditer(row.rpartition(" | ")[2])]
+            assert found and all(found), row
+
+
+def test_the_rules_are_numbered() -> None:
+    assert re.findall(r"^\| R(\d+) \|", TEXT, re.MULTILINE) == [str(number) for number in range(1, 17)]
 
 
 def test_every_file_of_tests_of_security_is_named() -> None:
