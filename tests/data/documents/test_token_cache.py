@@ -181,11 +181,12 @@ def test_other_code_or_another_library_tokenizes(
         changed.setattr(token_cache.metadata, "version", lambda name: "0.0.1")
         opened(file)
     assert tokenized.times == 2
-    (tmp_path / "package").mkdir()
-    (tmp_path / "package/token_cache.py").write_text("# other code\n")
-    monkeypatch.setattr(token_cache, "__file__", str(tmp_path / "package/token_cache.py"))
-    opened(file)
-    assert tokenized.times == 3
+    monkeypatch.setattr(token_cache, "__file__", str(tmp_path / "data/documents/token_cache.py"))
+    for times, folder in enumerate(("documents", "tokenizers"), start=3):  # code of any folder decides
+        (tmp_path / "data" / folder).mkdir(parents=True)
+        (tmp_path / "data" / folder / "code.py").write_text("# other code\n")
+        opened(file)
+        assert tokenized.times == times
 
 
 def test_damage_anywhere_costs_time_and_no_token(file: Path, tokenized: Count, own_cache: Path) -> None:
