@@ -14,9 +14,10 @@ from shardtrain.data import sandbox, shared_opening
 from shardtrain.data.sources import Request, Row, Shards, Table
 from shardtrain.data.sources._batches import rows_of_batch
 from shardtrain.data.sources._data_files import File, FileSource
-from shardtrain.data.sources._hub_errors import one_line, refusal
+from shardtrain.data.sources._hub_errors import refusal
 from shardtrain.utils import libraries, reading
 from shardtrain.utils.errors import ConfigError, DataError, Problem
+from shardtrain.utils.hub_errors import one_line
 
 _SAMPLES = 64
 _ROWS_AT_ONCE = 64

@@ -1,29 +1,17 @@
-"""What the hub and its library raise, as one line that says what to do."""
+"""Convert errors about a dataset of the hub to one that says what to do."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.data.sources import Request
 from shardtrain.utils.errors import ConfigError, Problem
-
-_LONGEST = 300
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error's text, without the user's token."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        if token := os.environ.get(variable):
-            text = text.replace(token, "***")
-    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+from shardtrain.utils.hub_errors import one_line
 
 
 def refusal(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> ConfigError:
-    """The error for a dataset that the hub or the library did not give; ``asked`` holds name (subset) and split."""
+    """Return the error for a dataset that cannot be opened. ``asked`` holds name (subset) and split."""
     rule, fix = _reason(error, request, name, asked)
     return ConfigError(Problem(request.option, name, f"{rule} ({one_line(error)})", fix))
 

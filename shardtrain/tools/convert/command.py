@@ -13,7 +13,7 @@ from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.tools.convert.checkpoint import DTYPES, KEEP_HELP, model_options, step_of, tokens_of_run
-from shardtrain.tools.data.download import refuse_token
+from shardtrain.tools.hub_client import refuse_token
 from shardtrain.utils.arguments import Arguments
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardtrain import __version__
 from shardtrain.tools.convert import card
 from shardtrain.tools.convert.card import CARD
-from shardtrain.tools.data.download import Hub, _expected, _hash, _one_line
+from shardtrain.tools.hub_client import TOKENS_PAGE, Hub, expected_hash, hash_of_file
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
+from shardtrain.utils.hub_errors import one_line
 from shardtrain.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _WEIGHTS = re.compile(r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 """What ``from_pretrained`` would open in place of, or beside, the new weights."""
-_TOKENS_PAGE = "https://huggingface.co/settings/tokens"
 
 
 class Push:
@@ -53,7 +53,7 @@ class Push:
             raise self._wrong("does not say whose repository it is", "write it like ORGANISATION/NAME")
         self._hub = Hub(repo_id)
         if not self._hub.token:
-            fix = f"set HF_TOKEN to one that may write ({_TOKENS_PAGE}), or log in with hf auth login"
+            fix = f"set HF_TOKEN to one that may write ({TOKENS_PAGE}), or log in with hf auth login"
             raise ConfigError(Problem("--push", repo_id, "needs a token, and none was found", fix))
         self._api: HfApi = HfApi(
             self._hub.endpoint, token=self._hub.token, library_name="shardtrain", library_version=__version__
@@ -69,7 +69,7 @@ class Push:
         return ConfigError(Problem("--push", self.repo_id, rule, fix))
 
     def _write_fix(self) -> str:
-        return f"set HF_TOKEN to a token that may write it ({_TOKENS_PAGE})"
+        return f"set HF_TOKEN to a token that may write it ({TOKENS_PAGE})"
 
     def _look(self) -> tuple[str | None, list[str], str | None]:
         """Commit, files and card of the repository; no commit where it does not exist yet."""
@@ -153,8 +153,8 @@ class Push:
         info = self._ask(lambda: self._api.model_info(self.repo_id, revision=done.oid, files_metadata=True))
         there = {str(file.rfilename): file for file in info.siblings or []}
         for name in names:
-            expected = _expected(there[name]) if name in there else None
-            if expected is None or _hash(folder / name, expected[0]) != expected[1]:
+            expected = expected_hash(there[name]) if name in there else None
+            if expected is None or hash_of_file(folder / name, expected[0]) != expected[1]:
                 what = "is not in" if name not in there else "is another file in"
                 raise DataError(
                     f"{name} {what} {self.repo_id} at {done.oid}; look at its .gitignore, and push it again"
@@ -167,7 +167,7 @@ class Push:
         return type(error)(text)
 
     def _ask(self, call: Callable[[], T]) -> T:
-        return self._call(lambda: self._hub._ask(call))
+        return self._call(lambda: self._hub.ask(call))
 
     def _call(self, call: Callable[[], T]) -> T:
         """A call of the library, whose errors become one line each."""
@@ -180,7 +180,7 @@ class Push:
 
     def _explain(self, error: Exception) -> ShardtrainError:
         if isinstance(error, ValueError) and "metadata in README.md" in str(error):
-            return ConfigError(f"{CARD} has front matter that the hub does not take ({_one_line(error)}); correct it")
+            return ConfigError(f"{CARD} has front matter that the hub does not take ({one_line(error)}); correct it")
         response = getattr(error, "response", None)
         status = response.status_code if response is not None else None
         if status in (401, 403):
@@ -190,8 +190,8 @@ class Push:
         if status in (409, 412):
             return self._wrong("was changed by somebody else meanwhile", "look at it, and give the same command again")
         if status is not None and 400 <= status < 500 and status != 429:
-            return StorageError(f"{self._hub.endpoint} refused what was sent to {self.repo_id} ({_one_line(error)})")
-        return self._hub._explain(error)
+            return StorageError(f"{self._hub.endpoint} refused what was sent to {self.repo_id} ({one_line(error)})")
+        return self._hub.explain(error)
 
 
 def _is_sent(path: Path, folder: Path) -> bool:

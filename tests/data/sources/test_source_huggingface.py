@@ -132,7 +132,9 @@ def test_a_stream_that_breaks_off_is_an_error_and_no_bad_row(saved, monkeypatch)
     source = opened(saved, streaming=True)
     source._dataset = Broken()
     found = []
-    with pytest.raises(DataError, match=r"shard 1, row 64, both from 0: cannot be read further \(.*token \*\*\* was\)"):
+    with pytest.raises(
+        DataError, match=r"shard 1, row 64, both from 0: cannot be read further \(.*token \*\*\* was refused\)"
+    ):
         found.extend(source.rows(1))
     assert len(found) == 64
     rows = source.rows(1)

@@ -21,6 +21,7 @@ from hub_server import COMMIT, FILES, LARGE, TOKEN, WEIGHTS, FakeHub, Handler, s
 from huggingface_hub import constants
 
 from shardtrain import cli
+from shardtrain.tools import hub_client
 from shardtrain.tools.data import download
 from shardtrain.utils.errors import ConfigError, DataError, ShardtrainError, StorageError
 
@@ -229,7 +230,7 @@ IN_THE_CONTENT = b"HTTP/1.0 200 OK\r\nContent-Length: 9999999\r\n\r\n"
 def test_a_hub_that_never_ends_its_answer_is_left(hub, tmp_path, monkeypatch, method, where, head):
     """Each byte resets the library's own limit, which is for one wait."""
     monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.2)
-    monkeypatch.setattr(download, "STALLED_SECONDS", 0.4)
+    monkeypatch.setattr(hub_client, "STALLED_SECONDS", 0.4)
     hub.fault = lambda handler, path: handler.command == method and where in path and drip(handler, head)
     begun = time.monotonic()
     assert "cannot be reached" in fails(StorageError, tmp_path)
@@ -249,7 +250,7 @@ def test_a_download_that_makes_progress_is_not_ended(tmp_path):
             ended.set()
         return number
 
-    assert download._bounded(lambda: ended.wait(patience.seconds(60)), 0.05, progress) is True
+    assert hub_client.bounded(lambda: ended.wait(patience.seconds(60)), 0.05, progress) is True
 
 
 def test_what_a_call_logs_after_its_time_limit_is_not_printed(hub, capsys, monkeypatch):
@@ -257,7 +258,7 @@ def test_what_a_call_logs_after_its_time_limit_is_not_printed(hub, capsys, monke
     huggingface_hub.utils.logging.get_logger("huggingface_hub.file_download")
     handler = logging.StreamHandler(stream := io.StringIO())
     monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [handler])
-    download.Hub("org/name")
+    hub_client.Hub("org/name")
     logger, timed_out, ended = logging.getLogger("huggingface_hub.file_download"), threading.Event(), threading.Event()
 
     def call() -> None:
@@ -267,7 +268,7 @@ def test_what_a_call_logs_after_its_time_limit_is_not_printed(hub, capsys, monke
         ended.set()
 
     with pytest.raises(TimeoutError):
-        download._bounded(call, 0.2)
+        hub_client.bounded(call, 0.2)
     timed_out.set()
     assert ended.wait(patience.seconds(60))
     logger.warning("of another call")

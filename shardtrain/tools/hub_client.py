@@ -1,0 +1,274 @@
+"""Client of one repository of the Hugging Face Hub, for downloads and uploads.
+
+The requests are ``huggingface_hub``'s: proxies, tokens, offline mode, retries, its cache and Xet storage work as usual.
+This client adds time limits, hashes, and errors of one line without secrets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+import threading
+import urllib.parse
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
+
+from shardtrain import __version__
+from shardtrain.utils import storage_errors
+from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
+from shardtrain.utils.hub_errors import one_line, without_secrets
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import RepoSibling
+
+T = TypeVar("T")
+
+STALLED_SECONDS = 300.0
+"""A download that writes nothing for this long has failed. The library writes pieces of 10 MiB."""
+TOKENS_PAGE = "https://huggingface.co/settings/tokens"
+_DEFAULT_ENDPOINT = "https://huggingface.co"
+_left_behind: WeakSet[threading.Thread] = WeakSet()
+"""Threads of calls that exceeded their time limit: see ``bounded``."""
+
+
+class Hub:
+    """One repository of the hub, asked through ``huggingface_hub``. No message has the token in it.
+
+    Raises:
+        ConfigError: at an endpoint or a token that cannot be used.
+    """
+
+    def __init__(self, repo_id: str, revision: str = "main") -> None:
+        from huggingface_hub import constants, get_token
+
+        # what the library logs (it waits, it tries again) has addresses in it, which may be signed
+        for handler in logging.getLogger("huggingface_hub").handlers:
+            handler.addFilter(_of_calls_waited_for)
+            handler.addFilter(_without_secrets)
+        self.repo_id = repo_id
+        self.revision = revision
+        self.endpoint = os.environ.get("HF_ENDPOINT", "").strip().rstrip("/") or _DEFAULT_ENDPOINT
+        parts = urllib.parse.urlsplit(self.endpoint)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, "is not an https address", "correct or unset it"))
+        self.answer_seconds = float(constants.HF_HUB_ETAG_TIMEOUT)
+        try:
+            self.token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else self.ask(get_token)
+        except Exception as error:  # of files, of a login that is renewed, of OIDC
+            rule = f"cannot be found ({one_line(error)})"
+            fix = "log in again with hf auth login, or set HF_TOKEN"
+            raise ConfigError(Problem("the token", None, rule, fix)) from error
+        if self.token and not re.fullmatch(r"[!-~]+", self.token):
+            origin = "HF_TOKEN" if os.environ.get("HF_TOKEN", "").strip() else str(constants.HF_TOKEN_PATH)
+            rule = "is not a token: it has spaces or characters beyond ASCII"
+            raise ConfigError(Problem(origin, None, rule, "copy it again"))
+        if self.token and parts.scheme == "http" and parts.hostname not in ("localhost", "127.0.0.1", "::1"):
+            fix = "use https, or unset HF_TOKEN"
+            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, "would send your token without encryption", fix))
+
+    def files(self) -> tuple[str, dict[str, RepoSibling]]:
+        """Return the commit of the revision, and its files with sizes in bytes and known hashes.
+
+        Raises:
+            ConfigError: when the repository does not exist, may not be read, or the answer is not a list of files.
+            StorageError: when the hub cannot be reached, is too slow, or asks to wait.
+        """
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+        api = HfApi(self.endpoint, token=self.token or False, library_name="shardtrain", library_version=__version__)
+        try:
+            info = self.ask(
+                lambda: api.model_info(
+                    self.repo_id, revision=self.revision, files_metadata=True, timeout=self.answer_seconds
+                )
+            )
+            if info.siblings is None:
+                raise TypeError("an answer without files")
+            return info.sha or self.revision, {str(file.rfilename): file for file in info.siblings}
+        except HFValidationError as error:
+            rule = "is not the name of a repository"
+            fix = "write it like ORGANISATION/NAME"
+            raise ConfigError(Problem("--repo_id", self.repo_id, rule, fix)) from error
+        except Exception as error:
+            # The library fails with plain errors of Python where the answer is JSON of another kind. Its errors of HTTP
+            # are some of them ValueError too.
+            is_of_python = isinstance(error, ValueError | KeyError | TypeError | AttributeError | RecursionError)
+            if isinstance(error, HfHubHTTPError) or not is_of_python:
+                raise self.explain(error) from error
+            rule = f"did not give a list of the files of {self.repo_id}"
+            raise ConfigError(Problem("HF_ENDPOINT", self.endpoint, rule, "name the address of a hub")) from error
+
+    def download(self, name: str, commit: str, folder: Path, force: bool = False) -> Path:
+        """Download a file to ``folder``, unless it is there or in the library's cache. Return its path.
+
+        ``force`` downloads it in any case.
+
+        Raises:
+            ConfigError, StorageError: as ``files``; also StorageError when the file cannot be written.
+            DataError: when the file has another size than the hub tells.
+        """
+        from huggingface_hub import hf_hub_download
+
+        def call() -> str:
+            return hf_hub_download(
+                self.repo_id, name, revision=commit, local_dir=folder, force_download=force, endpoint=self.endpoint,
+                token=self.token or False, etag_timeout=self.answer_seconds, library_name="shardtrain",
+                library_version=__version__,
+            )  # fmt: skip
+
+        try:
+            return Path(bounded(call, STALLED_SECONDS, lambda: _written(folder)))
+        except Exception as error:
+            if "Consistency check failed" in str(error):
+                text = f"{name} does not have the size that the hub reported; it is not kept, try again"
+                raise DataError(text) from error
+            if isinstance(error, OSError) and error.errno is not None and not isinstance(error, ConnectionError):
+                raise storage_errors.cannot("write", folder / name, error, "name another --local_dir") from error
+            raise self.explain(error) from error
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """Return the answer to a short request; raises TimeoutError after twice ``HF_HUB_ETAG_TIMEOUT``."""
+        # the library limits each wait on the connection, but not name servers and slow senders
+        return bounded(call, 2 * self.answer_seconds)
+
+    def explain(self, error: BaseException) -> ShardtrainError:
+        """Convert an error of the library to one that says what to do."""
+        from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+
+        # "not in the cache either" and "cannot force" hide what the hub said
+        while isinstance(error, LocalEntryNotFoundError | ValueError) and error.__cause__ is not None:
+            if getattr(error, "response", None) is not None:
+                break
+            error = error.__cause__
+        if isinstance(error, OfflineModeIsEnabled):
+            name = next((name for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(name)), "")
+            fix = "unset it, or copy the files from a machine that has them"
+            return ConfigError(
+                Problem(name or "HF_HUB_OFFLINE", os.environ.get(name, "1"), "forbids to ask the hub", fix)
+            )
+        response = getattr(error, "response", None)
+        if response is not None:
+            return self._refusal(response.status_code, response.headers)
+        if "No space left on device" in str(error):  # Xet's errors are not OSError
+            return StorageError(f"the disk is full ({one_line(error)}); make room, or name another --local_dir")
+        return self._unreachable(one_line(error) or type(error).__name__)
+
+    def _refusal(self, status: int, headers: Any) -> ShardtrainError:
+        code = headers.get("X-Error-Code") or ""
+        if code == "GatedRepo" or (status == 403 and "gated" in (headers.get("X-Error-Message") or "").lower()):
+            fix = f"accept its licence at https://huggingface.co/{self.repo_id}, then set HF_TOKEN to a token of that "
+            fix += f"account ({TOKENS_PAGE})"
+            return ConfigError(Problem("--repo_id", self.repo_id, "is gated", fix))
+        if status in (401, 403) and self.token is not None:
+            rule = f"may not be read with the token that was found (status {status})"
+            fix = f"set HF_TOKEN to one that is valid and may read it ({TOKENS_PAGE}), and check the name"
+            return ConfigError(Problem("--repo_id", self.repo_id, rule, fix))
+        if status in (401, 403):
+            rule = "does not exist, or is private or gated"
+            fix = f"check the name, and set HF_TOKEN to a token that may read it ({TOKENS_PAGE})"
+            return ConfigError(Problem("--repo_id", self.repo_id, rule, fix))
+        if status == 404 and code == "RevisionNotFound":
+            rule = f"is not a revision of {self.repo_id}"
+            return ConfigError(Problem("--revision", self.revision, rule, "name a branch, a tag or a commit"))
+        if status == 404:
+            return ConfigError(Problem("--repo_id", self.repo_id, "does not exist", "write it like ORGANISATION/NAME"))
+        if status == 429 or status >= 500:
+            what = "too many requests" if status == 429 else "a fault of the hub"
+            seconds = headers.get("Retry-After") or ""
+            when = f"in {seconds} seconds" if seconds.isdecimal() else "later"
+            return StorageError(f"{self.endpoint} is busy ({what}, status {status}); try again {when}")
+        return self._unreachable(f"status {status}")
+
+    def _unreachable(self, reason: str) -> StorageError:
+        return StorageError(
+            f"{self.endpoint} cannot be reached ({reason}); check the network, HTTPS_PROXY and HF_ENDPOINT, "
+            "try again later, or copy the files from a machine that has them"
+        )
+
+
+def bounded(call: Callable[[], T], seconds: float, progress: Callable[[], int] = lambda: 0) -> T:
+    """Return the result of ``call``, which runs in a thread.
+
+    The thread is left behind after a timeout, because nothing can stop a call that waits for a name server. Its later
+    log messages are dropped.
+
+    Raises:
+        TimeoutError: ``progress()`` did not change for ``seconds``.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while True:
+        before = progress()
+        try:
+            return future.result(timeout=seconds)
+        except TimeoutError:
+            if future.done():
+                raise
+            if progress() == before:
+                _left_behind.add(thread)
+                raise TimeoutError(f"nothing arrived for {seconds:g} seconds") from None
+
+
+def _written(folder: Path) -> int:
+    """Return a number that grows while files of a folder are written, in any order."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # it has just been renamed
+            status = path.stat()
+            total += status.st_size + status.st_blocks
+    return total
+
+
+def expected_hash(facts: RepoSibling) -> tuple[str, str] | None:
+    """Return the kind and value of a file's hash in the list of files: SHA-256 for large files, else git's."""
+    if facts.lfs is not None:
+        return ("sha256", facts.lfs.sha256) if re.fullmatch(r"[0-9a-f]{64}", str(facts.lfs.sha256)) else None
+    return ("git", str(facts.blob_id)) if re.fullmatch(r"[0-9a-f]{40}", str(facts.blob_id)) else None
+
+
+def hash_of_file(path: Path, kind: str) -> str:
+    """Return the hash of a file in hex, and flush it to disk. ``kind`` is "sha256" or "git"."""
+    with path.open("rb") as file:
+        head = b"blob %d\0" % os.fstat(file.fileno()).st_size
+        digest = hashlib.sha256() if kind == "sha256" else hashlib.sha1(head, usedforsecurity=False)
+        while block := file.read(2**20):
+            digest.update(block)
+        os.fsync(file.fileno())  # it gets its name next
+    return digest.hexdigest()
+
+
+def _of_calls_waited_for(_: logging.LogRecord) -> bool:
+    return threading.current_thread() not in _left_behind
+
+
+def _without_secrets(record: logging.LogRecord) -> bool:
+    record.msg = without_secrets(" ".join(record.getMessage().split()))
+    record.args = ()
+    return True
+
+
+def refuse_token(words: Sequence[str], program: str) -> None:
+    """Raise ConfigError if a command-line argument contains a Hugging Face access token."""
+    if any(word.partition("=")[0].replace("-", "_") in ("__hf_token", "__token") for word in words):
+        rule = "would show the token to everyone on this machine, and leave it in the shell's history"
+        fix = "set the environment variable HF_TOKEN, or log in once with hf auth login"
+        raise ConfigError(Problem("--hf_token", None, rule, fix))
+    # a folder may be called hf_model; a token has some 34 letters and digits after hf_
+    if any(re.match(r"hf_[A-Za-z0-9]{16,}", word) for word in words):
+        rule = "has an argument that looks like an access token"
+        raise ConfigError(Problem(program, None, rule, "set the environment variable HF_TOKEN instead"))
