@@ -139,6 +139,8 @@ def _integer(value: Value) -> int:
         return value
     if isinstance(value, float) and math.isfinite(value):
         raise Unfit("must be an integer", f"write {math.floor(value)} or {math.ceil(value)}")
+    if isinstance(value, str) and re.fullmatch(r"[+-]?[0-9]{20,}", value):
+        raise Unfit("must be an integer of 64 bits", "write a smaller number")
     raise Unfit("must be an integer", _unquoted(value, int) or "write a whole number")
 
 
@@ -174,12 +176,10 @@ def _text(value: Value) -> str:
 
 
 def _unquoted(value: Value, kind: type) -> str | None:
-    """Return the fix for a number that was written in quotes."""
-    try:
-        kind(value if isinstance(value, str) else "")
-    except ValueError:
-        return None
-    return f"write it without quotes: {value}"
+    """Return the fix for a number that was written in quotes, if it is valid TOML without them."""
+    number = _toml_value(value, "") if isinstance(value, str) else ""
+    fits = type(number) is int or (kind is float and type(number) is float and math.isfinite(number))
+    return f"write it without quotes: {value}" if fits else None
 
 
 _SCALARS = {int: _integer, float: _number, bool: _boolean, str: _text}

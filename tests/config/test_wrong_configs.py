@@ -38,6 +38,10 @@ READING = [
     ("fraction for an integer", "[training]\nsteps = 1.5", [], ["steps=1.5", "must be an integer", "write 1 or 2"]),
     ("boolean for an integer", "[training]\nsteps = true", [], ["steps=true", "must be an integer", "whole number"]),
     ("quoted integer", '[training]\nsteps = "10"', [], ['steps="10"', "must be an integer", "without quotes: 10"]),
+    ("huge integer", "", ["--training.steps", "1" + "0" * 400], ["must be an integer of 64 bits", "a smaller number"]),
+    ("full-width digits", "", ["--training.steps", "\uff11\uff12"], ["must be an integer", "write a whole number"]),
+    ("leading zero", '[training]\nsteps = "010"', [], ["must be an integer", "write a whole number"]),
+    ("quoted infinity", '[optimizer]\nlr = "inf"', [], ["must be a number", "write a number such as"]),
     ("integer of more than 64 bits", "[training]\nsteps = 1e21", [], ["steps=1e+21", "must be an integer of 64 bits"]),
     (
         "integer of more than 64 bits as an argument",
