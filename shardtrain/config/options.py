@@ -1,4 +1,4 @@
-"""The options that ``schema.py`` defines, as a flat table: dotted name, type, default and help text."""
+"""The options that ``config/schema`` defines, as a flat table: dotted name, type, default and help text."""
 
 from __future__ import annotations
 

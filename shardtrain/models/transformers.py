@@ -130,7 +130,7 @@ class Model(nn.Module):
         """Logits (B, T, V) of tokens (B, T); (B, L) of a network that classifies.
 
         Each token's place is its column; with ``documents_BT`` it is that of ``positions_BT``, which begin again at 0
-        with each document, and by which the network knows where documents begin (``documents_apart.py``). Where
+        with each document, and by which the network knows where documents begin. Where
         ``lengths_B`` are given, what comes after them is padding, which no token sees. ``decoded_BS`` are the tokens
         that a decoder is to predict, and the logits are (B, S, V): they are shifted right here, and IGNORE becomes
         padding.

@@ -1,4 +1,4 @@
-"""The options of low-rank adapters: part of ``schema.py``, whose rules hold here too."""
+"""The options of low-rank adapters. The package's docstring has the rules for options."""
 
 from __future__ import annotations
 

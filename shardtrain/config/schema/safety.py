@@ -1,4 +1,4 @@
-"""The options that keep a run safe: part of ``schema.py``, whose rules hold here too."""
+"""The options that keep a run safe. The package's docstring has the rules for options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of what is learned: part of ``schema.py``, whose rules hold here too."""
+"""The options of what is learned. The package's docstring has the rules for options."""
 
 from __future__ import annotations
 

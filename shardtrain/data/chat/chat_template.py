@@ -32,7 +32,7 @@ _LONGEST_REASON = 200
 class ChatTemplate:
     """A compiled template. What it writes depends on its arguments alone.
 
-    Rendering is bounded: see ``chat_sandbox.py``.
+    Rendering is bounded: see ``jinja_sandbox.py``.
     """
 
     def __init__(self, text: str, special_tokens: Mapping[str, str], file: str | None = None) -> None:
@@ -56,7 +56,7 @@ class ChatTemplate:
     ) -> str:
         """Render a conversation. ``prompt`` adds what the assistant's answer follows.
 
-        ``variables`` are the tools and further variables of the row, see ``chat_messages.template_variables``.
+        ``variables`` are the tools and further variables of the row, see ``messages.template_variables``.
 
         Raises:
             Unusable: when the template refuses the conversation or fails on it.

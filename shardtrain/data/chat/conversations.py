@@ -2,7 +2,7 @@
 
 Nothing is added to what the template writes: no bos and no eos, as where the model is served. What the assistant says
 is found by the template's own ``{% generation %}`` marks where it has them, and else by comparing what the template
-writes for parts of the conversation (``chat_turns.py``). A turn that cannot be found exactly is an error.
+writes for parts of the conversation (``turns.py``). A turn that cannot be found exactly is an error.
 """
 
 from __future__ import annotations
