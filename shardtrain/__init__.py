@@ -38,8 +38,13 @@ __all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load
 def __getattr__(name: str) -> _Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from shardtrain import api
-
+    try:
+        from shardtrain import api
+    except ModuleNotFoundError as error:
+        if error.name != "shardtrain.tools":
+            raise
+        fix = "install the complete package: pip install shardtrain"
+        raise ImportError(f"shardtrain.{name} needs shardtrain.tools, which is not installed; {fix}") from error
     return getattr(api, name)
 
 

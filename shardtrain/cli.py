@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import importlib.util
 import io
 import os
 import shutil
@@ -210,9 +211,9 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
         preset = None if verb == "test" else presets.FIRST
         loaded = config.load(arguments.path, arguments.overrides, preset=preset, keep_problems=keep_problems)
         return loaded, arguments
-    from shardtrain.compat import migrate
     from shardtrain.launch import environment
 
+    migrate = _import("shardtrain.compat.migrate")
     # a file of another system: it is migrated in memory, and may also say how many nodes and processes
     path = Path(arguments.path)
     overrides = arguments.overrides
@@ -232,14 +233,16 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
     return loaded, dataclasses.replace(arguments, **unset)
 
 
+BEYOND_THE_CORE = ("shardtrain.tools", "shardtrain.compat", "shardtrain.launch.platforms")
+"""Parts of the package that an installation of the core does not have."""
 FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 
 
 def _load_flags(arguments: CommandLine) -> Loaded:
     """The configuration that FMEngine's flags ask for; what it is depends on the number of ranks."""
-    from shardtrain.compat import migrate
     from shardtrain.launch import environment
 
+    migrate = _import("shardtrain.compat.migrate")
     world = os.environ.get("WORLD_SIZE", "")
     if world.isdecimal():
         return migrate.load_flags(arguments.overrides, int(world))
@@ -384,6 +387,8 @@ def _compare_with_plan(code: int, loaded: Loaded, world_size: int, machine: Mach
     """After the run, compare it with ``plan``; not on a CPU, for which the plan is not exact."""
     from shardtrain.launch import failure
 
+    if not _has_tools():
+        return []
     if code == failure.OUT_OF_MEMORY:
         from shardtrain.tools.plan import after_run
 
@@ -402,6 +407,8 @@ def _show_sample(loaded: Loaded) -> None:
     config = loaded.config
     prompt = config.metrics.sample_prompt
     if not prompt or config.metrics.sample_freq == 0 or not config.checkpoint.enable or config.checkpoint.load_only:
+        return
+    if not _has_tools():
         return
     from shardtrain.launch import signals
     from shardtrain.tools.generate import command
@@ -474,13 +481,32 @@ def _test(words: list[str]) -> int:
     return _module("shardtrain.tools.held_out_eval.command")(words, lambda arguments: _open(arguments, "test"))
 
 
+def _has_tools() -> bool:
+    """True unless only the core of the package is installed."""
+    return importlib.util.find_spec("shardtrain.tools") is not None
+
+
+def _import(name: str) -> Any:
+    """Import a module by name.
+
+    Raises:
+        ConfigError: it belongs to a part of the package that is not installed.
+    """
+    try:
+        with garbage_collection.importing(name):
+            return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in BEYOND_THE_CORE:
+            raise
+        fix = "install the complete package: pip install shardtrain"
+        raise ConfigError(f"this command needs {error.name}, which is not installed; {fix}") from error
+
+
 def _module(name: str, function: str = "main") -> Callable[..., int]:
-    """A verb that a module implements, imported when it is called."""
+    """Return a verb that a module implements. The module is imported when the verb is called."""
 
     def run(*words: Any) -> int:
-        with garbage_collection.importing(name):
-            module = importlib.import_module(name)
-        return int(getattr(module, function)(*words))
+        return int(getattr(_import(name), function)(*words))
 
     return run
 
