@@ -1,15 +1,11 @@
-"""Write the first line of every file of the package into architecture.md: python docs/map.py [--check]."""
+"""Print the first line of every file of the package, by room: python docs/map.py."""
 
 from __future__ import annotations
 
 import ast
-import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-PACKAGE = HERE.parent / "shardtrain"
-PAGE = HERE / "architecture.md"
-BEGIN, END = "<!-- map -->\n", "<!-- end of map -->"
+PACKAGE = Path(__file__).parents[1] / "shardtrain"
 
 
 def phrase(path: Path) -> str:
@@ -36,19 +32,5 @@ def rendered() -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Write the map, or with ``--check`` say whether it is up to date."""
-    text = PAGE.read_text(encoding="utf-8")
-    before, _, rest = text.partition(BEGIN)
-    whole = before + BEGIN + "\n" + rendered() + "\n" + END + rest.partition(END)[2]
-    if "--check" in sys.argv[1:]:
-        if whole == text:
-            return 0
-        print("docs/architecture.md is not up to date; run python docs/map.py", file=sys.stderr)
-        return 1
-    PAGE.write_text(whole, encoding="utf-8")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    print(rendered())
