@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeGuard
 
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import DataError
@@ -129,7 +129,7 @@ def read(path: Path) -> Summary:
     return found
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     """True for microseconds and bytes that may be real: not for NaN, nor for what float() cannot hold."""
     return type(value) in (int, float) and -_LARGEST < value < _LARGEST  # type: ignore[operator]
 
