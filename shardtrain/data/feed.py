@@ -84,7 +84,7 @@ class Feed(Protocol):
         ...
 
 
-class Watch:
+class FilesWatch:
     """Looks now and then whether the files that a feed reads are still what they were.
 
     Every 16 rows for each file, up to every 256 rows; of very many files, 16 a row.
@@ -126,7 +126,7 @@ class IndexedFeed:
             table = table_of(tokens, packing, option)
             folder = str(tokens.folder)
         self._looks = shared_opening.LooksAtSeek(tokens.check_unchanged, folder)
-        self._watch = Watch(tokens.check_unchanged, len(files))
+        self._watch = FilesWatch(tokens.check_unchanged, len(files))
         self._tokens = tokens
         self.rows = pack(tokens, packing, table)
         self._seed = seed

@@ -155,7 +155,7 @@ class LooksAtSeek:
     """Looks whether the files of a feed are still what they were when it is sought, but the first time.
 
     They were just listed then. Of ranks that opened them together one looks: the others find a file changed when they
-    open it, or by their ``Watch``.
+    open it, or by their ``FilesWatch``.
     """
 
     def __init__(self, check: Callable[[], None], place: str) -> None:

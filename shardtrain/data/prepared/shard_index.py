@@ -41,7 +41,7 @@ _START_BYTES = 8
 
 
 @dataclass(frozen=True)
-class StoredFile:
+class ShardFile:
     """One file of the folder; ``ends_sha256`` is of its first and last 4 KiB, which cost nothing to read at opening."""
 
     name: str
@@ -56,12 +56,12 @@ class StoredShard:
 
     num_tokens: int
     num_documents: int
-    tokens: StoredFile
-    learned: StoredFile | None = None
+    tokens: ShardFile
+    learned: ShardFile | None = None
 
 
 @dataclass(frozen=True)
-class Index:
+class ShardIndex:
     """What ``index.json`` says.
 
     vocab_size, max_id:   ids are in 0..vocab_size-1; the largest that occurs (-1 without tokens).
@@ -78,7 +78,7 @@ class Index:
     num_tokens: int
     num_documents: int
     shards: tuple[StoredShard, ...]
-    starts: StoredFile
+    starts: ShardFile
     tokenizer: str = ""
     tokenizer_name: str = ""
     encoder: str = ""
@@ -89,7 +89,7 @@ class Index:
     prepared_from: Mapping[str, Any] = field(default_factory=dict)
     created_by: str = ""
 
-    def files(self) -> list[StoredFile]:
+    def files(self) -> list[ShardFile]:
         """All files but the index."""
         return [self.starts, *(f for shard in self.shards for f in (shard.tokens, shard.learned) if f is not None)]
 
@@ -130,7 +130,7 @@ def ends_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read_index(folder: Path, option: str = "training.dataset_path", checks_files: bool = True) -> Index:
+def read_index(folder: Path, option: str = "training.dataset_path", checks_files: bool = True) -> ShardIndex:
     """Read ``index.json`` of a folder and check it against itself and against the sizes and ends of the files.
 
     Of more than MOST_CHECKED files, or without ``checks_files``, only that of the starts is looked at; who reads one
@@ -212,7 +212,7 @@ def _load(content: bytes, path: Path, option: str) -> dict[str, Any]:
     return table
 
 
-def _parse(table: Mapping[str, Any]) -> Index:
+def _parse(table: Mapping[str, Any]) -> ShardIndex:
     """Build the index; a missing key, a wrong type or a value out of range raises."""
     shards = tuple(
         StoredShard(
@@ -226,7 +226,7 @@ def _parse(table: Mapping[str, Any]) -> Index:
     if table["dtype"] not in DTYPES:
         raise ValueError(f"dtype {table['dtype']!r} is not one of {', '.join(DTYPES)}")
     source_bytes = table["source_bytes"]
-    return Index(
+    return ShardIndex(
         dtype=table["dtype"],
         vocab_size=_count(table["vocab_size"], "vocab_size"),
         max_id=_count(table["max_id"], "max_id", least=-1),
@@ -246,7 +246,7 @@ def _parse(table: Mapping[str, Any]) -> Index:
     )
 
 
-def _check_sums(index: Index, path: Path, option: str) -> None:
+def _check_sums(index: ShardIndex, path: Path, option: str) -> None:
     """Sizes must follow from counts, and the parts must add up to the whole."""
     size = DTYPES[index.dtype].itemsize
     wrong = [s.tokens.name for s in index.shards if s.tokens.bytes != s.num_tokens * size]
@@ -263,7 +263,7 @@ def _check_sums(index: Index, path: Path, option: str) -> None:
         raise _broken(path, option, f"has id {index.max_id} beyond its vocabulary of {index.vocab_size}")
 
 
-def check_file(folder: Path, stored: StoredFile, option: str) -> None:
+def check_file(folder: Path, stored: ShardFile, option: str) -> None:
     """Compare a file's size and ends with the index; raises ConfigError."""
     path = folder / stored.name
     try:
@@ -289,11 +289,11 @@ def _broken(path: Path, option: str, rule: str) -> ConfigError:
     return ConfigError(Problem(option, str(path), rule, 'restore the file, or run "shardtrain data prepare" again'))
 
 
-def _stored(table: Mapping[str, Any], name: str) -> StoredFile:
+def _stored(table: Mapping[str, Any], name: str) -> ShardFile:
     # A name inside an artefact is not a path to follow: it must be the one that this format gives.
     if table["name"] != name:
         raise ValueError(f"file name {table['name']!r} should be {name}")
-    return StoredFile(name, _count(table["bytes"], "bytes"), str(table["sha256"]), str(table["ends_sha256"]))
+    return ShardFile(name, _count(table["bytes"], "bytes"), str(table["sha256"]), str(table["ends_sha256"]))
 
 
 def _count(value: Any, name: str, least: int = 0) -> int:

@@ -24,8 +24,8 @@ from shardtrain.data.prepared.shard_index import (
     DTYPES,
     INDEX,
     STARTS,
-    Index,
-    StoredFile,
+    ShardFile,
+    ShardIndex,
     StoredShard,
     dtype_for,
     ends_sha256,
@@ -148,12 +148,12 @@ class ShardWriter:
             "learned": self._learned is not None,
         }
 
-    def finish(self, **facts: Any) -> Index:
-        """Close the files and write the index with further ``facts`` (fields of ``Index``)."""
+    def finish(self, **facts: Any) -> ShardIndex:
+        """Close the files and write the index with further ``facts`` (fields of ``ShardIndex``)."""
         self.position()
         with storing(self.folder):
             self._close_shard(self.num_documents)
-            index = Index(
+            index = ShardIndex(
                 dtype=dtype_for(self.vocab_size),
                 vocab_size=self.vocab_size,
                 max_id=self.max_id,
@@ -235,10 +235,10 @@ class _GrowingFile:
         self._file.flush()
         os.fsync(self._file.fileno())
 
-    def close(self) -> StoredFile:
+    def close(self) -> ShardFile:
         self.sync()
         self._file.close()
-        return StoredFile(self.path.name, self.bytes, self._digest.hexdigest(), ends_sha256(self.path))
+        return ShardFile(self.path.name, self.bytes, self._digest.hexdigest(), ends_sha256(self.path))
 
     def abandon(self) -> None:
         try:
@@ -266,6 +266,6 @@ def _shard(table: Mapping[str, Any]) -> StoredShard:
     return StoredShard(
         table["num_tokens"],
         table["num_documents"],
-        StoredFile(**table["tokens"]),
-        None if learned is None else StoredFile(**learned),
+        ShardFile(**table["tokens"]),
+        None if learned is None else ShardFile(**learned),
     )

@@ -22,7 +22,7 @@ from shardtrain.data import shared_opening
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.packing.token_buffer import Mask, Tokens
 from shardtrain.data.prepared import shard_index
-from shardtrain.data.prepared.shard_index import DTYPES, INDEX, STARTS, Index, StoredFile, check_file, read_index
+from shardtrain.data.prepared.shard_index import DTYPES, INDEX, STARTS, ShardFile, ShardIndex, check_file, read_index
 from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.utils import atomic_io, reading
@@ -43,7 +43,7 @@ class ShardTokenBuffer:
     def __init__(self, folder: str | Path, option: str = "training.dataset_path") -> None:
         self.folder = Path(folder)
         self.option = option
-        self.index: Index = read_index(self.folder, option)
+        self.index: ShardIndex = read_index(self.folder, option)
         self.num_tokens = self.index.num_tokens
         self.num_documents = self.index.num_documents
         self.has_mask = any(shard.learned is not None for shard in self.index.shards)
@@ -138,7 +138,7 @@ class ShardTokenBuffer:
             raise ConfigError(Problem(self.option, str(self.folder / STARTS), rule, fix))
         return np.asarray(mapped)
 
-    def _first_look(self, stored: StoredFile) -> None:
+    def _first_look(self, stored: ShardFile) -> None:
         """Compare with the index a file that is about to be read for the first time."""
         if stored.name not in self._stamps:
             check_file(self.folder, stored, self.option)
@@ -162,14 +162,14 @@ class ShardTokenBuffer:
 class _OpenFiles:
     """File descriptors of the files read last; reading by position leaves them in one state for all processes."""
 
-    def __init__(self, folder: Path, option: str, look: Callable[[StoredFile], None] | None = None) -> None:
+    def __init__(self, folder: Path, option: str, look: Callable[[ShardFile], None] | None = None) -> None:
         """``look`` is called with a file before it is opened."""
         self._folder = folder
         self._option = option
         self._look = look
         self._descriptors: OrderedDict[str, int] = OrderedDict()
 
-    def read(self, stored: StoredFile, start: int, stop: int) -> bytearray:
+    def read(self, stored: ShardFile, start: int, stop: int) -> bytearray:
         """Bytes start..stop-1 of a file."""
         buffer = bytearray(stop - start)
         view = memoryview(buffer)
@@ -186,7 +186,7 @@ class _OpenFiles:
             raise reading.trouble(path, error) or _changed(path, self._option, error.strerror) from error
         return buffer
 
-    def _descriptor(self, stored: StoredFile) -> int:
+    def _descriptor(self, stored: ShardFile) -> int:
         name = stored.name
         if name in self._descriptors:
             self._descriptors.move_to_end(name)
@@ -267,7 +267,7 @@ def verify(line: ShardTokenBuffer) -> Iterator[tuple[str, list[str]]]:
         yield stored.name, [f"{path} {rule}" for rule in sorted(wrong)]
 
 
-def _wrong_values(name: str, values: npt.NDArray[Any], index: Index, previous: int) -> set[str]:
+def _wrong_values(name: str, values: npt.NDArray[Any], index: ShardIndex, previous: int) -> set[str]:
     """What a block of a file holds that it may not."""
     if not len(values):
         return set()

@@ -23,7 +23,7 @@ BLANKS = b" \t\r"
 """What a blank line may have; such a line is not a row."""
 
 
-class Reader:
+class RecordReader:
     """Reads any part of files, and keeps the last of them open. Not for several threads."""
 
     def __init__(self, capacity: int = 64) -> None:
@@ -64,7 +64,7 @@ class Reader:
             close(descriptor)
 
 
-class Index:
+class RecordIndex:
     """Records of a file, and their lines; 8 bytes a row, and 24 for each run of blank records.
 
     A record is a line, or with ``quoted`` the lines up to the next newline outside double quotes, as in CSV. Blank
@@ -72,7 +72,7 @@ class Index:
     """
 
     def __init__(
-        self, file: File, reader: Reader, arrays: Mapping[str, Any] | None = None, *, quoted: bool = False
+        self, file: File, reader: RecordReader, arrays: Mapping[str, Any] | None = None, *, quoted: bool = False
     ) -> None:
         """``arrays`` is what ``arrays`` gave on another rank, and spares the scan."""
         self.file = file

@@ -1,4 +1,4 @@
-"""Records of a text that is read in sequence, in bounded memory: what an Index finds, for files that have none."""
+"""Records of a text that is read in sequence, in bounded memory: what a RecordIndex finds, for files without one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class _Blank:
 
 
 def records(stream: Stream, max_bytes: int, *, quoted: bool = False) -> Iterator[tuple[int, bytes | BadRow]]:
-    """Line number from 1 and bytes, without the newline, of each record that is not blank; see Index.
+    """Line number from 1 and bytes, without the newline, of each record that is not blank; see RecordIndex.
 
     A record above ``max_bytes`` is a BadRow. So is damage in the compressed data, which ends the file; a record that it
     cuts is not given. A compressed file also ends at a record that is longer than ``SKIPPED_BYTES``, because a few MB

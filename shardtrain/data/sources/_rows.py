@@ -11,7 +11,7 @@ from typing import Protocol
 from shardtrain.data.sources import BadRow, Row
 from shardtrain.data.sources._compressed import open_stream
 from shardtrain.data.sources._data_files import File, FileSource
-from shardtrain.data.sources._index import Index
+from shardtrain.data.sources._index import RecordIndex
 from shardtrain.data.sources._records import records
 
 Parse = Callable[[bytes], Row]
@@ -39,7 +39,7 @@ class Part(Protocol):
 class RecordsPart:
     """Records of a plain file but for the first ``skipped``, parsed one by one."""
 
-    index: Index
+    index: RecordIndex
     parse: Parse
     max_row_bytes: int
     skipped: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 from shardtrain.data import shared_opening
 from shardtrain.data.sources import Request, Shards, Table
 from shardtrain.data.sources._data_files import File, check_text, is_many, list_files, place_listed
-from shardtrain.data.sources._index import Index, Reader
+from shardtrain.data.sources._index import RecordIndex, RecordReader
 from shardtrain.data.sources._json import parse_bytes
 from shardtrain.data.sources._json_array import ArrayPart, is_array, open_array
 from shardtrain.data.sources._rows import FileShards, FileTable, Part, RecordsPart
@@ -31,8 +31,8 @@ def open_source(request: Request) -> Table | Shards:
 def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     """As open_source, for files that were found already."""
     if is_many(files):
-        return FileShards(files, parse_bytes, request.max_row_bytes, look=Look(request.max_row_bytes))
-    reader = Reader()
+        return FileShards(files, parse_bytes, request.max_row_bytes, look=LookAtJsonLines(request.max_row_bytes))
+    reader = RecordReader()
     in_sequence = any(file.compression for file in files)
     opened: dict[int, ArrayPart] = {}  # of the rank that looks
 
@@ -47,7 +47,7 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
                 opened[number] = open_array(file, request.max_row_bytes)
                 places.append({"array": opened[number].elements})
             else:
-                places.append({"lines": None if in_sequence else Index(file, reader).arrays()})
+                places.append({"lines": None if in_sequence else RecordIndex(file, reader).arrays()})
         return places
 
     looked = shared_opening.once(place_listed(files), look)
@@ -56,14 +56,16 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
         if "array" in looked_at:
             parts[number] = opened.get(number) or ArrayPart(file, looked_at["array"], request.max_row_bytes)
         elif not in_sequence:
-            parts[number] = RecordsPart(Index(file, reader, looked_at["lines"]), parse_bytes, request.max_row_bytes)
+            parts[number] = RecordsPart(
+                RecordIndex(file, reader, looked_at["lines"]), parse_bytes, request.max_row_bytes
+            )
     if in_sequence:
         return FileShards(files, parse_bytes, request.max_row_bytes, parts=parts)
     return FileTable(files, list(parts.values()))
 
 
 @dataclass(frozen=True)
-class Look:
+class LookAtJsonLines:
     """What opening does with a file, where there are many: see ``FileShards.look``."""
 
     max_row_bytes: int

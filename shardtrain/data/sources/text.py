@@ -37,11 +37,11 @@ def open_files(files: Sequence[File], request: Request) -> Table:
 
     if not is_many(files):
         shared_opening.once(place_listed(files), look)
-    return Texts(files, request.max_row_bytes)
+    return TextFiles(files, request.max_row_bytes)
 
 
 @dataclass
-class Texts(FileSource):
+class TextFiles(FileSource):
     """Files as rows; see Table."""
 
     max_row_bytes: int

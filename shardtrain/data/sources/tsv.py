@@ -11,7 +11,7 @@ from shardtrain.data import shared_opening
 from shardtrain.data.sources import BadRow, Request, Row, Shards, Table
 from shardtrain.data.sources._compressed import open_stream
 from shardtrain.data.sources._data_files import File, check_text, is_many, list_files, place_listed
-from shardtrain.data.sources._index import Index, Reader
+from shardtrain.data.sources._index import RecordIndex, RecordReader
 from shardtrain.data.sources._json import not_utf8
 from shardtrain.data.sources._records import records
 from shardtrain.data.sources._rows import FileShards, FileTable, Part, RecordsPart
@@ -38,8 +38,8 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     """As open_source, for files that were found already."""
     quoted = files[0].kind == ".csv"
     skipped = int(request.header)
-    look = Look(files[0], request)
-    reader = Reader()
+    look = LookAtTable(files[0], request)
+    reader = RecordReader()
     in_sequence = not is_many(files) and any(file.compression for file in files)
 
     # The columns and where rows begin, found by one rank for all; of very many files those of the first alone.
@@ -54,7 +54,7 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
         columns = _columns(files, quoted, request)
         return {
             "columns": columns,
-            "lines": [] if in_sequence else [Index(file, reader, quoted=quoted).arrays() for file in files],
+            "lines": [] if in_sequence else [RecordIndex(file, reader, quoted=quoted).arrays() for file in files],
         }
 
     looked = shared_opening.once(place_listed(files), first_look)
@@ -64,14 +64,14 @@ def open_files(files: Sequence[File], request: Request) -> Table | Shards:
     if in_sequence:
         return FileShards(files, parse, request.max_row_bytes, skipped=skipped, quoted=quoted)
     parts = [
-        RecordsPart(Index(file, reader, lines, quoted=quoted), parse, request.max_row_bytes, skipped=skipped)
+        RecordsPart(RecordIndex(file, reader, lines, quoted=quoted), parse, request.max_row_bytes, skipped=skipped)
         for file, lines in zip(files, looked["lines"], strict=True)
     ]
     return FileTable(files, parts)
 
 
 @dataclass(frozen=True)
-class Look:
+class LookAtTable:
     """What opening does with a file, where there are many: see ``FileShards.look``."""
 
     first: File

@@ -25,7 +25,7 @@ from shardtrain.data.digest import digest_of_files
 from shardtrain.data.documents.bad_rows import around_bad_rows
 from shardtrain.data.documents.encoded import Document, Encoder
 from shardtrain.data.documents.read_documents import BadRows
-from shardtrain.data.feed import Cursor, CursorUpdate, Watch
+from shardtrain.data.feed import Cursor, CursorUpdate, FilesWatch
 from shardtrain.data.file_hashes import WholeFile
 from shardtrain.data.order import sample_at
 from shardtrain.data.packing.packed_rows import Packing, Sequences
@@ -84,7 +84,7 @@ class StreamFeed:
         self._epoch = 0
         self._rows = 0
         self._cursors = np.zeros((self.num_readers, 3), dtype=np.int64)
-        self._watch = Watch(source.check_unchanged, len(self.files))
+        self._watch = FilesWatch(source.check_unchanged, len(self.files))
         place = source.listed_at if isinstance(source, FileSource) else ""
         self._looks = shared_opening.LooksAtSeek(source.check_unchanged, place)
 

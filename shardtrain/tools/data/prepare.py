@@ -29,7 +29,7 @@ from shardtrain.data.documents.read_documents import BadRows, RowStats
 from shardtrain.data.packing import fitted
 from shardtrain.data.packing.fit_table import FitTableWriter
 from shardtrain.data.packing.packed_rows import Packing
-from shardtrain.data.prepared.shard_index import INDEX, UNFINISHED, Index, read_index
+from shardtrain.data.prepared.shard_index import INDEX, UNFINISHED, ShardIndex, read_index
 from shardtrain.data.prepared.shard_writer import ShardWriter, default_shard_tokens, storing
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.sources import Shards, Table
@@ -302,7 +302,7 @@ class _Work:
         self._to_remove = []
         self._saved = time.monotonic()
 
-    def finish(self) -> Index:
+    def finish(self) -> ShardIndex:
         """Judge the whole, and write the index."""
         job = self.job
         BadRows.of(job.config.data).judge(self.tally, f"dataset {job.name}")
@@ -395,7 +395,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _contents(index: Index) -> str:
+def _contents(index: ShardIndex) -> str:
     learned = index.tally.get("learned", index.num_tokens)
     masked = f" ({learned:,} learned)" if learned != index.num_tokens else ""
     size = format_bytes(sum(file.bytes for file in index.files()))

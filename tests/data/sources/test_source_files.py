@@ -14,7 +14,7 @@ import zstandard
 
 from shardtrain.data.sources import Request, every_row, jsonl
 from shardtrain.data.sources._data_files import list_files
-from shardtrain.data.sources._index import Reader
+from shardtrain.data.sources._index import RecordReader
 from shardtrain.utils.errors import ConfigError, DataError
 
 
@@ -220,7 +220,7 @@ def test_a_reader_keeps_few_files_open_and_reads_them_all(tmp_path):
     for number in range(10):
         (tmp_path / f"{number}.bin").write_text(f"content {number}")
     files = list_files(Request(str(tmp_path)), "x", (".bin",))
-    reader = Reader(capacity=3)
+    reader = RecordReader(capacity=3)
     before = len(os.listdir("/dev/fd"))
     for _ in range(2):
         assert [reader.read(file, 1, 8) for file in files] == [str(number).encode() for number in range(10)]

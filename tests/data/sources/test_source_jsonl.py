@@ -254,7 +254,7 @@ def test_an_index_holds_rows_and_not_the_blank_lines_between(tmp_path, monkeypat
     path = tmp_path / "a.jsonl"
     path.write_bytes(blank * 5000 + b"1\n" + blank * 3000 + b"2\n3\n" + blank * 2000 + b"4" + blank)
     (file,) = list_of(path)
-    found = _index.Index(file, _index.Reader())
+    found = _index.RecordIndex(file, _index.RecordReader())
     assert [found.read(row, 100) for row in range(found.num_rows)] == [b"1", b"2", b"3", b"4" + blank[:-1]]
     assert [found.line(row) for row in range(4)] == [5001, 8002, 8003, 10004]
     assert sum(map(len, found.arrays().values())) < 20
