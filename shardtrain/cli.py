@@ -295,7 +295,8 @@ def _train(words: list[str]) -> int:
             with local.storage_errors_in_exit_json(loaded):
                 preflight.require(loaded, preflight.this_machine(loaded, None, world_size, local_ranks))
 
-        code = agent.train(loaded, arguments, several, require)
+        with local.lost_peers_in_exit_json(loaded):
+            code = agent.train(loaded, arguments, several, require)
     else:
         code = _train_here(loaded, arguments, words)
     return stop_status if code == failure.PREEMPTED else code

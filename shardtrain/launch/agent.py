@@ -102,7 +102,7 @@ def run(nodes: Nodes, ranks: int, command: Sequence[str], grace_seconds: int, tr
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(heard)
     os.environ[SUPERVISED] = "1"
     if training:
-        os.environ[exit_report.AGENT] = "1"
+        os.environ[exit_report.AGENT] = str(os.getpid())
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"  # the ranks use the store of the rendezvous
     agent: Any = None
     with temporary_folder() as records:

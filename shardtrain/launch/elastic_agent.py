@@ -22,6 +22,7 @@ from shardtrain.launch.node_reports import LOST_SECONDS, NodeReports
 from shardtrain.launch.nodes import Nodes
 from shardtrain.launch.restart import RESTARTABLE
 from shardtrain.launch.watch import Watch
+from shardtrain.utils.errors import ConfigError
 
 LOOK_SECONDS = 0.1
 
@@ -84,9 +85,18 @@ class TrainingAgent(NodeAgent):
             with local.storage_errors_in_exit_json(self._training):
                 local.prepare(self._folder)
         self._first_rank = worker_group.workers[0].global_rank
-        self._reports = NodeReports(
-            self._store, self._nodes.run_id, number, count, self._first_rank, self._nodes.node_rank
-        )
+        try:
+            self._reports = NodeReports(
+                self._store, self._nodes.run_id, number, count, self._first_rank, self._nodes.node_rank
+            )
+        except ConfigError as error:
+            # the folder is prepared: without exit.json the next start would take this run for a killed one
+            local.write_exit_before_ranks(self._training, failure.describe(error, 0))
+            raise
+        if number != 0:
+            # this node may have a disk of its own, with the exit.json of an earlier run
+            with contextlib.suppress(OSError):
+                (self._folder / "exit.json").unlink(missing_ok=True)
         pids = super()._start_workers(worker_group)
         self._watch.begin({self._first_rank + local_rank: pid for local_rank, pid in pids.items()})
         self._are_running = True

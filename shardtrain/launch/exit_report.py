@@ -13,7 +13,7 @@ from shardtrain.launch.failure import Failure
 PARENT = "SHARDTRAIN_PARENT"
 """Environment variable of ranks that this command started on one machine: ID of the process that watches them."""
 AGENT = "SHARDTRAIN_AGENT"
-"""Environment variable of ranks of a multi-node run, which their node's elastic agent watches."""
+"""Environment variable of ranks of a multi-node run: ID of the elastic agent of their node, which watches them."""
 
 
 def is_left_to_parent() -> bool:

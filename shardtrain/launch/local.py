@@ -30,7 +30,7 @@ from shardtrain.launch.goodput import ledger
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
 from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
 from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors
-from shardtrain.utils.errors import OutOfMemoryError, Preempted, ShardtrainError, StorageError
+from shardtrain.utils.errors import OutOfMemoryError, PeerError, Preempted, ShardtrainError, StorageError
 from shardtrain.utils.temporary import temporary_folder
 
 if TYPE_CHECKING:
@@ -80,19 +80,49 @@ def storage_errors_in_exit_json(loaded: Loaded, *others: type[ShardtrainError]) 
         yield
     except kinds as raised:
         error = _of_storage(raised, Path(loaded.config.job.dump_folder))
-        _write_exit_before_ranks(loaded, failure.describe(error, 0))
+        write_exit_before_ranks(loaded, failure.describe(error, 0))
         raise error from raised.__cause__
 
 
-def _write_exit_before_ranks(loaded: Loaded, report: failure.Failure) -> None:
-    """Write ``exit.json`` unless another run uses the folder. Under torchrun or srun only rank 0 writes it."""
+@contextlib.contextmanager
+def lost_peers_in_exit_json(loaded: Loaded) -> Iterator[None]:
+    """Write ``exit.json`` if the nodes do not meet, unless a node has explained the end of the run there already."""
+    path = Path(loaded.config.job.dump_folder) / "exit.json"
+    earlier = _version_of(path)
+    try:
+        yield
+    except PeerError as error:
+        if _version_of(path) in (None, earlier):
+            write_exit_before_ranks(loaded, failure.describe(error, 0))
+        raise
+
+
+def _version_of(path: Path) -> tuple[int, int] | None:
+    """Return the inode and time of change of a file, which differ once it is replaced. None without a file."""
+    try:
+        status = path.lstat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def write_exit_before_ranks(loaded: Loaded, report: failure.Failure) -> None:
+    """Write ``exit.json`` without a rank, unless another run uses the folder.
+
+    Under torchrun or srun only rank 0 writes it.
+    """
     folder = Path(loaded.config.job.dump_folder)
     checkpoints = folder_of(loaded.config.job.dump_folder, loaded.config.checkpoint.folder)
     is_free = not isinstance(checkpoints, Path) or not lease.is_held(checkpoints)
-    if os.environ.get("RANK", "0") == "0" and is_free:
+    if _reports_before_ranks() and is_free:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
-        failure.write_exit(folder, report, report.exit_code)
+        failure.write_exit(folder, dataclasses.replace(report, rank=None), report.exit_code)
+
+
+def _reports_before_ranks() -> bool:
+    """True for rank 0 and for a process that is no rank. ``RANK`` alone may be the number of a node."""
+    return os.environ.get("RANK", "0") == "0" or not environment.is_rank(os.environ)
 
 
 def end_at_request(loaded: Loaded | None) -> None:
@@ -106,10 +136,10 @@ def end_at_request(loaded: Loaded | None) -> None:
         signals.handle_requests(signal.SIG_IGN)
         run_end = run_ends.UNREAD if loaded is None else run_ends.BEFORE_FIRST_STEP
         report = failure.stopped(None, signal.Signals(number).name, run_end=run_end)
-        if os.environ.get("RANK", "0") == "0":
+        if _reports_before_ranks():
             print(*failure.lines(report, "", 1), sep="\n", file=sys.stderr, flush=True)
         if loaded is not None:
-            _write_exit_before_ranks(loaded, report)
+            write_exit_before_ranks(loaded, report)
         exit_report.end(report.exit_code if loaded is None else failure.stop_status(loaded.config))
 
     signals.handle_requests(end)
@@ -135,7 +165,7 @@ def run_rank(loaded: Loaded, main: Main, world_size: int = 1) -> int:
         exit_report.end(report.exit_code)
 
     parent = int(os.environ.get(exit_report.PARENT, "0"))
-    if "TORCHELASTIC_RUN_ID" in os.environ and not parent:
+    if "TORCHELASTIC_RUN_ID" in os.environ and not exit_report.is_left_to_parent():
         signals.die_with_parent(signal.SIGTERM)  # SIGUSR1, which Slurm sends, ends torchrun and not its processes
     stop = _listen(loaded, end_now, parent)
     try:
@@ -228,7 +258,7 @@ def launch(
             if first:
                 code = first.exit_code
                 print(*failure.lines(first, "", 1), sep="\n", file=sys.stderr, flush=True)
-                _write_exit_before_ranks(loaded, first)
+                write_exit_before_ranks(loaded, first)
             else:
                 check = None
                 code, first = _attempt(loaded, num_processes, main, command, watch, restarts.used, job)
@@ -416,8 +446,12 @@ def leave(code: int) -> NoReturn:
 def become_rank() -> bool:
     """Prepare this process as one of several ranks. True if this command started it, False for torchrun and srun."""
     parent = os.environ.get(exit_report.PARENT)
+    agent = os.environ.get(exit_report.AGENT)
     if parent:
         detach(int(parent))
+    elif agent:
+        # an agent handles every request to stop, so one that is gone was killed, and its node is lost
+        _die_with(int(agent))
     environment.adopt_slurm(os.environ)
     environment.set_allocator_default(os.environ)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -435,10 +469,14 @@ def detach(parent: int) -> None:
         signal.signal(number, signal.SIG_DFL)
     if os.getsid(0) != os.getpid():
         os.setsid()
+    _die_with(parent)
+
+
+def _die_with(parent: int) -> None:
+    """Let the kernel kill this process when its parent ends. Exit if the parent has ended already."""
     signals.die_with_parent(signal.SIGKILL)
-    if sys.platform == "linux":
-        if os.getppid() != parent:
-            os._exit(failure.PEER)
+    if sys.platform == "linux" and os.getppid() != parent:
+        os._exit(failure.PEER)
 
 
 def _done_path(record: Path) -> Path:

@@ -8,6 +8,7 @@ changed for that time, by the reader's own monotonic clock.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import time
@@ -16,16 +17,22 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as pytorch
-from torch.distributed.elastic.rendezvous.api import RendezvousStateError, RendezvousStoreInfo, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from shardtrain.launch.greeting import within
 from shardtrain.launch.node_reports import LOST_SECONDS
 from shardtrain.launch.nodes import CLOCKS_APART_SECONDS, Nodes
-from shardtrain.launch.signed_meeting import SignedBackend
-from shardtrain.utils.errors import PeerError
+from shardtrain.launch.signed_meeting import Seal, SignedBackend
+from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET
 
 _NO_NUMBER = 2**31
@@ -39,6 +46,7 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
     The ranks of all nodes meet in the same store. The shared state is signed if this node has a secret.
 
     Raises:
+        ConfigError: another node was started with another number of nodes.
         DistError: the store does not answer.
     """
     counts = nodes.counts or range(nodes.least, nodes.most + 1)
@@ -58,6 +66,7 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
     )
     backend = C10dRendezvousBackend(store, nodes.run_id)
     secret = os.environ.get(SECRET, "")
+    _compare_node_counts(nodes, store, secret)
     Meeting.number = _NO_NUMBER if nodes.node_rank is None else nodes.node_rank
     meeting = Meeting.from_backend(
         parameters.run_id,
@@ -76,6 +85,25 @@ def open_meeting(nodes: Nodes, listener: socket.socket | None) -> Meeting:
     meeting.counts = counts
     meeting.first_decides = nodes.first_decides
     return meeting
+
+
+def _compare_node_counts(nodes: Nodes, store: dist.Store, secret: str) -> None:
+    """Reject a node whose number of nodes differs from that of the node that came first.
+
+    Nodes with different numbers do not agree when the rendezvous is complete, and wait for ``RDZV_TIMEOUT``.
+    """
+    seal = Seal(secret, nodes.run_id)
+    own_counts = f"{nodes.least}:{nodes.most}"
+    key = f"shardtrain/{nodes.run_id}/node-counts"
+    sealed = store.compare_set(key, "", seal.close(own_counts.encode()).decode())
+    first_counts = seal.open(sealed).decode(errors="replace")
+    if not re.fullmatch(r"\d{1,9}:\d{1,9}", first_counts):
+        raise RendezvousStateError("the number of nodes is signed, or was not written by a node")
+    if first_counts != own_counts:
+        option, _, value = nodes.reason.partition("=")
+        least, _, most = first_counts.partition(":")
+        rule = f"must be {least if least == most else first_counts}, as on the node that came first"
+        raise ConfigError(Problem(option, value, rule, "start all nodes with the same number"))
 
 
 def failed(error: Exception, nodes: Nodes, meeting: Meeting | None) -> PeerError:
@@ -138,6 +166,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         steady = _SteadyState(state_holder._backend, settings, node)
         super().__init__(node, settings, backend_name, store, steady)
         self.own_node = node
+        self._is_store_lost = False
 
     @property
     def state(self) -> Any:
@@ -154,6 +183,7 @@ class Meeting(pytorch.DynamicRendezvousHandler):
         Raises:
             RendezvousTimeoutError: too few nodes joined, and there is no active run that this node could wait for.
         """
+        self._is_store_lost = False
         return within(None, self._meet)
 
     def _meet(self) -> RendezvousInfo:
@@ -194,11 +224,17 @@ class Meeting(pytorch.DynamicRendezvousHandler):
                 print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of waiting nodes, or 0 if with them no larger node count can work."""
+        """Return the number of waiting nodes, or 0 if with them no larger node count can work.
+
+        Also return 0 once the store is lost. Nobody can join through it, and ``NodeReports`` names the lost node.
+        """
+        if self._is_store_lost:
+            return 0
         try:
             waiting = within(LOST_SECONDS, super().num_nodes_waiting)
-        except TimeoutError:
-            return 0  # nobody can join through a store that does not reply, and the ranks may still work
+        except (RendezvousConnectionError, DistError, TimeoutError):
+            self._is_store_lost = True
+            return 0
         members = len(self.state.participants)
         return waiting if self.largest(members + waiting) > members else 0
 

@@ -39,6 +39,7 @@ POLL_SECONDS = 0.1
 _KEY = "shardtrain/nodes"
 _ENDED = f"{_KEY}/ended"
 _FAILED = f"{_KEY}/failed"
+_MET = f"{_KEY}/met"
 
 
 class NodeReports:
@@ -55,24 +56,31 @@ class NodeReports:
         self._seal = Seal(os.environ.get(SECRET, ""), run_id)
         self._number = number
         self._looked_at = 0.0
+        self._is_store_lost = False
         self._write("node", (first_rank, socket.gethostname(), node_rank))
-        self._nodes = within(MEET_SECONDS, lambda: [self._read("node", number) for number in range(count)])
+        self._nodes = within(MEET_SECONDS, lambda: self._read_nodes(count))
         hosts: dict[int | None, list[str]] = {}
         for _, host, given_rank in self._nodes:
             hosts.setdefault(given_rank, []).append(host)
         for given_rank, same in hosts.items():
             if given_rank is not None and len(same) > 1:
+                # all nodes report this, so the node that serves the store must not leave before they know
+                with contextlib.suppress(DistError, TimeoutError):
+                    within(WAIT_SECONDS + LOST_SECONDS, lambda: self._await_all(_MET))
                 rule = f"is the number of {len(same)} nodes ({', '.join(same)})"
                 raise ConfigError(Problem("--node_rank", given_rank, rule, "give each node its own, from 0"))
 
     def others_have_failed(self) -> bool:
         """True if a rank of another node has failed, or if the store is gone with the node that serves it."""
+        if self._is_store_lost:
+            return True
         if time.monotonic() - self._looked_at < LOOK_SECONDS:
             return False
         self._looked_at = time.monotonic()
         try:
             return within(LOST_SECONDS, lambda: self._store.add(_FAILED, 0)) > 0
         except (DistError, TimeoutError):
+            self._is_store_lost = True
             return True
 
     def explain(self, failures: Sequence[Failure], all_done: bool, run_folder: Path) -> Failure | None:
@@ -91,8 +99,9 @@ class NodeReports:
         # if all ranks stopped on request, they ended after the same step, and nothing has failed
         all_stopped = all(one.exit_code in (PREEMPTED, NOT_SAVED) for one in failures)
         is_failure = not all_done and not (failures and all_stopped)
-        with contextlib.suppress(DistError, TimeoutError):  # the node that serves the store is gone
-            within(WAIT_SECONDS + LOST_SECONDS, lambda: self._exchange(reports, is_failure))
+        if not self._is_store_lost:
+            with contextlib.suppress(DistError, TimeoutError):  # the node that serves the store is gone
+                within(WAIT_SECONDS + LOST_SECONDS, lambda: self._exchange(reports, is_failure))
         all_failures = [one for of_node in reports.values() for one in of_node]
         if is_failure and all(one.is_peer for one in all_failures):
             lost = [node for number, node in enumerate(self._nodes) if number not in reports]
@@ -106,12 +115,22 @@ class NodeReports:
         self._store.add(_ENDED, 1)
         if not failed_nodes:
             return
-        until = time.monotonic() + WAIT_SECONDS
-        while self._store.add(_ENDED, 0) < len(self._nodes) and time.monotonic() < until:
-            time.sleep(POLL_SECONDS)
+        self._await_all(_ENDED)
         for number in range(len(self._nodes)):
             if self._store.check([f"{_KEY}/end/{number}"]):
                 reports[number] = [failure.from_fields(fields) for fields in self._read("end", number)]
+
+    def _read_nodes(self, count: int) -> list[Any]:
+        """Return the first rank, host and ``--node_rank`` of each node. Waits until all have written theirs."""
+        nodes = [self._read("node", number) for number in range(count)]
+        self._store.add(_MET, 1)
+        return nodes
+
+    def _await_all(self, counter: str) -> None:
+        """Wait at most ``WAIT_SECONDS`` until every node has added 1 to ``counter``."""
+        until = time.monotonic() + WAIT_SECONDS
+        while self._store.add(counter, 0) < len(self._nodes) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
 
     def _write(self, kind: str, value: object) -> None:
         self._store.set(f"{_KEY}/{kind}/{self._number}", self._seal.close(json.dumps(value).encode()).decode())

@@ -21,6 +21,10 @@ from ports import free_port
 from tiers import cases
 from tiny import text_file
 
+from shardtrain.config import load
+from shardtrain.launch import failure, local
+from shardtrain.utils.errors import PeerError
+
 ROOT = Path(__file__).parents[2]
 HANG_SECONDS = max(4, round(patience.seconds(1)))
 
@@ -123,6 +127,50 @@ def test_each_fault_on_each_host_is_explained_on_both(tmp_path, how, fault, rank
     assert code != 75 or end["last_step"] == newest(tmp_path / "run")
     for number in (0, 1):
         json.loads((tmp_path / f"run/logs/node-{number}.json").read_text())
+
+
+@pytest.mark.parametrize(("victim", "storage"), cases([(0, "shared")], nightly=[(1, "shared"), (0, "first_node")]))
+def test_a_node_whose_agent_is_killed_is_named_by_the_other_one(tmp_path, victim, storage):
+    """Its ranks die with it. They do not take this for a request to stop, with which a run would end as saved."""
+    (tmp_path / "faulty.py").write_text(SCHEDULE.format(rank=victim, fault="pass"))
+    with started("train --nnodes 2", tmp_path, f"--checkpoint.storage={storage}") as hosts:
+        wait_for(lambda: (tmp_path / "pid").exists() or any(host.poll() is not None for host in hosts))
+        hosts[victim].kill()
+        told = hosts[1 - victim].communicate(timeout=patience.seconds(90))[1]
+        rank_of_victim = Path(f"/proc/{(tmp_path / 'pid').read_text()}")
+        wait_for(lambda: not rank_of_victim.exists() or "(zombie)" in (rank_of_victim / "status").read_text())
+    assert hosts[1 - victim].returncode == 6, told
+    (line,) = [line for line in told.splitlines() if "error[" in line or "stopped[" in line]
+    assert f"rank {victim} (host " in line and "is lost with its node" in line and f"logs/rank-{victim}.log" in line
+    end = record(tmp_path / "run")
+    assert (end["code"], end["rank"], end["retryable"]) == (6, victim, True)
+
+
+# exit.json before the start, and what another node writes meanwhile -> the code that is left
+MEETINGS = {
+    "new folder": (None, None, 6),
+    "an earlier run was done": (0, None, 6),
+    "another node has explained it": (0, 8, 8),
+    "another node has explained it, in a new folder": (None, 8, 8),
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+@pytest.mark.parametrize("node_of_pod", ["", "0", "1"])
+def test_nodes_that_do_not_meet_leave_exit_json(tmp_path, monkeypatch, name, node_of_pod):
+    before, meanwhile, code = MEETINGS[name]
+    for variable, value in {"RANK": node_of_pod, "WORLD_SIZE": "2" if node_of_pod else ""}.items():
+        monkeypatch.setenv(variable, value) if value else monkeypatch.delenv(variable, raising=False)
+    loaded = load(None, [f"--job.dump_folder={tmp_path}"], preset="debug")
+    if before is not None:
+        failure.write_exit(tmp_path, None, before)
+    with pytest.raises(PeerError), local.lost_peers_in_exit_json(loaded):
+        if meanwhile is not None:
+            failure.write_exit(tmp_path, None, meanwhile)
+        raise PeerError("the meeting at node-a:29500 of 2 nodes did not complete within 600 s: 1 joined; are all up?")
+    end = record(tmp_path)
+    assert (end["code"], end["rank"]) == (code, None)
+    assert code != 6 or ("did not complete" in end["message"] and end["retryable"])
 
 
 @pytest.mark.nightly(

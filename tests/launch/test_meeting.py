@@ -20,11 +20,13 @@ from ports import free_port
 from ranks import run_ranks
 from tiers import cases
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous as pytorch
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from shardtrain.launch import meeting, nodes
 from shardtrain.launch.greeting import within
 from shardtrain.launch.meeting import Meeting, open_meeting
+from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.listening import open_listener
 
 
@@ -291,6 +293,52 @@ def test_a_store_that_does_not_reply_ends_no_healthy_run(monkeypatch):
     monkeypatch.setattr(meeting, "LOST_SECONDS", 0.1)
     assert rendezvous.num_nodes_waiting() == 0
     never.set()
+
+
+@pytest.mark.parametrize("error", [RendezvousConnectionError, dist.DistNetworkError])
+def test_a_lost_store_is_not_asked_again_and_leaves_the_reason_to_the_agent(monkeypatch, error):
+    """Before, this error ended the agent, which then named no rank and wrote no exit.json."""
+    rendezvous = Meeting.from_backend(
+        "run", dist.HashStore(), C10dRendezvousBackend(dist.HashStore(), "run"), 2, 2, "127.0.0.1"
+    )
+    asked = []
+
+    def ask(_: Any) -> int:
+        asked.append(1)
+        raise error("Connection refused")
+
+    monkeypatch.setattr(pytorch.DynamicRendezvousHandler, "num_nodes_waiting", ask)
+    assert [rendezvous.num_nodes_waiting() for _ in range(3)] == [0, 0, 0] and len(asked) == 1
+
+
+ONE, OTHER, NO_SECRET = "of one run", "of another run", ""
+# nodes and secret of the first node, then of the second one -> error of the second one
+COUNTS = {
+    "equal": ((2, 2, NO_SECRET), (2, 2, NO_SECRET), ""),
+    "equal and signed": ((1, 4, ONE), (1, 4, ONE), ""),
+    "more": ((2, 2, NO_SECRET), (3, 3, NO_SECRET), '--nnodes="3" must be 2, as on the node that came first'),
+    "elastic": ((2, 2, ONE), (1, 2, ONE), '--nnodes="1:2" must be 2, as on the node that came first'),
+    "fixed": ((1, 2, NO_SECRET), (2, 2, NO_SECRET), '--nnodes="2" must be 1:2, as on the node that came first'),
+    "another secret": ((2, 2, ONE), (2, 2, OTHER), "is not signed with the secret of this node"),
+    "a secret only here": ((2, 2, NO_SECRET), (2, 2, ONE), "is not signed with the secret of this node"),
+    "a secret only there": ((2, 2, ONE), (3, 3, NO_SECRET), "is signed, or was not written by a node"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_nodes_that_were_started_with_different_numbers_of_nodes_are_refused(name):
+    *both, expected = COUNTS[name]
+    store = dist.HashStore()
+    told = []
+    for least, most, secret in both:
+        number = str(most) if least == most else f"{least}:{most}"
+        own = dataclasses.replace(node(0, 1, least=least, most=most), reason=f"--nnodes={number}")
+        try:
+            meeting._compare_node_counts(own, store, secret)
+            told.append("")
+        except (ConfigError, RendezvousStateError) as error:
+            told.append(str(error))
+    assert told[0] == "" and expected in told[1] and bool(expected) == bool(told[1]), told
 
 
 def test_a_signal_is_heard_while_the_rendezvous_does_not_answer(monkeypatch):

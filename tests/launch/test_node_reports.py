@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -104,6 +107,70 @@ def test_two_nodes_with_the_same_node_rank_are_refused_on_both(node_ranks, is_re
     host = socket.gethostname()
     expected = f"--node_rank=1 is the number of 2 nodes ({host}, {host}); give each node its own, from 0"
     assert told == [expected if is_refused else ""] * 2
+
+
+class _Served:
+    """A store that is lost once the node that serves it has left."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self.is_lost = threading.Event()
+        self.calls = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls += 1
+        if self.is_lost.is_set():
+            raise dist.DistNetworkError("Connection refused")
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_node_that_reads_late_still_learns_that_two_have_its_number(slow):
+    """The node that serves the store stays until all have read the numbers."""
+    store = _Served()
+
+    def meet(number: int) -> str:
+        own_store = _Late(store) if number == slow else store
+        try:
+            NodeReports(own_store, "run", number, 3, number, (0, 1, 1)[number])
+        except ConfigError as error:
+            return str(error)
+        finally:
+            if number == 0:
+                store.is_lost.set()
+        return ""
+
+    with ThreadPoolExecutor(3) as nodes:
+        told = list(nodes.map(meet, range(3)))
+    assert len(set(told)) == 1 and told[0].startswith("--node_rank=1 is the number of 2 nodes"), told
+
+
+class _Late:
+    """A store as a slow node sees it."""
+
+    def __init__(self, store: _Served) -> None:
+        self.set = store.set
+        self.add = store.add
+        self._served = store
+
+    def get(self, key: str) -> bytes:
+        time.sleep(0.1)
+        return bytes(self._served.get(key))
+
+
+def test_a_store_that_is_lost_is_not_asked_again_and_its_node_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_reports, "LOOK_SECONDS", 0.0)
+    store = _Served()
+    with ThreadPoolExecutor(2) as nodes:
+        _first, second = nodes.map(lambda number: NodeReports(store, "run", number, 2, 2 * number), range(2))
+    assert not second.others_have_failed()
+    store.is_lost.set()
+    assert second.others_have_failed()
+    calls = store.calls
+    assert second.others_have_failed()
+    cause = second.explain([PEERS[2], PEERS[3]], False, tmp_path)
+    assert cause and (cause.rank, cause.exit_code) == (0, 6) and "is lost with its node" in cause.message
+    assert store.calls == calls, "each call to a silent store takes as long as its limit"
 
 
 def test_a_report_that_is_not_signed_with_the_secret_of_the_nodes_is_refused(tmp_path, monkeypatch):
