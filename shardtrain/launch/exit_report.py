@@ -29,11 +29,11 @@ def record(report: Failure, log_path: Path, run_folder: Path, world_size: int, i
         tell(report, log_path, run_folder, world_size)
 
 
-def tell(report: Failure, log_path: Path, run_folder: Path, world_size: int) -> None:
-    """Print the failure that ended a run in one line, and write ``exit.json``."""
+def tell(report: Failure, log_path: Path, run_folder: Path, world_size: int, step: int = 0) -> None:
+    """Print the failure that ended a run in one line, and write ``exit.json``; see ``failure.write_exit``."""
     print(*failure.lines(report, log_path, world_size), sep="\n", file=sys.stderr, flush=True)
     if not report.leaves_folder_alone:
-        failure.write_exit(run_folder, report, report.exit_code)
+        failure.write_exit(run_folder, report, report.exit_code, step)
 
 
 def end(code: int) -> NoReturn:

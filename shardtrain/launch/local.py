@@ -271,8 +271,7 @@ def launch(
                 continue
             if status == CRASH_LOOP:
                 report = failure.crash_loop(restarts.why, code, _newest_checkpoint(loaded), folder)
-                print(*failure.lines(report, log_path(loaded, 0), 1), sep="\n", file=sys.stderr)
-                failure.write_exit(folder, report, status)
+                exit_report.tell(report, log_path(loaded, 0), folder, 1)
             return status
 
 
@@ -529,16 +528,11 @@ def _report(
     failures, all_done, last_step = failures_of(statuses, watch, functools.partial(_record_path, records))
     if failures:
         first = failure.culprit(failures)
-        code = first.exit_code
-        print(*failure.lines(first, log_path(loaded, first.rank), len(statuses)), sep="\n", file=sys.stderr)
-    # ended by our signals before they had saved
-    elif not all_done:
-        code = failure.NOT_SAVED
+    elif not all_done:  # our signals ended them before they had saved
         first = stopped(loaded, 0, watch.reason or "SIGTERM")
-        print(*failure.lines(first, "", len(statuses)), file=sys.stderr)
     else:
-        first = None
         code = max(statuses.values())
-    if first is None or not first.leaves_folder_alone:
-        failure.write_exit(run_folder, first, code, last_step)
-    return code, first
+        failure.write_exit(run_folder, None, code, last_step)
+        return code, None
+    exit_report.tell(first, log_path(loaded, first.rank), run_folder, len(statuses), last_step)
+    return first.exit_code, first

@@ -8,12 +8,24 @@ import stat
 from typing import Literal
 
 from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.errors import ShardtrainError
+from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError
 
 
 def trouble(path: str | os.PathLike[str], error: OSError) -> ShardtrainError | None:
     """Return a storage error if a later attempt may succeed; None if the path or the user's permissions are wrong."""
     return storage_errors.cannot("read", path, error) if storage_errors.is_of_system(error, path) else None
+
+
+def unreadable(
+    option: str,
+    path: str | os.PathLike[str],
+    error: OSError,
+    fix: str = "make the file readable",
+    kind: type[ConfigError] | type[DataError] = ConfigError,
+) -> ShardtrainError:
+    """Return the error of a file that cannot be read: that of ``trouble``, or one of ``kind`` that names ``option``."""
+    problem = Problem(option, os.fspath(path), f"cannot be read ({error.strerror})", fix)
+    return trouble(path, error) or (ConfigError(problem) if kind is ConfigError else kind(str(problem)))
 
 
 def kind(path: str | os.PathLike[str]) -> Literal["folder", "file", "other", ""]:

@@ -11,7 +11,7 @@ import pytest
 from shardtrain.data.sources import Request
 from shardtrain.data.sources._data_files import list_files
 from shardtrain.utils import reading
-from shardtrain.utils.errors import StorageError
+from shardtrain.utils.errors import ConfigError, DataError, StorageError
 
 
 def test_a_path_leads_to_a_folder_a_file_something_else_or_nowhere(tmp_path: Path) -> None:
@@ -39,3 +39,13 @@ def test_of_a_folder_of_data_on_storage_that_does_not_answer_nothing_else_is_sai
     monkeypatch.setattr(os, "stat", fails_once)
     with pytest.raises(StorageError, match=rf"^cannot read .*\(errno {number}\), "):
         list_files(Request(str(tmp_path)), "text", [".txt"])
+
+
+@pytest.mark.parametrize("kind", [ConfigError, DataError])
+def test_a_file_that_cannot_be_read_is_named_unless_its_storage_fails(
+    kind: type[ConfigError] | type[DataError],
+) -> None:
+    denied = reading.unreadable("data.path", "rows", OSError(errno.EACCES, "Permission denied"), "allow it", kind)
+    assert isinstance(denied, kind)
+    assert "cannot be read (Permission denied); allow it" in str(denied) and "rows" in str(denied)
+    assert isinstance(reading.unreadable("data.path", "rows", OSError(errno.EIO, "I/O error")), StorageError)

@@ -39,7 +39,7 @@ def read_text(path: Path) -> str:
         with path.open("rb") as opened:
             content = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(Problem("the file", str(path), f"cannot be read ({error.strerror})", "name a file")) from None
+        raise reading.unreadable("the file", path, error, "name a file") from None
     if len(content) > MAX_BYTES:
         rule = f"has more than {MAX_BYTES} bytes, which no configuration has"
         raise ConfigError(Problem("the file", str(path), rule, "name a configuration file"))

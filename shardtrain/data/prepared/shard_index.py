@@ -24,7 +24,7 @@ import numpy as np
 from shardtrain.data import shared_opening
 from shardtrain.data.shared_opening import Listing, Witness
 from shardtrain.utils import atomic_io, checked_json, reading
-from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
+from shardtrain.utils.errors import ConfigError, Problem
 
 VERSION = 1
 INDEX = "index.json"
@@ -198,7 +198,7 @@ def _read(folder: Path, path: Path, option: str) -> tuple[bytes, tuple[int, int,
             raise _broken(path, option, f"has more than {MAX_INDEX_BYTES} bytes")
         return reading.whole(path, MAX_INDEX_BYTES), (status.st_size, status.st_mtime_ns, status.st_ino)
     except OSError as error:
-        raise _unreadable(path, option, error) from error
+        raise reading.unreadable(option, path, error) from error
 
 
 def _load(content: bytes, path: Path, option: str) -> dict[str, Any]:
@@ -272,17 +272,11 @@ def check_file(folder: Path, stored: ShardFile, option: str) -> None:
     except FileNotFoundError:
         raise _broken(path, option, "is missing") from None
     except OSError as error:
-        raise _unreadable(path, option, error) from error
+        raise reading.unreadable(option, path, error) from error
     if size != stored.bytes:
         raise _broken(path, option, f"has {size} bytes, and {INDEX} says {stored.bytes}")
     if ends != stored.ends_sha256:
         raise _broken(path, option, f"is not the file that {INDEX} describes: other bytes at its ends")
-
-
-def _unreadable(path: Path, option: str, error: OSError) -> ShardtrainError:
-    """The error of a file that cannot be read: a StorageError if reading it again may work."""
-    problem = Problem(option, str(path), f"cannot be read ({error.strerror})", "make the file readable")
-    return reading.trouble(path, error) or ConfigError(problem)
 
 
 def _broken(path: Path, option: str, rule: str) -> ConfigError:

@@ -121,7 +121,7 @@ class File:
 
     def unreadable(self, error: OSError, fix: str = "check the disk") -> ShardtrainError:
         """Make the error of a file that cannot be read: of storage where a later try may find it as it was."""
-        return reading.trouble(self.path, error) or self.unusable(f"cannot be read ({error.strerror})", fix)
+        return reading.unreadable(self.option, self.path, error, fix, DataError)
 
     def unusable(self, rule: str, fix: str) -> DataError:
         """Make the error of a file that cannot serve as data."""
@@ -463,9 +463,7 @@ def _status(path: str, option: str, empty: bool) -> os.stat_result:
     try:
         status = os.stat(path)
     except OSError as error:
-        rule = f"cannot be read ({error.strerror})"
-        unreadable = DataError(str(Problem(option, path, rule, "fix or remove the file or link")))
-        raise reading.trouble(path, error) or unreadable from error
+        raise reading.unreadable(option, path, error, "fix or remove the file or link", DataError) from error
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")
         rule = f"is {kind}, no file"

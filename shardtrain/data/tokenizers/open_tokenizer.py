@@ -155,9 +155,7 @@ def _read(path: str, option: str) -> tuple[Path, bytes]:
             raise ConfigError(Problem(option, str(file), rule, "name a tokenizer's file"))
         content = file.read_bytes()
     except OSError as error:
-        fix = "make the file readable"
-        unreadable = ConfigError(Problem(option, path, f"cannot be read ({error.strerror})", fix))
-        raise reading.trouble(path, error) or unreadable from error
+        raise reading.unreadable(option, path, error) from error
     if not content:
         raise ConfigError(Problem(option, str(file), "is empty", "copy or download it again"))
     if content.startswith(b"version https://git-lfs"):

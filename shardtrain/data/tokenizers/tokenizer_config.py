@@ -138,7 +138,7 @@ def read_text(file: Path, option: str) -> str:
             raise ConfigError(Problem(option, str(file), f"is larger than {_MAX_FILE_BYTES} bytes", _FIX))
         return content.decode("utf-8-sig")
     except OSError as error:
-        raise ConfigError(Problem(option, str(file), f"cannot be read ({error.strerror})", _FIX)) from error
+        raise reading.unreadable(option, file, error, _FIX) from error
     except UnicodeDecodeError as error:
         raise ConfigError(Problem(option, str(file), "is not UTF-8 text", _FIX)) from error
 
