@@ -34,7 +34,8 @@ from hf_models import _find, copy_weights
 
 from shardtrain import distributed
 from shardtrain.models import find
-from shardtrain.ops.cpu import chosen_kernels, kernel_speed, packed_linear
+from shardtrain.ops import chosen_kernels
+from shardtrain.ops.cpu import kernel_speed, packed_linear
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.utils.allocator import keep_freed_memory
 

@@ -27,7 +27,7 @@ from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.distributed import LOSS_AXES
 from shardtrain.facts.file_kinds import known_endings
 from shardtrain.launch import failure, local
-from shardtrain.ops.cpu import chosen_kernels
+from shardtrain.ops import chosen_kernels
 from shardtrain.resilience.resilience import Resilience
 from shardtrain.tools.evaluate import sets
 from shardtrain.tools.evaluate.request import data_options

@@ -194,7 +194,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """Compute with PyTorch's own kernels again: a run in this process has chosen others, and they need other memory."""
-    kernels = sys.modules.get("shardtrain.ops.cpu.chosen_kernels")
+    kernels = sys.modules.get("shardtrain.ops.chosen_kernels")
     if kernels is not None:
         kernels.use(kernels.PYTORCH)
 

@@ -19,14 +19,17 @@ from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.mesh import BATCH_AXES, LOSS_AXES, Mesh, build
 from shardtrain.distributed.runner import ModelParts, PlainRunner, Runner
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
+from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
 from shardtrain.layout import Layout
-from shardtrain.ops.cpu import chosen_kernels, layer_norm, onednn_linear, rms_norm
 
 __all__ = ["BATCH_AXES", "LOSS_AXES", "Mesh", "Runner", "build", "parallelize"]
 
 
 def use_chosen_kernels(model: nn.Module) -> None:
     """Replace linear layers and norms by the kernels that were measured to be faster on this CPU, in place."""
+    from shardtrain.ops import chosen_kernels
+    from shardtrain.ops.cpu import layer_norm, onednn_linear, rms_norm
+
     if chosen_kernels.chosen().uses("onednn_linear"):
         onednn_linear.use(model)
     if chosen_kernels.chosen().uses("rms_norm"):
@@ -75,7 +78,7 @@ def parallelize(model: nn.Module, layout: Layout, mesh: Mesh, config: Config, vo
     # the loss, over a vocabulary that tensor parallelism may have split
     vocabulary = None
     if mesh.size("tp") > 1 and not config.parallelism.disable_loss_parallel:
-        vocabulary = tensor_parallel.SplitVocabulary(mesh, vocab_size)
+        vocabulary = SplitVocabulary(mesh, vocab_size)
     chunk_loss = None
     if config.compile.enable and vocabulary is None:
         chunk_loss = compile.compiled_chunk_loss(config)

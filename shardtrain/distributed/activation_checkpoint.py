@@ -21,17 +21,29 @@ from shardtrain.distributed import compile
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
 from shardtrain.ops import accelerator
-from shardtrain.ops.cpu import onednn_linear  # noqa: F401  they register operations that are named below
 from shardtrain.ops.dtensor import local_tensor
 
-_LINEAR = (torch.ops.aten.linear.default, torch.ops.shardtrain.onednn_product.default)
+_LINEAR = ("aten.linear.default", "shardtrain.onednn_product.default")
 """Matmuls that are given the weight as it is; the others are given its transpose."""
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default, *_LINEAR)
+_MATMULS = ("aten.mm.default", "aten.addmm.default", "aten._scaled_mm.default", *_LINEAR)
+_EXPENSIVE = (
+    "aten._scaled_dot_product_flash_attention.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "aten._scaled_dot_product_efficient_attention.default",
+    "aten._scaled_dot_product_cudnn_attention.default",
+    "aten._scaled_dot_product_attention_math.default",
+    "aten._scaled_dot_product_fused_attention_overrideable.default",
+    "shardtrain.document_attention.default",
+    "shardtrain.blocked_attention.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+    "_c10d_functional.all_to_all_single.default",
+)
+"""Operations whose results are kept by "op", besides every second matmul: attention and communication."""
 
 
 def _weight_shape(operation: Any, arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """The (out, in) shape of the weight that a matmul multiplies by; one in float8 is given its transpose too."""
-    if operation in _LINEAR:
+    if operation in _operations(_LINEAR):
         return tuple(arguments[1].shape)
     return tuple(reversed(arguments[2 if operation is torch.ops.aten.addmm.default else 1].shape))
 
@@ -129,22 +141,14 @@ def _memory(tensor: Tensor) -> int:
 
 
 @functools.cache
-def _expensive_operations() -> frozenset[Any]:
-    """Operations whose results are kept by "op": matmuls (every second one), attention and communication."""
-    names = (
-        "aten._scaled_dot_product_flash_attention.default",
-        "aten._scaled_dot_product_flash_attention_for_cpu.default",
-        "aten._scaled_dot_product_efficient_attention.default",
-        "aten._scaled_dot_product_cudnn_attention.default",
-        "aten._scaled_dot_product_attention_math.default",
-        "aten._scaled_dot_product_fused_attention_overrideable.default",
-        "shardtrain.document_attention.default",
-        "shardtrain.blocked_attention.default",
-        "_c10d_functional.reduce_scatter_tensor.default",
-        "_c10d_functional.all_to_all_single.default",
-    )
+def _operations(names: tuple[str, ...]) -> frozenset[Any]:
+    """Operations by their names, without those that do not exist.
+
+    This version of PyTorch may lack one, and kernels of a CPU are only registered in a run on a CPU. Called when layers
+    run, because their kernels are registered before.
+    """
     operations = []
-    for name in names:  # an operation that this version of PyTorch lacks cannot be met either
+    for name in names:
         namespace, operation, overload = name.split(".")
         packet = getattr(getattr(torch.ops, namespace), operation, None)
         if packet is not None and hasattr(packet, overload):
@@ -170,14 +174,14 @@ def _selective_contexts(
     matmuls: Counter[bool] = Counter()  # counted apart in forward and in recomputation
 
     def policy(ctx: Any, operation: Any, *arguments: Any, **keywords: Any) -> CheckpointPolicy:
-        if operation in _MATMULS:
+        if operation in _operations(_MATMULS):
             # the policy sees operations and no modules: a product is known by the shape of its weight
             if _weight_shape(operation, arguments) in forced_shapes:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             matmuls[ctx.is_recompute] += 1
             keep = matmuls[ctx.is_recompute] % 2 == 1
         else:
-            keep = operation in _expensive_operations()
+            keep = operation in _operations(_EXPENSIVE)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return, no-untyped-call]

@@ -17,8 +17,8 @@ from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import Task
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches, word_of
-from shardtrain.ops.cpu import kernel_speed
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss_without_scatter
+from shardtrain.ops.machine_key import machine_key
 from shardtrain.utils import user_cache
 from shardtrain.utils.log import logger
 
@@ -116,7 +116,7 @@ def _remember_vector_instructions() -> None:
         # another compiler may not know all of them: its file is told from others by size and time
         compiler = Path(found).resolve()
         facts = compiler.stat()
-        key = kernel_speed.machine_key(str(compiler), str(facts.st_size), str(facts.st_mtime_ns))
+        key = machine_key(str(compiler), str(facts.st_size), str(facts.st_mtime_ns))
         remembered = user_cache.folder() / f"vector_instructions-{key}"
         if not remembered.exists():
             working = [str(one) for one in valid_vec_isa_list()]

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_map_only
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed import compute_copies, expert_parallel
-from shardtrain.distributed.cpu import shared_memory
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout
 from shardtrain.ops import accelerator
@@ -97,6 +96,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
             if options["mesh"].size() > 1 or expert_parallel.has_experts([model]):
                 module.set_gradient_divide_factor(1.0)
     if mesh.device.type == "cpu" and dist.get_backend() == "gloo":
+        from shardtrain.distributed.cpu import shared_memory  # a run on an accelerator does not import it
+
         shared_memory.use(model)
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed.mesh import Mesh
-from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
 from shardtrain.ops.cross_entropy import ChunkFunction
 from shardtrain.ops.linear_cross_entropy import WORTH_IT_BYTES, linear_cross_entropy_sum, saved_bytes
+from shardtrain.ops.linear_layers import computes_linear
 
 
 def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool:
@@ -26,9 +26,8 @@ def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool
     if not (
         getattr(type(model).forward, "gives_output_of_head", False)
         and isinstance(head, nn.Linear)
-        and type(head).forward in (nn.Linear.forward, OneDnnLinear.forward)  # FSDP has made a class of its own of it
+        and computes_linear(head)
         and head.bias is None
-        and "forward" not in head.__dict__
         and mesh.size("tp") == 1
     ):
         return False

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from shardtrain.config.schema import Comm
-from shardtrain.distributed.cpu import shared_barrier
 from shardtrain.distributed.rendezvous import gloo_sockets, signed_store
 from shardtrain.distributed.rendezvous.attempt_store import store_at_address, store_of_attempt
 from shardtrain.distributed.rendezvous.signed_store import ForgedError
@@ -35,12 +34,16 @@ class World:
     """Where the ranks met; None where they met otherwise, as in tests."""
 
 
+more_counters: set[Callable[[], int]] = set()
+"""Functions that count exchanges between ranks outside of process groups, such as those by shared memory."""
+
+
 def collectives_begun() -> int:
     """How many collectives this process has begun, of all its groups: one that begins more of them moves.
 
     Cheap, and may be asked by any thread, while groups come and go too.
     """
-    total = shared_barrier.waits_begun()
+    total = sum(count() for count in list(more_counters))
     with contextlib.suppress(Exception):  # a group that is being destroyed, or has no numbers
         for group in list(dist.distributed_c10d._world.pg_map):
             with contextlib.suppress(RuntimeError):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardtrain.models import moe
-from shardtrain.ops.cpu.expert_mix import Choice
+from shardtrain.ops.row_order import Choice
 
 OURS = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
 

@@ -21,10 +21,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardtrain.layout import Depth, Draw
 from shardtrain.models.layers import FeedForward
 from shardtrain.ops.accelerator import is_accelerator, read
-from shardtrain.ops.cpu import expert_mix
-from shardtrain.ops.cpu.expert_mix import Choice
 from shardtrain.ops.device_kernels import has_grouped_matmul
-from shardtrain.ops.row_order import Groups, inverse_of, permute, repeat_and_permute
+from shardtrain.ops.row_order import Choice, Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
 
 
@@ -295,7 +293,11 @@ class Experts(nn.Module):
 
     def takes_tokens(self, x_SD: Tensor, top_k: int) -> bool:
         """Whether ``forward`` takes tokens with a choice: one function for all of a SwiGLU without biases on a CPU."""
-        return self._is_plain() and expert_mix.takes(x_SD, top_k, self.w1.size(0))
+        if x_SD.device.type != "cpu" or not self._is_plain():
+            return False
+        from shardtrain.ops.cpu import expert_mix  # a run on an accelerator imports no kernel of a CPU
+
+        return expert_mix.takes(x_SD, top_k, self.w1.size(0))
 
     def forward(self, x_RD: Tensor, count_E: Tensor | None, choice: Choice | None = None) -> Tensor:
         """Map rows (R, D), sorted by expert, to (R, D); ``count_E`` says how many rows each expert has.
@@ -303,6 +305,8 @@ class Experts(nn.Module):
         With a ``choice`` instead, map tokens (S, D) to the weighted sum over the experts of each.
         """
         if choice is not None:
+            from shardtrain.ops.cpu import expert_mix
+
             return expert_mix.mix(x_RD, choice, self.w1, self.w2, self.w3)
         assert count_E is not None
         # On a CPU oneDNN generates code for each number of rows in 16 bits: with room, few experts differ in number

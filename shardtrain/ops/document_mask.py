@@ -7,19 +7,18 @@ Shape suffixes: B batch, T tokens, l queries, s keys, N heads, K key-value heads
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardtrain.ops import attention_scores, flash_attention
+from shardtrain.ops import attention_scores, chosen_kernels, flash_attention
 from shardtrain.ops.accelerator import is_accelerator, to_device
 from shardtrain.ops.attention_scores import Scores
-from shardtrain.ops.cpu import blocked_attention, chosen_kernels
-from shardtrain.ops.sliding_window import Band, blocks, queries_at_once
+from shardtrain.ops.sliding_window import blocks, queries_at_once
 
 _QUERIES_AT_ONCE = 1024
 """Queries that share a mask where a device has no kernel for documents: it is (B, 1, this, T), not (B, 1, T, T)."""
@@ -55,7 +54,9 @@ def attention(
     """
     is_long = documents_BT is None and not window and q_BTNH.size(1) > chosen_kernels.LONG_ROW
     if sinks_N is None and not is_long and in_blocks(q_BTNH):
-        return _blocked(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)[0]  # type: ignore[no-any-return]
+        from shardtrain.ops.cpu import document_blocks  # a run on an accelerator imports no kernel of a CPU
+
+        return document_blocks.attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, window, scale)
     if not is_accelerator(q_BTNH.device) or flash_attention.has_flash(q_BTNH):
         return _attention(q_BTNH, k_BTKH, v_BTKH, documents_BT, sinks_N, window, scale)[0]  # type: ignore[no-any-return]
     if sinks_N is not None:
@@ -64,7 +65,7 @@ def attention(
 
 
 def in_blocks(q_BTNH: Tensor) -> bool:
-    """Whether attention is computed by ``blocked_attention``, which this machine has found to be faster."""
+    """True on a CPU where blocks of matrix products were measured to be faster than PyTorch's flash kernel."""
     if q_BTNH.device.type != "cpu":
         return False
     if q_BTNH.dtype == torch.float32:
@@ -244,14 +245,6 @@ def _pieces(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterato
             yield row, shifted(queries, document.start), shifted(keys, document.start), {"causal": False, "band": band}
 
 
-def _pieces_in_blocks(q_BTNH: Tensor, documents_BT: Tensor | None, window: int) -> Iterator[blocked_attention.Piece]:
-    """The same for ``blocked_attention``, which cuts windows itself."""
-    tokens = slice(0, q_BTNH.size(1))
-    band = Band(1 - window, 0) if window else blocked_attention.CAUSAL
-    rows = [Shared(slice(None), tokens, tokens)] if documents_BT is None else shared(documents_BT, documents_BT)
-    return (blocked_attention.Piece(row, document, document, band) for row, document, _ in rows)
-
-
 def shifted(places: slice, by: int) -> slice:
     """The places of a stretch in what the stretch is a part of, where it begins at ``by``."""
     return slice(places.start + by, places.stop + by)
@@ -268,10 +261,69 @@ def _ragged_rows(q_BTNH: Tensor, documents_BT: Tensor | None) -> tuple[Tensor, i
     return torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=q_BTNH.device), tokens
 
 
-# One operation, so that a compiler does not look inside, selective recomputation can keep its result, and tensors
-# without data pass through. Its backward is another.
-@torch.library.custom_op("shardtrain::document_attention", mutates_args=())
-def _attention(
+class _Operation(Protocol):
+    """A custom operation: called with the arguments of the function that it was made of."""
+
+    def __call__(self, *arguments: Any) -> Any: ...
+
+
+def register_attention(
+    name: str,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]],
+    keeps_output: bool,
+) -> _Operation:
+    """Register attention and its backward pass as the custom operations ``shardtrain::NAME`` and ``NAME_backward``.
+
+    A compiler then does not look inside, selective recomputation can keep the result, and tensors without data pass
+    through.
+
+    Args:
+        name: name of the operation.
+        forward: maps (q, k, v, documents, [sinks,] window, scale) to the output and its log-sum-exp.
+        backward: maps (gradient, q, k, v, [output,] log-sum-exp, documents, window, scale) to the gradients of q, k, v.
+        keeps_output: True if ``backward`` takes the output. The sinks need it too.
+    """
+    operation = torch.library.custom_op(f"shardtrain::{name}", forward, mutates_args=())
+    backward_operation = torch.library.custom_op(f"shardtrain::{name}_backward", backward, mutates_args=())
+    operation.register_fake(lambda q_BTNH, *_: empty_results(q_BTNH))
+
+    def empty_gradients(gradient_BTNH: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3])
+
+    backward_operation.register_fake(empty_gradients)
+
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        q_BTNH, k_BTKH, v_BTKH, documents_BT, *sinks, ctx.window, ctx.scale = inputs
+        results = output if keeps_output else output[1:]
+        ctx.save_for_backward(q_BTNH, k_BTKH, v_BTKH, *results, documents_BT, *sinks)
+        ctx.num_sinks = len(sinks)
+        # Nothing is differentiated by the log-sum-exp, and no zeros need to be made for its gradient
+        ctx.set_materialize_grads(False)
+
+    def differentiate(ctx: Any, gradient_BTNH: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        sinks = saved[len(saved) - ctx.num_sinks :]
+        saved = saved[: len(saved) - ctx.num_sinks]
+        gradients = backward_operation(gradient_BTNH, *saved, ctx.window, ctx.scale)
+        sinks_gradients = [
+            None if sinks_N is None else attention_scores.sinks_gradient(gradient_BTNH, *saved[3:5], sinks_N)
+            for sinks_N in sinks
+        ]
+        return (*gradients, None, *sinks_gradients, None, None)
+
+    operation.register_autograd(differentiate, setup_context=save)
+    return operation
+
+
+def empty_results(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
+    """Return an empty output (B, T, N, H) and log-sum-exp (B, N, T) for these queries."""
+    B, T, N, _ = q_BTNH.shape
+    out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
+    return out_BTNH, q_BTNH.new_empty((B, N, T), dtype=torch.promote_types(q_BTNH.dtype, torch.float32))
+
+
+def _forward(
     q_BTNH: Tensor,
     k_BTKH: Tensor,
     v_BTKH: Tensor,
@@ -289,7 +341,7 @@ def _attention(
         lse_BNT = lse_NS.unflatten(1, q_BTNH.shape[:2]).transpose(0, 1).contiguous()
     else:
         # The kernel of a CPU knows no documents, and is called for each
-        out_BTNH, lse_BNT = _like_attention(q_BTNH)
+        out_BTNH, lse_BNT = empty_results(q_BTNH)
         for row, queries, keys, sight in _pieces(q_BTNH, documents_BT, window):
             q = q_BTNH[row, queries]
             k = k_BTKH[row, keys]
@@ -301,27 +353,7 @@ def _attention(
     return (out_BTNH, lse_BNT) if sinks_N is None else attention_scores.with_sinks(out_BTNH, lse_BNT, sinks_N)
 
 
-@_attention.register_fake
-def _(
-    q_BTNH: Tensor,
-    k_BTKH: Tensor,
-    v_BTKH: Tensor,
-    documents_BT: Tensor | None,
-    sinks_N: Tensor | None,
-    window: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor]:
-    return _like_attention(q_BTNH)
-
-
-def _like_attention(q_BTNH: Tensor) -> tuple[Tensor, Tensor]:
-    B, T, N, _ = q_BTNH.shape
-    out_BTNH = torch.empty_like(q_BTNH, memory_format=torch.contiguous_format)
-    return out_BTNH, q_BTNH.new_empty((B, N, T), dtype=torch.promote_types(q_BTNH.dtype, torch.float32))
-
-
-@torch.library.custom_op("shardtrain::document_attention_backward", mutates_args=())
-def _attention_backward(
+def _backward(
     gradient_BTNH: Tensor,
     q_BTNH: Tensor,
     k_BTKH: Tensor,
@@ -355,80 +387,4 @@ def _attention_backward(
     return dq.to(q_BTNH.dtype), dk.to(q_BTNH.dtype), dv.to(q_BTNH.dtype)
 
 
-@_attention_backward.register_fake
-def _(gradient_BTNH: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], *output, inputs[3], inputs[4])
-    ctx.window, ctx.scale = inputs[5:]
-    # Nothing is differentiated by the log-sum-exp, and no zeros need to be made for its gradient
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate(
-    ctx: Any, gradient_BTNH: Tensor, _: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None, None, None]:
-    *saved, sinks_N = ctx.saved_tensors
-    out_BTNH, lse_BNT = saved[3:5]
-    dsinks_N = None if sinks_N is None else attention_scores.sinks_gradient(gradient_BTNH, out_BTNH, lse_BNT, sinks_N)
-    return *_attention_backward(gradient_BTNH, *saved, ctx.window, ctx.scale), None, dsinks_N, None, None
-
-
-_attention.register_autograd(_differentiate, setup_context=_save)
-
-
-@torch.library.custom_op("shardtrain::blocked_attention", mutates_args=())
-def _blocked(
-    q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, documents_BT: Tensor | None, window: int, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    keys_values_2BKTH = blocked_attention.heads_first(k_BTKH, v_BTKH)
-    pieces = _pieces_in_blocks(q_BTNH, documents_BT, window)
-    return blocked_attention.attend_in_pieces(q_BTNH, keys_values_2BKTH, pieces, scale)
-
-
-@_blocked.register_fake
-def _(q_BTNH: Tensor, k_BTKH: Tensor, v_BTKH: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q_BTNH, memory_format=torch.contiguous_format), blocked_attention.empty_lse(q_BTNH)
-
-
-@torch.library.custom_op("shardtrain::blocked_attention_backward", mutates_args=())
-def _blocked_backward(
-    gradient_BTNH: Tensor,
-    q_BTNH: Tensor,
-    k_BTKH: Tensor,
-    v_BTKH: Tensor,
-    lse_BNT: Tensor,
-    documents_BT: Tensor | None,
-    window: int,
-    scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    keys_values_2BKTH = blocked_attention.heads_first(k_BTKH, v_BTKH)
-    inputs = (gradient_BTNH, q_BTNH, keys_values_2BKTH, lse_BNT)
-    pieces = _pieces_in_blocks(q_BTNH, documents_BT, window)
-    dq_BTNH, dkeys_values_2BKTH = blocked_attention.attend_in_pieces_backward(*inputs, pieces, scale)
-    dk_BTKH, dv_BTKH = (blocked_attention.tokens_first(x_BKTH, q_BTNH.dtype) for x_BKTH in dkeys_values_2BKTH)
-    return dq_BTNH, dk_BTKH, dv_BTKH
-
-
-@_blocked_backward.register_fake
-def _(gradient_BTNH: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return dq, dk, dv
-
-
-def _save_blocked(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*inputs[:3], output[1], inputs[3])
-    ctx.window, ctx.scale = inputs[4:]
-    ctx.set_materialize_grads(False)
-
-
-def _differentiate_blocked(
-    ctx: Any, gradient_BTNH: Tensor, _: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, None, None, None]:
-    return *_blocked_backward(gradient_BTNH, *ctx.saved_tensors, ctx.window, ctx.scale), None, None, None
-
-
-_blocked.register_autograd(_differentiate_blocked, setup_context=_save_blocked)
+_attention = register_attention("document_attention", _forward, _backward, keeps_output=True)

@@ -5,11 +5,18 @@ PyTorch's own backward of ``x[order]`` adds rows one by one, which is slow on a 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+
+class Choice(NamedTuple):
+    """The experts (S, K) that compute each token, and the weights (S, K) of their outputs."""
+
+    expert_SK: Tensor
+    weights_SK: Tensor
 
 
 def inverse_of(order_R: Tensor) -> Tensor:

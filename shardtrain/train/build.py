@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +14,6 @@ from shardtrain.config import changes, derived
 from shardtrain.config.schema import Config
 from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.process_group import World
-from shardtrain.ops.cpu import chosen_kernels, kernel_speed
 from shardtrain.ops.seeding import set_determinism
 from shardtrain.train import reference_models
 from shardtrain.train.model import build_model
@@ -22,6 +22,9 @@ from shardtrain.train.run import Run
 from shardtrain.utils.allocator import keep_freed_memory
 from shardtrain.utils.log import logger
 
+if TYPE_CHECKING:
+    from shardtrain.ops.chosen_kernels import Kernels
+
 
 def set_numerics(config: Config, device: torch.device) -> None:
     """PyTorch's switches for determinism, and the kernels of a CPU, before anything is computed (a collective)."""
@@ -29,16 +32,19 @@ def set_numerics(config: Config, device: torch.device) -> None:
         set_determinism(config.debug.deterministic_warn_only)
     kernels = use_fastest_kernels(config, device)
     if kernels is not None:
-        logger.info(chosen_kernels.describe(kernels))
+        logger.info(kernels.describe())
 
 
-def use_fastest_kernels(config: Config, device: torch.device) -> chosen_kernels.Kernels | None:
+def use_fastest_kernels(config: Config, device: torch.device) -> Kernels | None:
     """Let models built from now on compute by the kernels that a CPU is fastest with (a collective).
 
     None where that is not wanted: on other devices, and where the config asks for PyTorch's own.
     """
     if device.type != "cpu":
         return None
+    from shardtrain.ops import chosen_kernels
+    from shardtrain.ops.cpu import kernel_speed  # a run on an accelerator imports no kernel of a CPU
+
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
         chosen_kernels.use(chosen_kernels.PYTORCH)
         return None

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardtrain.models.moe import Experts, MoE, Routing, _grouped, _one_by_one, product
 from shardtrain.ops.cpu import expert_mix
-from shardtrain.ops.cpu.expert_mix import Choice
-from shardtrain.ops.row_order import Groups, inverse_of, permute, repeat_and_permute
+from shardtrain.ops.row_order import Choice, Groups, inverse_of, permute, repeat_and_permute
 from shardtrain.ops.targets import FILLER_DOCUMENT
 
 DIM, FFN, EXPERTS = 16, 12, 8

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardtrain import distributed
 from shardtrain.distributed.process_group import World
-from shardtrain.distributed.tensor_parallel.plan import SplitVocabulary
+from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
 from shardtrain.ops import cross_entropy, split_cross_entropy
 from shardtrain.ops.cross_entropy import IGNORE, cross_entropy_sum
 

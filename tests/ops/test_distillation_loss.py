@@ -10,7 +10,7 @@ from ranks import run_ranks
 from torch import Tensor
 
 from shardtrain.distributed import mesh as meshes
-from shardtrain.distributed.tensor_parallel.plan import SplitVocabulary
+from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
 from shardtrain.ops.distillation_loss import Mix, distillation_sum
 from shardtrain.ops.targets import IGNORE
 

@@ -10,8 +10,9 @@ from ranks import run_ranks
 from tiny import tiny_config
 
 from shardtrain.config.schema import Config
-from shardtrain.ops.cpu import chosen_kernels, kernel_speed
-from shardtrain.ops.cpu.chosen_kernels import Kernels
+from shardtrain.ops import chosen_kernels
+from shardtrain.ops.chosen_kernels import Kernels
+from shardtrain.ops.cpu import kernel_speed
 from shardtrain.train.build import set_numerics
 
 

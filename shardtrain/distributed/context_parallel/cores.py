@@ -20,7 +20,6 @@ from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.distributed.context_parallel.gather import gathered_attention, ring_attention, ulysses_attention
 from shardtrain.distributed.context_parallel.masks import sequence_part
-from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 from shardtrain.distributed.mesh import Mesh
 from shardtrain.layout import Layout, matches
 from shardtrain.ops import attention_core, document_mask, token_mixing
@@ -97,6 +96,8 @@ def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
     if gathered:
         shared = None
         if mesh.device.type == "cpu":
+            from shardtrain.distributed.cpu.shared_memory import SequenceExchange
+
             shared = SequenceExchange.between(mesh.group(AXIS))  # a collective
         function = partial(gathered_attention, shared=shared)
     if p.context_parallel_method == "ulysses":

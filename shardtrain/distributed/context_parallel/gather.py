@@ -8,7 +8,7 @@ exchange, H head.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardtrain.distributed.context_parallel.masks import Piece, Window, chunks_of, prefix_pieces, ring_pieces
-from shardtrain.distributed.cpu import gathered_blocks
-from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 from shardtrain.ops import document_mask
 from shardtrain.ops.attention_scores import PLAIN, QUERIES_AT_ONCE, Scores, sinks_gradient, with_sinks
 from shardtrain.ops.flash_attention import attend, attend_backward
 from shardtrain.ops.sliding_window import queries_at_once
+
+if TYPE_CHECKING:
+    from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The first is the name since torch 2.13, which warns of the second."""
@@ -47,6 +48,8 @@ def gathered_attention(
     """
     documents_BT = None if documents_BT is None else document_mask.on_host(documents_BT)
     if sinks_N is None and scores.has_kernel and document_mask.in_blocks(q_BtNH):  # as in an attention core
+        from shardtrain.distributed.cpu import gathered_blocks  # a run on an accelerator does not import it
+
         inputs = (q_BtNH, k_BtKH, v_BtKH)
         return gathered_blocks.attention(*inputs, documents_BT, window, scores.scale, group, balanced, shared)
     size = group.size()

@@ -14,12 +14,8 @@ import torch
 from torch import Tensor
 
 from shardtrain.ops import document_mask
-from shardtrain.ops.cpu import blocked_attention
 from shardtrain.ops.document_mask import shifted
 from shardtrain.ops.sliding_window import Band, blocks
-
-_ALL = 1 << 62
-"""A window of more tokens than there are."""
 
 
 class Window(NamedTuple):
@@ -75,26 +71,6 @@ def prefix_pieces(length: int, total: int, documents_Bs: Tensor | None, window: 
     return _by_document([*before, (everything, own, True)], mine, documents_Bs)
 
 
-def chunk_pieces(
-    length: int, chunks: Sequence[int], documents_BT: Tensor | None, window: int
-) -> Iterator[blocked_attention.Piece]:
-    """The pieces of queries in chunks of ``length`` tokens, of keys from the beginning of the sequence on.
-
-    Each has all keys of its queries, and a band that says which of them a query sees.
-    """
-    for index, chunk in enumerate(chunks):
-        stop = (chunk + 1) * length
-        own = slice(stop - length, stop)
-        # Causal: keys up to the end of the chunk; with a window from the first that the first query sees
-        seen = slice(max(0, own.start - window + 1) if window else 0, stop)
-        mine, theirs = (None, None) if documents_BT is None else (documents_BT[:, own], documents_BT[:, seen])
-        for batch, queries, keys in _met(slice(0, length), slice(0, stop - seen.start), mine, theirs):
-            past = own.start + queries.start - seen.start - keys.start
-            band = Band(past - (window or _ALL) + 1, past)
-            places = shifted(queries, index * length), shifted(keys, seen.start)
-            yield blocked_attention.Piece(batch, *places, band)
-
-
 def ring_pieces(
     tokens: int, rank: int, size: int, balanced: bool, documents_BT: Tensor | None, window: Window
 ) -> list[list[Piece]]:
@@ -145,7 +121,7 @@ def _within_window(
     stretches: Stretches, queries_Bl: Tensor | None, keys_Bs: Tensor | None, window: Window
 ) -> Iterator[Piece]:
     for rows, columns, offset in stretches:
-        for batch, queries, keys in _met(rows, columns, queries_Bl, keys_Bs):
+        for batch, queries, keys in documents_met(rows, columns, queries_Bl, keys_Bs):
             past = offset + queries.start - keys.start
             for block in blocks(queries.stop - queries.start, keys.stop - keys.start, past, *window):
                 seeing = shifted(block.queries, rows.start + queries.start)
@@ -153,8 +129,10 @@ def _within_window(
                 yield Piece(batch, seeing, seen, False, block.band)
 
 
-def _met(rows: slice, columns: slice, queries_Bl: Tensor | None, keys_Bs: Tensor | None) -> list[document_mask.Shared]:
-    """The documents of a stretch, whose places count from its beginning; all of it without their numbers."""
+def documents_met(
+    rows: slice, columns: slice, queries_Bl: Tensor | None, keys_Bs: Tensor | None
+) -> list[document_mask.Shared]:
+    """Return the documents of a stretch, with places from its beginning; the entire stretch without documents."""
     if queries_Bl is None or keys_Bs is None:
         whole = (slice(0, places.stop - places.start) for places in (rows, columns))
         return [document_mask.Shared(slice(None), *whole)]

@@ -9,18 +9,24 @@ K key-value heads, H head; 2 keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardtrain.distributed.context_parallel.masks import chunk_pieces, chunks_of
+from shardtrain.distributed.context_parallel.masks import chunks_of, documents_met
 from shardtrain.distributed.cpu.shared_memory import SequenceExchange
 from shardtrain.ops.cpu import blocked_attention
+from shardtrain.ops.document_mask import shifted
+from shardtrain.ops.sliding_window import Band
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 """The first is the name since torch 2.13, which warns of the second."""
+
+_ALL = 1 << 62
+"""A window of more tokens than there are."""
 
 
 def attention(
@@ -73,6 +79,26 @@ class _GatheredBlocks(torch.autograd.Function):
         dq_BtNH, sums_2BKsH = blocked_attention.attend_in_pieces_backward(*inputs, ctx.pieces, ctx.scale)
         dk_BtKH, dv_BtKH = ctx.chunks.reduce_scatter(sums_2BKsH, q_BtNH.dtype)
         return dq_BtNH, dk_BtKH, dv_BtKH, None, None, None, None
+
+
+def chunk_pieces(
+    length: int, chunks: Sequence[int], documents_BT: Tensor | None, window: int
+) -> Iterator[blocked_attention.Piece]:
+    """Yield pieces of the queries of each chunk of ``length`` tokens. Keys begin at the start of the sequence.
+
+    A piece has all keys of its queries. Its band says which of them a query sees.
+    """
+    for index, chunk in enumerate(chunks):
+        stop = (chunk + 1) * length
+        own = slice(stop - length, stop)
+        # Causal: keys up to the end of the chunk; with a window from the first that the first query sees
+        seen = slice(max(0, own.start - window + 1) if window else 0, stop)
+        mine, theirs = (None, None) if documents_BT is None else (documents_BT[:, own], documents_BT[:, seen])
+        for batch, queries, keys in documents_met(slice(0, length), slice(0, stop - seen.start), mine, theirs):
+            past = own.start + queries.start - seen.start - keys.start
+            band = Band(past - (window or _ALL) + 1, past)
+            places = shifted(queries, index * length), shifted(keys, seen.start)
+            yield blocked_attention.Piece(batch, *places, band)
 
 
 class _Chunks:

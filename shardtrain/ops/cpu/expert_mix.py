@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from shardtrain.ops.row_order import inverse_of
+from shardtrain.ops.row_order import Choice, inverse_of
 
 SMALL_EXPERT_NUMEL = 1 << 17
 """Numbers in the three weights of an expert up to which sorting experts saves more than copying their weights takes."""
@@ -30,13 +30,6 @@ _TOGETHER = (1, 2, 4, 8, 16)
 """Numbers of experts that are multiplied together."""
 _SUM = 0
 """``mode="sum"`` of an embedding_bag's operators."""
-
-
-class Choice(NamedTuple):
-    """Which experts compute each token, and what their outputs are multiplied by."""
-
-    expert_SK: Tensor
-    weights_SK: Tensor
 
 
 def takes(x_SD: Tensor, top_k: int, num_experts: int) -> bool:

@@ -6,10 +6,8 @@ machine that has measured keeps its choice, so that a run that is continued has 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import platform
 import re
 import time
 from collections.abc import Callable
@@ -22,8 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardtrain.ops import flash_attention
+from shardtrain.ops.chosen_kernels import FAILED, NARROW_HEAD, WIDE_HEAD, Kernels
 from shardtrain.ops.cpu import blocked_attention, onednn_linear, packed_linear, rms_norm
-from shardtrain.ops.cpu.chosen_kernels import FAILED, NARROW_HEAD, WIDE_HEAD, Kernels
+from shardtrain.ops.machine_key import machine_key
 from shardtrain.utils import atomic_io, user_cache
 from shardtrain.utils.log import logger
 
@@ -220,20 +219,3 @@ def _is_short_of_memory() -> bool:
 def _cache_file(threads: int) -> Path:
     kernels = " ".join(field.name for field in fields(Kernels))
     return user_cache.folder() / f"cpu_kernels-{machine_key(str(threads), kernels, _KERNELS_OF)}.json"
-
-
-def machine_key(*facts: str) -> str:
-    """Part of a file's name that is the same for this processor, this version of PyTorch and the same ``facts``."""
-    return hashlib.sha256("\n".join([_processor(), torch.__version__, *facts]).encode()).hexdigest()[:16]
-
-
-def _processor() -> str:
-    """The processor's name and what it can do."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = file.read(16384).splitlines()
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-    names = ("vendor_id", "cpu family", "model", "model name", "flags", "CPU part", "Features")
-    found = {name.strip(): value for name, _, value in (line.partition(":") for line in lines) if value}
-    return "\n".join(found.get(name, "") for name in names)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardtrain.ops.cpu import chosen_kernels
+from shardtrain.ops import chosen_kernels
 
 _SMALLEST_PRODUCT = 1 << 22
 """Multiplications below which setting up oneDNN's kernel takes longer than it saves."""
@@ -54,6 +54,8 @@ def weight_gradient(gradient_RO: Tensor, x_RI: Tensor) -> Tensor:
 
 class OneDnnLinear(nn.Linear):
     """A linear layer that multiplies by oneDNN what is float32, on a CPU, and not small."""
+
+    is_plain_linear = True  # see ``linear_layers.py``
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., I) to (..., O)."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardtrain.ops.cpu import chosen_kernels
+from shardtrain.ops import chosen_kernels
 from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
 
 _FEWEST_ROWS = 4

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from shardtrain.distributed.context_parallel import gather, masks
 from shardtrain.distributed.cpu import shared_memory
 from shardtrain.distributed.cpu.shared_memory import SequenceExchange
-from shardtrain.ops import sliding_window
+from shardtrain.ops import chosen_kernels, sliding_window
 from shardtrain.ops.attention_scores import PLAIN, Scores
-from shardtrain.ops.cpu import blocked_attention, chosen_kernels
-from shardtrain.ops.cpu.chosen_kernels import Kernels
+from shardtrain.ops.chosen_kernels import Kernels
+from shardtrain.ops.cpu import blocked_attention
 
 B, T, N, K, H = 2, 48, 4, 2, 8
 

@@ -21,6 +21,9 @@ from shardtrain.distributed import build
 from shardtrain.distributed.cpu import mapped_memory, shared_barrier
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
+from shardtrain.distributed.tensor_parallel.plan import Splitting, style_for
+from shardtrain.distributed.tensor_parallel.sequences import SequenceLength, Sequences
+from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
 from shardtrain.layout import Layout
 from shardtrain.models import find, shape_of
 from shardtrain.ops.dtensor import local_tensor
@@ -84,12 +87,12 @@ def _check(rank: int) -> None:
 
 
 def _vocabularies(mesh) -> tuple[int, int]:
-    vocabulary = tensor_parallel.SplitVocabulary(mesh, 512)
+    vocabulary = SplitVocabulary(mesh, 512)
     largest = vocabulary.max(torch.tensor([float(mesh.rank("tp")), -5.0]))
     assert largest.tolist() == [1.0, -5.0]
     assert vocabulary.sum(torch.tensor([1.0, mesh.rank("tp") + 1.0])).tolist() == [2.0, 3.0]
     assert vocabulary.gather(torch.tensor([mesh.rank("tp"), 5])).tolist() == [[0, 5], [1, 5]]
-    assert tensor_parallel.SplitVocabulary(mesh, 7).offset == 4 * mesh.rank("tp")  # as torch.chunk: 4 and 3
+    assert SplitVocabulary(mesh, 7).offset == 4 * mesh.rank("tp")  # as torch.chunk: 4 and 3
     return vocabulary.offset, vocabulary.columns
 
 
@@ -249,10 +252,11 @@ def _check_rowwise_on_whole_features(rank: int) -> None:
     torch.manual_seed(0)
     alone, split = Mixer(), Mixer()
     split.load_state_dict(alone.state_dict())
-    length = tensor_parallel._Length(2)
+    length = SequenceLength(2)
     length.set_from_positions(split, (x_BTD, torch.zeros(3, 4)), {})
     words = {"": "gather", "into": "replicate", "out": "rowwise"}
-    styles = {path: tensor_parallel._style(word, False, path, length) for path, word in words.items()}
+    splitting = Splitting(2, False, length, Sequences())
+    styles = {path: style_for(path, split.get_submodule(path), word, splitting) for path, word in words.items()}
     parallelize_module(split, mesh.submesh("tp"), styles)
     half = slice(2 * rank, 2 * rank + 2)
     mine_BTD, theirs_BTD = x_BTD[:, half].clone().requires_grad_(), x_BTD.clone().requires_grad_()
@@ -283,7 +287,8 @@ def test_one_rank_changes_nothing() -> None:
 
 
 def test_the_words_of_dense_models_have_a_style_and_an_unknown_one_has_none() -> None:
+    splitting = Splitting(2, True, SequenceLength(2), Sequences())
     for word in ("embed", "sequence", "gather", "colwise", "rowwise", "head"):
-        assert tensor_parallel._style(word, loss_parallel=True) is not None
+        assert style_for("", torch.nn.Linear(2, 2), word, splitting) is not None
     with pytest.raises(ValueError, match="unknown layout word 'diagonal'"):
-        tensor_parallel._style("diagonal", loss_parallel=True)
+        style_for("", torch.nn.Linear(2, 2), "diagonal", splitting)

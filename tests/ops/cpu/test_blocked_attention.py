@@ -11,10 +11,10 @@ from tiers import cases
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardtrain.ops import attention_scores, document_mask
+from shardtrain.ops import attention_scores, chosen_kernels, document_mask
 from shardtrain.ops.attention_scores import PLAIN
-from shardtrain.ops.cpu import blocked_attention, chosen_kernels
-from shardtrain.ops.cpu.chosen_kernels import Kernels
+from shardtrain.ops.chosen_kernels import Kernels
+from shardtrain.ops.cpu import blocked_attention, document_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -195,7 +195,7 @@ def test_a_compiler_and_fake_tensors_take_it_as_one_operation() -> None:
     leaves = [x.requires_grad_() for x in (q, k, v)]
     for arguments in ((*leaves, None, 0, None), (*leaves, documents(20), 5, 0.5)):
         torch.library.opcheck(
-            document_mask._blocked,
+            document_blocks.operation,
             arguments,
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )

@@ -11,8 +11,9 @@ from tiny import Result, reference, tiny_config, train_steps
 from torch import nn
 from torch.nn import functional as F
 
-from shardtrain.ops.cpu import chosen_kernels, onednn_linear
-from shardtrain.ops.cpu.chosen_kernels import Kernels
+from shardtrain.ops import chosen_kernels
+from shardtrain.ops.chosen_kernels import Kernels
+from shardtrain.ops.cpu import onednn_linear
 from shardtrain.ops.cpu.onednn_linear import OneDnnLinear
 
 pytestmark = pytest.mark.skipif(not onednn_linear.is_available(), reason="this build of PyTorch has no oneDNN")

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from shardtrain.models import find
-from shardtrain.ops.cpu import chosen_kernels, onednn_linear, packed_linear
-from shardtrain.ops.cpu.chosen_kernels import Kernels
+from shardtrain.ops import chosen_kernels
+from shardtrain.ops.chosen_kernels import Kernels
+from shardtrain.ops.cpu import onednn_linear, packed_linear
 from shardtrain.ops.cpu.packed_linear import PackedLinear
 
 pytestmark = pytest.mark.skipif(not packed_linear.is_available(), reason="this build of PyTorch has no oneDNN")

@@ -10,8 +10,9 @@ from ranks import run_ranks
 from tiny import Result, reference, tiny_config, train_steps
 from torch import Tensor, nn
 
-from shardtrain.ops.cpu import chosen_kernels, rms_norm
-from shardtrain.ops.cpu.chosen_kernels import Kernels
+from shardtrain.ops import chosen_kernels
+from shardtrain.ops.chosen_kernels import Kernels
+from shardtrain.ops.cpu import rms_norm
 from shardtrain.ops.cpu.rms_norm import RowwiseRMSNorm
 
 

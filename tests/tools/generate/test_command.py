@@ -21,7 +21,8 @@ from shardtrain import cli
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.distributed.process_group import World
-from shardtrain.ops.cpu import chosen_kernels, packed_linear
+from shardtrain.ops import chosen_kernels
+from shardtrain.ops.cpu import packed_linear
 from shardtrain.tools.generate import request
 from shardtrain.tools.generate.answer import Answers
 from shardtrain.tools.generate.engine import Generator

@@ -7,7 +7,8 @@ import torch
 from hf_models import copy_weights
 
 from shardtrain.models import find
-from shardtrain.ops.cpu import chosen_kernels, packed_linear
+from shardtrain.ops import chosen_kernels
+from shardtrain.ops.cpu import packed_linear
 from shardtrain.tools.generate.engine import Generator
 
 OURS = {"vocab_size": 64, "dim": 32, "num_layers": 2, "num_heads": 4}

@@ -18,7 +18,7 @@ from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config.schema import Model
 from shardtrain.distributed.activation_memory import LiveMemory
 from shardtrain.lora.quantize import held
-from shardtrain.ops.cpu import chosen_kernels
+from shardtrain.ops import chosen_kernels
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.tools.plan import job, memory, schedule, shapes
 from shardtrain.train import resume, trainer

@@ -27,6 +27,7 @@ from shardtrain.distributed.context_parallel import cores as context_parallel
 from shardtrain.distributed.context_parallel import gather, masks
 from shardtrain.distributed.mesh import BATCH_AXES, Mesh
 from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
+from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
 from shardtrain.models import moe
 from shardtrain.ops import init_weights
 from shardtrain.ops.dtensor import local_tensor
@@ -245,7 +246,7 @@ def the_vocabulary_of_each_rank_starts_at_zero(monkeypatch):
         make(self, mesh, size)
         self.offset = 0
 
-    wrap(monkeypatch, tensor_parallel.SplitVocabulary, "__init__", start)
+    wrap(monkeypatch, SplitVocabulary, "__init__", start)
 
 
 @fault("dp_replicate=2", "same samples", "dp_replicate")
@@ -337,10 +338,12 @@ class Unsummed(RowwiseParallel):
 
 @fault("tp=2", "first differs", "module layers.0.attn.wo", 'LAYOUT.tensor calls "rowwise"', by_default=True)
 def the_sum_after_a_rowwise_linear_missing(monkeypatch):
-    def style(make, word, *others):
-        return Unsummed(output_layouts=Shard(1)) if word == "rowwise" else make(word, *others)
+    def style(make, path, module, word, splitting):
+        if word == "rowwise":
+            return Unsummed(output_layouts=Shard(1))
+        return make(path, module, word, splitting)
 
-    wrap(monkeypatch, tensor_parallel, "_style", style)
+    wrap(monkeypatch, tensor_parallel, "style_for", style)
 
 
 @fault("pp=2", "layers in another order", "layers.1 is given what one process gives layers.0")

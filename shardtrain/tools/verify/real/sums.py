@@ -18,7 +18,7 @@ from shardtrain.data.batch import Batch
 from shardtrain.distributed import BATCH_AXES, Mesh, grad_clip
 from shardtrain.distributed.process_group import World
 from shardtrain.distributed.runner import ModelParts, PlainRunner
-from shardtrain.distributed.tensor_parallel.plan import SplitVocabulary
+from shardtrain.distributed.tensor_parallel.split_vocabulary import SplitVocabulary
 from shardtrain.ops.dtensor import local_slices, local_tensor, split_axes
 from shardtrain.tools.verify.real import tile
 

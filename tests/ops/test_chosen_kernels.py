@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from shardtrain.ops.cpu import chosen_kernels, kernel_speed
-from shardtrain.ops.cpu.chosen_kernels import Kernels
+from shardtrain.ops import chosen_kernels
+from shardtrain.ops.chosen_kernels import Kernels
+from shardtrain.ops.cpu import kernel_speed
 
 
 @pytest.fixture
@@ -71,8 +72,8 @@ def test_a_home_that_cannot_be_written_is_not_an_error(tmp_path: Path, monkeypat
 def test_a_kernel_is_taken_where_it_is_clearly_faster() -> None:
     kernels = Kernels(onednn_linear=1.04, blocked_attention=1.8)
     assert not kernels.uses("onednn_linear") and kernels.uses("blocked_attention")
-    assert chosen_kernels.describe(kernels) == "CPU kernels: attention in bfloat16 by blocks (1.8 x as fast)"
-    assert "none here is faster" in chosen_kernels.describe(chosen_kernels.PYTORCH)
+    assert kernels.describe() == "CPU kernels: attention in bfloat16 by blocks (1.8 x as fast)"
+    assert "none here is faster" in chosen_kernels.PYTORCH.describe()
 
 
 def test_a_kernel_that_fails_is_reported_when_measured_and_at_each_start(
@@ -92,7 +93,7 @@ def test_a_kernel_that_fails_is_reported_when_measured_and_at_each_start(
     ]
     again = kernel_speed.remembered_or_measured()
     assert again == found
-    assert chosen_kernels.describe(again).endswith(
+    assert again.describe().endswith(
         "; failed when measured, so PyTorch's own: "
         "attention in bfloat16 by blocks, attention in float32 with narrow heads by blocks, "
         "attention in float32 with wide heads by blocks"

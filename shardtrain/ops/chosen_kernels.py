@@ -45,6 +45,23 @@ class Kernels:
         """Whether a kernel, by the name of its field, is taken."""
         return bool(getattr(self, name) >= WORTH_IT)
 
+    def describe(self) -> str:
+        """Return a line for the log of training, which packs no weights."""
+        phrases = {
+            "onednn_linear": "linear layers in float32 by oneDNN",
+            "onednn_weight_gradient": "gradients of their weights too",
+            "blocked_attention": "attention in bfloat16 by blocks",
+            "blocked_attention_float32": "attention in float32 with narrow heads by blocks",
+            "blocked_attention_float32_wide": "attention in float32 with wide heads by blocks",
+            "rms_norm": "RMSNorm by rows",
+        }
+        taken = [f"{words} ({getattr(self, name):.1f} x as fast)" for name, words in phrases.items() if self.uses(name)]
+        failed = [words for name, words in phrases.items() if getattr(self, name) == FAILED]
+        sentence = f"CPU kernels: {', '.join(taken)}" if taken else "CPU kernels: PyTorch's own, none here is faster"
+        if failed:
+            sentence += f"; failed when measured, so PyTorch's own: {', '.join(failed)}"
+        return sentence
+
 
 PYTORCH = Kernels()
 """PyTorch's own kernels alone."""
@@ -60,23 +77,3 @@ def use(kernels: Kernels) -> None:
     """Let the models of this process compute with these; what is built already keeps its linear layers."""
     global _chosen
     _chosen = kernels
-
-
-def describe(kernels: Kernels) -> str:
-    """The choice in words, for the log of training, which packs no weights."""
-    phrases = {
-        "onednn_linear": "linear layers in float32 by oneDNN",
-        "onednn_weight_gradient": "gradients of their weights too",
-        "blocked_attention": "attention in bfloat16 by blocks",
-        "blocked_attention_float32": "attention in float32 with narrow heads by blocks",
-        "blocked_attention_float32_wide": "attention in float32 with wide heads by blocks",
-        "rms_norm": "RMSNorm by rows",
-    }
-    taken = [
-        f"{words} ({getattr(kernels, name):.1f} x as fast)" for name, words in phrases.items() if kernels.uses(name)
-    ]
-    failed = [words for name, words in phrases.items() if getattr(kernels, name) == FAILED]
-    sentence = f"CPU kernels: {', '.join(taken)}" if taken else "CPU kernels: PyTorch's own, none here is faster"
-    if failed:
-        sentence += f"; failed when measured, so PyTorch's own: {', '.join(failed)}"
-    return sentence
