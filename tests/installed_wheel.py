@@ -8,6 +8,7 @@ import shutil
 import site
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import patience
@@ -39,8 +40,11 @@ def run(*command: str | Path, cwd: Path, seconds: float = 120) -> str:
     return done.stdout
 
 
-def build(folder: Path) -> Path:
-    """Build the wheel from a copy of the sources, because a build leaves files next to them. Return its path."""
+def build(folder: Path, without: Sequence[str] = ()) -> Path:
+    """Build the wheel from a copy of the sources, because a build leaves files next to them. Return its path.
+
+    ``without`` are folders of the package that the copy leaves out.
+    """
     if not all(importlib.util.find_spec(name) for name in ("pip", "setuptools")):
         pytest.skip("building a wheel requires pip and setuptools")
     for name in SOURCES:
@@ -48,6 +52,8 @@ def build(folder: Path) -> Path:
             shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, folder)
+    for name in without:
+        shutil.rmtree(folder / "shardtrain" / name)
     options = ("--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "dist")
     run(sys.executable, "-m", "pip", "wheel", "--quiet", *options, ".", cwd=folder, seconds=300)
     (wheel,) = (folder / "dist").glob("*.whl")

@@ -1,0 +1,44 @@
+"""The core: a wheel without tools, other systems' commands and cluster platforms still trains."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import installed_wheel
+import patience
+import pytest
+
+BEYOND_THE_CORE = ("tools", "compat", "launch/platforms")
+SMALL = (
+    "--training.steps=2 --training.seq_len=32 --training.local_batch_size=1 --model.overrides.num_layers=1 "
+    "--training.device=cpu --lr_scheduler.warmup_steps=1"
+)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.nightly("a wheel is built", by="tests/test_house.py::test_no_two_rooms_import_each_other")
+def test_the_core_trains_and_names_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    wheel = installed_wheel.build(tmp_path / "source", without=BEYOND_THE_CORE)
+    programs = installed_wheel.install(wheel, tmp_path)
+    for ranks in (1, 2):
+        options = (*SMALL.split(), f"--nproc={ranks}", f"--job.dump_folder=outputs-{ranks}")
+        installed_wheel.run(programs / "shardtrain", "train", "debug", *options, cwd=tmp_path)
+        assert (tmp_path / f"outputs-{ranks}/metrics.jsonl").stat().st_size
+    for words, part in (
+        (("verify", "debug"), "shardtrain.tools"),
+        (("launch", "slurm", "debug"), "shardtrain.launch.platforms"),
+        (("config", "migrate", "x.json"), "shardtrain.compat"),
+    ):
+        done = subprocess.run(
+            [programs / "shardtrain", *words],
+            cwd=tmp_path,
+            env=installed_wheel.environment_variables(),
+            capture_output=True,
+            text=True,
+            timeout=patience.seconds(120),
+            check=False,
+        )
+        assert done.returncode == 2
+        assert f"needs {part}, which is not installed" in done.stderr and done.stderr.count("\n") == 1
