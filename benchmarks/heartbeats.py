@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardtrain.resilience.watchdog import heartbeat
-from shardtrain.resilience.watchdog.exchange import Exchange
+from shardtrain.resilience.watchdog.exchange import HeartbeatExchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import common
@@ -66,8 +66,8 @@ def measure(ranks: int, per_node: int, beats: int) -> str:
         for _ in range(CONNECTIONS)
     ]
     nodes, assumed = math.ceil(ranks / per_node), beat_seconds(30, math.ceil(ranks / per_node))
-    speakers = [Exchange(stores[node % CONNECTIONS], node * per_node, ranks, assumed) for node in range(nodes)]
-    judging, judge = Exchange(stores[0], 0, ranks, assumed), HangDetector(ranks, assumed, 300, 100)
+    speakers = [HeartbeatExchange(stores[node % CONNECTIONS], node * per_node, ranks, assumed) for node in range(nodes)]
+    judging, judge = HeartbeatExchange(stores[0], 0, ranks, assumed), HangDetector(ranks, assumed, 300, 100)
     facts = "step 1234, 5046272 samples, order 9f8e7d6c5b4a3928"
 
     def sign(rank: int, beat: int) -> str:

@@ -181,7 +181,7 @@ def model_of(row: dict[str, Any]) -> shapes.ModelShape:
     if not m.get("experts"):
         model = shapes.decoder(m["name"], m["layers"], *sizes, **options)
         return frozen(model, row["precision"]) if m.get("task") == "LoRA" else model
-    experts = shapes.Experts(m["experts"], m["top_k"], m["moe_ffn"])
+    experts = shapes.ExpertShape(m["experts"], m["top_k"], m["moe_ffn"])
     shared = m.get("shared_experts", 0) * m["moe_ffn"]
     dense = m.get("dense_layers", 0)
     sparse = shapes.decoder(m["name"], m["layers"] - dense, *sizes, **options, experts=experts, shared_ffn=shared)
@@ -200,7 +200,7 @@ def model_of(row: dict[str, Any]) -> shapes.ModelShape:
 def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
     """A model whose own weights learn nothing, in 4 bits where the precision says so; the adapters are left out."""
 
-    def still(parameters: tuple[shapes.Parameter, ...]) -> tuple[shapes.Parameter, ...]:
+    def still(parameters: tuple[shapes.ParameterShape, ...]) -> tuple[shapes.ParameterShape, ...]:
         return tuple(replace(one, trained=False) for one in parameters)
 
     layer = model.layers[0]
@@ -217,7 +217,7 @@ def frozen(model: shapes.ModelShape, precision: str) -> shapes.ModelShape:
     return replace(model, layers=(layer,) * len(model.layers), first=still(model.first), last=still(model.last))
 
 
-def job_of(row: dict[str, Any], device: hardware.Device) -> job.Job:
+def job_of(row: dict[str, Any], device: hardware.Device) -> job.PlannedJob:
     """The layout of a row in this package's terms.
 
     What is not stated: recomputation is none, sharding is that of the parallel sizes, and of systems known to replicate
@@ -263,7 +263,7 @@ def job_of(row: dict[str, Any], device: hardware.Device) -> job.Job:
     loss = "whole" if "LitGPT" in software else "chunked"
     if re.search("(?<!no )Liger|fused[^,]*CE", software):
         loss = "fused"
-    return job.Job(
+    return job.PlannedJob(
         seq_len=row["seq_len"],
         rows=micro,
         num_microbatches=max(1, count),

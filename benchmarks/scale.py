@@ -59,7 +59,7 @@ from shardtrain.checkpoint import async_save, holders, retention, save_plan, ten
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.grids import Axis, Grid
 from shardtrain.checkpoint.holders import Table
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile, StoredTensor, parse
+from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredTensor, TensorFile, parse
 from shardtrain.checkpoint.storage import LocalStorage
 from shardtrain.config import load
 from shardtrain.config.schema import Checkpoint, Config, Job
@@ -332,12 +332,12 @@ def saving(mesh: str) -> dict[str, Any]:
     before, cpu = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     held = holders.held_by_all(said, table_of_rank)
     stored, load = save_plan.share_out(held, len(table_of_rank))
-    plan = save_plan.Plan(stored, load, held)
+    plan = save_plan.SavePlan(stored, load, held)
     plan.names_of(0)
     planned = time.process_time() - cpu
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
     digest = hashlib.sha256().hexdigest()
-    files = tuple(StoredFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size)
+    files = tuple(TensorFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size)
     whole = Manifest(1, len(load), "run", "benchmark", files, stored, {"state": {"step": 1}})
     write_seconds, data = cpu_timed(whole.to_bytes)
     read_seconds, _ = cpu_timed(lambda: parse(data, Path("step-1")))
@@ -371,7 +371,7 @@ def stored_by(mesh: str, columns: int | None = None) -> Manifest:
     ranks = math.prod(degrees[axis] for axis in ("pp", "replicas", "fsdp", "tp") if axis in degrees)
     stored, load = save_plan.share_out(held, ranks)
     digest = hashlib.sha256().hexdigest()
-    files = tuple(StoredFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size)
+    files = tuple(TensorFile(f"rank-{rank:05d}.bin", size, digest) for rank, size in enumerate(load) if size)
     return Manifest(1, len(load), "run", "benchmark", files, stored, {"state": {"step": 1}})
 
 
@@ -574,7 +574,7 @@ def retained(count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         whole = Manifest(
-            1, 1, "0", "benchmark", (StoredFile("rank-00000.bin", 0, "0" * 64),), {}, {"state": {"step": 1}}
+            1, 1, "0", "benchmark", (TensorFile("rank-00000.bin", 0, "0" * 64),), {}, {"state": {"step": 1}}
         )
         for step in range(10, 10 * count + 1, 10):
             (folder / f"step-{step}").mkdir()
@@ -597,7 +597,7 @@ def commit(count: int) -> dict[str, Any]:
         for name in names:
             (draft / name).write_bytes(b"12345678")
         tensor = StoredTensor("int64", (count,), (Grid((0,), (1,), 0, 0, (Axis(count, 0, 1),)),))
-        files = tuple(StoredFile(name, 8, digest) for name in names)
+        files = tuple(TensorFile(name, 8, digest) for name in names)
         whole = Manifest(1, count, "0", "benchmark", files, {"model.a": tensor}, {"state": {"step": 1}})
         seconds, final = timed(lambda: storage.publish(draft, whole, lambda: None))
         look_seconds, _ = timed(lambda: retention.is_whole(final))

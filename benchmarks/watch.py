@@ -7,7 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from shardtrain.tools.runs.watch.following import Followed
+from shardtrain.tools.runs.watch.following import FollowedRun
 from shardtrain.tools.runs.watch.screen import Terminal, frame
 
 
@@ -21,7 +21,7 @@ def main() -> None:
         line = '{{"step": {}, "loss": 2.3, "grad_norm": 1.1, "tps": 10000.0, "memory_gib": 9.5, ' + fields + "}}\n"
         with path.open("w") as file:
             file.writelines(line.format(step) for step in range(1, steps + 1))
-        one, begun = Followed(Path(folder)), time.process_time()
+        one, begun = FollowedRun(Path(folder)), time.process_time()
         one.look()
         print(f"{steps} steps, {path.stat().st_size >> 20} MiB: first look {time.process_time() - begun:.3f} CPU s")
         begun = time.process_time()

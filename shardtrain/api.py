@@ -34,12 +34,12 @@ from shardtrain.tools.evaluate.request import data_options
 from shardtrain.tools.generate.answer import Answers
 from shardtrain.tools.generate.opening import OpenedModel, open_model
 from shardtrain.tools.generate.prompts import read_row
-from shardtrain.tools.generate.request import Request, check
+from shardtrain.tools.generate.request import GenerateOptions, check
 from shardtrain.tools.plan import hardware, planning
 from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.report import page
-from shardtrain.tools.verify.report import Row as MeshResult
+from shardtrain.tools.verify.report import MeshResult as MeshResult
 from shardtrain.train import compatibility, preflight, shutdown, trainer
 from shardtrain.utils import atomic_io, log, python_child, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
@@ -292,7 +292,7 @@ def generate(
         return []
     stops = tuple(_as_list(stop))
     # All other fields have the defaults of the command line
-    asked = Request(
+    asked = GenerateOptions(
         source=Path("."), step=None, config=None, base=None, adapter=None, tokenizer=None, prompt=None, input=None,
         output=None,
         field="prompt", prediction_field="prediction", chat=chat, add_bos=None, max_new_tokens=max_new_tokens,

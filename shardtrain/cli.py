@@ -33,7 +33,7 @@ from shardtrain.utils.heartbeat import heartbeat
 if TYPE_CHECKING:
     from shardtrain.config import Config, Loaded
     from shardtrain.launch.failure import Failure
-    from shardtrain.launch.watch import Watch
+    from shardtrain.launch.watch import ChildWatch
     from shardtrain.train.preflight.machine import Machine
 
 USAGE = """\
@@ -347,7 +347,7 @@ def _train_here(loaded: Loaded, arguments: CommandLine, words: list[str]) -> int
 
     # Run all checks. If ranks are forked, use a child process, because the checks start threads and a process
     # with threads cannot fork safely.
-    def check(watch: Watch | None) -> Failure | None:
+    def check(watch: ChildWatch | None) -> Failure | None:
         with local.storage_errors_in_exit_json(loaded):
             if watch is None:
                 with heartbeat("checking configuration, data, tokenizer and model"):

@@ -17,7 +17,7 @@ import patience
 
 from shardtrain.config import Config, Loaded
 from shardtrain.config.schema.launch import Launch
-from shardtrain.launch.job import Job, refuse_unsafe, to_job
+from shardtrain.launch.job import ClusterJob, refuse_unsafe, to_job
 from shardtrain.utils.errors import ConfigError
 
 TEXTS = int(os.environ.get("SHARDTRAIN_HOSTILE", "500"))
@@ -77,7 +77,7 @@ def batches(seed: str, count: int = TEXTS) -> Iterator[list[str]]:
         yield printed if all_safe(printed) else list(filter(is_safe, printed))
 
 
-def job_of(many: Sequence[str], launch: Launch | None = None) -> Job:
+def job_of(many: Sequence[str], launch: Launch | None = None) -> ClusterJob:
     """The job of a configuration whose overrides and variables are these texts, as ``launch`` makes it."""
     variables = {f"V{number}": one for number, one in enumerate(many)}
     wanted = replace(launch or Launch(), nodes=2, image="image", env=variables)
@@ -136,7 +136,7 @@ class Recorder:
         pairs = [one.partition("=") for one in self.read("env")]
         return {name: value for name, _, value in pairs}
 
-    def arrived(self, job: Job) -> None:
+    def arrived(self, job: ClusterJob) -> None:
         """Arguments and variables are those of the job."""
         same(job.command[1:], self.read("argv"))
         names = self.variables()

@@ -17,7 +17,7 @@ def ask(folder: Path, texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     for number, (name, text) in enumerate(texts.items()):
         path = folder / f"model_{number}.py"
         path.write_text(text)
-        asked = request.Request(str(path), ("dp_shard=2",))
+        asked = request.VerifyOptions(str(path), ("dp_shard=2",))
         configs[name] = verify.plan(verify.load(asked), asked).reference
         peers[name] = folder / f"peers_{number}"
         peers[name].mkdir()

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.collectives import any_ranks
-from shardtrain.checkpoint.manifest import StoredFile
+from shardtrain.checkpoint.manifest import TensorFile
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops import accelerator
@@ -183,7 +183,7 @@ def pieces(data: memoryview, check_cancelled: Callable[[], None]) -> Iterator[me
         yield data[begin : begin + files.PIECE_BYTES]
 
 
-def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None:
+def write_marker(folder: Place, rank: int, token: str, file: TensorFile) -> None:
     """Tell the first rank's thread that this rank's file is on disk; ``token`` names this save and no other."""
     path = _marker(folder, rank)
     text = json.dumps([token, file.name, file.bytes, file.sha256])
@@ -197,7 +197,7 @@ def write_marker(folder: Place, rank: int, token: str, file: StoredFile) -> None
     files.rename(part, path)
 
 
-def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Callable[[], None]) -> StoredFile:
+def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Callable[[], None]) -> TensorFile:
     """The file that a rank has written, once it says so; raises what ``check_cancelled`` raises while it waits."""
     path = _marker(folder, rank)
     pause = 0.005
@@ -208,7 +208,7 @@ def wait_for_marker(folder: Place, rank: int, token: str, check_cancelled: Calla
             # A marker with another token belongs to an earlier attempt in the same draft.
             if fields[0] == token:
                 path.unlink()
-                return StoredFile(str(fields[1]), int(fields[2]), str(fields[3]))
+                return TensorFile(str(fields[1]), int(fields[2]), str(fields[3]))
         except OSError as error:
             # The marker does not exist yet, or a network filesystem showed it while it was replaced.
             if error.errno not in files.NOT_SEEN_YET:

@@ -22,7 +22,7 @@ COMMANDS = "generate, export, merge, test, evaluate and checkpoint (diff, weight
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenCheckpoint:
     """A verified checkpoint of a run, and why it was chosen (empty for a step that was named)."""
 
     path: Place
@@ -52,7 +52,7 @@ def reject_step(step: str | None, path: Place) -> None:
         raise ConfigError(Problem("--step", step, rule, "leave it out, or name the run's folder"))
 
 
-def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Manifest | None, str]]) -> Choice:
+def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Manifest | None, str]]) -> ChosenCheckpoint:
     """Return the checkpoint of ``folder`` that ``step`` names (a collective).
 
     Args:
@@ -88,7 +88,7 @@ def choose(folder: Place, step: str | None, verify: Callable[[Place], tuple[Mani
         if stored is not None:
             for skipped in damages:
                 logger.warning(f"{skipped}: skipped, using step-{candidate}")
-            return Choice(path, stored, _reason(candidate, steps[-1], best_step, pointer))
+            return ChosenCheckpoint(path, stored, _reason(candidate, steps[-1], best_step, pointer))
         damages.append(damage)
     raise CheckpointError(
         f"no checkpoint in {folder} can be used for --step={step or LATEST}: {'; '.join(damages[:3]) or 'it has none'}"

@@ -16,7 +16,7 @@ from shardtrain.checkpoint import async_save, files, manifest, retention
 from shardtrain.checkpoint.async_save import Writing
 from shardtrain.checkpoint.collectives import first_rank
 from shardtrain.checkpoint.lease import Lease
-from shardtrain.checkpoint.manifest import MANIFEST, StoredFile
+from shardtrain.checkpoint.manifest import MANIFEST, TensorFile
 from shardtrain.checkpoint.storage import Place
 
 
@@ -57,7 +57,7 @@ def begin(exporter: Exporter, checkpoint: Path, lease: Lease, size: int) -> Writ
             exporter.write_share(checkpoint, draft, rank, size, check_cancelled)
         if rank:
             if rank < size:
-                async_save.write_marker(draft, rank, token, StoredFile("share", 0, ""))
+                async_save.write_marker(draft, rank, token, TensorFile("share", 0, ""))
             return
         for other in range(1, size):
             async_save.wait_for_marker(draft, other, token, check_cancelled)

@@ -18,7 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
 
-from shardtrain.checkpoint.manifest import StoredFile
+from shardtrain.checkpoint.manifest import TensorFile
 from shardtrain.checkpoint.objects import ObjectPath
 from shardtrain.utils import activity, atomic_io, storage_errors
 from shardtrain.utils.errors import StorageError
@@ -86,13 +86,13 @@ def wait_for_sizes(folder: Path | ObjectPath, sizes: Mapping[str, int]) -> tuple
         time.sleep(0.1)
 
 
-def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_seconds: float = 0.0) -> StoredFile:
+def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_seconds: float = 0.0) -> TensorFile:
     """Write a new file from blocks of bytes; when this returns it is on disk. Gives its name, size and SHA-256.
 
     ``wait_seconds`` is how long its folder, which another node may have made, may take to be seen from here.
     """
     if isinstance(path, ObjectPath):
-        return StoredFile(path.name, *path.write_hashed(blocks))
+        return TensorFile(path.name, *path.write_hashed(blocks))
     # SHA-256 and write each let go of the GIL, so a thread hashes a piece while this one writes the next. One thread
     # alone: a hash is of the pieces in their order.
     digest = hashlib.sha256()
@@ -116,7 +116,7 @@ def write_hashed(path: Path | ObjectPath, blocks: Iterable[memoryview], wait_sec
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    return StoredFile(path.name, size, digest.hexdigest())
+    return TensorFile(path.name, size, digest.hexdigest())
 
 
 def write_unhashed(path: Path, blocks: Iterable[memoryview]) -> None:
@@ -235,7 +235,7 @@ def free_bytes(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
-class Reader(Protocol):
+class StoredFileReader(Protocol):
     """A stored file that is read at any place."""
 
     size: int
@@ -311,7 +311,7 @@ class ObjectReader:
         pass  # nothing is open between two reads
 
 
-def _one_by_one(reader: Reader, views: Sequence[memoryview], position: int) -> int:
+def _one_by_one(reader: StoredFileReader, views: Sequence[memoryview], position: int) -> int:
     done = 0
     for view in views:
         count = reader.read_into(view, position + done)
@@ -321,12 +321,12 @@ def _one_by_one(reader: Reader, views: Sequence[memoryview], position: int) -> i
     return done
 
 
-def open_stored(path: Path | ObjectPath) -> Reader:
+def open_stored(path: Path | ObjectPath) -> StoredFileReader:
     """Open a stored file for reading. Raises OSError."""
     return FileReader(path) if isinstance(path, Path) else ObjectReader(path)
 
 
-def find_damage(folder: Path | ObjectPath, file: StoredFile) -> str:
+def find_damage(folder: Path | ObjectPath, file: TensorFile) -> str:
     """What is wrong with the bytes of a file, read whole; empty when they are those that were written."""
     digest = hashlib.sha256()
     size = 0

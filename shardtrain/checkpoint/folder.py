@@ -115,7 +115,7 @@ class Checkpoints(Saver):
         self._origin = self._verified[1].origin
         return path
 
-    def choose(self, step: str | None) -> choice.Choice:
+    def choose(self, step: str | None) -> choice.ChosenCheckpoint:
         """Return the checkpoint that ``--step`` names; see ``choice.choose``."""
         self._check_writers(self._folder)
         chosen = choice.choose(self._folder, step, partial(verify, reader=0 if self._relays else None))

@@ -30,7 +30,7 @@ Table = Mapping[str, list[Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class HeldBoxes:
     """Boxes of one tensor that each have equally many holders, in the order of their offsets."""
 
     offsets: Ints
@@ -64,7 +64,7 @@ class Held:
 
     dtype: str
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[HeldBoxes, ...]
 
 
 def table_of(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
@@ -144,7 +144,7 @@ def held_by_all(tables: Sequence[Table], table_of_rank: Sequence[int]) -> dict[s
             rules.setdefault(name, []).append((number, rule))
 
     # Layers are alike: a model has few shapes and rules, and the parts of each are worked out once.
-    known: dict[Any, tuple[Part, ...]] = {}
+    known: dict[Any, tuple[HeldBoxes, ...]] = {}
     held = {}
     for name, (dtype, shape) in kinds.items():
         key = (shape, repr(rules[name]))
@@ -222,7 +222,7 @@ def _digits(mesh: Ints) -> list[tuple[int, int] | None]:
     return digits
 
 
-def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[Part, ...]:
+def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[HeldBoxes, ...]:
     """The distinct boxes of a tensor, by how many ranks hold them; ``said`` are ranks with the rule that they say."""
     ranks = np.concatenate([ranks for ranks, _ in said])
     boxes = [boxes_of(shape, rule, ranks) for ranks, rule in said]
@@ -250,5 +250,5 @@ def _parts(shape: tuple[int, ...], said: Sequence[tuple[Ints, Any]]) -> tuple[Pa
         boxes_at = firsts[counts == count]
         ranks_of_boxes = ranks[boxes_at[:, None] + np.arange(count)]
         all_alike = is_even and len(boxes_at) == len(firsts)
-        parts.append(Part(both[boxes_at, :dims], both[boxes_at, dims:], ranks_of_boxes, all_alike))
+        parts.append(HeldBoxes(both[boxes_at, :dims], both[boxes_at, dims:], ranks_of_boxes, all_alike))
     return tuple(parts)

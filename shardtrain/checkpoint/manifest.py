@@ -51,7 +51,7 @@ _MAX_PLACES = 30_000_000
 
 
 @dataclass(frozen=True)
-class StoredFile:
+class TensorFile:
     """One file of tensor bytes."""
 
     name: str
@@ -91,7 +91,7 @@ class Manifest:
     world_size: int
     run: str
     created_by: str
-    files: tuple[StoredFile, ...]
+    files: tuple[TensorFile, ...]
     tensors: Mapping[str, StoredTensor]
     facts: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
@@ -244,13 +244,13 @@ def _parse(data: bytes) -> Manifest:
     )
 
 
-def _file(entry: Any) -> StoredFile:
+def _file(entry: Any) -> TensorFile:
     name, size, digest = _list(entry, "files", 3)
     if not isinstance(name, str) or not _FILE.fullmatch(name):
         _refuse("names a file that does not belong to a checkpoint")
     if not isinstance(digest, str) or not _HEX.fullmatch(digest):
         _refuse("has an invalid hash")
-    return StoredFile(name, _count(size, "files"), digest)
+    return TensorFile(name, _count(size, "files"), digest)
 
 
 def _tensor(name: str, entry: Any, version: int, num_files: int) -> StoredTensor:
@@ -287,7 +287,7 @@ def _grid(name: str, entry: Any, version: int, dims: int, num_files: int) -> Gri
     return grid
 
 
-def _check_places(files: tuple[StoredFile, ...], tensors: Mapping[str, StoredTensor]) -> None:
+def _check_places(files: tuple[TensorFile, ...], tensors: Mapping[str, StoredTensor]) -> None:
     """Every piece is inside its file, and no two share a byte.
 
     Files in which the same grids have boxes are alike, and one of each kind is looked at: ranks that hold equally much

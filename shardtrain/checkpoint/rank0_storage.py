@@ -19,10 +19,10 @@ from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import all_gather_json, broadcast_json, first_rank, gather_distinct_json
 from shardtrain.checkpoint.grids import Chunk
 from shardtrain.checkpoint.holders import box_of
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile
+from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, TensorFile
 from shardtrain.checkpoint.node_disks import speaks_for_its_node
 from shardtrain.checkpoint.resharding import Box, overlap
-from shardtrain.checkpoint.save_plan import Plan
+from shardtrain.checkpoint.save_plan import SavePlan
 from shardtrain.checkpoint.storage import Place
 from shardtrain.utils.errors import CheckpointError, StorageError
 from shardtrain.utils.log import logger
@@ -59,13 +59,13 @@ def check_seen_by_all(folder: Place, nonce: str) -> None:
         logger.warning(f"checkpoint.folder: {host} saw what rank 0 wrote {slowest} s late; {files.REMOUNT}")
 
 
-def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[StoredFile]:
+def write(tensors: Mapping[str, Tensor], shares: SavePlan, draft: Place) -> list[TensorFile]:
     """Write the files of all ranks on rank 0 and return them there; other ranks return [] (a collective).
 
     Raises:
         OSError: on rank 0, after the other ranks have sent everything.
     """
-    written: list[StoredFile] = []
+    written: list[TensorFile] = []
     failures: list[OSError] = []
     # One rank after the other: rank 0 receives from one while the others wait for their turn.
     for rank in range(dist.get_world_size()):
@@ -88,7 +88,7 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, draft: Place) -> list[Sto
     return written
 
 
-def _write(path: Place, blocks: Iterator[memoryview], failures: list[OSError]) -> list[StoredFile]:
+def _write(path: Place, blocks: Iterator[memoryview], failures: list[OSError]) -> list[TensorFile]:
     """Write a file and return it. After a failure, drop the blocks: their sender waits until they are received."""
     written = []
     if not failures:
@@ -101,7 +101,7 @@ def _write(path: Place, blocks: Iterator[memoryview], failures: list[OSError]) -
     return written
 
 
-def _received(shares: Plan, rank: int) -> Iterator[memoryview]:
+def _received(shares: SavePlan, rank: int) -> Iterator[memoryview]:
     """Yield the blocks that a rank sends, in order."""
     for _, size in shares.pieces_of(rank):
         for start in range(0, size, files.PIECE_BYTES):

@@ -36,7 +36,7 @@ from shardtrain.checkpoint.collectives import all_ranks, all_ranks_to_first, any
 from shardtrain.checkpoint.exports import Exporter
 from shardtrain.checkpoint.interval import Interval, IsDue
 from shardtrain.checkpoint.lease import Lease
-from shardtrain.checkpoint.manifest import Manifest, StoredFile
+from shardtrain.checkpoint.manifest import Manifest, TensorFile
 from shardtrain.checkpoint.storage import Place, storage_of
 from shardtrain.config.schema import Checkpoint, Config
 from shardtrain.utils.errors import CheckpointError, NumericalError, StorageError, fix_first
@@ -71,7 +71,7 @@ class Saver:
         self._relays = self._options.storage == "first_node" and dist.get_world_size() > 1
         self._number = 0
         """Counts the saves of this process, so that each draft has a name of its own."""
-        self._plan: save_plan.Plan | None = None
+        self._plan: save_plan.SavePlan | None = None
         """The plan of the last save, reused by the next one if the tensors are the same."""
         self._staging = Staging(self._options.async_mode == "async_with_pinned_mem")
         self.best = Best(config)
@@ -276,7 +276,7 @@ class Saver:
             exports.abandon(self._folder / f"step-{step}", self._lease)
 
     def _save_now(
-        self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.Plan, facts: Mapping[str, Any]
+        self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.SavePlan, facts: Mapping[str, Any]
     ) -> None:
         """Write the checkpoint while all ranks wait (a collective)."""
         nonce, _ = first_rank(lambda: self._prepare(step, sum(shares.bytes_of)))
@@ -286,7 +286,7 @@ class Saver:
             written = all_ranks(lambda: [*map(_fields, rank0_storage.write(tensors, shares, draft))])
         else:
             written = all_ranks_to_first(lambda: _fields(tensor_files.write(tensors, shares, draft)))
-        stored_files = [StoredFile(*fields) for fields in written if fields]
+        stored_files = [TensorFile(*fields) for fields in written if fields]
         # Commit after all have written, and delete old checkpoints after the commit.
         first_rank(lambda: self._commit(draft, self._manifest(step, stored_files, shares, facts)))
         first_rank(lambda: self._tidy(step, facts))
@@ -294,7 +294,7 @@ class Saver:
             node_disks.note(self._run_folder, [step])
 
     def _begin(
-        self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.Plan, facts: Mapping[str, Any]
+        self, step: int, tensors: Mapping[str, Tensor], shares: save_plan.SavePlan, facts: Mapping[str, Any]
     ) -> None:
         """Copy what this rank writes, and leave the rest to a thread (a collective)."""
         rank = dist.get_rank()
@@ -359,7 +359,7 @@ class Saver:
         return None
 
     def _manifest(
-        self, step: int, stored_files: list[StoredFile], shares: save_plan.Plan, facts: Mapping[str, Any]
+        self, step: int, stored_files: list[TensorFile], shares: save_plan.SavePlan, facts: Mapping[str, Any]
     ) -> Manifest:
         return Manifest(
             step=step,
@@ -427,5 +427,5 @@ class Saver:
         retention.delete_old(self._folder, saved, keep, options.keep_every_n_steps, self.best.kept, self._origin)
 
 
-def _fields(file: StoredFile | None) -> list[Any] | None:
+def _fields(file: TensorFile | None) -> list[Any] | None:
     return None if file is None else [file.name, file.bytes, file.sha256]

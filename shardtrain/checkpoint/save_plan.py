@@ -20,14 +20,14 @@ from torch import Tensor
 from shardtrain.checkpoint import holders
 from shardtrain.checkpoint.collectives import any_rank
 from shardtrain.checkpoint.grids import Axis, Grid
-from shardtrain.checkpoint.holders import Held, Part
+from shardtrain.checkpoint.holders import Held, HeldBoxes
 from shardtrain.checkpoint.manifest import ITEM_BYTES, MAX_BYTES, StoredTensor, least_bytes, too_large
 from shardtrain.checkpoint.resharding import Ints
 from shardtrain.utils.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Plan:
+class SavePlan:
     """What goes where, equal on all ranks: the stored tensors, and the bytes that each rank writes."""
 
     tensors: Mapping[str, StoredTensor]
@@ -58,7 +58,7 @@ class Plan:
         return _file_numbers(np.array(self.bytes_of)).tolist()
 
 
-def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
+def plan(tensors: Mapping[str, Tensor], earlier: SavePlan | None = None) -> SavePlan:
     """Share out the writing of all ranks' tensors (a collective); as earlier, where no rank's tensors have changed.
 
     Raises:
@@ -74,7 +74,7 @@ def plan(tensors: Mapping[str, Tensor], earlier: Plan | None = None) -> Plan:
     stored, load = share_out(held, dist.get_world_size())
     if (num_bytes := least_bytes(stored)) > MAX_BYTES:
         raise CheckpointError(too_large(num_bytes))
-    return Plan(stored, load, held, own)
+    return SavePlan(stored, load, held, own)
 
 
 def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, StoredTensor], list[int]]:
@@ -91,7 +91,7 @@ def share_out(held: Mapping[str, Held], num_ranks: int) -> tuple[dict[str, Store
     )
     item_bytes = {name: ITEM_BYTES[one.dtype] for name, one in held.items()}
 
-    def place(load: Ints) -> Iterator[tuple[str, Part, Ints, Ints]]:
+    def place(load: Ints) -> Iterator[tuple[str, HeldBoxes, Ints, Ints]]:
         """Of each part in turn: the writer of each box, and where its bytes begin in the writer's file."""
         for _, _, name, part in order:
             writers = part.ranks[:, 0]

@@ -223,7 +223,7 @@ def _next_pieces(found: Iterator[tuple[_Target, Grid, _Cut]]) -> _Pieces | None:
     return _Pieces(file[order], begin[order], size[order], which[order], row[order], cuts)
 
 
-def _read_of_file(reader: files.Reader, pieces: _Pieces, own: slice, copied: _Copied) -> None:
+def _read_of_file(reader: files.StoredFileReader, pieces: _Pieces, own: slice, copied: _Copied) -> None:
     which = pieces.cut[own].tolist()
     rows = pieces.row[own].tolist()
     sizes = pieces.num_bytes[own].tolist()

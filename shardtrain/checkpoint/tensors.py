@@ -19,15 +19,15 @@ from shardtrain.checkpoint import files, tensor_reader
 from shardtrain.checkpoint.collectives import rank_and_size
 from shardtrain.checkpoint.grids import Chunk
 from shardtrain.checkpoint.holders import tables_of_ranks
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile
+from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, TensorFile
 from shardtrain.checkpoint.resharding import Box
-from shardtrain.checkpoint.save_plan import Plan
+from shardtrain.checkpoint.save_plan import SavePlan
 from shardtrain.checkpoint.storage import Place
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.utils.errors import CheckpointError
 
 
-def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Place) -> StoredFile | None:
+def write(tensors: Mapping[str, Tensor], shares: SavePlan, folder: Place) -> TensorFile | None:
     """Write this rank's file into an existing folder; None where it has nothing to write. Raises OSError."""
     rank = dist.get_rank()
     names = shares.names_of(rank)
@@ -36,7 +36,7 @@ def write(tensors: Mapping[str, Tensor], shares: Plan, folder: Place) -> StoredF
     return write_blocks((bytes_of(tensors[name]) for name in names), rank, dist.get_world_size(), folder)
 
 
-def write_blocks(blocks: Iterable[memoryview], rank: int, world_size: int, folder: Place) -> StoredFile:
+def write_blocks(blocks: Iterable[memoryview], rank: int, world_size: int, folder: Place) -> TensorFile:
     """Write a rank's file; needs no process group. Raises OSError."""
     wait = files.SEEN_SECONDS if world_size > 1 else 0.0
     return files.write_hashed(folder / f"rank-{rank:05d}.bin", blocks, wait)
@@ -122,7 +122,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(local.reshape(-1).view(torch.uint8).numpy().data)
 
 
-def read_box(reader: files.Reader, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
+def read_box(reader: files.StoredFileReader, chunk: Chunk, dtype: str, wanted: Box) -> Tensor:
     """The wanted box of a stored piece: only the rows that it touches are read."""
     rows = 1
     first = 0

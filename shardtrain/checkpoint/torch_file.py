@@ -58,7 +58,7 @@ _VIEWS_OF_A_STORAGE = 1024
 """A storage may be so many times larger than a tensor that is a part of it, as the parts of a divided one are."""
 
 
-class Storage(tuple[str, str]):
+class TorchStorage(tuple[str, str]):
     """The name of a storage in its archive, and its type; empty where the tensor says it."""
 
 
@@ -205,7 +205,7 @@ def _describe_old(
     """
     types: dict[str, str] = {}
 
-    def storage(said: Any) -> Storage:
+    def storage(said: Any) -> TorchStorage:
         if not isinstance(said, tuple) or len(said) != 6 or said[5] is not None:
             raise ValueError("a storage is invalid")
         found = _storage(said[:5])
@@ -235,7 +235,7 @@ def _describe_old(
     return value, sizes, places
 
 
-def _storage(said: Any) -> Storage:
+def _storage(said: Any) -> TorchStorage:
     """The storage of a persistent id; raises ValueError where it is none."""
     if not isinstance(said, tuple) or len(said) != 5:
         raise ValueError("a storage is invalid")
@@ -244,7 +244,7 @@ def _storage(said: Any) -> Storage:
         raise ValueError("a storage is invalid")
     if str(kind) not in _STORAGES and str(kind) != _UNTYPED:
         raise ValueError("a storage is of no known type")
-    return Storage((key, _STORAGES.get(str(kind), "")))
+    return TorchStorage((key, _STORAGES.get(str(kind), "")))
 
 
 def read_storage(archive: zipfile.ZipFile, length: int, key: str, where: str) -> bytearray:
@@ -262,7 +262,7 @@ def stored(made: Any) -> Stored:
     if isinstance(shape, Made) and str(shape.name) == "torch.Size":
         shape = shape.arguments[0] if len(shape.arguments) == 1 else None
     # An untyped storage says no type: the tensor's own is the seventh argument then (_rebuild_tensor_v3).
-    key, dtype = storage if isinstance(storage, Storage) else ("", None)
+    key, dtype = storage if isinstance(storage, TorchStorage) else ("", None)
     if dtype == "":
         last = made.arguments[6] if len(made.arguments) > 6 else None
         dtype = last.name if isinstance(last, Name) and last.module == "torch" else ""
@@ -285,8 +285,8 @@ class _Plain:
         self._within: set[int] = set()
 
     def of(self, value: Any) -> Any:
-        if not isinstance(value, Made | dict | list | tuple) or isinstance(value, Storage):
-            return Other(str(value)) if isinstance(value, Name | Storage) else value
+        if not isinstance(value, Made | dict | list | tuple) or isinstance(value, TorchStorage):
+            return Other(str(value)) if isinstance(value, Name | TorchStorage) else value
         if id(value) in self._done:
             return self._done[id(value)][1]
         if id(value) in self._within or len(self._within) > _MAX_DEPTH:

@@ -168,7 +168,7 @@ decide is compared with the data."""
 
 
 @dataclass(frozen=True)
-class Change:
+class OptionChange:
     """An option that is not what it was in the checkpoint."""
 
     option: str
@@ -218,7 +218,7 @@ def find(
     world_size: int,
     excluded: Sequence[str] = (),
     files: Mapping[str, str] = MappingProxyType({}),
-) -> list[Change]:
+) -> list[OptionChange]:
     """The options that differ from a checkpoint's record; options that only one of the two versions has are left out.
 
     A record of another program version, or none at all, is not an error: what it does not name is not compared. A value
@@ -229,7 +229,7 @@ def find(
     now = to_record(config, world_size)
     # An option that no table knows is an error: a new one has to be given a class before its change is let through
     differing = {
-        name: Change(name, saved[name], new, class_of(name) or "error")
+        name: OptionChange(name, saved[name], new, class_of(name) or "error")
         for name, new in now.items()
         if name in saved and name != FILES and saved[name] != new
     }
@@ -239,7 +239,7 @@ def find(
         before = hashes.get(name, digest)
         if before != digest and name not in differing:
             old, new = (f"{now[name]} with the SHA-256 {str(text)[:12]}..." for text in (before, digest))
-            differing[name] = Change(name, old, new, "error")
+            differing[name] = OptionChange(name, old, new, "error")
     for part in excluded:
         for start in FREED.get(part, ()):
             differing = {name: change for name, change in differing.items() if not name.startswith(start)}

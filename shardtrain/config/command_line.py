@@ -19,7 +19,7 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
-class Option:
+class VerbOption:
     """An option of a verb's own that has a value."""
 
     read: Callable[[str], Any] = str
@@ -60,7 +60,7 @@ class Taken:
 
 
 def take(
-    words: Sequence[str], options: Mapping[str, Option], flags: Sequence[str] = (), usage: str | None = None
+    words: Sequence[str], options: Mapping[str, VerbOption], flags: Sequence[str] = (), usage: str | None = None
 ) -> Taken:
     """Take a verb's own ``options`` (``--nproc 2`` or ``--nproc=2``) and ``flags`` out of its words.
 
@@ -150,13 +150,13 @@ class CommandLine:
 
 
 OWN = {
-    "--nproc": Option(number_of("processes"), "2"),
-    "--max_restarts": Option(number_of("restarts", least=0), "3"),
-    "--nnodes": Option(example="2, or 1:4 for an elastic run"),
-    "--node_rank": Option(number_of("a node", least=0), "0"),
-    "--rdzv_endpoint": Option(example="node1:29500"),
-    "--job.config_file": Option(example="FILE"),
-    "--job.config-file": Option(example="FILE"),
+    "--nproc": VerbOption(number_of("processes"), "2"),
+    "--max_restarts": VerbOption(number_of("restarts", least=0), "3"),
+    "--nnodes": VerbOption(example="2, or 1:4 for an elastic run"),
+    "--node_rank": VerbOption(number_of("a node", least=0), "0"),
+    "--rdzv_endpoint": VerbOption(example="node1:29500"),
+    "--job.config_file": VerbOption(example="FILE"),
+    "--job.config-file": VerbOption(example="FILE"),
 }
 """Options that are not the configuration's. The last two are how torchtitan's commands name the file."""
 

@@ -22,9 +22,9 @@ from shardtrain.hub_formats import (
     qwen3_moe,
 )
 from shardtrain.hub_formats.config_json import CONFIG, Quantised, block_of, read_json
-from shardtrain.hub_formats.format import FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
+from shardtrain.hub_formats.format import FREE, TRANSFORMERS_HINT, Fields, HubFormat, OnlyInTransformers
 
-HUBS: dict[str, Hub] = {
+HUBS: dict[str, HubFormat] = {
     "llama2": llama.HUB,
     "llama3": llama.HUB,
     "llama4": llama4.HUB,
@@ -52,7 +52,7 @@ class Description:
     """What makes ``flavor`` this model: ``model.overrides``."""
     values: Mapping[str, Any]
     """Every field of the model's Config but those of ``FREE``."""
-    hub: Hub
+    hub: HubFormat
     notices: tuple[str, ...]
     """Lines on keys that change nothing, although they may look as if they did."""
     block: Quantised
@@ -110,7 +110,7 @@ def describe(folder: Path, name: str = "") -> Description:
     return Description(chosen, flavor, overrides, values, hub, notices, block, found)
 
 
-def nearest(hub: Hub, names: list[str], values: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
+def nearest(hub: HubFormat, names: list[str], values: Mapping[str, Any]) -> tuple[str, str, dict[str, Any]]:
     """The flavor with the fewest fields that differ, and those fields.
 
     Every field is compared, also those that a folder says nothing of: what is another's own is never taken over.
@@ -124,7 +124,7 @@ def nearest(hub: Hub, names: list[str], values: Mapping[str, Any]) -> tuple[str,
     return name, flavor, overrides
 
 
-def overrides_of(hub: Hub, name: str, flavor: str, values: Mapping[str, Any]) -> dict[str, Any]:
+def overrides_of(hub: HubFormat, name: str, flavor: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """What makes a flavor the model of ``values``: every field that differs and takes part in what is computed."""
     has = shape(read_model_file(name), flavor, {})
     aside = FREE | hub.unused(values)

@@ -21,7 +21,7 @@ _FOLDER_FLAVOR = "folder"
 
 
 @dataclass(frozen=True)
-class Followed:
+class FolderModel:
     """A configuration with what its folder says, where each value of it comes from, and lines for the user."""
 
     config: Config
@@ -29,7 +29,7 @@ class Followed:
     notices: tuple[str, ...] = ()
 
 
-def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Problem:
+def with_folder(config: Config, origins: Mapping[str, str]) -> FolderModel | Problem:
     """Take the model from the folder of ``model.hf_assets_path`` where it is asked for, or no flavor is named.
 
     What the user sets in ``model.overrides`` goes before what the folder says.
@@ -62,7 +62,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
         return _as_it_is(config, {}, _FOLDER_FLAVOR if asked else model.flavor)
     wanted = not named("model.flavor") and named("model.hf_assets_path") and has
     if not asked and (not wanted or model.name.endswith(".py")):
-        return Followed(config)
+        return FolderModel(config)
 
     # Imported late, because most configurations name no folder
     from shardtrain.config.describe_folder import HUBS, describe
@@ -71,7 +71,7 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
 
     is_free = not named("model.name")
     if not asked and not is_free and model.name not in HUBS:
-        return Followed(config)
+        return FolderModel(config)
     try:
         found = describe(folder, "" if is_free else model.name)
     except OnlyInTransformers as reason:
@@ -103,15 +103,15 @@ def with_folder(config: Config, origins: Mapping[str, str]) -> Followed | Proble
     if overrides:
         fields = ", ".join(f"{key}={value!r}" for key, value in overrides.items())
         notice = f"model {found.name} with the sizes of {file}: {fields}; all others as in flavor {found.flavor}"
-    return Followed(
+    return FolderModel(
         dataclasses.replace(config, model=taken),
         {"model.name": file, "model.flavor": file, **from_file},
         (notice, *found.notices),
     )
 
 
-def _as_it_is(config: Config, origins: dict[str, str], flavor: str, notices: tuple[str, ...] = ()) -> Followed:
+def _as_it_is(config: Config, origins: dict[str, str], flavor: str, notices: tuple[str, ...] = ()) -> FolderModel:
     model = config.model
     overrides: dict[str, Any] = {"path": model.hf_assets_path, **model.overrides}
     taken = dataclasses.replace(model, name=NAME, flavor=flavor, overrides=overrides)
-    return Followed(dataclasses.replace(config, model=taken), origins, notices)
+    return FolderModel(dataclasses.replace(config, model=taken), origins, notices)

@@ -13,7 +13,7 @@ from shardtrain.config.aliases import ALIASES, old_kinds, rewrite
 from shardtrain.config.arguments import CONFIG_FILE, read_arguments
 from shardtrain.config.coerce import Unfit, coerce, from_texts, plain
 from shardtrain.config.command_line import two_files
-from shardtrain.config.folder_model import Followed, with_folder
+from shardtrain.config.folder_model import FolderModel, with_folder
 from shardtrain.config.options import nearest, options, sections, suggestion
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import COMMAND_LINE, DEFAULT, Setting, Value
@@ -178,12 +178,12 @@ def _resolve(
     config = _build("", values)
 
     # The model may be that of a Hugging Face folder, whose config.json sets options that nobody has given
-    followed = with_folder(config, origins) if follow else Followed(config)
+    followed = with_folder(config, origins) if follow else FolderModel(config)
     if isinstance(followed, Problem):
         if not keep_problems:
             raise ConfigError(followed)
         problems.append(followed)
-        followed = Followed(config)
+        followed = FolderModel(config)
     notices = (*rewritten.notices, *followed.notices)
     all_origins = MappingProxyType({**origins, **followed.origins})
     return Loaded(followed.config, all_origins, notices, file, renames, tuple(problems))

@@ -21,7 +21,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Place:
+class NestedOption:
     """What a dotted name means within an option of tables; the parts that it has not are None."""
 
     option: Option
@@ -37,7 +37,7 @@ class Place:
         return get_args(self.field.kind)[1] if self.key is not None else self.field.kind
 
 
-def find(name: str) -> Place | None:
+def find(name: str) -> NestedOption | None:
     """Return the place of a dotted name in an option of tables, or None for every other name.
 
     Raises Unfit where the name lies in such an option and its entries have no such key.
@@ -47,7 +47,7 @@ def find(name: str) -> Place | None:
         return None
     entry, _, rest = name[len(option.name) + 1 :].partition(".")
     if not rest:
-        return Place(option, entry or None, None, None)
+        return NestedOption(option, entry or None, None, None)
     prefix = f"{option.name}.{entry}"
     fields = options_of(prefix, option.entry)
     field_name, _, key = rest.partition(".")
@@ -56,7 +56,7 @@ def find(name: str) -> Place | None:
         keys = [other.rpartition(".")[2] for other in fields]
         near = nearest(field_name, keys) if field is None else None
         raise Unfit("is not an option", f"did you mean {prefix}.{near}?" if near else f"keys are {', '.join(keys)}")
-    return Place(option, entry, field, key or None)
+    return NestedOption(option, entry, field, key or None)
 
 
 def holds(path: Path) -> bool:
@@ -111,7 +111,7 @@ def spread_text(setting: Setting) -> list[Setting]:
     return list(spread(tuple(setting.option.split(".")), value, lambda _: setting.where))
 
 
-def take(place: Place, setting: Setting, entries: Entries) -> None:
+def take(place: NestedOption, setting: Setting, entries: Entries) -> None:
     """Enter the value of a setting; raises Unfit."""
     is_list = get_origin(place.option.kind) is list
     if place.entry is None:

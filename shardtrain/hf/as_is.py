@@ -20,7 +20,7 @@ from torch import Tensor
 
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.weights import HubWeights
-from shardtrain.hub_formats.format import CHANGEABLE, Hub, Merged
+from shardtrain.hub_formats.format import CHANGEABLE, HubFormat, MergedExperts
 from shardtrain.models import architecture
 from shardtrain.ops.tied import tied_names, to_empty
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
@@ -41,7 +41,7 @@ def translation(model: Any, config: Any) -> Translation:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     kind = architecture.read(config.path).model_type
-    hub = Hub(config.class_name, kind, {}, lambda _: {}, lambda _: {}, _IGNORED)
+    hub = HubFormat(config.class_name, kind, {}, lambda _: {}, lambda _: {}, _IGNORED)
     rules = _conversions(kind)
     return Translation(hub, shapes, config, {name: _in_files(name.partition(".")[2], rules) for name in shapes})
 
@@ -79,14 +79,14 @@ def _conversions(model_type: str) -> list[_Rule]:
     return sorted(found, key=lambda rule: not rule.stacks)
 
 
-def _in_files(name: str, rules: Sequence[_Rule]) -> str | Merged:
+def _in_files(name: str, rules: Sequence[_Rule]) -> str | MergedExperts:
     """What files call a tensor of ``transformers``: one name, or those of its parts."""
     stacked = next((rule for rule in rules if rule.stacks and name.endswith(rule.opened)), None)
     names = [name.removesuffix(stacked.opened) + part for part in stacked.saved] if stacked else [name]
     for rule in rules:
         if not rule.stacks:
             names = [one.replace(rule.opened, rule.saved[0]) for one in names]
-    return Merged(tuple(names)) if stacked else names[0]
+    return MergedExperts(tuple(names)) if stacked else names[0]
 
 
 def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list[str]]:
@@ -109,12 +109,12 @@ def fit(model: Any, config: Any, weights: HubWeights) -> tuple[Translation, list
     prefix = f"{hf.base_model_prefix}."
     aliases = {names[0]: names[1:] for names in tied_names(model)}
     for ours, theirs in plain.sources.items():
-        if isinstance(theirs, Merged):
+        if isinstance(theirs, MergedExperts):
             # In parts, one for each expert, or stacked as in the module
             whole = next((form for form in _forms(ours.partition(".")[2], prefix) if form in there), None)
             parts = zip(*(_forms(name, prefix) for name in theirs.names), strict=True)
             found = next((names for names in parts if names[0].replace("#", "0") in there), None)
-            sources[ours] = Merged(found) if found is not None else whole or theirs
+            sources[ours] = MergedExperts(found) if found is not None else whole or theirs
             continue
         spelled: list[str] = []
         for name in (str(theirs), *(tied.partition(".")[2] for tied in (ours, *aliases.get(ours, ())))):

@@ -18,17 +18,17 @@ from torch import Tensor
 from shardtrain import models
 from shardtrain.checkpoint import files, manifest, tensors
 from shardtrain.checkpoint.async_save import pieces
-from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, StoredFile
+from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, TensorFile
 from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.generation_config import GENERATION, TOKENS, with_tokens
 from shardtrain.hf.mapping import Translation
 from shardtrain.hf.model import hub_of, translation_of
 from shardtrain.hf.quantized_weights import open_weights
-from shardtrain.hf.source import TOKENIZERS, Source
+from shardtrain.hf.source import TOKENIZERS, FolderSource
 from shardtrain.hf.weights import INDEX, SINGLE, HubWeights
 from shardtrain.hub_formats.config_json import CONFIG, read_json
-from shardtrain.hub_formats.format import FREE, Fields, Hub
+from shardtrain.hub_formats.format import FREE, Fields, HubFormat
 from shardtrain.models.architecture import saved_config
 from shardtrain.utils.errors import CheckpointError, ConfigError, require_new
 
@@ -52,7 +52,7 @@ class Export:
     dtype: str = ""
     """Type of all weights; where empty, each has that which it had in ``source``, or else in the checkpoint."""
     shard_bytes: int = SHARD_BYTES
-    source: Source | None = None
+    source: FolderSource | None = None
     """What the model came from: its config.json is kept where the model has not changed, its files are copied."""
     tokenizer: Path | None = None
     """A folder whose tokenizer files are copied in place of those of ``source``."""
@@ -63,7 +63,7 @@ class Export:
     labels: Sequence[str] = ()
     """Names of the labels of a model whose head has replaced that of the vocabulary."""
 
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[FolderSource]:
         """Where files beside the weights come from, those that go before others first."""
         own = source.of_folder(self.tokenizer) if self.tokenizer is not None else None
         return [one for one in (own, self.source) if one is not None]
@@ -115,7 +115,7 @@ class Writer:
         # The special tokens of the run, in the two files that say which tokens begin and end a text
         place = self._files.get(GENERATION)
         settings_file = {} if place is None else {GENERATION: place.files[GENERATION]}
-        before = place or Source(wanted.output)
+        before = place or FolderSource(wanted.output)
         described = dataclasses.replace(before, config=fields, files=settings_file)
         self._described, changes = with_tokens(described, wanted.tokens)
         self._files |= dict.fromkeys(self._described.files, self._described)
@@ -131,7 +131,7 @@ class Writer:
 
     def write_weights(
         self, folder: Path, file: str, check_cancelled: Callable[[], None] = lambda: None, wait_seconds: float = 0.0
-    ) -> StoredFile:
+    ) -> TensorFile:
         """Write one file of weights; ``check_cancelled`` is called between pieces, and may raise. Raises OSError.
 
         ``wait_seconds`` is how long the folder, which another node may have made, may take to be seen from here.
@@ -291,7 +291,7 @@ def config_fields(wanted: Export) -> dict[str, Any]:
     return saved_config(fields, hub.architecture, wanted.labels)
 
 
-def _changed(hf_config: dict[str, Any], hub: Hub, config: Any, fields: dict[str, Any]) -> dict[str, Any]:
+def _changed(hf_config: dict[str, Any], hub: HubFormat, config: Any, fields: dict[str, Any]) -> dict[str, Any]:
     """The source's config.json with the values of those fields alone that a run has changed."""
     # What the file would say of the model that it describes, by our own writer: a key that says the same in other words
     # does not differ. Fields that a file does not say, or that neither model uses, are those of the model now
@@ -328,9 +328,9 @@ def _with_dtype(found: dict[str, Any], dtype: str) -> dict[str, Any]:
     return {**found, **inner, **dict.fromkeys(keys, dtype)}
 
 
-def _beside(wanted: Export) -> dict[str, Source]:
+def _beside(wanted: Export) -> dict[str, FolderSource]:
     """The files that are copied, and from where each; a tokenizer is taken from one place alone."""
-    source_of: dict[str, Source] = {}
+    source_of: dict[str, FolderSource] = {}
     for place in wanted.sources():
         has_tokenizer = any(other.has_tokenizer for other in source_of.values())
         for name in place.files:

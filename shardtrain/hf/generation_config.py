@@ -16,7 +16,7 @@ from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.data.build_dataset import formats_of
 from shardtrain.data.documents.encode import end_tokens
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
-from shardtrain.hf.source import Source
+from shardtrain.hf.source import FolderSource
 from shardtrain.hub_formats.config_json import CONFIG
 from shardtrain.hub_formats.format import GENERATION_KEYS
 from shardtrain.utils import checked_json
@@ -29,7 +29,7 @@ _TEXT_PARTS = ("decoder", "generator", "text_config")
 """Parts of a composed config.json whose keys apply where its top level has none."""
 
 
-def read_settings(source: Source) -> dict[str, Any]:
+def read_settings(source: FolderSource) -> dict[str, Any]:
     """Return the generation settings of a folder.
 
     Raises:
@@ -96,7 +96,7 @@ def trained_tokens(tokenizer: Tokenizer, config: Config) -> dict[str, list[int]]
     return {key: [token for token in ids if token is not None] for key, ids in tokens.items()}
 
 
-def with_tokens(source: Source, tokens: Mapping[str, list[int]]) -> tuple[Source, list[str]]:
+def with_tokens(source: FolderSource, tokens: Mapping[str, list[int]]) -> tuple[FolderSource, list[str]]:
     """Return a folder that has the special tokens of a run, and a list of the changes.
 
     ``config.json`` gets the first end token, as from transformers' Trainer, and ``generation_config.json`` all of them.

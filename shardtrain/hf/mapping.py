@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.hf.weights import HubWeights
-from shardtrain.hub_formats.format import Experts, Hub, Merged, Piece, Source, Stacked, pieces
+from shardtrain.hub_formats.format import ExpertTensors, HubFormat, MergedExperts, Source, Stacked, TensorPiece, pieces
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.utils.errors import CheckpointError
 
@@ -24,14 +24,14 @@ _SHOWN = 10
 class Translation:
     """One model in one format: where each of its tensors lies in theirs."""
 
-    hub: Hub
+    hub: HubFormat
     shapes: Mapping[str, Shape]
     """Our tensors by name; a head that is the embedding is not among them."""
     config: Any
     """The model's Config."""
     sources: Mapping[str, Source]
 
-    def pieces_of(self, name: str) -> Iterable[Piece]:
+    def pieces_of(self, name: str) -> Iterable[TensorPiece]:
         """The boxes that make one of our tensors."""
         return pieces(self.sources[name], self.shapes[name], self.config.head_dim)
 
@@ -42,9 +42,9 @@ class Translation:
             shape = self.shapes[name]
             if isinstance(source, str):
                 found[source] = shape
-            elif isinstance(source, Experts):
+            elif isinstance(source, ExpertTensors):
                 found |= {piece.name: shape[1:] for piece in self.pieces_of(name)}
-            elif isinstance(source, Merged):
+            elif isinstance(source, MergedExperts):
                 rows = shape[1] // len(source.names)
                 found |= {piece.name: (rows, *shape[2:]) for piece in self.pieces_of(name)}
             elif isinstance(source, Stacked):
@@ -55,7 +55,7 @@ class Translation:
         return found
 
 
-def translate(hub: Hub, config: Any, shapes: Mapping[str, Shape]) -> Translation:
+def translate(hub: HubFormat, config: Any, shapes: Mapping[str, Shape]) -> Translation:
     """Find the place of each tensor of a model, named without a prefix.
 
     Raises:
@@ -175,7 +175,7 @@ def _fill(into: Tensor, name: str, own: tuple[slice, ...], translation: Translat
         target.copy_(part.reshape(target.shape))
 
 
-def _read(piece: Piece, theirs: tuple[slice, ...], weights: HubWeights) -> Tensor:
+def _read(piece: TensorPiece, theirs: tuple[slice, ...], weights: HubWeights) -> Tensor:
     """A box of their tensor, its last two dimensions as ours are; files are read without steps."""
     if not theirs:
         return weights.read(piece.name, theirs)
@@ -183,7 +183,7 @@ def _read(piece: Piece, theirs: tuple[slice, ...], weights: HubWeights) -> Tenso
     return (found.transpose(-2, -1) if piece.transposed else found).contiguous()
 
 
-def _overlap(piece: Piece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+def _overlap(piece: TensorPiece, own: tuple[slice, ...]) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
     """What of a piece lies in a rank's part: where in their tensor, and where in the rank's memory."""
     theirs = []
     place = []

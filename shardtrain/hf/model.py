@@ -18,7 +18,7 @@ from shardtrain.config.schema import Model as ModelOptions
 from shardtrain.hf import as_is, source
 from shardtrain.hf.mapping import Translation, translate
 from shardtrain.hub_formats.config_json import CONFIG, Quantised, read_json
-from shardtrain.hub_formats.format import CHANGEABLE, FREE, TRANSFORMERS_HINT, Fields, Hub, OnlyInTransformers
+from shardtrain.hub_formats.format import CHANGEABLE, FREE, TRANSFORMERS_HINT, Fields, HubFormat, OnlyInTransformers
 from shardtrain.models import architecture
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -38,7 +38,7 @@ class HubModel:
     overrides: Mapping[str, Any]
     """What makes ``flavor`` this model: ``model.overrides``."""
     config: Any
-    hub: Hub | None
+    hub: HubFormat | None
     """None for a class of ``transformers``."""
     passed_over: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """Regular expressions for their tensors that we have no place for, and say so."""
@@ -85,13 +85,13 @@ def _as_it_is(folder: Path, reason: OnlyInTransformers) -> HubModel:
     return HubModel(TRANSFORMERS, "folder", {"path": str(folder)}, config, None, notices=(notice,))
 
 
-def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> Hub:
+def hub_of(module: ModuleType, where: str, num_labels: int = 0) -> HubFormat:
     """Return the Hugging Face format of a model file: its HUB, with a classification head if ``num_labels`` is not 0.
 
     Raises:
         ConfigError: the model file has no HUB, or transformers has no such class with a classification head.
     """
-    hub: Hub | None = getattr(module, "HUB", None)
+    hub: HubFormat | None = getattr(module, "HUB", None)
     if hub is None:
         raise ConfigError(f"{where}: the model file has no HUB, so it has no Hugging Face format; add one")
     if not num_labels:
@@ -153,7 +153,7 @@ def check_noted(model: ModelOptions, path: Place) -> None:
 
 
 def check_fields(
-    hub: Hub, config: Any, stored_fields: Mapping[str, Any], where: object, chosen: Collection[str]
+    hub: HubFormat, config: Any, stored_fields: Mapping[str, Any], where: object, chosen: Collection[str]
 ) -> None:
     """Reject a Config that differs from the one that the weights were trained with.
 
@@ -181,7 +181,7 @@ def check_fields(
         raise ConfigError(Problem("model", None, rule, fix))
 
 
-def changed_fields(hub: Hub | None, config: Any, base: source.Source | None) -> list[str]:
+def changed_fields(hub: HubFormat | None, config: Any, base: source.FolderSource | None) -> list[str]:
     """Return "field=value" of each ``CHANGEABLE`` field of a Config that is not the value of the base model.
 
     Empty if the base model is unknown or has another architecture.
@@ -193,7 +193,7 @@ def changed_fields(hub: Hub | None, config: Any, base: source.Source | None) -> 
     return [f"{key}={getattr(config, key)!r}" for key in differ if CHANGEABLE.fullmatch(key)]
 
 
-def _differing(hub: Hub, config: Any, stored_fields: Mapping[str, Any]) -> list[str]:
+def _differing(hub: HubFormat, config: Any, stored_fields: Mapping[str, Any]) -> list[str]:
     """Return the names of the fields that differ and affect the model."""
     # Ignore fields that do not affect the model under either Config. The option that turns them off is compared
     ignored = FREE | hub.unused(stored_fields) | hub.unused(dataclasses.asdict(config))

@@ -16,7 +16,7 @@ from shardtrain.config.describe_folder import describe
 from shardtrain.config.schema import Config
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf import as_is, source
-from shardtrain.hf.source import Source
+from shardtrain.hf.source import FolderSource
 from shardtrain.hub_formats.format import FREE
 from shardtrain.utils.errors import ConfigError, ShardtrainError
 from shardtrain.utils.log import logger
@@ -27,7 +27,7 @@ _RUNS = 8
 """Runs that may have begun with one another's checkpoints."""
 
 
-def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) -> Source | None:
+def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) -> FolderSource | None:
     """The folder that a run's weights came from, through other runs too; else that of its tokenizer, if it fits.
 
     None where the weights were drawn and no folder describes this very model.
@@ -47,7 +47,7 @@ def of_run(config: Config, module: ModuleType, shape: Any, runs: int = _RUNS) ->
     return source.of_folder(assets) if _is_of(assets, module, shape) else None
 
 
-def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> Source | None:
+def of_path(path: Path, module: ModuleType, shape: Any, runs: int = _RUNS) -> FolderSource | None:
     """The origin of a Hugging Face folder; of a checkpoint what it records, else that of its run's first weights."""
     if not (path / MANIFEST).is_file():
         return source.of_folder(path) if (path / "config.json").is_file() else None

@@ -41,7 +41,7 @@ _TRAVEL = re.compile(
 
 
 @dataclass(frozen=True)
-class Source:
+class FolderSource:
     """A folder, or what a checkpoint keeps of one."""
 
     where: Path
@@ -67,7 +67,7 @@ class Source:
         return any(TOKENIZERS.fullmatch(name) and name != "tokenizer_config.json" for name in self.files)
 
 
-def of_folder(folder: Path) -> Source:
+def of_folder(folder: Path) -> FolderSource:
     """What a folder holds; it need not have weights, nor a config.json. Raises CheckpointError for a broken one."""
     config = dict(read_json(folder / CONFIG)) if (folder / CONFIG).is_file() else {}
     # DeepSeek's layer for the second next token lies beyond the last and is not read: an export has none
@@ -81,10 +81,10 @@ def of_folder(folder: Path) -> Source:
         name = path.relative_to(folder).as_posix()
         if _TRAVEL.fullmatch(name) and path.is_file():
             files[name] = (path, 0, path.stat().st_size)
-    return Source(folder, config, files)
+    return FolderSource(folder, config, files)
 
 
-def of_checkpoint(folder: Path, stored: Manifest) -> Source | None:
+def of_checkpoint(folder: Path, stored: Manifest) -> FolderSource | None:
     """What a checkpoint keeps of the folder that it was made of; None where it keeps nothing."""
     places = stored.facts.get(FACT)
     file = next((file for file in stored.files if file.name == FILE), None)
@@ -98,22 +98,22 @@ def of_checkpoint(folder: Path, stored: Manifest) -> Source | None:
             raise CheckpointError(f"checkpoint {folder}: what it says of {name[:100]!r} is not a file; use another one")
         files[name] = (folder / FILE, *place)
     own = files.pop(CONFIG, None)
-    source = Source(folder, {}, files if own is None else {**files, CONFIG: own})
+    source = FolderSource(folder, {}, files if own is None else {**files, CONFIG: own})
     try:
         config = checked_json.parse(source.read(CONFIG)) if own is not None else {}
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder}: its {CONFIG} cannot be read ({error}); use another one") from None
-    return Source(folder, config if isinstance(config, dict) else {}, files)
+    return FolderSource(folder, config if isinstance(config, dict) else {}, files)
 
 
-def of_path(path: Path) -> Source | None:
+def of_path(path: Path) -> FolderSource | None:
     """Of a checkpoint what it keeps, of a folder what it is; None where there is neither."""
     if (path / MANIFEST).is_file():
         return of_checkpoint(path, manifest.read(path))
     return of_folder(path) if path.is_dir() else None
 
 
-def unpacked(source: Source) -> Path:
+def unpacked(source: FolderSource) -> Path:
     """A folder with the files of a source, for as long as this process lives."""
     folder = temporary.make("hub")
     atexit.register(temporary.remove, folder)
@@ -150,7 +150,7 @@ def noted_model(folder: Path, stored: Manifest) -> dict[str, Any] | None:
     return {**noted, "name": name, "flavor": flavor, "overrides": overrides, "labels": labels}
 
 
-def packed(source: Source) -> tuple[bytes, dict[str, list[int]]]:
+def packed(source: FolderSource) -> tuple[bytes, dict[str, list[int]]]:
     """The bytes of all files of a source, its config.json first, and where each begins and how long it is.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, Hub
+from shardtrain.hub_formats.format import Fields, HubFormat
 from shardtrain.hub_formats.words import DECODER, ROTARY, experts, feed_forward
 from shardtrain.utils.errors import ConfigError
 
@@ -125,7 +125,7 @@ def write_shared(c: Any) -> dict[str, Any]:
     }
 
 
-HUB = Hub(
+HUB = HubFormat(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
     names={

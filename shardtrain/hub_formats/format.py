@@ -25,14 +25,14 @@ TRANSFORMERS_HINT = '; use model.name = "transformers"'
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertTensors:
     """Row e of our tensor's first dimension is their tensor number e: ``#`` in ``name`` stands for the number."""
 
     name: str
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedExperts:
     """Row e of our tensor's first dimension is their matrices number e, one below the other: one of each of ``names``.
 
     ``#`` in a name stands for the number.
@@ -65,11 +65,11 @@ class Stacked:
     transposed: bool = True
 
 
-Source = str | Experts | Merged | Heads | Stacked
+Source = str | ExpertTensors | MergedExperts | Heads | Stacked
 """Where one of our tensors lies in their file; a plain name is a tensor of the same shape."""
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """A box of our tensor, and the equal one of theirs: one slice per dimension.
 
     Where theirs has a dimension less, our first one is the number of an expert, and its slice is one wide. Where it is
@@ -83,7 +83,7 @@ class Piece(NamedTuple):
     transposed: bool = False
 
 
-class Whole(NamedTuple):
+class MultimodalModel(NamedTuple):
     """The architecture of which one of ours is a part: a model of text within one of images and text."""
 
     model_type: str
@@ -93,7 +93,7 @@ class Whole(NamedTuple):
     prefix: str
     """What its names of the part's tensors begin with."""
 
-    def part_of(self, config: Mapping[str, Any], hub: Hub) -> Mapping[str, Any] | None:
+    def part_of(self, config: Mapping[str, Any], hub: HubFormat) -> Mapping[str, Any] | None:
         """The config.json of the part, from that of the whole; None where this is not the whole."""
         # The type of the weights and their quantisation stand above the parts
         part = config.get(self.key)
@@ -105,7 +105,7 @@ class Whole(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Hub:
+class HubFormat:
     """The form of one architecture. ``*`` in names is the number of a layer, the same on both sides."""
 
     architecture: str
@@ -121,7 +121,7 @@ class Hub:
     """Names that depend on the model's Config, in place of those in ``names``."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What the class in ``transformers`` takes for a key that config.json lacks, where null means something else."""
-    whole: Whole | None = None
+    whole: MultimodalModel | None = None
     """The architecture of which this is a part, whose folders are read too; the rest of them is left out."""
     unused: Callable[[Mapping[str, Any]], set[str]] = lambda _: set()
     """Fields of the Config that take no part in what it computes, by the values of all of them."""
@@ -140,8 +140,8 @@ class Hub:
             layer = found[1] if found.groups() else ""
             if isinstance(source, str):
                 return source.replace("*", layer)
-            if isinstance(source, Merged):
-                return Merged(tuple(name.replace("*", layer) for name in source.names))
+            if isinstance(source, MergedExperts):
+                return MergedExperts(tuple(name.replace("*", layer) for name in source.names))
             return replace(source, name=source.name.replace("*", layer))
         return None
 
@@ -159,7 +159,7 @@ class Hub:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.ignored)
 
 
-def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Piece]:
+def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[TensorPiece]:
     """The boxes that make our tensor of ``shape``; for ``Heads``, of rows that are heads of ``head_dim`` each.
 
     >>> [piece.name for piece in pieces(Experts("experts.#.w"), (2, 3, 4), 0)]
@@ -174,28 +174,28 @@ def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[Pi
     """
     whole = tuple(slice(0, size) for size in shape)
     if isinstance(source, str):
-        yield Piece(source, whole, whole)
-    elif isinstance(source, Experts):
+        yield TensorPiece(source, whole, whole)
+    elif isinstance(source, ExpertTensors):
         for expert in range(shape[0]):
-            yield Piece(source.name.replace("#", str(expert)), whole[1:], (slice(expert, expert + 1), *whole[1:]))
-    elif isinstance(source, Merged):
+            yield TensorPiece(source.name.replace("#", str(expert)), whole[1:], (slice(expert, expert + 1), *whole[1:]))
+    elif isinstance(source, MergedExperts):
         rows = shape[1] // len(source.names)
         rest = whole[2:]
         for expert in range(shape[0]):
             for part, name in enumerate(source.names):
                 own = (slice(expert, expert + 1), slice(part * rows, (part + 1) * rows), *rest)
-                yield Piece(name.replace("#", str(expert)), (slice(0, rows), *rest), own)
+                yield TensorPiece(name.replace("#", str(expert)), (slice(0, rows), *rest), own)
     elif isinstance(source, Stacked):
         experts, *inputs = (whole[0], *whole[2:]) if source.transposed else whole[:-1]
         outputs = shape[1] if source.transposed else shape[-1]
         packed = slice(source.part * outputs, (source.part + 1) * outputs)
         if source.interleaved:
             packed = slice(source.part, outputs * source.parts, source.parts)
-        yield Piece(source.name, (experts, *inputs, packed), whole, source.transposed)
+        yield TensorPiece(source.name, (experts, *inputs, packed), whole, source.transposed)
     else:
         for head in range(shape[0] // head_dim):
             begin = (head * source.parts + source.part) * head_dim
-            yield Piece(
+            yield TensorPiece(
                 source.name,
                 (slice(begin, begin + head_dim), *whole[1:]),
                 (slice(head * head_dim, (head + 1) * head_dim), *whole[1:]),

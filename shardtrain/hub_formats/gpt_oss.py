@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, Hub, Stacked
+from shardtrain.hub_formats.format import Fields, HubFormat, Stacked
 from shardtrain.hub_formats.words import ATTENTION, DECODER, DEFAULTS, ROTARY, read_decoder, write_decoder
 from shardtrain.utils.errors import ConfigError
 
@@ -107,7 +107,7 @@ def _unused(config: Mapping[str, Any]) -> set[str]:
     return set() if config["rope_factor"] != 1.0 else {*_YARN} - {"rope_factor"}
 
 
-HUB = Hub(
+HUB = HubFormat(
     architecture="GptOssForCausalLM",
     model_type="gpt_oss",
     names={

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, Hub
+from shardtrain.hub_formats.format import Fields, HubFormat
 from shardtrain.hub_formats.words import (
     ATTENTION,
     DECODER,
@@ -85,7 +85,7 @@ def _write(c: Any) -> dict[str, Any]:
     return {**write_llama(c), "attention_bias": False, "mlp_bias": False}
 
 
-HUB = Hub(
+HUB = HubFormat(
     architecture="LlamaForCausalLM",
     model_type="llama",
     names=NAMES,

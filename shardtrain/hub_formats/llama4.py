@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, Hub, Stacked, Whole
+from shardtrain.hub_formats.format import Fields, HubFormat, MultimodalModel, Stacked
 from shardtrain.hub_formats.llama import read_rope, write_rope
 from shardtrain.hub_formats.llama import unused as unused_of_rope
 from shardtrain.hub_formats.words import (
@@ -138,7 +138,7 @@ def _unused(config: Mapping[str, Any]) -> set[str]:
     }
 
 
-HUB = Hub(
+HUB = HubFormat(
     architecture="Llama4ForCausalLM",
     model_type="llama4_text",
     names={
@@ -171,5 +171,5 @@ HUB = Hub(
         "attention_chunk_size": 8192,
     },
     unused=_unused,
-    whole=Whole("llama4", "Llama4ForConditionalGeneration", "text_config", "language_model."),
+    whole=MultimodalModel("llama4", "Llama4ForConditionalGeneration", "text_config", "language_model."),
 )

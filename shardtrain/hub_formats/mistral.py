@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, Hub
+from shardtrain.hub_formats.format import Fields, HubFormat
 from shardtrain.hub_formats.llama import NAMES, read_llama, unused, write_llama
 from shardtrain.hub_formats.words import DEFAULTS, ROTARY
 from shardtrain.utils.errors import ConfigError
@@ -21,7 +21,7 @@ def _write(c: Any) -> dict[str, Any]:
     return {**write_llama(c), "sliding_window": c.sliding_window or None}
 
 
-HUB = Hub(
+HUB = HubFormat(
     architecture="MistralForCausalLM",
     model_type="mistral",
     names=NAMES,

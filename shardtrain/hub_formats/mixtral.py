@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, Hub
+from shardtrain.hub_formats.format import Fields, HubFormat
 from shardtrain.hub_formats.words import ATTENTION, DECODER, DEFAULTS, ROTARY, experts, read_decoder, write_decoder
 from shardtrain.utils.errors import ConfigError
 
@@ -38,7 +38,7 @@ def _write(c: Any) -> dict[str, Any]:
     }
 
 
-HUB = Hub(
+HUB = HubFormat(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     names={**DECODER, **ATTENTION, **experts("model.layers.*.block_sparse_moe", "w1", "w2", "w3")},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, Heads, Hub, Source
+from shardtrain.hub_formats.format import Fields, Heads, HubFormat, Source
 from shardtrain.hub_formats.words import ROTARY
 from shardtrain.utils.errors import ConfigError
 
@@ -73,7 +73,7 @@ def _write(c: Any) -> dict[str, Any]:
     }
 
 
-HUB = Hub(
+HUB = HubFormat(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",
     names=_NAMES,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, Hub, Source
+from shardtrain.hub_formats.format import Fields, HubFormat, Source
 from shardtrain.hub_formats.llama import NAMES, read_llama, unused, write_llama
 from shardtrain.hub_formats.words import DEFAULTS, ROTARY
 from shardtrain.utils.errors import ConfigError
@@ -25,7 +25,7 @@ def _write(c: Any) -> dict[str, Any]:
     return {**write_llama(c), "use_sliding_window": False}
 
 
-HUB = Hub(
+HUB = HubFormat(
     architecture="Qwen2ForCausalLM",
     model_type="qwen2",
     names={**NAMES, **_BIASES},

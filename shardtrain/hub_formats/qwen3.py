@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, Hub
+from shardtrain.hub_formats.format import Fields, HubFormat
 from shardtrain.hub_formats.words import ATTENTION as NAMES
 from shardtrain.hub_formats.words import (
     DECODER,
@@ -32,7 +32,7 @@ def _write(c: Any) -> dict[str, Any]:
     return {**write_decoder(c), "intermediate_size": c.ffn_dim, "attention_bias": False, "use_sliding_window": False}
 
 
-HUB = Hub(
+HUB = HubFormat(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
     names={**DECODER, **NAMES, **HEAD_NORMS, **feed_forward("layers.*.ffn", "model.layers.*.mlp")},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hub_formats.format import Fields, Hub
+from shardtrain.hub_formats.format import Fields, HubFormat
 from shardtrain.hub_formats.qwen3 import read_qwen3
 from shardtrain.hub_formats.words import ATTENTION as NAMES
 from shardtrain.hub_formats.words import DECODER, DEFAULTS, HEAD_NORMS, ROTARY, experts, write_decoder
@@ -48,7 +48,7 @@ def _write(c: Any) -> dict[str, Any]:
     }
 
 
-HUB = Hub(
+HUB = HubFormat(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     names={**DECODER, **NAMES, **HEAD_NORMS, **experts("model.layers.*.mlp")},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.hub_formats.format import Experts, Fields, Source
+from shardtrain.hub_formats.format import ExpertTensors, Fields, Source
 
 DECODER: dict[str, Source] = {
     "embed.weight": "model.embed_tokens.weight",
@@ -37,9 +37,9 @@ def experts(theirs: str, w1: str = "gate_proj", w2: str = "down_proj", w3: str =
     """The experts of each layer, below the module ``theirs``."""
     return {
         "layers.*.moe.router.gate.weight": f"{theirs}.gate.weight",
-        "layers.*.moe.experts.w1": Experts(f"{theirs}.experts.#.{w1}.weight"),
-        "layers.*.moe.experts.w2": Experts(f"{theirs}.experts.#.{w2}.weight"),
-        "layers.*.moe.experts.w3": Experts(f"{theirs}.experts.#.{w3}.weight"),
+        "layers.*.moe.experts.w1": ExpertTensors(f"{theirs}.experts.#.{w1}.weight"),
+        "layers.*.moe.experts.w2": ExpertTensors(f"{theirs}.experts.#.{w2}.weight"),
+        "layers.*.moe.experts.w3": ExpertTensors(f"{theirs}.experts.#.{w3}.weight"),
     }
 
 

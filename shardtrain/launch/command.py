@@ -12,11 +12,11 @@ from pathlib import Path, PurePosixPath
 
 from shardtrain import config
 from shardtrain.config import presets
-from shardtrain.config.command_line import Option, split, take
+from shardtrain.config.command_line import VerbOption, split, take
 from shardtrain.config.machine import mesh_notes
 from shardtrain.config.schema.launch import Launch
 from shardtrain.launch import failure, hostfile, job_status, launched
-from shardtrain.launch.job import Job, to_job, to_mount, without
+from shardtrain.launch.job import ClusterJob, to_job, to_mount, without
 from shardtrain.launch.platforms import kubectl, kubernetes, runai, slurm, slurm_queue, ssh
 from shardtrain.utils import own_file, python_child
 from shardtrain.utils.errors import ConfigError, Problem
@@ -76,7 +76,7 @@ _OF_CONTAINERS = ("image", "mounts", "shared_memory_gib", "device_resource")
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlatformRequest:
     """What a platform is asked for: a configuration with its overrides, to be shown or submitted."""
 
     loaded: config.Loaded
@@ -89,13 +89,13 @@ class Asked:
         launch = self.loaded.config.launch
         return launch if self.verb == "train" else replace(launch, slurm=replace(launch.slurm, sweep=[]))
 
-    def job(self, path: str | None = None) -> Job:
+    def job(self, path: str | None = None) -> ClusterJob:
         """What the platform is given to render and to submit."""
         return to_job(self.loaded, self.overrides, path, self.verb)
 
 
 @dataclass(frozen=True)
-class Plan:
+class Submission:
     """What a platform makes of it: the text that --dry-run prints, and what submits it and gives the exit status."""
 
     text: str
@@ -138,7 +138,7 @@ def main(words: list[str], refuse_unfit: Callable[[config.Loaded, int], None] | 
     if launch.device and refuse_unfit and _DOCTOR not in rest:
         refuse_unfit(loaded, launch.nodes * (launch.nproc_per_node or launch.devices_per_node or 1))
     verb = "doctor" if _DOCTOR in rest else "train"
-    asked = Asked(loaded, overrides, verb)
+    asked = PlatformRequest(loaded, overrides, verb)
     plan = _own(action, asked) if action.endswith(".py") else PLATFORMS[action](asked)
     for notice in loaded.notices if verb == "train" else ():
         print(f"note: {notice}", file=sys.stderr)
@@ -272,7 +272,7 @@ def _spelt_out(words: list[str]) -> list[str]:
     >>> _spelt_out(["--nodes", "1:4", "run.toml", "--hosts=a,b"])
     ['run.toml', '--launch.min_nodes', '1', '--launch.nodes', '4', '--launch.ssh.hosts', 'a', 'b']
     """
-    taken = take(words, {name: Option(once=True) for name in SHORT})
+    taken = take(words, {name: VerbOption(once=True) for name in SHORT})
     spelt: list[str] = []
     for name, text in taken.own.items():
         least, colon, most = text.partition(":")
@@ -286,7 +286,7 @@ def _spelt_out(words: list[str]) -> list[str]:
     return [*taken.rest, *spelt]
 
 
-def _forwarded(job: Job) -> None:
+def _forwarded(job: ClusterJob) -> None:
     """Stop at variables that are to be handed on and are not set."""
     missing = [name for name in job.forwarded if not os.environ.get(name)]
     if missing:
@@ -303,13 +303,13 @@ def _follow_own(action: str, path: str, name: str) -> int:
     return 0
 
 
-def _submitted(job_id: str, asked: Asked, shown: str | None = None) -> None:
+def _submitted(job_id: str, asked: PlatformRequest, shown: str | None = None) -> None:
     """Print the id of what was submitted, and remember it for ``launch status``."""
     print(shown or job_id, flush=True)
     launched.note(job_id, asked.loaded.config.job.dump_folder)
 
 
-def _own(path: str, asked: Asked) -> Plan:
+def _own(path: str, asked: PlatformRequest) -> Submission:
     """The platform of a file of the user's."""
     module = own_file.load(path, "platform", "shardtrain launch", *_FILE)
     job = asked.job()
@@ -326,10 +326,10 @@ def _own(path: str, asked: Asked) -> Plan:
             _submitted(f"{path} {answer}", asked, shown=str(answer))
         return 0
 
-    return Plan(text if text.endswith("\n") else f"{text}\n", submit)
+    return Submission(text if text.endswith("\n") else f"{text}\n", submit)
 
 
-def _local(asked: Asked) -> Plan:
+def _local(asked: PlatformRequest) -> Submission:
     job = asked.job()
     if job.nodes > 1:
         raise ConfigError(Problem("launch.nodes", job.nodes, "is more than this machine", "launch ssh, or --nodes 1"))
@@ -343,10 +343,10 @@ def _local(asked: Asked) -> Plan:
         sys.stdout.flush()
         os.execve(sys.executable, command, {**os.environ, **job.environment})
 
-    return Plan("\n".join([*exports, shlex.join(command), ""]), submit)
+    return Submission("\n".join([*exports, shlex.join(command), ""]), submit)
 
 
-def _ssh(asked: Asked) -> Plan:
+def _ssh(asked: PlatformRequest) -> Submission:
     job = asked.job()
     launch = asked.launch
     chosen = hostfile.chosen(launch, launch.nodes if asked.loaded.is_set("launch.nodes") else None)
@@ -359,12 +359,12 @@ def _ssh(asked: Asked) -> Plan:
         _submitted(f"ssh/{os.getpid()}", asked)
         from shardtrain.launch.platforms import ssh_connections  # what the other platforms and --help do not need
 
-        return job_status.ended(folder, ssh_connections.Run(plans, launch.ssh, folder))
+        return job_status.ended(folder, ssh_connections.SshConnections(plans, launch.ssh, folder))
 
-    return Plan(ssh.text(plans), submit)
+    return Submission(ssh.text(plans), submit)
 
 
-def _slurm(asked: Asked) -> Plan:
+def _slurm(asked: PlatformRequest) -> Submission:
     job = asked.job()
     text = slurm.render(job, asked.launch)
     _forwarded(job)
@@ -375,10 +375,10 @@ def _slurm(asked: Asked) -> Plan:
         _submitted(f"slurm/{slurm_queue.submit(text)}", asked)
         return 0
 
-    return Plan(text, submit)
+    return Submission(text, submit)
 
 
-def _kubernetes(asked: Asked) -> Plan:
+def _kubernetes(asked: PlatformRequest) -> Submission:
     launch = asked.launch
     job = asked.job(kubernetes.CONFIG_PATH if asked.loaded.path else None)
     text = kubernetes.render(job, launch)
@@ -389,10 +389,10 @@ def _kubernetes(asked: Asked) -> Plan:
         _submitted(job_status.kubernetes_id(job, launch), asked)
         return 0
 
-    return Plan(text, submit)
+    return Submission(text, submit)
 
 
-def _runai(asked: Asked) -> Plan:
+def _runai(asked: PlatformRequest) -> Submission:
     job = asked.job()
     launch = asked.launch
     words = runai.render(job, launch)
@@ -403,10 +403,10 @@ def _runai(asked: Asked) -> Plan:
         _submitted(job_status.runai_id(job, launch), asked)
         return 0
 
-    return Plan(f"{shlex.join(words)}\n", submit)
+    return Submission(f"{shlex.join(words)}\n", submit)
 
 
-PLATFORMS: dict[str, Callable[[Asked], Plan]] = {
+PLATFORMS: dict[str, Callable[[PlatformRequest], Submission]] = {
     "local": _local,
     "ssh": _ssh,
     "slurm": _slurm,

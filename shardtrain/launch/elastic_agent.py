@@ -21,7 +21,7 @@ from shardtrain.launch.meeting import Meeting
 from shardtrain.launch.node_reports import LOST_SECONDS, NodeReports
 from shardtrain.launch.nodes import Nodes
 from shardtrain.launch.restart import RESTARTABLE
-from shardtrain.launch.watch import Watch
+from shardtrain.launch.watch import ChildWatch
 from shardtrain.utils.errors import ConfigError
 
 LOOK_SECONDS = 0.1
@@ -63,7 +63,7 @@ class TrainingAgent(NodeAgent):
         self._nodes = nodes
         self._is_elastic = is_elastic
         stopped_seconds = local.STOPPED_TIMEOUTS * training.config.comm.hang_timeout_seconds
-        self._watch = Watch(stopped_seconds=stopped_seconds)
+        self._watch = ChildWatch(stopped_seconds=stopped_seconds)
         self._first_rank = 0
         self._are_running = False
         self._reports: NodeReports

@@ -1,7 +1,7 @@
 """What a platform is asked to run: one command on each of some nodes, with variables, mounts and references to secrets.
 
-A ``Job`` is plain data. Each platform has a file with ``render``, which turns it into text or argument lists and does
-nothing else; nothing here or there imports torch.
+A ``ClusterJob`` is plain data. Each platform has a file with ``render``, which turns it into text or argument lists
+and does nothing else; nothing here or there imports torch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Secret:
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """One run on ``nodes`` nodes. ``command`` is the argument list that each of them starts; no shell reads it."""
 
     name: str
@@ -90,7 +90,7 @@ class Job:
         return self.min_nodes < self.nodes
 
 
-def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, verb: str = "train") -> Job:
+def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, verb: str = "train") -> ClusterJob:
     """The job of a configuration; ``overrides`` are those of its command line, ``path`` is the file as nodes see it.
 
     ``verb`` is "train", or "doctor", which runs once on all nodes and is tried no second time.
@@ -117,7 +117,7 @@ def to_job(loaded: Loaded, overrides: Sequence[str], path: str | None = None, ve
     if text is not None and redact(text) != text:
         rule = "holds a secret, perhaps in a comment"
         raise ConfigError(Problem("the configuration file", str(loaded.path), rule, "take it out"))
-    return Job(
+    return ClusterJob(
         name=f"{launch.name[: _NAME_LETTERS - len(verb) - 1].rstrip('-')}-{verb}" if once else launch.name,
         command=tuple(words),
         nodes=launch.nodes,
@@ -197,7 +197,7 @@ def folder_words(folder: str) -> str:
     return folder if folder.startswith("/") else f"./{folder}"
 
 
-def require_free(job: Job, taken: Collection[str], platform: str) -> None:
+def require_free(job: ClusterJob, taken: Collection[str], platform: str) -> None:
     """Stop at a variable of ``launch.env`` that would not arrive, because the platform's own comes after it.
 
     Raises:

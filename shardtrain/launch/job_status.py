@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardtrain.config.schema.launch import Launch
-from shardtrain.launch.job import Job
+from shardtrain.launch.job import ClusterJob
 from shardtrain.launch.platforms import kubectl, slurm_queue
 from shardtrain.launch.platforms.slurm import ask
 from shardtrain.utils import process_identity
@@ -31,12 +31,12 @@ _FORMS: dict[str, tuple[str, ...]] = {
 """The parts of an id: they become arguments of a platform's commands."""
 
 
-def kubernetes_id(job: Job, launch: Launch) -> str:
+def kubernetes_id(job: ClusterJob, launch: Launch) -> str:
     """The id of a manifest's job."""
     return f"kubernetes/{launch.kubernetes.namespace}/{launch.kubernetes.kind}/{job.name}"
 
 
-def runai_id(job: Job, launch: Launch) -> str:
+def runai_id(job: ClusterJob, launch: Launch) -> str:
     """The id of a job of Run:ai; ``-`` stands for the project that is chosen on this machine."""
     kind = "pytorch" if job.nodes > 1 else "standard"
     return f"runai/{launch.runai.cli}/{kind}/{launch.runai.project or '-'}/{job.name}"

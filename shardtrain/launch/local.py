@@ -28,7 +28,7 @@ from shardtrain.checkpoint.storage import Place, folder_of
 from shardtrain.launch import environment, exit_report, failure, run_ends, signals
 from shardtrain.launch.goodput import ledger
 from shardtrain.launch.restart import CRASH_LOOP, Restarts
-from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, Watch
+from shardtrain.launch.watch import FINE, NOTHING_TO_SAVE_SECONDS, ChildWatch
 from shardtrain.utils import atomic_io, log, private_network, python_child, storage_errors
 from shardtrain.utils.errors import OutOfMemoryError, PeerError, Preempted, ShardtrainError, StorageError
 from shardtrain.utils.temporary import temporary_folder
@@ -231,7 +231,7 @@ def launch(
     main: Main | None = None,
     command: Sequence[str] = (),
     max_restarts: int = 0,
-    check: Callable[[Watch], failure.Failure | None] | None = None,
+    check: Callable[[ChildWatch], failure.Failure | None] | None = None,
     ends_process: bool = False,
 ) -> int:
     """Start ``num_processes`` ranks on this machine, wait for them, and return the exit status of the run.
@@ -248,7 +248,7 @@ def launch(
     """
     config = loaded.config
     grace_seconds = config.checkpoint.grace_seconds if _saves(loaded) else NOTHING_TO_SAVE_SECONDS
-    watch = Watch(grace_seconds, STOPPED_TIMEOUTS * config.comm.hang_timeout_seconds, ends_process)
+    watch = ChildWatch(grace_seconds, STOPPED_TIMEOUTS * config.comm.hang_timeout_seconds, ends_process)
     job = ledger.new_job()
     folder = Path(loaded.config.job.dump_folder)
     restarts = Restarts(max_restarts, lambda: signals.step_of(_newest_checkpoint(loaded)))
@@ -287,7 +287,7 @@ def launch_verb(loaded: Loaded, num_processes: int, main: Main, words: Sequence[
 
 
 def _attempt(
-    loaded: Loaded, count: int, main: Main | None, command: Sequence[str], watch: Watch, restarts: int, job: str
+    loaded: Loaded, count: int, main: Main | None, command: Sequence[str], watch: ChildWatch, restarts: int, job: str
 ) -> tuple[int, failure.Failure | None]:
     """Start the ranks and wait for them, with a new store: keys of an earlier attempt would mislead them."""
     run_folder = Path(loaded.config.job.dump_folder)
@@ -495,7 +495,7 @@ def _record_path(records: Path, rank: int) -> Path:
 
 
 def failures_of(
-    statuses: Mapping[int, int], watch: Watch, record_of: Callable[[int], Path]
+    statuses: Mapping[int, int], watch: ChildWatch, record_of: Callable[[int], Path]
 ) -> tuple[list[failure.Failure], bool, int]:
     """Return the failures of ended ranks, True if all ranks are done, and the last step that a rank completed.
 
@@ -522,7 +522,7 @@ def failures_of(
 
 
 def _report(
-    loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: Watch, records: Path
+    loaded: Loaded, run_folder: Path, statuses: dict[int, int], watch: ChildWatch, records: Path
 ) -> tuple[int, failure.Failure | None]:
     """Find the first cause, print it in one line and write ``exit.json``. Return the exit status and the cause."""
     failures, all_done, last_step = failures_of(statuses, watch, functools.partial(_record_path, records))

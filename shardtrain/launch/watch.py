@@ -24,7 +24,7 @@ FINE = (0, 75)
 """Statuses of a rank that are not a reason to stop the others: done, and preempted with everything saved."""
 
 
-class Watch:
+class ChildWatch:
     """Waits for child processes, stops all when one fails, and passes signals on.
 
     Args:

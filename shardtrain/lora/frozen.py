@@ -38,7 +38,7 @@ from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 
 
-class Frozen:
+class FrozenWeights:
     """A whole model's weights: of a checkpoint, of a Hugging Face folder, or as initialised. A context manager."""
 
     def __init__(
@@ -159,7 +159,7 @@ class Frozen:
             return quantize.Packed(weight.t().contiguous(), self._kind).restored(torch.float32).t()
         return quantize.Packed(weight, self._kind).restored(torch.float32)
 
-    def __enter__(self) -> Frozen:
+    def __enter__(self) -> FrozenWeights:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,7 +174,7 @@ def find(
     module: ModuleType,
     shape: Any,
     num_labels: int = 0,
-) -> Frozen:
+) -> FrozenWeights:
     """The weights beside which the adapters of a checkpoint were trained: where the run had them, or where ``named``.
 
     Raises:
@@ -197,7 +197,7 @@ def find(
     if found != expected:
         rule = f"holds other weights than those beside which the adapters of {where} were trained"
         raise ConfigError(Problem(option, str(path), rule, "name those with --base"))
-    return Frozen(path, module, shape, config, config.lora.base_dtype, num_labels)
+    return FrozenWeights(path, module, shape, config, config.lora.base_dtype, num_labels)
 
 
 def random_fingerprint(config: Config, device_type: str) -> str:

@@ -16,9 +16,9 @@ from shardtrain.checkpoint import files, manifest, single_process_writer, tensor
 from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX
 from shardtrain.checkpoint.train_state import TrainState
 from shardtrain.hf import source as sources
-from shardtrain.hf.source import Source
+from shardtrain.hf.source import FolderSource
 from shardtrain.lora import stacks
-from shardtrain.lora.frozen import Frozen
+from shardtrain.lora.frozen import FrozenWeights
 from shardtrain.lora.linear import merged
 from shardtrain.lora.spec import CLASSIFIES, Spec, read_facts
 from shardtrain.utils.errors import CheckpointError
@@ -64,13 +64,13 @@ class Adapters:
 
 
 def merge(
-    frozen: Frozen,
+    frozen: FrozenWeights,
     spec: Spec,
     factor: Callable[[str], Tensor],
     output: Path,
     dtype: str,
     model: dict[str, Any],
-    source: Source | None = None,
+    source: FolderSource | None = None,
 ) -> None:
     """Write the sum as a checkpoint that holds weights only.
 

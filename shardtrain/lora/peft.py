@@ -22,7 +22,7 @@ from shardtrain.checkpoint.collectives import all_ranks
 from shardtrain.config.schema import Config
 from shardtrain.hf import as_is
 from shardtrain.hub_formats.config_json import read_json
-from shardtrain.hub_formats.format import Heads, Hub, Stacked
+from shardtrain.hub_formats.format import Heads, HubFormat, Stacked
 from shardtrain.lora import stacks
 from shardtrain.lora.linear import NAMES, FrozenLinear, is_transposed
 from shardtrain.lora.spec import CLASSIFIES, Spec
@@ -197,7 +197,7 @@ def names_of(spec: Spec, module: ModuleType, shape: Any, num_labels: int = 0, re
     return Names(found, theirs, owners, turned, experts, rows, shapes)
 
 
-def _check_experts(parameters: tuple[str, ...], hub: Hub | None, fix: str) -> None:
+def _check_experts(parameters: tuple[str, ...], hub: HubFormat | None, fix: str) -> None:
     if parameters and hub is not None and hub.model_type in _EXCHANGED:
         raise ConfigError(
             f"{parameters[0]}: PEFT exchanges inputs and outputs of the experts of {hub.architecture}, so their "

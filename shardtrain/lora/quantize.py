@@ -55,7 +55,7 @@ class Packed:
         return _Product.apply(x, self)  # type: ignore[no-any-return]
 
 
-class Counted(Packed):
+class DryRunWeight(Packed):
     """A weight in low bits as a dry run has it: its bytes are known, and what it restores has a shape alone."""
 
     def __init__(self, shape_OI: tuple[int, int], kind: str, dtype: torch.dtype) -> None:
@@ -149,7 +149,7 @@ def count(module: nn.Module, config: Config) -> int:
     dtype = getattr(torch, config.training.dtype)
     total = 0
     for linear in held(module):
-        packed = Counted((linear.out_features, linear.in_features), config.lora.base_dtype, dtype)
+        packed = DryRunWeight((linear.out_features, linear.in_features), config.lora.base_dtype, dtype)
         linear.low_bits = packed
         total += packed.bytes
     return total

@@ -17,9 +17,9 @@ from shardtrain.config.schema import Config
 from shardtrain.facts.devices import peak_flops
 from shardtrain.metrics import summary
 from shardtrain.metrics.memory import read_peak
-from shardtrain.metrics.meters import Window, WindowMeans
+from shardtrain.metrics.meters import MeterWindow, WindowMeans
 from shardtrain.metrics.open_sinks import open_sinks
-from shardtrain.metrics.progress import Progress, progress_allowed
+from shardtrain.metrics.progress import ProgressLine, progress_allowed
 from shardtrain.metrics.record import Record, Reduce, RunFacts
 from shardtrain.metrics.sinks import Sink
 from shardtrain.metrics.waiting import Waiting
@@ -73,9 +73,9 @@ class Metrics:
         self._guards = [BestEffort(f"the metric sink {type(sink).__name__}") for sink in self._sinks]
         self._line = BestEffort("the live line")
         self._own = BestEffort("what the log and metrics.jsonl say of a step")
-        self._progress: Progress | None = None
+        self._progress: ProgressLine | None = None
         if facts.is_writer and progress_allowed():
-            self._progress = Progress(
+            self._progress = ProgressLine(
                 facts.total_steps, facts.start_step, color=not self._options.disable_color_printing
             )
         self._closed = False
@@ -92,7 +92,7 @@ class Metrics:
 
         # Last, so that opening sinks counts as no step's time.
         self._start_seconds = clock()
-        self._window = Window(clock)
+        self._window = MeterWindow(clock)
         self._computed_tokens = 0
 
     def is_log_step(self, step: int) -> bool:

@@ -62,7 +62,7 @@ class _Sums:
     steps: int = 0
 
 
-class Window:
+class MeterWindow:
     """Adds up losses, tokens and waits of steps; ``read`` reduces them over ranks and starts the next window."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardtrain.config.schema import Config
 from shardtrain.metrics.record import RunFacts
-from shardtrain.metrics.sinks import Request, Sink, console
+from shardtrain.metrics.sinks import Sink, SinkContext, console
 from shardtrain.metrics.sinks.jsonl import JsonlFiles
 from shardtrain.metrics.sinks.own import OwnSink
 
@@ -17,7 +17,7 @@ from shardtrain.metrics.sinks.own import OwnSink
 def open_sinks(config: Config, run_folder: Path, facts: RunFacts) -> Iterator[Sink]:
     """The sinks of this rank; their libraries are imported here, and raise ConfigError where one is missing."""
     yield console.Console(facts.total_steps)
-    request = Request(config, run_folder, facts)
+    request = SinkContext(config, run_folder, facts)
     if facts.is_writer:
         files = JsonlFiles(run_folder, facts.start_step)
         yield files

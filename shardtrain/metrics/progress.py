@@ -18,7 +18,7 @@ REDRAW_SECONDS = 0.1
 """Minimum time between two updates, so fast steps do not wait for the terminal."""
 
 
-class Progress:
+class ProgressLine:
     """Draws the line. Log lines appear above it, because the log writes through ``sys.stderr``.
 
     It has no thread: it draws at the end of a step, and when ``wait`` is called during a long one.

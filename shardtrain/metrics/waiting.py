@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from shardtrain.metrics.progress import Progress
+from shardtrain.metrics.progress import ProgressLine
 from shardtrain.utils import log
 from shardtrain.utils.heartbeat import asked_seconds
 from shardtrain.utils.units import format_seconds
@@ -32,7 +32,7 @@ class Waiting:
         total_steps: int,
         step: int,
         phase: Callable[[], str],
-        progress: Progress | None = None,
+        progress: ProgressLine | None = None,
         seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         compiles: bool = False,

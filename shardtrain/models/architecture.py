@@ -42,7 +42,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Built:
+class MetaModel:
     """A model on the meta device, and how each of its parameters starts (by its name in ``transformers``)."""
 
     module: Any
@@ -114,7 +114,7 @@ def kind_of(folder: str, architecture: str) -> str:
     return next(kind for kind, table in _tables().items() if architecture in _classes(table.get(model_type)))
 
 
-def build(folder: str, architecture: str, attention: str, num_labels: int = 0, vocab_size: int = 0) -> Built:
+def build(folder: str, architecture: str, attention: str, num_labels: int = 0, vocab_size: int = 0) -> MetaModel:
     """Build the model on the meta device, its buffers computed; raises ConfigError where its class refuses."""
     # A copy, since a class may write into its config; what transformers says of it was heard when it was read
     with _listening():
@@ -135,7 +135,7 @@ def build(folder: str, architecture: str, attention: str, num_labels: int = 0, v
             rule = f"cannot be built as {architecture} ({_reason([*_warnings.get(folder, []), *warnings], error)})"
             raise ConfigError(Problem(_OPTION, folder, rule, "correct its config.json")) from None
     _warn(folder, [*_warnings.get(folder, []), *warnings])
-    return Built(module, {name: starts.draw(p) for name, p in module.named_parameters()})
+    return MetaModel(module, {name: starts.draw(p) for name, p in module.named_parameters()})
 
 
 _warnings: dict[str, list[str]] = {}

@@ -87,7 +87,7 @@ LAYOUT = Layout(
 )
 
 
-class Angles(YarnAngles):
+class ScaledYarnAngles(YarnAngles):
     """Rotary angles stretched by YaRN, which also lengthens what is turned."""
 
     def forward(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,7 +152,7 @@ class Model(Decoder):
     """A gpt-oss."""
 
     def __init__(self, c: Config) -> None:
-        rope = Angles(
+        rope = ScaledYarnAngles(
             c.head_dim,
             c.rope_theta,
             c.rope_factor,

@@ -37,7 +37,7 @@ from shardtrain.utils.activity import Phase, Phases
 T = TypeVar("T")
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     """What is to be done with a step's gradients, the same on all ranks."""
 
     apply: bool
@@ -130,7 +130,9 @@ class Resilience:
         """Whether a step's rows are left out, because a rollback after a loss spike skips them."""
         return bool(self.guard.rewinds) and self.guard.leaves_out(first_row, end_row)
 
-    def judge(self, run: WatchedRun, loss: Tensor, norm: Tensor, agreed: Agreed, batches: list[data.Batch]) -> Verdict:
+    def judge(
+        self, run: WatchedRun, loss: Tensor, norm: Tensor, agreed: Agreed, batches: list[data.Batch]
+    ) -> StepVerdict:
         """Whether a step's update may be made: its numbers are finite, the same on all ranks, and no spike.
 
         ``loss`` and ``norm`` are those that this rank computed, ``agreed`` those of all.
@@ -147,7 +149,7 @@ class Resilience:
             replica_check.refuse_norms(run, norm)
         # a float16 overflow is normal: it skips the update and shrinks the loss scale
         apply = run.scaler.update(finite) if run.scaler else finite
-        return Verdict(apply and loss_spikes.may_apply(run, self.guard, agreed.loss, agreed.norm), finite)
+        return StepVerdict(apply and loss_spikes.may_apply(run, self.guard, agreed.loss, agreed.norm), finite)
 
     def compare_replicas(self, run: WatchedRun, checkpoints: Checkpoints) -> None:
         """Every ``training.replica_check_interval`` steps: ranks that hold the same weights have the same bits.

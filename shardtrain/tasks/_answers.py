@@ -35,7 +35,7 @@ from shardtrain.hf import initial_weights
 from shardtrain.models.moe import has_experts
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
-from shardtrain.tasks.task import Shown
+from shardtrain.tasks.task import ShownText
 from shardtrain.tasks.text_task import TextTask
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -54,9 +54,9 @@ class Side(NamedTuple):
         """All tokens (T + 1)."""
         return np.append(self.tokens, np.int32(self.last))
 
-    def shown(self, name: str) -> Shown:
+    def shown(self, name: str) -> ShownText:
         """For ``data show``: which tokens are learned."""
-        return Shown(name, self.whole.tolist(), [False, *(self.targets != IGNORE).tolist()])
+        return ShownText(name, self.whole.tolist(), [False, *(self.targets != IGNORE).tolist()])
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class PairTask(AnswerTask):
         """The two rewards."""
         return " ".join(f"{value:.6g}" for value in row["rewards"].tolist())
 
-    def shown(self, row: Pair) -> list[Shown]:
+    def shown(self, row: Pair) -> list[ShownText]:
         """Both sides."""
         return [row.chosen.shown("chosen"), row.rejected.shown("rejected")]
 

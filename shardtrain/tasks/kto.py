@@ -34,7 +34,7 @@ from shardtrain.data.tokenizers.ends import described
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
 from shardtrain.tasks._answers import AnswerTask, Side, log_probabilities, side_of
-from shardtrain.tasks.task import Shown
+from shardtrain.tasks.task import ShownText
 from shardtrain.utils.log import logger
 
 METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
@@ -189,7 +189,7 @@ class KTO(AnswerTask):
         """The rewards of a group."""
         return " ".join(f"{value:.6g}" for value in row["rewards"][row["label"] != _NOTHING].tolist())
 
-    def shown(self, row: Group) -> list[Shown]:
+    def shown(self, row: Group) -> list[ShownText]:
         """Each row of a group, by its label."""
         return [one.cut_side.shown("good" if one.is_good else "bad") for one in row]
 

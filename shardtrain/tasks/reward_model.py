@@ -23,7 +23,7 @@ from shardtrain.data.filler import filler_documents
 from shardtrain.data.row_stream import RowBatch
 from shardtrain.models.moe import has_experts
 from shardtrain.tasks._answers import Pair, PairTask
-from shardtrain.tasks.task import Shown
+from shardtrain.tasks.task import ShownText
 from shardtrain.utils.units import real_number
 
 METRICS = {"reward_accuracy": "max", "reward_margin": "max"}
@@ -74,9 +74,9 @@ class RewardModel(PairTask):
         rows_R = torch.arange(len(lengths_R), device=tokens_RT.device)
         return scores_RT1[rows_R, lengths_R - 1].unflatten(0, (-1, 2)).squeeze(-1)
 
-    def shown(self, row: Pair) -> list[Shown]:
+    def shown(self, row: Pair) -> list[ShownText]:
         """Both texts, of which no token is learned: each is scored as a whole."""
-        return [Shown(one.name, one.tokens, None) for one in super().shown(row)]
+        return [ShownText(one.name, one.tokens, None) for one in super().shown(row)]
 
     def loss_sum(self, outputs: Tensor, batch: RowBatch, weight: Tensor) -> Tensor:
         """-log sigmoid of the margins, over pairs."""

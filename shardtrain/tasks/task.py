@@ -19,7 +19,7 @@ from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownText:
     """A text of a row for ``data show``: its name, its tokens, and which of them are learned; None where none is."""
 
     name: str
@@ -94,7 +94,7 @@ class RowTask:
         """The line of one row in the file of predictions."""
         return " ".join(str(value.tolist()) for value in row.values())
 
-    def shown(self, row: Any) -> list[Shown]:
+    def shown(self, row: Any) -> list[ShownText]:
         """The texts of a row, for ``data show``.
 
         Raises:

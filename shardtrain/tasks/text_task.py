@@ -17,7 +17,7 @@ from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizers.ends import Ends, described, ends_of
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tasks import _files
-from shardtrain.tasks.task import RowTask, Shown
+from shardtrain.tasks.task import RowTask, ShownText
 from shardtrain.utils.log import logger
 
 
@@ -74,10 +74,10 @@ class ExampleTask(TextTask):
         """Return the token count of the row's single sequence, which contains all of its texts."""
         return [len(row.tokens)]
 
-    def shown(self, row: Example) -> list[Shown]:
+    def shown(self, row: Example) -> list[ShownText]:
         """Its text, and what is to be found of it: nothing of the text itself is learned."""
         name = self.labels[row.label] if self.labels and row.label != IGNORE else "text"
-        return [Shown(name, row.tokens.tolist(), None)]
+        return [ShownText(name, row.tokens.tolist(), None)]
 
     def encode(self, rows: Sequence[Mapping[str, Any] | BadRow], split: str) -> Iterator[Example | BadRow]:
         """Tokenize the texts of rows. Yield an Example or a BadRow for each."""

@@ -22,7 +22,7 @@ from shardtrain.hf import importing
 from shardtrain.hf.as_is import is_as_is
 from shardtrain.hf.model import check_noted
 from shardtrain.lora import FACT, PATH, quantize, spec
-from shardtrain.lora.frozen import Frozen, fingerprint, joined, random_fingerprint
+from shardtrain.lora.frozen import FrozenWeights, fingerprint, joined, random_fingerprint
 from shardtrain.lora.linear import FrozenLinear, is_adapter
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -86,13 +86,13 @@ def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tens
     """Fill the frozen weights that are not quantized, and quantize the others one at a time (a collective).
 
     Raises:
-        ConfigError: see ``Frozen``.
-        CheckpointError: see ``Frozen``.
+        ConfigError: see ``FrozenWeights``.
+        CheckpointError: see ``FrozenWeights``.
     """
     module, shape = models.configured(config.model)
     path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
     packed_bytes = whole_bytes = 0
-    with Frozen(path, module, shape, config) as weights:
+    with FrozenWeights(path, module, shape, config) as weights:
         weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
         for part in runner.parts:
             for name, linear in part.named_modules():

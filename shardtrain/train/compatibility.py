@@ -13,7 +13,7 @@ from shardtrain.checkpoint.collectives import all_ranks_gather, first_rank
 from shardtrain.checkpoint.folder import read_facts
 from shardtrain.checkpoint.storage import folder_of, place
 from shardtrain.config import changes, derived
-from shardtrain.config.changes import ACCEPT, ALL, Change
+from shardtrain.config.changes import ACCEPT, ALL, OptionChange
 from shardtrain.config.load import Loaded
 from shardtrain.config.problems import problems_of
 from shardtrain.config.schema import Config
@@ -88,12 +88,12 @@ def record(run: Run) -> dict[str, Any]:
     return {"config": options, "accepted_changes": run.accepted_changes}
 
 
-def find_changes(run: Run, facts: Mapping[str, Any], excluded: Sequence[str]) -> list[Change]:
+def find_changes(run: Run, facts: Mapping[str, Any], excluded: Sequence[str]) -> list[OptionChange]:
     """The options that are not those of a checkpoint and are not free, parts that are not loaded left out."""
     return changes.find(facts.get("config"), run.config, dist.get_world_size(), excluded, run.files)
 
 
-def refuse(run: Run, path: object, found: Sequence[Change], other_data: str) -> None:
+def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: str) -> None:
     """Stop a run that would take another course; ``other_data`` says how the data differ, and is empty if they do not.
 
     Raises:
@@ -120,7 +120,7 @@ def refuse(run: Run, path: object, found: Sequence[Change], other_data: str) -> 
         raise ConfigError(lines)
 
 
-def _way_to_keep(config: Config, change: Change) -> str:
+def _way_to_keep(config: Config, change: OptionChange) -> str:
     """Say how this number of ranks can take the sequences per step of the checkpoint."""
     local = config.training.local_batch_size
     ranks = derived.data_parallel_degree(config, dist.get_world_size())
@@ -131,7 +131,7 @@ def _way_to_keep(config: Config, change: Change) -> str:
     return f"{made}: start a number of ranks that divides {change.old}"
 
 
-def keep_history(run: Run, facts: Mapping[str, Any], found: Sequence[Change]) -> None:
+def keep_history(run: Run, facts: Mapping[str, Any], found: Sequence[OptionChange]) -> None:
     """Say and keep, for the checkpoints to come, what was changed with the user's consent."""
     # what was accepted in earlier continuations stays part of the record
     before = facts.get("accepted_changes")

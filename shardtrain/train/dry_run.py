@@ -31,7 +31,7 @@ from shardtrain.utils.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenModel:
     """A model beside the one that learns: the bytes of its weights on this rank, and its forward pass."""
 
     name: str
@@ -59,7 +59,7 @@ class DryRun:
     gradient_bytes: int
     optimizer_bytes: int
     traced: fake_backend.Traced
-    frozen: tuple[Frozen, ...] = ()
+    frozen: tuple[FrozenModel, ...] = ()
     low_bits_bytes: int = 0
     accumulates: bool = False
     """Whether ``gradient_bytes`` are those of micro-batches that are added up before they are reduced."""
@@ -145,7 +145,7 @@ def build(config: Config, world: process_group.World) -> DryRun:
     )
 
 
-def _frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch) -> Frozen:
+def _frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch) -> FrozenModel:
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
@@ -154,7 +154,7 @@ def _frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch
         weight_bytes = _local_bytes(runner.parameters().values())
         (part,) = runner.parts
         part.eval().requires_grad_(False)
-        return Frozen(
+        return FrozenModel(
             name,
             config.training.dtype,
             weight_bytes,

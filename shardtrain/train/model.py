@@ -21,7 +21,7 @@ from shardtrain.tasks.distillation import Distillation
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltModel:
     """A model on a mesh, with its initial weights, under the loss of a task.
 
     ``config`` is the configuration with what was decided of it: see ``distributed.compile.decided``.
@@ -39,7 +39,7 @@ class Built:
     adapters: adapters.Spec | None = None
 
 
-def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> Built:
+def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltModel:
     """The model of a config; a second one of the same mesh is another model, which a task may hold frozen.
 
     With ``may_compile`` a long run is compiled where ``compile.enable`` leaves that open.
@@ -72,4 +72,4 @@ def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> Built:
     elif task.loss is not None:
         runner = TaskRunner(runner, task.loss)
     runner.materialize(draws, config.debug.seed)
-    return Built(config, task, module, shape, runner, names, num_params, flops, spec)
+    return BuiltModel(config, task, module, shape, runner, names, num_params, flops, spec)

@@ -22,7 +22,7 @@ from shardtrain.distributed.distillation_runner import DistillationRunner
 from shardtrain.hf import importing
 from shardtrain.hf.initial_weights import start_of
 from shardtrain.tasks.distillation import Distillation
-from shardtrain.train.model import Built, build_model
+from shardtrain.train.model import BuiltModel, build_model
 from shardtrain.train.run import model_state_dict
 from shardtrain.utils.errors import CheckpointError
 from shardtrain.utils.log import logger
@@ -67,7 +67,7 @@ def hold(task: Any, runner: Runner, config: Config, mesh: Mesh) -> None:
         logger.info(f"reference: {start or f'the weights drawn from debug.seed={config.debug.seed}'}, frozen")
 
 
-def _fill(built: Built, config: Config, start: Place) -> None:
+def _fill(built: BuiltModel, config: Config, start: Place) -> None:
     weights = model_state_dict(built.runner)
     if config.checkpoint.initial_load_in_hf:
         all_ranks(partial(importing.fill_as_configured, weights, Path(str(start)), config))

@@ -25,7 +25,7 @@ from shardtrain.config.schema import Model
 from shardtrain.hf import as_is, mapping
 from shardtrain.hf.bin_weights import BinWeights
 from shardtrain.hf.weights import without_wrappers
-from shardtrain.hub_formats.format import Hub
+from shardtrain.hub_formats.format import HubFormat
 from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.optim.grad_scaler import LARGEST, SMALLEST
 from shardtrain.utils.errors import CheckpointError
@@ -90,7 +90,7 @@ def translate(weights: FileWeights, tensors: Mapping[str, Tensor], model: Model)
             # torchtitan has other names, and other rows of queries and keys: a verb of its own puts both in order
             way = f"`shardtrain checkpoint from-dcp {weights.folder} NEW` makes a checkpoint of it"
             raise CheckpointError(f"{weights.folder} has torchtitan's names: {way}, for checkpoint.initial_load_path")
-        hub = Hub(model.name, "", {}, lambda _: {}, lambda _: {}, ())
+        hub = HubFormat(model.name, "", {}, lambda _: {}, lambda _: {}, ())
         config = SimpleNamespace(head_dim=1, tied_embeddings=False)
         found = mapping.Translation(hub, shapes, config, {name: name for name in shapes})
     missing = sorted(set(named) - set(found.sources))  # what a folder may leave to be drawn, a checkpoint has

@@ -47,7 +47,7 @@ def truth(word: str) -> bool:
     return word == "true"
 
 
-class Arguments(argparse.ArgumentParser):
+class StrictArgumentParser(argparse.ArgumentParser):
     """An ArgumentParser that raises ConfigError instead of exiting and accepts no abbreviated options.
 
     ``example`` is a complete command, shown with each error. ``first`` is the option of a leading positional argument:

@@ -358,7 +358,7 @@ def test_where_the_save_in_flight_takes_all_the_time_nothing_else_is_begun(
 
 
 def test_a_word_of_another_save_is_not_taken_and_a_broken_one_is_an_error(tmp_path: Path) -> None:
-    file = files.StoredFile("rank-00001.bin", 4, "ab")
+    file = files.TensorFile("rank-00001.bin", 4, "ab")
     async_save.write_marker(tmp_path, 1, "old", file)
     async_save.write_marker(tmp_path, 2, "new", file)
     looks = 0

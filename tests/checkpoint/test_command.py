@@ -172,10 +172,10 @@ def test_pieces_are_put_together_whatever_their_cut(tmp_path: Path, shape: tuple
         grids.append(Grid(offsets, sizes, 0, len(data)))
         data += part.contiguous().numpy().tobytes()
     (tmp_path / "rank-00000.bin").write_bytes(data)
-    from shardtrain.checkpoint.manifest import Manifest, StoredFile
+    from shardtrain.checkpoint.manifest import Manifest, TensorFile
 
     tensor = StoredTensor("int32", shape, tuple(grids))
-    stored = Manifest(1, 1, "r", "x", (StoredFile("rank-00000.bin", len(data), ""),), {"a": tensor}, {})
+    stored = Manifest(1, 1, "r", "x", (TensorFile("rank-00000.bin", len(data), ""),), {"a": tensor}, {})
     assert bytes(whole_bytes(stored, tmp_path, tensor)) == whole.numpy().tobytes()
     assert torch.equal(read_whole(stored, tmp_path, "a"), whole)
 

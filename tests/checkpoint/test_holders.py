@@ -60,7 +60,7 @@ def check(said: list[dict[str, Any]], held: dict[str, holders.Held]) -> None:
     assert found_load == load
     for name, one in stored.items():
         assert sorted(one.chunks(), key=lambda c: c.offsets) == sorted(chunks.get(name, []), key=lambda c: c.offsets)
-    plan = save_plan.Plan(stored, load, held)
+    plan = save_plan.SavePlan(stored, load, held)
     for rank in range(len(said)):
         own = [(c.begin, name) for name, cs in chunks.items() for c in cs if c.file == plan.file_numbers[rank]]
         assert plan.names_of(rank) == [name for _, name in sorted(own)]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from shardtrain.checkpoint import manifest, retention
 from shardtrain.checkpoint.grids import Axis, Grid
-from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
+from shardtrain.checkpoint.manifest import Manifest, StoredTensor, TensorFile
 from shardtrain.checkpoint.resharding import check_tiling, overlap
 from shardtrain.utils.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def test_the_body_of_these_tests_is_good() -> None:
 def test_what_is_written_is_read() -> None:
     grids = (Grid((0, 0), (2, 3), 0, 0), Grid((0, 3), (2, 1), 1, 0))
     tensors = {"model.ä": StoredTensor("bfloat16", (2, 4), grids), "model.s": StoredTensor("float32", (0, 3), ())}
-    files = (StoredFile("rank-00000.bin", 12, HASH), StoredFile("rank-00001.bin", 4, HASH))
+    files = (TensorFile("rank-00000.bin", 12, HASH), TensorFile("rank-00001.bin", 4, HASH))
     whole = Manifest(7, 2, "run", "shardtrain", files, tensors, {"state": {"order_hash": 2**64 - 1}})
     data = whole.to_bytes()
     assert manifest.parse(data, PATH) == whole

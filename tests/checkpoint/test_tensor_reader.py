@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from shardtrain.checkpoint import files, tensor_reader
 from shardtrain.checkpoint.grids import Axis, Grid
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredFile, StoredTensor
+from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredTensor, TensorFile
 from shardtrain.checkpoint.save_plan import compress
 
 
@@ -41,7 +41,7 @@ def stored_as(folder: Path, tensors: dict[str, tuple[torch.Tensor, list[list[int
     listed = []
     for number, data in enumerate(written):
         (folder / f"rank-{number:05d}.bin").write_bytes(data)
-        listed.append(StoredFile(f"rank-{number:05d}.bin", len(data), hashlib.sha256(data).hexdigest()))
+        listed.append(TensorFile(f"rank-{number:05d}.bin", len(data), hashlib.sha256(data).hexdigest()))
     return Manifest(1, count, "run", "test", tuple(listed), stored, {})
 
 

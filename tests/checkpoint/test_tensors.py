@@ -12,7 +12,7 @@ from ranks import run_ranks
 
 from shardtrain.checkpoint import files, tensor_reader, tensors
 from shardtrain.checkpoint.grids import Axis, Grid
-from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
+from shardtrain.checkpoint.manifest import Manifest, StoredTensor, TensorFile
 from shardtrain.utils.errors import CheckpointError
 
 FILES = 11
@@ -31,7 +31,7 @@ def checkpoint(folder: Path) -> tuple[Manifest, dict[str, torch.Tensor]]:
         path = folder / f"rank-{number:05d}.bin"
         if not path.exists():
             path.write_bytes(b"".join(parts))
-        listed.append(StoredFile(path.name, sum(map(len, parts)), hashlib.sha256(b"".join(parts)).hexdigest()))
+        listed.append(TensorFile(path.name, sum(map(len, parts)), hashlib.sha256(b"".join(parts)).hexdigest()))
     return Manifest(1, FILES, "run", "test", tuple(listed), stored, {}), whole
 
 
@@ -40,8 +40,8 @@ def test_a_part_of_thousands_of_files_has_one_of_them_open(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest, whole = checkpoint(tmp_path)
-    opened: list[files.Reader] = []
-    closed: list[files.Reader] = []
+    opened: list[files.StoredFileReader] = []
+    closed: list[files.StoredFileReader] = []
 
     class Counted(files.FileReader):
         def __init__(self, path: Path) -> None:

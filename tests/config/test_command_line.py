@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from shardtrain.config.command_line import CommandLine, Option, number_of, split, take
+from shardtrain.config.command_line import CommandLine, VerbOption, number_of, split, take
 from shardtrain.utils.errors import ConfigError
 
 
 def test_options_of_the_verb_are_taken_and_the_rest_is_left() -> None:
     found = take(
         ["run.toml", "--output=o", "--a.b", "1", "2", "--flag", "--n", "1_000"],
-        {"--output": Option(), "--n": Option(number_of())},
+        {"--output": VerbOption(), "--n": VerbOption(number_of())},
         ["--flag"],
     )
     assert found.configuration() == ("run.toml", ("--a.b", "1", "2"))
@@ -20,7 +20,7 @@ def test_options_of_the_verb_are_taken_and_the_rest_is_left() -> None:
 
 
 def test_a_list_takes_all_words_up_to_the_next_option_and_may_be_given_again() -> None:
-    mesh = Option(is_list=True)
+    mesh = VerbOption(is_list=True)
     found = take(["--mesh", "tp=2", "pp=2", "--json", "--mesh=cp=2", "--a.b", "1"], {"--mesh": mesh}, ["--json"])
     assert found.own == {"--mesh": ["tp=2", "pp=2", "cp=2"], "--json": True} and found.rest == ("--a.b", "1")
     with pytest.raises(ConfigError, match="--mesh has no value; write it like --mesh VALUE"):
@@ -30,17 +30,17 @@ def test_a_list_takes_all_words_up_to_the_next_option_and_may_be_given_again() -
 @pytest.mark.parametrize("wrong", ["0", "-1", "1.5", "x", "\u0663", "9" * 5000])
 def test_a_number_is_whole_and_above_zero(wrong: str) -> None:
     with pytest.raises(ConfigError, match="must be a whole number of files above 0; write it like --n 4"):
-        take([f"--n={wrong}"], {"--n": Option(number_of("files"), "4")})
+        take([f"--n={wrong}"], {"--n": VerbOption(number_of("files"), "4")})
 
 
 def test_an_option_without_a_value_or_given_twice_is_refused() -> None:
-    number = Option(number_of())
+    number = VerbOption(number_of())
     for words in (["--n", "--other"], ["--n="], ["--n"]):
         with pytest.raises(ConfigError, match="--n has no value"):
             take(words, {"--n": number})
     assert take(["--n", "1", "--n", "2"], {"--n": number}).own == {"--n": 2}
     with pytest.raises(ConfigError, match="--n is given twice"):
-        take(["--n", "1", "--n", "2"], {"--n": Option(number_of(), once=True)})
+        take(["--n", "1", "--n", "2"], {"--n": VerbOption(number_of(), once=True)})
 
 
 def test_what_train_has_is_split_from_overrides() -> None:

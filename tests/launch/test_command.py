@@ -319,7 +319,7 @@ def test_an_id_is_followed_by_the_platforms_own_command(tmp_path):
 @pytest.mark.parametrize(("code", "expected"), [(75, 3), (0, 0), (1, 1), (76, 76)])
 def test_launch_answers_for_a_stopped_run_with_the_configured_status(monkeypatch, code, expected):
     """The commands of the hosts keep 75 for a saved stop."""
-    monkeypatch.setitem(command.PLATFORMS, "ssh", lambda asked: command.Plan("", lambda: code))
+    monkeypatch.setitem(command.PLATFORMS, "ssh", lambda asked: command.Submission("", lambda: code))
     assert command.main(["ssh", "--checkpoint.stop_exit_code=3"]) == expected
 
 

@@ -125,7 +125,7 @@ def test_launch_local_becomes_the_command_with_these_texts(tmp_path, monkeypatch
         if not child:
             signal.alarm(TIMEOUT)
             try:
-                command._local(command.Asked(loaded, ["--job.description", *many], "train")).submit()
+                command._local(command.PlatformRequest(loaded, ["--job.description", *many], "train")).submit()
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -13,12 +13,12 @@ import pytest
 from shardtrain.config.schema.launch import Launch, LaunchSSH
 from shardtrain.launch import addresses, job_status
 from shardtrain.launch.hostfile import Host, chosen, read_hostfile, select
-from shardtrain.launch.job import Job
+from shardtrain.launch.job import ClusterJob
 from shardtrain.launch.platforms import pdsh, ssh
 from shardtrain.utils.errors import ConfigError
 
 FOUR = [Host("a", slots=4), Host("b", slots=4), Host("c", slots=4)]
-JOB = Job("job", ("python3", "-m", "shardtrain", "train"))
+JOB = ClusterJob("job", ("python3", "-m", "shardtrain", "train"))
 
 
 def test_a_hostfile_has_hosts_slots_users_ports_and_comments(tmp_path):

@@ -11,7 +11,7 @@ import patience
 import pytest
 from slurm_cluster import PATH, launch, munged
 
-from shardtrain.launch.platforms.slurm_queue import Record, meaning
+from shardtrain.launch.platforms.slurm_queue import SlurmRecord, meaning
 
 LIMIT_SECONDS = 10
 
@@ -154,7 +154,7 @@ def test_the_image_and_the_folder_are_looked_for_before_the_job_is_queued(cluste
 def test_reasons_that_last_are_told_from_those_that_pass(reason, lasts):
     words, never = meaning(reason)
     assert words and never is lasts
-    line = Record("7", "PENDING", reason=reason, count="2").line()
+    line = SlurmRecord("7", "PENDING", reason=reason, count="2").line()
     assert line.startswith(f"slurm/7: PENDING on 2 nodes, {reason}: ") and line.endswith("will not start") is lasts
 
 

@@ -11,7 +11,7 @@ from shardtrain.config.schema.launch import LaunchSSH
 from shardtrain.launch import remote_agent
 from shardtrain.launch.hostfile import Host
 from shardtrain.launch.platforms import ssh, ssh_connections
-from shardtrain.launch.platforms.ssh import Plan
+from shardtrain.launch.platforms.ssh import HostCommand
 from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.process import SECRET
 
@@ -26,7 +26,9 @@ def plans(folder, answer):
         'read job; case "$job" in "{"*) ls answered | wc -l >> told;; esac; exit 0'
     )
     (folder / "answered").mkdir()
-    return [Plan(Host(f"host-{number}"), ("sh", "-c", script), ("true",), {}, {}, (), 5) for number in range(HOSTS)]
+    return [
+        HostCommand(Host(f"host-{number}"), ("sh", "-c", script), ("true",), {}, {}, (), 5) for number in range(HOSTS)
+    ]
 
 
 @pytest.fixture
@@ -37,7 +39,7 @@ def options(monkeypatch):
 
 def test_hosts_are_reached_a_wave_at_a_time_and_told_when_all_have_answered(tmp_path, options):
     ready = f"touch answered/$$; echo {remote_agent.READY} {__version__} -"
-    assert ssh_connections.Run(plans(tmp_path, ready), options, tmp_path)() == 0
+    assert ssh_connections.SshConnections(plans(tmp_path, ready), options, tmp_path)() == 0
     seen = [int(line) for line in (tmp_path / "seen").read_text().split()]
     assert len(seen) == HOSTS and 1 < max(seen) <= AT_ONCE
     assert (tmp_path / "told").read_text().split() == [str(HOSTS)] * HOSTS
@@ -47,12 +49,12 @@ def test_no_host_receives_anything_where_one_of_a_later_wave_does_not_answer(tmp
     last = "[ $(ls answered | wc -l) -lt 20 ] || { echo no python here; exit 3; }; touch answered/$$; "
     ready = f"{last} echo {remote_agent.READY} {__version__} -"
     with pytest.raises(ConfigError, match="cannot start shardtrain: no python here"):
-        ssh_connections.Run(plans(tmp_path, ready), options, tmp_path)()
+        ssh_connections.SshConnections(plans(tmp_path, ready), options, tmp_path)()
     assert not (tmp_path / "told").exists()
 
 
-def host(name: str, *script: str) -> Plan:
-    return Plan(Host(name), ("sh", "-c", "; ".join(script)), ("true",), {}, {}, (), 5)
+def host(name: str, *script: str) -> HostCommand:
+    return HostCommand(Host(name), ("sh", "-c", "; ".join(script)), ("true",), {}, {}, (), 5)
 
 
 def test_all_hosts_that_cannot_take_part_are_named_with_their_reasons(tmp_path, monkeypatch, options):
@@ -68,7 +70,7 @@ def test_all_hosts_that_cannot_take_part_are_named_with_their_reasons(tmp_path, 
         host("silent", "exec sleep 100"),
     ]
     with pytest.raises(ConfigError) as raised:
-        ssh_connections.Run(plans, options, tmp_path)()
+        ssh_connections.SshConnections(plans, options, tmp_path)()
     lines = str(raised.value).splitlines()
     reasons = {
         'host="closed"': "cannot be reached by ssh: connect: Connection refused",

@@ -12,7 +12,7 @@ from tiny import make_run, tiny_config
 from shardtrain import cli, models
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded, check
-from shardtrain.lora.frozen import Frozen
+from shardtrain.lora.frozen import FrozenWeights
 from shardtrain.lora.linear import FrozenLinear
 from shardtrain.lora.quantize import Packed, packed_bytes
 from shardtrain.ops.dtensor import to_full
@@ -97,7 +97,7 @@ def test_weights_that_are_drawn_have_the_buffers_of_routers_too():
     module = models.find("mixtral")
     shape = models.shape_of(module, "debugmodel", sizes, "rmsnorm")
     config = tiny_config(lora={"enable": True, "random_base": True, "base_dtype": "nf4"})
-    with Frozen(None, module, shape, config, "nf4") as weights:
+    with FrozenWeights(None, module, shape, config, "nf4") as weights:
         assert not weights.read("layers.0.moe.router.expert_bias").any()
         assert weights.read("layers.0.moe.router.gate.weight").any()
 

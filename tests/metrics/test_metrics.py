@@ -9,7 +9,7 @@ import torch
 
 from shardtrain.metrics import Metrics
 from shardtrain.metrics.flops import flops_per_token
-from shardtrain.metrics.meters import Window
+from shardtrain.metrics.meters import MeterWindow
 from shardtrain.utils.checked_json import record_of
 
 KEYS = [
@@ -99,7 +99,7 @@ def test_loss_is_the_mean_over_tokens_and_max_loss_the_worst_rank(tmp_path, kit)
 
 def test_steps_between_log_steps_do_not_wait_for_the_device(kit):
     # A meta tensor has no value: reading it raises, as waiting for it would.
-    window = Window(kit.Clock())
+    window = MeterWindow(kit.Clock())
     for _ in range(3):
         window.add(torch.zeros((), device="meta"), 1, 1, 0.0)
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -108,7 +108,7 @@ def test_steps_between_log_steps_do_not_wait_for_the_device(kit):
 
 def test_a_window_sums_in_double_precision(kit):
     # 2**24 + 1 does not exist in float32.
-    window = Window(kit.Clock())
+    window = MeterWindow(kit.Clock())
     for value in (2.0**24, 1.0):
         window.add(torch.tensor(value), 1, 1, 0.0)
     assert window.read(kit.OneRank()).loss * 2 == 2**24 + 1
@@ -116,18 +116,18 @@ def test_a_window_sums_in_double_precision(kit):
 
 def test_a_window_does_not_keep_the_graph(kit):
     loss = torch.ones((), requires_grad=True) * 2
-    window = Window(kit.Clock())
+    window = MeterWindow(kit.Clock())
     window.add(loss, 1, 1, 0.0)
     assert not window._sums.loss.requires_grad
 
 
 def test_a_window_without_steps_cannot_be_read(kit):
     with pytest.raises(ValueError, match="without steps"):
-        Window(kit.Clock()).read(kit.OneRank())
+        MeterWindow(kit.Clock()).read(kit.OneRank())
 
 
 def test_a_window_without_tokens_has_no_loss_and_does_not_fail(kit):
-    window = Window(kit.Clock())
+    window = MeterWindow(kit.Clock())
     window.add(torch.zeros(()), 0, 0, 0.0)
     means = window.read(kit.OneRank())
     assert math.isnan(means.loss) and math.isnan(means.max_loss)

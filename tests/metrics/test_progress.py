@@ -9,7 +9,7 @@ from shardtrain.metrics import Metrics
 from shardtrain.metrics.memory import HostMemory
 from shardtrain.metrics.progress import progress_allowed
 from shardtrain.metrics.record import Record
-from shardtrain.metrics.sinks.console import Table
+from shardtrain.metrics.sinks.console import StepTable
 from shardtrain.utils import log
 
 
@@ -127,7 +127,7 @@ def test_the_names_stand_above_the_first_row_every_fortieth_and_where_columns_ch
         )  # fmt: skip
         return table.row(record, 96, color=False).split("\n")
 
-    table = Table(200)
+    table = StepTable(200)
     with_names = [step for step in range(1, 101) if len(row(step)) == 2]
     assert with_names == [1, 41, 81]
     names, text = row(101, accuracy=0.25)

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from shardtrain.resilience.watchdog import exchange
-from shardtrain.resilience.watchdog.exchange import Exchange
+from shardtrain.resilience.watchdog.exchange import HeartbeatExchange
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.utils.process import STORE
 
@@ -38,7 +38,7 @@ class Nodes:
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store, self.calls = dist.HashStore(), Counter[tuple[int, str]]()
-        self.ranks = [Exchange(Counted(self.store, self.calls, rank), rank, 6, BEAT) for rank in range(6)]
+        self.ranks = [HeartbeatExchange(Counted(self.store, self.calls, rank), rank, 6, BEAT) for rank in range(6)]
         self.beats = [0] * 6
         for rank, one in enumerate(self.ranks):
             runtime = tmp_path / f"node{rank // 3}"
@@ -150,7 +150,7 @@ def test_without_a_folder_of_this_user_alone_a_rank_speaks_for_itself(
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         store.set(f"folder/{socket.gethostname()}/{boot}", str(folder))
     own = exchange.FolderStore(tmp_path / "one") if how == "one machine" else store
-    one = Exchange(own, 1, 2, BEAT)
+    one = HeartbeatExchange(own, 1, 2, BEAT)
     one.meet({**environment, STORE: ""})
     one.say(Heartbeat(1, "here"))
     assert one.receive()[1].beat == 1 and not folder.joinpath("sign-1").exists()

@@ -241,7 +241,7 @@ def test_marks_are_made_of_the_steps_begun_by_this_process():
 
 def waits(rank: int, shares_memory: bool) -> str:
     """Where rank 0 is while it waits for rank 1 in a collective."""
-    found: list[stack.Place] = []
+    found: list[stack.StackPosition] = []
     exchange = shared_memory.Exchange.between(dist.group.WORLD) if shares_memory else None
     if rank == 0:
         go = threading.Event()

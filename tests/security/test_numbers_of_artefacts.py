@@ -125,7 +125,7 @@ def test_generation_config(tmp_path: Path) -> None:
 
     def read(text: str) -> None:
         file.write_text(text)
-        settings = generation_config.read_settings(source.Source(tmp_path, {}, {file.name: (file, 0, len(text))}))
+        settings = generation_config.read_settings(source.FolderSource(tmp_path, {}, {file.name: (file, 0, len(text))}))
         generation_config.end_ids(settings)
         generation_config.unused_settings(settings)
 

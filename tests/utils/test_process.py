@@ -41,10 +41,10 @@ def test_more_hosts_than_files_may_be_open_are_refused_before_one_is_reached(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ssh_connections, "allow_open_files", lambda: 1024.0)
-    monkeypatch.setattr(ssh_connections.Run, "_start", lambda self: pytest.fail("a host was reached"))
+    monkeypatch.setattr(ssh_connections.SshConnections, "_start", lambda self: pytest.fail("a host was reached"))
     plans: list[Any] = [None] * 1024
     with pytest.raises(ConfigError, match=r"launch ssh reaches 1024 hosts, which takes 5220 open files, and 1024 are"):
-        ssh_connections.Run(plans, LaunchSSH(), tmp_path)()
+        ssh_connections.SshConnections(plans, LaunchSSH(), tmp_path)()
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "ascii:replace"])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shardtrain.checkpoint import choice, manifest
 from shardtrain.hf.opening import is_hub_folder
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
 
@@ -21,7 +21,7 @@ def main(words: Sequence[str]) -> int:
 
 def from_fmengine(words: Sequence[str]) -> int:
     """Run ``from-fmengine``; gives the exit status."""
-    parser = Arguments(
+    parser = StrictArgumentParser(
         "shardtrain checkpoint from-fmengine",
         "Write a folder of FMEngine (latest, global_stepN with a file per layer and model-parallel rank) as a "
         "checkpoint. Nothing in its files is run.",
@@ -50,7 +50,7 @@ def from_fmengine(words: Sequence[str]) -> int:
 
 def to_fmengine(words: Sequence[str]) -> int:
     """Run ``to-fmengine``; gives the exit status."""
-    parser = Arguments(
+    parser = StrictArgumentParser(
         "shardtrain checkpoint to-fmengine",
         "Write a checkpoint, or a Hugging Face folder, with a file per layer and model-parallel rank, as FMEngine's "
         "--init_ckpt takes it.",
@@ -95,7 +95,9 @@ def to_fmengine(words: Sequence[str]) -> int:
 
 def to_hf_format(words: Sequence[str]) -> int:
     """``cli/to_hf_format.py`` with its own flags; gives the exit status. Its input may be a shardtrain run as well."""
-    parser = Arguments("to_hf_format.py", "Write a folder of FMEngine, or a shardtrain run, as a Hugging Face folder.")
+    parser = StrictArgumentParser(
+        "to_hf_format.py", "Write a folder of FMEngine, or a shardtrain run, as a Hugging Face folder."
+    )
     parser.add_argument("--in-model-path", type=Path, required=True, metavar="DIR", help="latest and global_stepN")
     parser.add_argument("--out-model-path", type=Path, required=True, metavar="HF_DIR", help="a new folder")
     parser.add_argument("--base-model", default="", help="Hugging Face folder of the model: config.json and tokenizer")
@@ -143,7 +145,7 @@ def to_hf_format(words: Sequence[str]) -> int:
 
 def from_hf(words: Sequence[str]) -> int:
     """``scripts/conversions/llama/from_hf.py`` with its own flags; gives the exit status."""
-    parser = Arguments("from_hf.py", "Write a Hugging Face folder as FMEngine's --init_ckpt takes it.")
+    parser = StrictArgumentParser("from_hf.py", "Write a Hugging Face folder as FMEngine's --init_ckpt takes it.")
     parser.add_argument("--model_name_or_path", required=True, metavar="HF_DIR", help="config.json and safetensors")
     parser.add_argument("--output_dir", required=True, metavar="DIR", help="a new folder")
     parser.add_argument("--mp_world_size", default="1", metavar="N", help="model-parallel ranks")

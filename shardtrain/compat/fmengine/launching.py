@@ -12,7 +12,7 @@ from pathlib import Path
 from shardtrain import cli, config
 from shardtrain.compat import migrate
 from shardtrain.compat.migrate.fmengine import FLAG
-from shardtrain.config.command_line import Option, take
+from shardtrain.config.command_line import VerbOption, take
 from shardtrain.utils import atomic_io, python_child, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -106,7 +106,7 @@ def commands(words: list[str]) -> int:
 def _split(words: list[str]) -> tuple[dict[str, str], list[str]]:
     """The launcher's options by name, without their dashes, and the program's flags."""
     at = next((n for n, word in enumerate(words) if _PROGRAM.fullmatch(word)), len(words))
-    taken = take(words[:at], dict.fromkeys((*_VALUES, *_ALSO), Option()), sorted(_FLAGS))
+    taken = take(words[:at], dict.fromkeys((*_VALUES, *_ALSO), VerbOption()), sorted(_FLAGS))
     for word in ("--help",) if taken.help else taken.rest:
         if word.startswith("-"):
             name, _, value = word.partition("=")

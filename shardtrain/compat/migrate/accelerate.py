@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.compat.migrate.report import JOINED, Cannot, Found, Idle, Rule, To, answer_offload
+from shardtrain.compat.migrate.report import JOINED, Cannot, FileMigration, Idle, Rule, To, answer_offload
 
 SYSTEM = "accelerate"
 OPEN = ""
@@ -108,13 +108,13 @@ def looks(values: Mapping[str, Any]) -> bool:
     return "distributed_type" in values or {"compute_environment", "num_processes"} <= values.keys()
 
 
-def _fsdp(found: Found, name: str) -> str:
+def _fsdp(found: FileMigration, name: str) -> str:
     """The key of an FSDP option, which has a prefix or none."""
     key = f"fsdp_config\0fsdp_{name}"
     return key if key in found.values else f"fsdp_config\0{name}"
 
 
-def finish(found: Found) -> None:
+def finish(found: FileMigration) -> None:
     """Join what several keys say."""
     machines = found.get("num_machines", int, 1)
     count = found.get("num_processes", int)
@@ -154,7 +154,7 @@ def finish(found: Found) -> None:
     found.answer("dynamo_backend", "ignored", "nothing is compiled")
 
 
-def _precision(found: Found) -> None:
+def _precision(found: FileMigration) -> None:
     words = {"bf16": "bfloat16", "fp16": "float16", "no": "float32", "False": "float32"}
     value = found.values.get("mixed_precision")
     inner = _fsdp(found, "mixed_precision")
@@ -174,7 +174,7 @@ def _precision(found: Found) -> None:
         found.answer(key, "ignored", "it is off")
 
 
-def _strategy(found: Found) -> None:
+def _strategy(found: FileMigration) -> None:
     """FSDP: what is sharded, what is freed after forward, offload and recomputation."""
     key = _fsdp(found, "sharding_strategy")
     names = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
@@ -214,7 +214,7 @@ def _strategy(found: Found) -> None:
         found.answer(_fsdp(found, name), "ignored", "it is off")
 
 
-def _zero(found: Found, count: int | None) -> None:
+def _zero(found: FileMigration, count: int | None) -> None:
     """The stages of ZeRO as FSDP; keys are written flat or as in a DeepSpeed file."""
     key = "deepspeed_config\0zero_stage"
     key = key if key in found.values else "deepspeed_config\0zero_optimization\0stage"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.compat.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
+from shardtrain.compat.migrate.report import JOINED, Cannot, FileMigration, Idle, Rule, To
 from shardtrain.compat.migrate.training_arguments import (
     accumulate,
     model_folder,
@@ -242,7 +242,7 @@ _FORMATS = {
 }
 
 
-def finish(found: Found) -> None:
+def finish(found: FileMigration) -> None:
     """Join what several keys say, and set what axolotl does where nothing is said."""
     get = found.get
 
@@ -312,7 +312,7 @@ def _asks(value: Any) -> bool:
     return any(map(_asks, value.values())) if isinstance(value, dict) else value not in (None, "", False)
 
 
-def _optimizer_args(found: Found) -> None:
+def _optimizer_args(found: FileMigration) -> None:
     """Constants of the optimizer: those that are options of ours are taken, where all of them are."""
     value = found.values.get("optim_args")
     known = {"eps": "optimizer.eps", "weight_decay": "optimizer.weight_decay"}
@@ -332,7 +332,7 @@ def _optimizer_args(found: Found) -> None:
     found.answer("optim_args", "ignored", "it is empty")
 
 
-def _adapter(found: Found) -> None:
+def _adapter(found: FileMigration) -> None:
     """LoRA, on weights of 4 or 8 bits or on those of the folder; without an adapter its keys say nothing."""
     kind = found.get("adapter", str)
     if kind in ("lora", "qlora"):
@@ -365,7 +365,7 @@ def _adapter(found: Found) -> None:
         found.answer(name, "ignored", "it asks for nothing")
 
 
-def _data(found: Found) -> None:
+def _data(found: FileMigration) -> None:
     """One dataset of a known type, what of its rows is learned, and how they share sequences."""
     sets = [entry for entry in found.get("datasets", list, []) if isinstance(entry, dict) and entry.get("path")]
     first = sets[0] if sets else {}
@@ -446,7 +446,7 @@ def _data(found: Found) -> None:
     found.answer("rl", "ignored", "it is empty")
 
 
-def _validation(found: Found) -> None:
+def _validation(found: FileMigration) -> None:
     """Held-out rows of a file of their own, and when they are measured."""
     if found.get("val_set_size", float, 0.0):
         text = "no rows are taken from training: write them to a file, and name that in validation.dataset_path"

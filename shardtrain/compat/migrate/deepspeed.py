@@ -8,7 +8,7 @@ from typing import Any
 from shardtrain.compat.migrate.report import (
     JOINED,
     Cannot,
-    Found,
+    FileMigration,
     Idle,
     Rule,
     To,
@@ -151,7 +151,7 @@ def _k(name: str) -> str:
     return name.replace(".", "\0")
 
 
-def finish(found: Found) -> None:
+def finish(found: FileMigration) -> None:
     """Join what several keys say, and set what DeepSpeed does where nothing is said."""
     _batches(found)
     _precision(found)
@@ -176,7 +176,7 @@ def finish(found: Found) -> None:
         )
 
 
-def _batches(found: Found) -> None:
+def _batches(found: FileMigration) -> None:
     micro = found.get("train_micro_batch_size_per_gpu", int)
     total = found.get("train_batch_size", int)
     accumulated = found.get("gradient_accumulation_steps", int)
@@ -209,7 +209,7 @@ def _batches(found: Found) -> None:
     found.answer("gradient_accumulation_steps", "honoured", "nothing is accumulated")
 
 
-def _precision(found: Found) -> None:
+def _precision(found: FileMigration) -> None:
     """bf16, fp16 with its loss scale, and the type in which gradients are summed."""
     bf16 = found.get(_k("bf16.enabled"), bool, found.get(_k("bfloat16.enabled"), bool, False))
     fp16 = found.get(_k("fp16.enabled"), bool, False)
@@ -259,7 +259,7 @@ def _precision(found: Found) -> None:
         found.answer(key, "unsupported", "gradients are summed in float32 or bfloat16: training.mixed_precision_reduce")
 
 
-def _optimizer(found: Found) -> None:
+def _optimizer(found: FileMigration) -> None:
     """Adam or AdamW with its constants; without one the trainer that reads the file has its own."""
     kind = found.get(_k("optimizer.type"), str)
     if kind is None:
@@ -298,7 +298,7 @@ _SCHEDULES = {
 _WARMUP = "scheduler.params.warmup_"
 
 
-def _schedule(found: Found) -> None:
+def _schedule(found: FileMigration) -> None:
     """One of DeepSpeed's own schedules; without one the rate of its optimizer stays."""
     kind = found.get(_k("scheduler.type"), str)
     if kind in _SCHEDULES:
@@ -321,7 +321,7 @@ def _schedule(found: Found) -> None:
         default_to_constant_rate(found, "without a scheduler the rate stays as it is")
 
 
-def _warmup(found: Found) -> None:
+def _warmup(found: FileMigration) -> None:
     """How long the warmup is, and its shape."""
     steps = _k(f"{_WARMUP}num_steps")
     shape = _k(f"{_WARMUP}type")
@@ -336,7 +336,7 @@ def _warmup(found: Found) -> None:
         found.answer(shape, "unsupported", "it is log or linear")
 
 
-def _rates(found: Found) -> None:
+def _rates(found: FileMigration) -> None:
     """The first rate and the peak, which overrules that of the optimizer."""
     first = _k(f"{_WARMUP}min_lr")
     peak = _k(f"{_WARMUP}max_lr")
@@ -362,7 +362,7 @@ def _rates(found: Found) -> None:
         )
 
 
-def _shares(found: Found) -> None:
+def _shares(found: FileMigration) -> None:
     """The first and the last rate of a cosine, whose peak is the optimizer's rate."""
     first = _k(f"{_WARMUP}min_ratio")
     last = _k("scheduler.params.cos_min_ratio")
@@ -376,7 +376,7 @@ def _shares(found: Found) -> None:
         found.problems.append(Problem("scheduler.params.cos_min_ratio", share, rule, "correct it", found.where(last)))
 
 
-def _length(found: Found) -> None:
+def _length(found: FileMigration) -> None:
     """The steps of a schedule that ends; "auto" is the length of the run, as the Trainer writes it."""
     key = _k("scheduler.params.total_num_steps")
     steps = found.get(key, int)
@@ -390,7 +390,7 @@ def _length(found: Found) -> None:
         found.set(key, "lr_scheduler.total_steps", steps, "later steps, if there are any, keep its last rate")
 
 
-def _zero(found: Found) -> None:
+def _zero(found: FileMigration) -> None:
     """The stages of ZeRO as FSDP: what is sharded, and what is freed after forward."""
     stage = found.get(_k("zero_optimization.stage"), int, 0)
     world = found.num_processes
@@ -425,7 +425,7 @@ def _zero(found: Found) -> None:
         found.set(_k("zero_optimization.cpu_offload"), "training.enable_cpu_offload", True)
 
 
-def _recompute(found: Found) -> None:
+def _recompute(found: FileMigration) -> None:
     if not any(key.startswith("activation_checkpointing") for key in found.values):
         return
     found.default("activation_checkpoint.mode", "full", "the block makes each layer recompute")

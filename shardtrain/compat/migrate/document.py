@@ -20,7 +20,7 @@ Key = tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Document:
+class ForeignDocument:
     """What a file says: nested tables, and the line of each key."""
 
     path: Path
@@ -58,7 +58,7 @@ def facts_of_folder(folder: str | None) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def read(path: Path) -> Document:
+def read(path: Path) -> ForeignDocument:
     """Read a JSON or YAML file, as its ending or its first character says; raises ConfigError."""
     text = read_text(path)
     as_json = path.suffix.lower() == ".json" or text.lstrip()[:1] == "{"
@@ -66,7 +66,7 @@ def read(path: Path) -> Document:
     values = reader.read()
     if not isinstance(values, dict):
         raise _wrong(path, 1, "holds no table of options", "name a configuration file")
-    return Document(path, values, reader.lines)
+    return ForeignDocument(path, values, reader.lines)
 
 
 def _wrong(path: Path, line: int, rule: str, fix: str) -> ConfigError:

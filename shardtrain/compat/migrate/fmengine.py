@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardtrain.compat.migrate import deepspeed
-from shardtrain.compat.migrate.document import Document, facts_of_folder, read
-from shardtrain.compat.migrate.report import JOINED, Found, Idle, Rule, To, apply
+from shardtrain.compat.migrate.document import ForeignDocument, facts_of_folder, read
+from shardtrain.compat.migrate.report import JOINED, FileMigration, Idle, Rule, To, apply
 from shardtrain.utils.errors import ConfigError, Problem
 
 SYSTEM = "FMEngine"
@@ -61,7 +61,7 @@ KEYS: Mapping[str, Rule] = {
 
 
 @dataclass
-class Line:
+class FlagLine:
     """A command line: its flags, and where each is."""
 
     path: Path
@@ -84,7 +84,7 @@ class Line:
         text = self.flags.get(key, "")
         return int(text) if text.isdecimal() and 0 < len(text) < 8 else None
 
-    def documents(self, given: Sequence[Document]) -> list[Document]:
+    def documents(self, given: Sequence[ForeignDocument]) -> list[ForeignDocument]:
         """The DeepSpeed file that the line names, unless one was given."""
         name = self.flags.get("deepspeed_config")
         if given or not name:
@@ -118,9 +118,9 @@ class Line:
                 rule = "belongs to no flag"
                 raise ConfigError(Problem("the word", word, rule, "write --flag value", "command line"))
 
-    def read(self, num_processes: int | None, parts: Sequence[Found]) -> Found:
+    def read(self, num_processes: int | None, parts: Sequence[FileMigration]) -> FileMigration:
         """Answer for each flag."""
-        found = Found(Document(self.path, self.flags, self.lines), SYSTEM, num_processes)
+        found = FileMigration(ForeignDocument(self.path, self.flags, self.lines), SYSTEM, num_processes)
         found.values = dict(self.flags)
         apply(found, KEYS, "")
         if not found.problems:
@@ -128,7 +128,7 @@ class Line:
         return found
 
 
-def command_line(path: Path, text: str) -> Line:
+def command_line(path: Path, text: str) -> FlagLine:
     """The command that a shell script gives to FMEngine; raises ConfigError where there is none."""
     # Commands, whose lines a backslash joins; a zero byte keeps them apart, so that each word has its line.
     joined: list[str] = []
@@ -159,10 +159,10 @@ def command_line(path: Path, text: str) -> Line:
     raise ConfigError(Problem("the file", str(path), rule, "give the file of the configuration itself"))
 
 
-def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()) -> Line:
+def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Sequence[int] = ()) -> FlagLine:
     """Read ``--flag value`` words; those before the program are the launcher's. A flag alone is true."""
     # runner ... program.py flags: what lies before the program is of the launcher, and before that of the shell
-    line = Line(path or Path(where))
+    line = FlagLine(path or Path(where))
     end = next((number for number, word in enumerate(words) if word.partition("=")[0] == FLAG), len(words))
     programs = [number for number, word in enumerate(words[:end]) if word.endswith(".py")]
     start = programs[-1] + 1 if programs else 0
@@ -191,7 +191,7 @@ def parse(words: Sequence[str], where: str, path: Path | None = None, lines: Seq
     return line
 
 
-def require_deepspeed(document: Document, system: str) -> None:
+def require_deepspeed(document: ForeignDocument, system: str) -> None:
     """Stop at a file of another system where the flags name that of DeepSpeed."""
     if system != deepspeed.SYSTEM:
         rule = f"was taken for a file of {system}, and not for DeepSpeed's JSON"
@@ -199,7 +199,7 @@ def require_deepspeed(document: Document, system: str) -> None:
         raise ConfigError(Problem("deepspeed_config", str(document.path), rule, fix, "command line"))
 
 
-def before(found: Found) -> None:
+def before(found: FileMigration) -> None:
     """Say what FMEngine's flags decide, and the DeepSpeed file does not: the logging, and how the ranks are divided."""
     if found.has("steps_per_print"):
         found.settings = [s for s in found.settings if s.option != "metrics.log_freq"]
@@ -207,7 +207,7 @@ def before(found: Found) -> None:
         found.answer("steps_per_print", "ignored", "log_steps decides")
 
 
-def _finish(found: Found, parts: Sequence[Found]) -> None:
+def _finish(found: FileMigration, parts: Sequence[FileMigration]) -> None:
     """Join what several flags say with the DeepSpeed file beside them, and set what FMEngine does by default."""
     get = found.get
     stages = get("pipe_parallel_size", int, 1)
@@ -280,7 +280,7 @@ def _finish(found: Found, parts: Sequence[Found]) -> None:
     _batches(found, parts, stages, tensor)
 
 
-def _batches(found: Found, parts: Sequence[Found], stages: int, tensor: int) -> None:
+def _batches(found: FileMigration, parts: Sequence[FileMigration], stages: int, tensor: int) -> None:
     """In a pipeline a rank passes all its rows of a step, in micro-batches of DeepSpeed's size."""
     settings = {setting.option: setting.value for part in parts for setting in part.settings}
     micro = settings.get("training.local_batch_size")

@@ -17,8 +17,8 @@ from shardtrain.compat.migrate import (
     training_arguments,
     universal_trainer,
 )
-from shardtrain.compat.migrate.document import Document, read, read_text
-from shardtrain.compat.migrate.report import Entry, Found, Rule, ThisMachine, apply, flatten
+from shardtrain.compat.migrate.document import ForeignDocument, read, read_text
+from shardtrain.compat.migrate.report import Entry, FileMigration, Rule, ThisMachine, apply, flatten
 from shardtrain.config.settings import Setting
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -26,7 +26,7 @@ FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 """Endings of files that ``train`` takes for those of another system."""
 
 
-class Reader(Protocol):
+class SystemReader(Protocol):
     """What a module of a system has."""
 
     SYSTEM: str
@@ -37,7 +37,7 @@ class Reader(Protocol):
     def looks(self, values: Any) -> bool:
         """Whether a file's keys are those of this system."""
 
-    def finish(self, found: Found) -> None:
+    def finish(self, found: FileMigration) -> None:
         """Answer for the keys that mean something together."""
 
 
@@ -104,7 +104,7 @@ def migrate(
 
     # The answers to each key, and the settings of all files together.
     copies = next((line.num_copies(num_processes) for line in lines), num_processes)
-    parts: list[Found] = [_read(reader, document, copies, bool(lines), machine) for reader, document in chosen]
+    parts: list[FileMigration] = [_read(reader, document, copies, bool(lines), machine) for reader, document in chosen]
     parts += [line.read(num_processes, parts) for line in lines]
     problems = list({str(problem): problem for part in parts for problem in part.problems}.values())
     settings = _join(parts, problems)
@@ -188,7 +188,7 @@ def unnamed(loaded: config.Loaded) -> list[str]:
     return found
 
 
-def reader_of(document: Document) -> Any:
+def reader_of(document: ForeignDocument) -> Any:
     """The reader of a document; raises ConfigError where it is of no system that is known here."""
     for reader in READERS:
         if reader.looks(document.values):
@@ -204,10 +204,10 @@ def _is_script(file: Path) -> bool:
 
 
 def _read(
-    reader: Any, document: Document, num_processes: int | None, beside_flags: bool, machine: ThisMachine
-) -> Found:
+    reader: Any, document: ForeignDocument, num_processes: int | None, beside_flags: bool, machine: ThisMachine
+) -> FileMigration:
     """Answer for each key of a document."""
-    found = Found(document, reader.SYSTEM, num_processes, machine)
+    found = FileMigration(document, reader.SYSTEM, num_processes, machine)
     found.values = dict(flatten(document.values, reader.LEAVES))
     if hasattr(reader, "prepare"):
         reader.prepare(found)
@@ -222,7 +222,7 @@ def _read(
     return found
 
 
-def _join(parts: Sequence[Found], problems: list[Problem]) -> list[Setting]:
+def _join(parts: Sequence[FileMigration], problems: list[Problem]) -> list[Setting]:
     """The settings of all files; what one says itself goes before what another does by default."""
     # each option's setting, and whether its file says it itself
     settings: dict[str, tuple[Setting, bool]] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardtrain.compat.migrate.document import Document
+from shardtrain.compat.migrate.document import ForeignDocument
 from shardtrain.config.coerce import Unfit
 from shardtrain.config.options import nearest
 from shardtrain.config.settings import Setting
@@ -135,10 +135,10 @@ class ThisMachine:
 
 
 @dataclass
-class Found:
+class FileMigration:
     """The values of a file while it is read, and the results so far."""
 
-    document: Document
+    document: ForeignDocument
     system: str
     num_processes: int | None = None
     machine: ThisMachine = ThisMachine()
@@ -208,7 +208,7 @@ class Found:
             self.set("", option, value, why or f"what {self.system} does unless told otherwise")
 
 
-def answer_offload(found: Found, key: str) -> None:
+def answer_offload(found: FileMigration, key: str) -> None:
     """Translate the device of DeepSpeed's ``offload_optimizer`` or ``offload_param``."""
     device = found.get(key, str)
     if device == "cpu":
@@ -218,7 +218,7 @@ def answer_offload(found: Found, key: str) -> None:
     found.answer(key, "ignored", "nothing is offloaded")
 
 
-def default_to_constant_rate(found: Found, why: str) -> None:
+def default_to_constant_rate(found: FileMigration, why: str) -> None:
     """Default to a constant learning rate, for systems without a default schedule."""
     found.default("lr_scheduler.name", "transformers", why)
     found.default("lr_scheduler.warmup_steps", 0)
@@ -240,7 +240,7 @@ def flatten(values: Mapping[str, Any], leaves: frozenset[str] | set[str], start:
             yield key, value
 
 
-def apply(found: Found, rules: Mapping[str, Rule], is_open: str) -> None:
+def apply(found: FileMigration, rules: Mapping[str, Rule], is_open: str) -> None:
     """Translate each key by its rule. A key without a rule is unsupported for the reason ``is_open``, or, if that is
     "", a problem."""
     for key, value in found.values.items():
@@ -288,7 +288,7 @@ def _rule(key: str, rules: Mapping[str, Rule]) -> Rule | None:
     return rules.get(key)
 
 
-def _to(found: Found, key: str, value: Any, rule: To) -> None:
+def _to(found: FileMigration, key: str, value: Any, rule: To) -> None:
     if value is None or value == "auto" or value == "":
         found.answer(key, "ignored", "it is empty" if value != "auto" else "left to another file, or the default")
         return

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.compat.migrate.report import JOINED, Cannot, Found, Idle, Rule, To, default_to_constant_rate
+from shardtrain.compat.migrate.report import JOINED, Cannot, FileMigration, Idle, Rule, To, default_to_constant_rate
 from shardtrain.compat.migrate.training_arguments import accumulate, model_folder
 
 SYSTEM = "torchtune"
@@ -118,7 +118,7 @@ def looks(values: Mapping[str, Any]) -> bool:
     return any(isinstance(part, dict) and "_component_" in part for part in values.values())
 
 
-def prepare(found: Found) -> None:
+def prepare(found: FileMigration) -> None:
     """Replace references by what they refer to; a key that is only referred to is answered for by that."""
     used: set[str] = set()
 
@@ -136,7 +136,7 @@ def prepare(found: Found) -> None:
             found.answer(key, "honoured", "its value is used where it is referred to")
 
 
-def finish(found: Found) -> None:
+def finish(found: FileMigration) -> None:
     """Join what several keys say, and set what torchtune does where nothing is said."""
     get = found.get
     _model(found)
@@ -200,7 +200,7 @@ def finish(found: Found) -> None:
         found.answer(f"profiler\0{name}", "ignored", "nothing is profiled")
 
 
-def _model(found: Found) -> None:
+def _model(found: FileMigration) -> None:
     """The folder says which model it holds; its builder says adapters and the bits of the weights beside them."""
     key = "model\0_component_"
     component = found.get(key, str, "")
@@ -226,7 +226,7 @@ def _model(found: Found) -> None:
     found.answer("model\0quantize_base", "ignored", "it is off")
 
 
-def _data(found: Found) -> None:
+def _data(found: FileMigration) -> None:
     """A dataset by its builder: from files, from the hub, or a set that the builder names itself."""
     key = "dataset\0_component_"
     builder = found.get(key, str, "").rpartition(".")[2]
@@ -292,7 +292,7 @@ def _data(found: Found) -> None:
         found.set("dataset\0packed", "data.packing", "first_fit" if packed else "padded")
 
 
-def _optimizer(found: Found) -> None:
+def _optimizer(found: FileMigration) -> None:
     """AdamW or Adam with its constants, and the schedule."""
     key = "optimizer\0_component_"
     kind = found.get(key, str, "torch.optim.AdamW").rpartition(".")[2]

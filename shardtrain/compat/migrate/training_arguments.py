@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.compat.migrate.report import JOINED, Cannot, Found, Idle, Rule, To
+from shardtrain.compat.migrate.report import JOINED, Cannot, FileMigration, Idle, Rule, To
 from shardtrain.facts.file_kinds import dataset_of
 
 SYSTEM = "Hugging Face TrainingArguments"
@@ -180,7 +180,7 @@ KEYS: Mapping[str, Rule] = {
 }
 
 
-def modules(found: Found, key: str, option: str) -> None:
+def modules(found: FileMigration, key: str, option: str) -> None:
     """Modules of adapters: a list of names, or one name as "all-linear" is."""
     value = found.values.get(key)
     names = [value] if isinstance(value, str) and value else found.get(key, list)
@@ -189,7 +189,7 @@ def modules(found: Found, key: str, option: str) -> None:
     found.answer(key, "ignored", "it is empty")
 
 
-def finish(found: Found) -> None:
+def finish(found: FileMigration) -> None:
     """Join what several keys say, and set what the Trainer does where nothing is said."""
     _length(found)
     rows = found.get("per_device_train_batch_size", int, 8)
@@ -235,7 +235,7 @@ def finish(found: Found) -> None:
     found.answer("fsdp", "honoured", "parameters are sharded over the ranks")
 
 
-def _length(found: Found) -> None:
+def _length(found: FileMigration) -> None:
     """The length of the run: steps, if there are any, before epochs."""
     steps = found.get("max_steps", int, -1)
     epochs = found.get("num_train_epochs", float, 3.0)
@@ -250,7 +250,7 @@ def _length(found: Found) -> None:
         found.answer("num_train_epochs", "unsupported", "epochs are whole; training.steps ends a run anywhere")
 
 
-def accumulate(found: Found, rows: int) -> None:
+def accumulate(found: FileMigration, rows: int) -> None:
     """Set the rows of a step, which a batch per device, accumulation and the number of devices make."""
     accumulated = found.get("gradient_accumulation_steps", int, 1)
     world = found.num_processes
@@ -261,7 +261,7 @@ def accumulate(found: Found, rows: int) -> None:
     found.answer("gradient_accumulation_steps", "honoured", "nothing is accumulated")
 
 
-def schedule(found: Found, kind: str, key: str) -> None:
+def schedule(found: FileMigration, kind: str, key: str) -> None:
     """The schedules of transformers, from 0 at the first step."""
     steps = found.get("warmup_steps", float, 0.0)
     ratio = found.get("warmup_ratio", float, 0.0)
@@ -293,7 +293,7 @@ def schedule(found: Found, kind: str, key: str) -> None:
     found.set("warmup_ratio" if steps < 1 else "", "lr_scheduler.warmup_proportion", ratio if steps < 1 else 0.0)
 
 
-def precision(found: Found) -> None:
+def precision(found: FileMigration) -> None:
     """bf16 and fp16 of the Trainer: float32 parameters, computed in one of them."""
     bf16 = found.values.get("bf16") == "auto" or found.get("bf16", bool, False)
     fp16 = found.get("fp16", bool, False)
@@ -315,7 +315,7 @@ def precision(found: Found) -> None:
         found.answer(name, "ignored", "parameters are stored in float32")
 
 
-def optimizer(found: Found, kind: str, key: str) -> None:
+def optimizer(found: FileMigration, kind: str, key: str) -> None:
     """The names that the Trainer has for AdamW; those of 8 bits have one byte per number of state here too."""
     if kind.startswith(("adamw_torch", "adamw_hf", "adamw_apex")) and not kind.endswith(("8bit", "4bit", "fp8")):
         found.set(key, "optimizer.name", "AdamW")
@@ -329,7 +329,7 @@ def optimizer(found: Found, kind: str, key: str) -> None:
         found.answer(key, "unsupported", "there are AdamW, Adam and Muon, in optimizer.name")
 
 
-def _saving(found: Found) -> None:
+def _saving(found: FileMigration) -> None:
     """When to save, and how many checkpoints stay. YAML reads an unquoted ``no`` as false."""
     strategy = "no"
     if found.values.get("save_strategy") is not False:
@@ -366,7 +366,7 @@ def _saving(found: Found) -> None:
     found.answer("save_total_limit", "ignored", "all are kept")
 
 
-def _validation(found: Found) -> None:
+def _validation(found: FileMigration) -> None:
     """When held-out rows are measured, which rows they are, and what the best checkpoint is chosen by."""
     key = "eval_strategy" if found.has("eval_strategy") else "evaluation_strategy"
     strategy = "no"
@@ -410,7 +410,7 @@ def _validation(found: Found) -> None:
     )
 
 
-def _model_and_data(found: Found) -> None:
+def _model_and_data(found: FileMigration) -> None:
     """What scripts beside the Trainer name: the model, the data, and TRL's and PEFT's options."""
     key = "model_name_or_path" if found.has("model_name_or_path") else "model_name"
     name = found.get(key, str)
@@ -453,7 +453,7 @@ def _model_and_data(found: Found) -> None:
         found.set("packing", "data.packing", "concat" if found.get("packing", bool) else "padded")
 
 
-def _reports(found: Found) -> None:
+def _reports(found: FileMigration) -> None:
     """Where metrics go beside metrics.jsonl: one name or several."""
     given = found.values.get("report_to")
     names = []

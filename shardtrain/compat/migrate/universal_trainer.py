@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.compat.migrate.document import facts_of_folder
-from shardtrain.compat.migrate.report import JOINED, Found, Rule, To
+from shardtrain.compat.migrate.report import JOINED, FileMigration, Rule, To
 from shardtrain.config.task_file import read_task_file
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
@@ -69,7 +69,7 @@ def _key(section: str, name: str) -> str:
     return f"{section[:-1]}\0{name}"
 
 
-def prepare(found: Found) -> None:
+def prepare(found: FileMigration) -> None:
     """Answer for a user's own keys, which are hooks' to read: the only ones that a rule cannot know."""
     hooks = found.get(_key(_T, "hooks_file"), str)
     own = [key for key in found.values if key.replace("\0", ".") not in KEYS]
@@ -90,7 +90,7 @@ def prepare(found: Found) -> None:
             found.answer(key, "ignored", "it is empty")
 
 
-def finish(found: Found) -> None:
+def finish(found: FileMigration) -> None:
     """Join what several keys say, and set what the program itself fixed."""
     get = found.get
     world = _processes(found)
@@ -180,7 +180,7 @@ _CLASSIFIERS = {
 """Kinds of config.json that a class of transformers trains, where this package has no model of its own."""
 
 
-def _processes(found: Found) -> int:
+def _processes(found: FileMigration) -> int:
     """Processes of the run, and what a node's command line has to say of them."""
     nodes = found.get(_key(_N, "nodes"), int, 1)
     gpus = found.get(_key(_N, "gpus"), int, 1)
@@ -241,11 +241,11 @@ def _processes(found: Found) -> int:
     return found.num_processes or (machine.nodes or nodes) * (machine.nproc or gpus)
 
 
-def _wrong(found: Found, name: str, value: Any, rule: str, fix: str) -> Problem:
+def _wrong(found: FileMigration, name: str, value: Any, rule: str, fix: str) -> Problem:
     return Problem(f"{_N}{name}", value, rule, fix, found.where(_key(_N, name)))
 
 
-def _hooks(found: Found) -> bool:
+def _hooks(found: FileMigration) -> bool:
     """Follow the file of hooks, by the classes in it; whether the rows are those of a text with a label."""
     key = _key(_T, "hooks_file")
     given = found.get(key, str)
@@ -291,7 +291,7 @@ def _classes(file: Path) -> set[str]:
     return names
 
 
-def _continue(found: Found) -> None:
+def _continue(found: FileMigration) -> None:
     """``continue_training``: a checkpoint-N file of the program, or a shardtrain checkpoint."""
     key = _key(_T, "continue_training")
     place = _key(_T, "continue_training_path")
@@ -315,7 +315,7 @@ def _continue(found: Found) -> None:
 _OF_FOLDER = ("checkpoint.initial_load_in_hf", "checkpoint.initial_load_legacy_bin")
 
 
-def _batch(found: Found, world: int) -> int:
+def _batch(found: FileMigration, world: int) -> int:
     """Rows per process, as options; gives the rows of a step for each process."""
     batch = found.get(_key(_T, "batch_size"), int, 8)
     accumulated = found.get(_key(_T, "gradient_accumulation_steps"), int, 1)
@@ -339,7 +339,7 @@ def _batch(found: Found, world: int) -> int:
     return rows * accumulated
 
 
-def _sharding(found: Found, world: int) -> None:
+def _sharding(found: FileMigration, world: int) -> None:
     """The four switches of fairscale: FSDP for the model, or its optimizer that is sharded over replicas."""
     names = ("optimizer_sharding", "model_sharding", "autowrap", "reshard_forward")
     place = {name: _key(_T, f"use_fairscale_{name}") for name in names}
@@ -367,7 +367,7 @@ def _sharding(found: Found, world: int) -> None:
         found.answer(place[name], "ignored", text)
 
 
-def _data(found: Found, step_rows: int) -> None:
+def _data(found: FileMigration, step_rows: int) -> None:
     """The files of data_dir, or the rows of a file of hooks, and what is counted in epochs of them."""
     folder = found.get(_key(_D, "data_dir"), str)
     key = _key(_D, "is_dev_file")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shardtrain.launch.goodput.events import Death, Event, Progress, Start
+from shardtrain.launch.goodput.events import AttemptProgress, Death, Event, Start
 from shardtrain.utils.units import format_seconds
 
 BINS = ("productive", "checkpoint", "data", "validation", "compile", "start", "restart", "lost")
@@ -28,7 +28,7 @@ class Attempt:
     """One start of the ranks, and what it is known to have done."""
 
     start: Start
-    points: list[Progress] = field(default_factory=list)
+    points: list[AttemptProgress] = field(default_factory=list)
     """In their order; the last one tells how far it came."""
     died: float | None = None
     """When the launcher saw a rank fail, in seconds since the epoch."""
@@ -128,7 +128,7 @@ def attempts_of(events: Iterable[Event]) -> list[Attempt]:
     for event in events:
         if isinstance(event, Start):
             newest = found.setdefault(event.attempt, Attempt(event))
-        elif isinstance(event, Progress) and event.attempt in found:
+        elif isinstance(event, AttemptProgress) and event.attempt in found:
             found[event.attempt].points.append(event)
         elif isinstance(event, Death) and newest and newest.died is None and newest.start.job == event.job:
             newest.died = event.time

@@ -39,7 +39,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Progress:
+class AttemptProgress:
     """What an attempt has done by now: seconds of each phase since it started."""
 
     attempt: str
@@ -61,8 +61,12 @@ class Death:
     time: float
 
 
-Event = Start | Progress | Death
-KINDS: dict[str, type[Start] | type[Progress] | type[Death]] = {"start": Start, "progress": Progress, "death": Death}
+Event = Start | AttemptProgress | Death
+KINDS: dict[str, type[Start] | type[AttemptProgress] | type[Death]] = {
+    "start": Start,
+    "progress": AttemptProgress,
+    "death": Death,
+}
 
 
 def line(event: Event) -> bytes:

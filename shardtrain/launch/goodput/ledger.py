@@ -153,13 +153,15 @@ class Ledger:
         attempts = f"{account.attempts} attempt{'s' if account.attempts > 1 else ''}"
         logger.info(f"{account} (in {attempts})")
 
-    def _point(self, ended: bool = False) -> events.Progress:
+    def _point(self, ended: bool = False) -> events.AttemptProgress:
         rounded = {
             str(name): round(value - self._offset.get(name, 0.0) + self._before * (name == "start"), 4)
             for name, value in self._phases.seconds().items()
         }
         now = round(self._now(), 3)
-        return events.Progress(self._start.attempt, now, self.step, self._saves, rounded, ended, self._saved_step)
+        return events.AttemptProgress(
+            self._start.attempt, now, self.step, self._saves, rounded, ended, self._saved_step
+        )
 
     def _progress(self) -> None:
         self._written = sum(self._phases.seconds().values())

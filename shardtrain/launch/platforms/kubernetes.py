@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from shardtrain.config.schema.launch import Launch
-from shardtrain.launch.job import RETRIES, Job, header, require, require_free, require_nothing_lost
+from shardtrain.launch.job import RETRIES, ClusterJob, header, require, require_free, require_nothing_lost
 from shardtrain.utils.errors import ConfigError, Problem
 
 CONFIG_PATH = "/etc/shardtrain/config.toml"
@@ -24,7 +24,7 @@ _NO_FOLD = 1 << 30
 Manifest = dict[str, Any]
 
 
-def render(job: Job, launch: Launch) -> str:
+def render(job: ClusterJob, launch: Launch) -> str:
     """The manifests of a job as YAML, for ``kubectl create``.
 
     Raises:
@@ -67,14 +67,14 @@ _WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
 _Dumper.add_representer(str, _quoted)
 
 
-def _metadata(job: Job, launch: Launch, queued: bool = False) -> Manifest:
+def _metadata(job: ClusterJob, launch: Launch, queued: bool = False) -> Manifest:
     labels = {"app.kubernetes.io/name": "shardtrain", "app.kubernetes.io/instance": job.name}
     if queued and launch.kubernetes.queue:
         labels["kueue.x-k8s.io/queue-name"] = launch.kubernetes.queue
     return {"name": job.name, "namespace": launch.kubernetes.namespace, "labels": labels}
 
 
-def _container(job: Job, name: str, more: Mapping[str, str] | None = None) -> Manifest:
+def _container(job: ClusterJob, name: str, more: Mapping[str, str] | None = None) -> Manifest:
     """The container of a pod; one that is named otherwise would get nothing from its operator."""
     variables: list[Manifest] = [{"name": k, "value": v} for k, v in {**job.environment, **(more or {})}.items()]
     for secret in job.secrets:
@@ -106,7 +106,7 @@ def _literal(text: str) -> str:
     return text.replace("$", "$$")
 
 
-def _volumes(job: Job) -> list[tuple[str, Manifest, Manifest]]:
+def _volumes(job: ClusterJob) -> list[tuple[str, Manifest, Manifest]]:
     """Name, mount and source of each volume: the configuration, shared memory, the claims."""
     found: list[tuple[str, Manifest, Manifest]] = []
     if job.config_text is not None:
@@ -130,7 +130,7 @@ def _volumes(job: Job) -> list[tuple[str, Manifest, Manifest]]:
 
 
 def _pod(
-    job: Job, launch: Launch, name: str, restart: str | None = None, more: Mapping[str, str] | None = None
+    job: ClusterJob, launch: Launch, name: str, restart: str | None = None, more: Mapping[str, str] | None = None
 ) -> Manifest:
     options = launch.kubernetes
     spec: Manifest = {"restartPolicy": restart} if restart else {}
@@ -150,7 +150,7 @@ def _pod(
     return {"spec": spec}
 
 
-def _pytorchjob(job: Job, launch: Launch) -> list[Manifest]:
+def _pytorchjob(job: ClusterJob, launch: Launch) -> list[Manifest]:
     """Of the training operator (kubeflow.org/v1), which Run:ai has below it too; the container is ``pytorch``."""
     template = _pod(job, launch, "pytorch")  # the operator sets its restartPolicy
     spec: Manifest = {"runPolicy": {"cleanPodPolicy": "Running", "backoffLimit": job.retries}}
@@ -174,7 +174,7 @@ def _pytorchjob(job: Job, launch: Launch) -> list[Manifest]:
     return _copied({"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": metadata, "spec": spec})
 
 
-def _trainjob(job: Job, launch: Launch) -> list[Manifest]:
+def _trainjob(job: ClusterJob, launch: Launch) -> list[Manifest]:
     """Of Kubeflow Trainer: a runtime that says what pods are like, and the job that runs it on some nodes."""
     step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     pod = _pod(job, launch, "node", "Never")
@@ -200,7 +200,7 @@ def _trainjob(job: Job, launch: Launch) -> list[Manifest]:
 _TRAINER = "trainer.kubeflow.org/v1alpha1"
 
 
-def _jobset(job: Job, launch: Launch) -> list[Manifest]:
+def _jobset(job: ClusterJob, launch: Launch) -> list[Manifest]:
     """Plain jobs with stable names: the first pod's name is where the others meet."""
     own = {
         "SHARDTRAIN_NNODES": str(job.nodes),

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import IO
 
 from shardtrain.launch.platforms import pdsh_rsh
-from shardtrain.launch.platforms.ssh import Plan
+from shardtrain.launch.platforms.ssh import HostCommand
 from shardtrain.utils import temporary
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -32,7 +32,7 @@ END_SECONDS = 5.0
 class Reached:
     """One host's connection as ``subprocess.Popen`` would show it, were it a child of this process."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: HostCommand) -> None:
         self.plan = plan
         given, into = os.pipe()
         out_of, taken = os.pipe()
@@ -98,7 +98,7 @@ class Reached:
 class Fan:
     """One pdsh, and the socket at which its programs ask for their connections."""
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[HostCommand]) -> None:
         names = [plan.host.name for plan in plans]
         if len(set(names)) < len(names):
             rule = "knows hosts by name, and two have the same"

@@ -7,12 +7,12 @@ cluster. ``--environment`` is never written: it sets a variable in one version a
 from __future__ import annotations
 
 from shardtrain.config.schema.launch import Launch
-from shardtrain.launch.job import Job, require, require_nothing_lost
+from shardtrain.launch.job import ClusterJob, require, require_nothing_lost
 from shardtrain.launch.platforms.slurm import ask
 from shardtrain.utils.errors import ConfigError, Problem
 
 
-def render(job: Job, launch: Launch) -> list[str]:
+def render(job: ClusterJob, launch: Launch) -> list[str]:
     """The argument list that submits a job.
 
     Raises:
@@ -29,7 +29,7 @@ def render(job: Job, launch: Launch) -> list[str]:
     return [*words, "--command", "--", *job.command]
 
 
-def _v2(job: Job, launch: Launch) -> list[str]:
+def _v2(job: ClusterJob, launch: Launch) -> list[str]:
     kind = ["pytorch"] if job.nodes > 1 else ["standard"]
     words = [
         *("runai", "training", *kind, "submit", job.name, *_common(job, launch)),
@@ -46,7 +46,7 @@ def _v2(job: Job, launch: Launch) -> list[str]:
     return [*words, "--termination-grace-period", f"{job.grace_seconds}s"]
 
 
-def _v1(job: Job, launch: Launch) -> list[str]:
+def _v1(job: ClusterJob, launch: Launch) -> list[str]:
     kind = ["submit-dist", "pytorch"] if job.nodes > 1 else ["submit"]
     words = [
         *("runai", *kind, "--name", job.name, *_common(job, launch)),
@@ -64,7 +64,7 @@ def _v1(job: Job, launch: Launch) -> list[str]:
     return words
 
 
-def _common(job: Job, launch: Launch) -> list[str]:
+def _common(job: ClusterJob, launch: Launch) -> list[str]:
     words = ["-p", launch.runai.project] if launch.runai.project else []
     words += ["-i", str(job.image)]
     for name, value in job.environment.items():
@@ -76,7 +76,7 @@ def _common(job: Job, launch: Launch) -> list[str]:
     return words + (["--working-dir", job.workdir] if job.workdir else [])
 
 
-def _elastic(job: Job) -> list[str]:
+def _elastic(job: ClusterJob) -> list[str]:
     """Workers may come and go; the master stays, so its pod is not counted."""
     if not job.is_elastic:
         return []

@@ -17,7 +17,7 @@ from shardtrain.config import presets
 from shardtrain.config.schema.launch import Launch
 from shardtrain.launch.failure import PREEMPTED, RETRYABLE, SUPERVISED
 from shardtrain.launch.job import (
-    Job,
+    ClusterJob,
     folder_words,
     header,
     require,
@@ -113,7 +113,7 @@ fi
 _CODES = " || ".join(f"code == {code}" for code in sorted(RETRYABLE - {PREEMPTED}))
 
 
-def render(job: Job, launch: Launch) -> str:
+def render(job: ClusterJob, launch: Launch) -> str:
     """The batch script of a job.
 
     Raises:
@@ -161,7 +161,7 @@ def render(job: Job, launch: Launch) -> str:
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
-def _look(job: Job, launch: Launch) -> list[str]:
+def _look(job: ClusterJob, launch: Launch) -> list[str]:
     """A step before the run: every node says on one line why it could not begin, and the job ends at once."""
     python, *words = job.command
     file = words[3] if len(words) > 3 and not words[3].startswith("-") else ""
@@ -185,7 +185,7 @@ def _look(job: Job, launch: Launch) -> list[str]:
     ]
 
 
-def _directives(job: Job, launch: Launch) -> list[str]:
+def _directives(job: ClusterJob, launch: Launch) -> list[str]:
     slurm = launch.slurm
     sweep = f"0-{len(slurm.sweep) - 1}" + (f"%{slurm.sweep_at_once}" if slurm.sweep_at_once else "")
     hours, minutes = divmod(slurm.time_limit_minutes or 0, 60)
@@ -210,7 +210,7 @@ def _directives(job: Job, launch: Launch) -> list[str]:
     return lines + [f"#SBATCH {directive}" for directive in slurm.directives]
 
 
-def _command(job: Job, launch: Launch) -> list[str]:
+def _command(job: ClusterJob, launch: Launch) -> list[str]:
     """Lines that set the array ``command``; in a sweep each task adds its overrides, and a folder of its own."""
     if not launch.slurm.sweep:
         return [f"command=({shlex.join(job.command)})"]
@@ -221,7 +221,7 @@ def _command(job: Job, launch: Launch) -> list[str]:
     return [*lines, "esac", f'command+=(--job.dump_folder {shlex.quote(job.dump_folder)}/sweep-"$SLURM_ARRAY_TASK_ID")']
 
 
-def _container(job: Job, launch: Launch) -> list[str]:
+def _container(job: ClusterJob, launch: Launch) -> list[str]:
     kind = launch.slurm.container
     image = job.image or ""
     mounts = [f"{m.source}:{m.path}" + (":ro" if m.read_only else "") for m in job.mounts]
@@ -236,7 +236,7 @@ def _container(job: Job, launch: Launch) -> list[str]:
     return []
 
 
-def note_missing(job: Job, launch: Launch) -> None:
+def note_missing(job: ClusterJob, launch: Launch) -> None:
     """Tell what is not on this machine, though it may be on the nodes: the image of a container, and the folder."""
     image = job.image or ""
     named = [("launch.workdir", job.workdir)] if job.workdir and launch.slurm.container == "none" else []

@@ -73,7 +73,7 @@ REASONS: dict[str, tuple[str, bool]] = {
 
 
 @dataclass(frozen=True)
-class Record:
+class SlurmRecord:
     """What Slurm knows of one job, or of one task of an array; texts as Slurm writes them, empty where it says none."""
 
     number: str
@@ -150,7 +150,7 @@ def submit(text: str) -> str:
     return number
 
 
-def _first_look(number: str) -> Record | None:
+def _first_look(number: str) -> SlurmRecord | None:
     """The state of a job once the scheduler has looked at it, or after ``REASON_SECONDS``."""
     end = time.monotonic() + REASON_SECONDS
     record = None
@@ -166,7 +166,7 @@ def _first_look(number: str) -> Record | None:
     return record
 
 
-def records(number: str) -> Iterator[Record]:
+def records(number: str) -> Iterator[SlurmRecord]:
     """What Slurm remembers of a job, or of each task of an array.
 
     Raises:
@@ -179,9 +179,9 @@ def records(number: str) -> Iterator[Record]:
             yield _record(dict(re.findall(r"(\S+?)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)", one)))
 
 
-def _record(has: dict[str, str]) -> Record:
+def _record(has: dict[str, str]) -> SlurmRecord:
     task = f"{has['ArrayJobId']}_{has.get('ArrayTaskId', '')}" if "ArrayJobId" in has else has.get("JobId", "")
-    return Record(
+    return SlurmRecord(
         number=task,
         state=has.get("JobState", "UNKNOWN"),
         reason=has.get("Reason", "").replace("_", " "),
@@ -258,7 +258,7 @@ def _forgotten(error: ConfigError) -> None:
         raise error
 
 
-def _accounted(number: str, error: ConfigError) -> list[Record]:
+def _accounted(number: str, error: ConfigError) -> list[SlurmRecord]:
     """What the accounting knows of a job that the controller has forgotten."""
     _forgotten(error)
     fields = "JobID,State,ExitCode,Elapsed,Timelimit,NodeList"
@@ -272,7 +272,7 @@ def _accounted(number: str, error: ConfigError) -> list[Record]:
         fix = f"its log is NAME-{number}.log in the folder from which it was launched"
         raise ConfigError(Problem("id", f"slurm/{number}", rule, fix))
     return [
-        Record(task, state, nodes=nodes, run_time=run, time_limit=limit, exit_code=code)
+        SlurmRecord(task, state, nodes=nodes, run_time=run, time_limit=limit, exit_code=code)
         for task, state, code, run, limit, nodes in rows
     ]
 

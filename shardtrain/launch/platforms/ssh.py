@@ -13,7 +13,7 @@ from types import MappingProxyType
 from shardtrain.config.schema.launch import Launch
 from shardtrain.launch.failure import SUPERVISED
 from shardtrain.launch.hostfile import Host
-from shardtrain.launch.job import Job, folder_words, require_nothing_lost
+from shardtrain.launch.job import ClusterJob, folder_words, require_nothing_lost
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.process import SECRET
 from shardtrain.utils.redact import MASK
@@ -24,7 +24,7 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Plan:
+class HostCommand:
     """One host: the command that reaches it, and what that command reads on its standard input."""
 
     host: Host
@@ -50,7 +50,7 @@ class Plan:
         return json.dumps(job).encode() + b"\n"
 
 
-def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id: str) -> list[Plan]:
+def render(job: ClusterJob, launch: Launch, hosts: Sequence[Host], meeting: str, run_id: str) -> list[HostCommand]:
     """The message to each host; ``meeting`` is the address of the first, as the others reach it.
 
     Raises:
@@ -88,11 +88,11 @@ def render(job: Job, launch: Launch, hosts: Sequence[Host], meeting: str, run_id
         if host.devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.devices))
         words = (*ssh, "--", host.address, inside)
-        plans.append(Plan(host, words, tuple(command), own, job.environment, job.forwarded, job.grace_seconds))
+        plans.append(HostCommand(host, words, tuple(command), own, job.environment, job.forwarded, job.grace_seconds))
     return plans
 
 
-def text(plans: Sequence[Plan]) -> str:
+def text(plans: Sequence[HostCommand]) -> str:
     """Format the plans for a user: each command and its standard input, with secret values masked."""
     lines = [f"# {MASK} stands for a secret that travels over standard input; {SECRET} is random unless you set it"]
     for plan in plans:

@@ -23,7 +23,7 @@ from shardtrain.launch import addresses, failure, remote_agent, signals
 from shardtrain.launch.agent import status_of
 from shardtrain.launch.failure import NOT_SAVED
 from shardtrain.launch.platforms import pdsh
-from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, Plan
+from shardtrain.launch.platforms.ssh import ENDPOINT, LOCAL_ADDRESS, HostCommand
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET, allow_open_files
 from shardtrain.utils.redact import visible
@@ -55,7 +55,7 @@ HINTS = (
 
 @dataclass
 class _Connection:
-    plan: Plan
+    plan: HostCommand
     process: pdsh.Reached | subprocess.Popen[bytes]
     started: float = field(default_factory=time.monotonic)
     ready: bool = False
@@ -84,10 +84,10 @@ class _Connection:
             self.process.stdin.flush()
 
 
-class Run:
+class SshConnections:
     """The connections of one launch."""
 
-    def __init__(self, plans: Sequence[Plan], options: LaunchSSH, folder: Path) -> None:
+    def __init__(self, plans: Sequence[HostCommand], options: LaunchSSH, folder: Path) -> None:
         self._plans = plans
         self._options = options
         self._folder = folder
@@ -166,7 +166,7 @@ class Run:
         if names:
             raise ConfigError([Problem("host", ", ".join(same), *cause) for cause, same in names.items()])
 
-    def _opened(self, plan: Plan, process: pdsh.Reached | subprocess.Popen[bytes]) -> _Connection:
+    def _opened(self, plan: HostCommand, process: pdsh.Reached | subprocess.Popen[bytes]) -> _Connection:
         one = _Connection(plan, process, log=(self._folder / f"{plan.host.label}.log").open("ab"))
         self._open.append(one)
         one.reader = threading.Thread(target=self._read, args=(one,), daemon=True)

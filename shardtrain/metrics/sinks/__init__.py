@@ -31,7 +31,7 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
-class Request:
+class SinkContext:
     """What a sink is opened for: a run, on one of its ranks.
 
     ``records`` and ``validations`` are what an earlier part of the run wrote to ``metrics.jsonl`` and

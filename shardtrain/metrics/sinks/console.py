@@ -33,7 +33,7 @@ def colored_line(record: Record) -> str:
     return "  ".join(f"{color}{text}{_RESET}" if color else text for color, text in _parts(record))
 
 
-class Table:
+class StepTable:
     """Logged steps as rows of a table, for a terminal: no wider than it or 96 columns, whichever is less.
 
     The columns that do not fit are left out, the last of ``_COLUMNS`` first; metrics of the user's own follow where
@@ -103,7 +103,7 @@ class Console:
     """The log of each rank. Where its console is a terminal it gets a table, and the file the greppable line."""
 
     def __init__(self, total_steps: int = 0) -> None:
-        self._table = Table(total_steps)
+        self._table = StepTable(total_steps)
 
     def write(self, record: Record) -> None:
         """Log the line."""

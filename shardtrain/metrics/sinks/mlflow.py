@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardtrain.metrics.sinks import Request
+from shardtrain.metrics.sinks import SinkContext
 from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 from shardtrain.utils import atomic_io
@@ -20,7 +20,7 @@ _AT_A_TIME = 100
 """Parameters that one request may carry."""
 
 
-def open_sink(request: Request) -> TrackerSink | None:
+def open_sink(request: SinkContext) -> TrackerSink | None:
     """The sink of this rank. Raises ConfigError where the package is missing."""
     if not request.config.metrics.enable_mlflow or not request.is_wanted:
         return None
@@ -31,7 +31,7 @@ def open_sink(request: Request) -> TrackerSink | None:
 class _Run(Client):
     """One run of MLflow, spoken to by its client object, so that no global state of the library is touched."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: SinkContext) -> None:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 

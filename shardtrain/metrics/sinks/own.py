@@ -7,7 +7,7 @@ from typing import Any
 
 from shardtrain.config.rules.own_files import SINK
 from shardtrain.metrics.record import Record
-from shardtrain.metrics.sinks import Request
+from shardtrain.metrics.sinks import SinkContext
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger, redact
@@ -31,7 +31,7 @@ def find(path: str) -> Any:
 class OwnSink:
     """The sink of a file; its first failure is one warning, and it is left alone from then on."""
 
-    def __init__(self, path: str, request: Request) -> None:
+    def __init__(self, path: str, request: SinkContext) -> None:
         self._path = path
         self._sink: Any = None
         try:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardtrain.metrics.record import Record
-from shardtrain.metrics.sinks import Request
+from shardtrain.metrics.sinks import SinkContext
 from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.utils.log import logger
 
 
-def open_sink(request: Request) -> PrometheusSink | None:
+def open_sink(request: SinkContext) -> PrometheusSink | None:
     """The sink of the writer rank; one warning, and none, where the port cannot be had.
 
     Raises:

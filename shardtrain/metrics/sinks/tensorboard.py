@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.metrics.record import Record, tags_of
-from shardtrain.metrics.sinks import Request, validation_tags
+from shardtrain.metrics.sinks import SinkContext, validation_tags
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
@@ -24,7 +24,7 @@ REPLAYED = 5000
 FLUSH_SECONDS = 10.0
 
 
-def open_sink(request: Request) -> TensorBoardSink | None:
+def open_sink(request: SinkContext) -> TensorBoardSink | None:
     """The sink of this rank, with the history of a resumed run in it."""
     options = request.config.metrics
     device_type = request.facts.device_type

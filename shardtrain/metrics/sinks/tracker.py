@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from shardtrain.metrics.record import Record
-from shardtrain.metrics.sinks import Request, validation_tags
+from shardtrain.metrics.sinks import SinkContext, validation_tags
 from shardtrain.utils.log import logger, redact
 from shardtrain.utils.redact import redact_all
 
@@ -20,7 +20,7 @@ CLOSE_SECONDS = 30.0
 """How long the end of a run waits for the service."""
 
 
-def run_config(request: Request) -> dict[str, Any]:
+def run_config(request: SinkContext) -> dict[str, Any]:
     """The configuration and the facts of a run as a service may show them, without secrets."""
     facts = {f"run.{key}": value for key, value in dataclasses.asdict(request.facts).items()}
     return dict(redact_all(dataclasses.asdict(request.config) | facts))

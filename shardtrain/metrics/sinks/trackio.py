@@ -6,12 +6,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.metrics.sinks import Request
+from shardtrain.metrics.sinks import SinkContext
 from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 
 
-def open_sink(request: Request) -> TrackerSink | None:
+def open_sink(request: SinkContext) -> TrackerSink | None:
     """The sink of this rank. Raises ConfigError where the package is missing."""
     if not request.config.metrics.enable_trackio or not request.is_wanted:
         return None
@@ -22,7 +22,7 @@ def open_sink(request: Request) -> TrackerSink | None:
 class _Run(Client):
     """One run of trackio; a resumed one continues under its name."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: SinkContext) -> None:
         os.environ.setdefault("TRACKIO_DIR", str((request.folder / "trackio").absolute()))
         import trackio
 

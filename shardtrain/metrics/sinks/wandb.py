@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from shardtrain.metrics.record import Record
-from shardtrain.metrics.sinks import Request
+from shardtrain.metrics.sinks import SinkContext
 from shardtrain.metrics.sinks.tensorboard import require_package
 from shardtrain.metrics.sinks.tracker import Client, TrackerSink, run_config
 
@@ -44,7 +44,7 @@ def run_options(all_ranks_rank: int | None) -> dict[str, Any]:
     return options
 
 
-def open_sink(request: Request) -> TrackerSink | None:
+def open_sink(request: SinkContext) -> TrackerSink | None:
     """The sink of this rank. Raises ConfigError where the package is missing."""
     if not request.config.metrics.enable_wandb or not request.is_wanted:
         return None

@@ -41,7 +41,7 @@ _PLACES = "places"
 _PLACE = "place"
 
 
-class Exchange:
+class HeartbeatExchange:
     """What one rank says to all others, and hears; all methods but the last are for one thread."""
 
     def __init__(self, store: Any, rank: int, world_size: int, beat_seconds: float) -> None:

@@ -30,7 +30,7 @@ _OWN_LINES = 2
 
 
 @dataclass(frozen=True)
-class Place:
+class StackPosition:
     """Where a thread is. ``collective`` is the function it waits in or ""; ``at`` our own lines, innermost first."""
 
     collective: str
@@ -39,24 +39,24 @@ class Place:
     debugging: bool = False
 
 
-def main_thread(device_type: str = "cpu") -> Place:
+def main_thread(device_type: str = "cpu") -> StackPosition:
     """Where the main thread is; in backward on a device it is the thread that PyTorch runs the hooks in."""
     # the table holds the frame of this function too: kept in a variable, it would be a cycle that holds every local of
     # every thread, tensors among them, until garbage is collected
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
-        return Place("", "")
+        return StackPosition("", "")
     place = locate(frame, device_type)
     if not place.collective and frame.f_code.co_name == "_engine_run_backward":
         # PyTorch's threads of backward are not known to Python's threading module
         known = {thread.ident for thread in threading.enumerate()}
         for other in [f for ident, f in sys._current_frames().items() if ident not in known]:
             if found := _collective(other, device_type):
-                return Place(found, place.at)
+                return StackPosition(found, place.at)
     return place
 
 
-def locate(frame: FrameType, device_type: str = "cpu") -> Place:
+def locate(frame: FrameType, device_type: str = "cpu") -> StackPosition:
     """Where the thread with this innermost frame is."""
     names: list[str] = []
     lines: list[str] = []
@@ -65,7 +65,7 @@ def locate(frame: FrameType, device_type: str = "cpu") -> Place:
         names.append(file)
         if len(lines) < _OWN_LINES and _is_own(file):
             lines.append(f"{Path(file).name}:{outer.f_lineno} in {outer.f_code.co_name}")
-    return Place(
+    return StackPosition(
         _collective(frame, device_type),
         ", from ".join(lines),
         compiling=any(name.endswith(_COMPILERS) for name in names),

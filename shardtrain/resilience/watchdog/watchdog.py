@@ -30,7 +30,7 @@ from shardtrain.distributed.rendezvous import private_store
 from shardtrain.distributed.rendezvous.private_store import FolderStore
 from shardtrain.launch import exit_report, failure, signals
 from shardtrain.resilience.watchdog import stack
-from shardtrain.resilience.watchdog.exchange import Exchange
+from shardtrain.resilience.watchdog.exchange import HeartbeatExchange
 from shardtrain.resilience.watchdog.hang_detector import HangDetector, HangReport, from_json, to_json
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.resilience.watchdog.stragglers import Stragglers, common, find_odd
@@ -101,7 +101,7 @@ class Watchdog:
         num_nodes = math.ceil(world_size / int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         self._beat = beat_seconds(comm.hang_timeout_seconds, num_nodes)
         self._meets_in_folder = isinstance(store, FolderStore)
-        self._others = Exchange(store, rank, world_size, self._beat)
+        self._others = HeartbeatExchange(store, rank, world_size, self._beat)
         self._host = socket.gethostname()
         self._moving = activity.restart(comm.straggler_window_steps)
         self._stop = signals.current()
@@ -152,7 +152,7 @@ class Watchdog:
             marks=dict(now.marks),
         )
 
-    def _limit(self, phase: str, place: stack.Place) -> tuple[float, bool]:
+    def _limit(self, phase: str, place: stack.StackPosition) -> tuple[float, bool]:
         """Return the seconds this rank may be without progress (0: no limit), and True if its phase is cold."""
         hang = float(self._comm.hang_timeout_seconds)
         # No limit in a debugger
@@ -272,7 +272,7 @@ class Watchdog:
                 f"{place.at}"
             )
 
-    def _without_answer(self, place: stack.Place, seconds: float) -> HangReport:
+    def _without_answer(self, place: stack.StackPosition, seconds: float) -> HangReport:
         """The verdict of this rank alone, where neither it nor the store does anything; it tells its node."""
         where = f"in phase {self._phases.name} of step {self._moving.step}"
         waits = f"waits in {place.collective} ({place.at}), {where}"

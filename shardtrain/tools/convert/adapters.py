@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.tools.convert.checkpoint import DTYPES, KEEP_HELP
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def main(words: Sequence[str]) -> int:
     """``shardtrain merge ADAPTERS --to CHECKPOINT``; gives the exit status."""
-    parser = Arguments(
+    parser = StrictArgumentParser(
         "shardtrain merge",
         "Add adapters to the weights beside which they were trained.",
         "shardtrain merge outputs --to outputs/merged",
@@ -71,7 +71,7 @@ def _merge(found: Any, is_peft: bool) -> None:
         model = _model_facts(config)
 
     if adapters is None:
-        adapters, weights = peft.PeftFolder(found.adapters, module, shape), frozen.Frozen(where, module, shape)
+        adapters, weights = peft.PeftFolder(found.adapters, module, shape), frozen.FrozenWeights(where, module, shape)
     else:
         assert config is not None and isinstance(adapters, merging.Adapters)
         labels = adapters.num_labels(module)

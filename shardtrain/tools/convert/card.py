@@ -21,7 +21,7 @@ from shardtrain.checkpoint import manifest
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
 from shardtrain.config.show import RESOLVED_CONFIG
-from shardtrain.hf.source import Source
+from shardtrain.hf.source import FolderSource
 from shardtrain.train.run_folder import read_world_size, versions
 from shardtrain.utils import atomic_io, reading
 from shardtrain.utils.checked_json import MAX_LINE_BYTES, record_of
@@ -117,7 +117,7 @@ def of_folder(folder: Path, base_model: str = "") -> Card:
 
 
 def of_checkpoint(
-    checkpoint: Path, name: str, source: Source | None, base_model: str = "", adapter: bool = False
+    checkpoint: Path, name: str, source: FolderSource | None, base_model: str = "", adapter: bool = False
 ) -> Card:
     """The card of an exported checkpoint, by its manifest and, where they are there, the files of its run."""
     run = Path(os.path.realpath(checkpoint)).parent.parent
@@ -232,13 +232,13 @@ def _hub_datasets(config: Config) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _base_model(source: Source | None) -> str:
+def _base_model(source: FolderSource | None) -> str:
     """The repository that the first weights' config.json names itself, where it does."""
     said = str((source.config if source is not None else {}).get("_name_or_path") or "")
     return said if _REPO.fullmatch(said) and not Path(said).exists() else ""
 
 
-def _license(source: Source | None) -> str:
+def _license(source: FolderSource | None) -> str:
     """What the card of the folder that the weights came from says."""
     try:
         text = reading.whole(source.where / CARD, _MAX_BYTES).decode("utf-8", "replace") if source is not None else ""

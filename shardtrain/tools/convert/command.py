@@ -14,7 +14,7 @@ from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.tools.convert.checkpoint import DTYPES, KEEP_HELP, model_options, step_of, tokens_of_run
 from shardtrain.tools.hub_client import refuse_token
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ CHECKS = ("auto", "logits", "weights")
 
 def import_main(words: Sequence[str]) -> int:
     """``shardtrain import HF_DIR --to CHECKPOINT``; gives the exit status."""
-    parser = Arguments(
+    parser = StrictArgumentParser(
         "shardtrain import",
         "Write the weights of a Hugging Face folder as a checkpoint.",
         "shardtrain import HF_FOLDER --to outputs/model",
@@ -76,7 +76,7 @@ def _check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 def export_main(words: Sequence[str]) -> int:
     """``shardtrain export FROM --to HF_DIR [--push ORG/NAME]``; gives the exit status."""
-    parser = Arguments(
+    parser = StrictArgumentParser(
         "shardtrain export",
         "Write the weights of a checkpoint as a Hugging Face folder, and check it.",
         "shardtrain export outputs --to hf_model",

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardtrain import models, tasks
 from shardtrain.config import Config, check, derived, load, machine_notes
-from shardtrain.config.command_line import Option, number_of, take
+from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.config.schema import Training, Validation
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.data import build_dataset, sources
@@ -70,7 +70,7 @@ class Report:
 
 def main(words: list[str]) -> int:
     """Run the verb; returns the exit status."""
-    options = {name: Option(number_of(), "8", once=True) for name in ("--world_size", "--nproc")}
+    options = {name: VerbOption(number_of(), "8", once=True) for name in ("--world_size", "--nproc")}
     found = take(words, options, ("--json",), USAGE)
     loaded = load(*found.configuration())
     world_size = found.own.get("--world_size") or found.own.get("--nproc")

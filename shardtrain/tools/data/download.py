@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from shardtrain.tools.hub_client import Hub, expected_hash, hash_of_file, refuse_token
 from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError, DataError, Problem, StorageError
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.units import format_bytes
@@ -174,8 +174,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(name.count("/") == pattern.count("/") and fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _parser() -> Arguments:
-    parser = Arguments(
+def _parser() -> StrictArgumentParser:
+    parser = StrictArgumentParser(
         PROGRAM,
         "Fetch files of a Hugging Face repository, with huggingface_hub and its environment variables: HF_TOKEN, "
         "HF_ENDPOINT, HF_HOME, HF_HUB_OFFLINE, HTTPS_PROXY.",

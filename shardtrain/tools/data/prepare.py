@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.config import Config, check, load
-from shardtrain.config.command_line import COMMAND_LINE, Option, number_of, take
+from shardtrain.config.command_line import COMMAND_LINE, VerbOption, number_of, take
 from shardtrain.data import build_dataset, sources
 from shardtrain.data.documents.encode import open_encoder
 from shardtrain.data.documents.encoded import Encoder
@@ -60,7 +60,7 @@ _LOCK = "lock"
 
 
 @dataclass(frozen=True)
-class Job:
+class PrepareJob:
     """One dataset on its way into one folder."""
 
     name: str
@@ -80,9 +80,9 @@ def main(words: list[str]) -> int:
     found = take(
         words,
         {
-            "--output": Option(example="FOLDER", once=True),
-            "--processes": Option(number_of(), "4", once=True),
-            "--shard_tokens": Option(number_of(), "100_000_000", once=True),
+            "--output": VerbOption(example="FOLDER", once=True),
+            "--processes": VerbOption(number_of(), "4", once=True),
+            "--shard_tokens": VerbOption(number_of(), "100_000_000", once=True),
         },
         usage=USAGE,
     )
@@ -102,7 +102,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Job]:
+def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[PrepareJob]:
     """The datasets of a config, opened one after the other."""
     tokenizer = build_dataset.tokenizer_of(config)
     shard_tokens = shard_tokens or default_shard_tokens(tokenizer.vocab_size)
@@ -130,10 +130,10 @@ def jobs(config: Config, folder: Path, shard_tokens: int | None) -> Iterator[Job
         target = folder / named.name if config.data.sources else folder
         kind = named.source.format or config.data.format
         packing = build_dataset.packing_of(config, config.training, tokenizer, named)
-        yield Job(named.name, config, kind, source, encoder, target, shard_tokens, packing, facts)
+        yield PrepareJob(named.name, config, kind, source, encoder, target, shard_tokens, packing, facts)
 
 
-def prepare(job: Job, processes: int) -> str:
+def prepare(job: PrepareJob, processes: int) -> str:
     """Prepare one dataset, or continue with it; returns the line that says what came of it.
 
     Raises:
@@ -169,7 +169,7 @@ def prepare(job: Job, processes: int) -> str:
     return "\n".join(lines + _fit(job, processes))
 
 
-def _fit(job: Job, processes: int) -> list[str]:
+def _fit(job: PrepareJob, processes: int) -> list[str]:
     """Fit the documents of prepared shards into rows, where a run would take seconds for it at each start.
 
     Returns lines that say what came of it; none where there is nothing to do.
@@ -220,7 +220,7 @@ def _fit(job: Job, processes: int) -> list[str]:
 class _Work:
     """The state of a folder on its way: what was laid into the shards, and which units wait to be."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: PrepareJob) -> None:
         self.job = job
         self.folder = job.folder / UNFINISHED
         self._units = units.Units(job.source)
@@ -352,7 +352,7 @@ class _Work:
                     units.remove_unit(self.folder, unit)
 
 
-def _same_facts(job: Job, facts: Mapping[str, Any]) -> None:
+def _same_facts(job: PrepareJob, facts: Mapping[str, Any]) -> None:
     """Stop where a folder was made from something else."""
     now: dict[str, Any] = json.loads(json.dumps(dict(job.facts)))  # tuples as lists, as in what was read
     different = [key for key in now if now[key] != facts.get(key)]

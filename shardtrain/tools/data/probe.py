@@ -40,7 +40,7 @@ expert's batch, where a matrix product may round otherwise: about 1e-7, and laye
 
 
 @dataclass(frozen=True)
-class Change:
+class TokenChange:
     """What one changed token did. Places count from 0 in the sequence; ``stop`` is one past the document's last.
 
     ``leaks`` maps the number of another document to its places that moved. ``blind`` says that the changed place or the
@@ -58,7 +58,7 @@ class Change:
 class ProbeReport:
     """All changes tried in one sequence, and what is wrong with its targets and positions, one sentence each."""
 
-    changes: list[Change]
+    changes: list[TokenChange]
     wrong: list[str]
 
     @property
@@ -133,14 +133,14 @@ def probe(
     return ProbeReport(changes, _wrong_targets(batch, learned_BT, ends_are_inputs) + _wrong_positions(batch))
 
 
-def _change(document: int, place: int, stop: int, moved_T: Tensor, documents_T: Tensor) -> Change:
+def _change(document: int, place: int, stop: int, moved_T: Tensor, documents_T: Tensor) -> TokenChange:
     """What moved: logits of other documents are leaks; where its own did not, the model cannot show a leak."""
     leaks: dict[int, list[int]] = {}
     for moved in moved_T.nonzero().flatten().tolist():
         other = int(documents_T[moved])
         if other != document:
             leaks.setdefault(other, []).append(moved)
-    return Change(document, place, stop, leaks, blind=not bool(moved_T[place : min(place + 2, stop)].all()))
+    return TokenChange(document, place, stop, leaks, blind=not bool(moved_T[place : min(place + 2, stop)].all()))
 
 
 def _wrong_targets(batch: Batch, learned_BT: Tensor | None, ends_are_inputs: bool) -> list[str]:

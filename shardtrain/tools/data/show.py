@@ -11,7 +11,7 @@ from pathlib import Path
 from shardtrain import config as configs
 from shardtrain import data, tasks
 from shardtrain.config import derived
-from shardtrain.config.command_line import COMMAND_LINE, Option, number_of, take
+from shardtrain.config.command_line import COMMAND_LINE, VerbOption, number_of, take
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.config.show import RESOLVED_CONFIG
@@ -46,7 +46,7 @@ _END = "\033[0m"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenRun:
     """Tokens in a row that belong to one document and are all learned, or all not."""
 
     learned: bool
@@ -54,12 +54,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class DocumentPart:
     """A document's part of a sequence, from ``column`` on; positions count from ``first_position``."""
 
     column: int
     first_position: int
-    pieces: list[Piece]
+    pieces: list[TokenRun]
 
     @property
     def num_tokens(self) -> int:
@@ -68,14 +68,14 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Shown:
+class ShownSequence:
     """One sequence: its place in the order, its id in its dataset, and the documents in it."""
 
     position: int
     dataset: str
     sample: int
     num_targets: int
-    parts: list[Part]
+    parts: list[DocumentPart]
     filler: int
     """Tokens at the end that belong to no document."""
 
@@ -87,13 +87,13 @@ class ShownRow:
     position: int
     dataset: str
     sample: int
-    texts: list[tuple[str, list[Piece]]]
+    texts: list[tuple[str, list[TokenRun]]]
 
 
 def main(words: list[str]) -> int:
     """Print the sequences of a step; gives the exit status."""
     names = ("--step", "--rows", "--world_size", "--nproc")
-    numbers = {name: Option(number_of(), "4", once=True) for name in names}
+    numbers = {name: VerbOption(number_of(), "4", once=True) for name in names}
     taken = take(words, numbers, ["--json"], USAGE)
     config, world_size = _open(*taken.configuration(), taken.own.get("--world_size") or taken.own.get("--nproc"))
     batch_size = derived.global_batch_size(config, world_size)
@@ -135,7 +135,7 @@ def _open(path: str | None, overrides: tuple[str, ...], world_size: int | None) 
     return loaded.config, world_size or 1
 
 
-def rows(config: Config, first: int, count: int) -> Iterator[tuple[Shown, Tokenizer]]:
+def rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownSequence, Tokenizer]]:
     """Sequences ``first`` and after of the order of training, as one rank with one sequence a batch would read them."""
     loader = replace(config.training.dataloader, num_workers=0, prefetch_factor=None, persistent_workers=False)
     training = replace(config.training, local_batch_size=1, dataloader=loader)
@@ -165,14 +165,14 @@ def task_rows(config: Config, first: int, count: int) -> Iterator[tuple[ShownRow
         (number,) = stream.feed.rows_at(position, position + 1)
         texts = []
         for text in task.shown(stream.feed.read(position, number)):
-            pieces: list[Piece] = []
+            pieces: list[TokenRun] = []
             for token, learned in zip(text.tokens, text.learned or [False] * len(text.tokens), strict=True):
                 _append(pieces, learned, token)
             texts.append((text.name, pieces))
         yield ShownRow(position, config.training.dataset, number, texts), tokenizer
 
 
-def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: int) -> Shown:
+def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: int) -> ShownSequence:
     """One row of a batch in parts; the last target, which is not an input, is the last token of its document."""
     sample = int(batch.sample_ids_B[row])
     tokens = batch.tokens_BT[row].tolist()
@@ -183,11 +183,11 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
 
     # Targets are shifted by one: a token is learned where it is the target of the one before it, which the first of a
     # document is not.
-    parts: list[Part] = []
+    parts: list[DocumentPart] = []
     for column, token in enumerate(tokens[:length]):
         begins = column == 0 or documents[column] != documents[column - 1]
         if begins:
-            parts.append(Part(column, positions[column], []))
+            parts.append(DocumentPart(column, positions[column], []))
         learned = not begins and targets[column - 1] != IGNORE
         _append(parts[-1].pieces, learned, token)
         ends = column + 1 == length or documents[column + 1] != documents[column]
@@ -197,7 +197,7 @@ def describe(batch: Batch, row: int, position: int, names: list[str], pad_id: in
     num_targets = sum(target != IGNORE for target in targets)
     dataset = "filler" if sample < 0 else names[sample >> SOURCE_BITS]
     number = sample & ((1 << SOURCE_BITS) - 1) if sample >= 0 else -1
-    return Shown(position, dataset, number, num_targets, parts, filler=len(tokens) - length)
+    return ShownSequence(position, dataset, number, num_targets, parts, filler=len(tokens) - length)
 
 
 def _without_filler(tokens: list[int], targets: list[int], documents: list[int], pad_id: int) -> int:
@@ -209,13 +209,13 @@ def _without_filler(tokens: list[int], targets: list[int], documents: list[int],
     return len(tokens) - next((count for count, fill in enumerate(reversed(fills)) if not fill), len(tokens))
 
 
-def _append(pieces: list[Piece], learned: bool, token: int) -> None:
+def _append(pieces: list[TokenRun], learned: bool, token: int) -> None:
     if not pieces or pieces[-1].learned != learned:
-        pieces.append(Piece(learned, []))
+        pieces.append(TokenRun(learned, []))
     pieces[-1].tokens.append(token)
 
 
-def render(shown: Shown, tokenizer: Tokenizer, color: bool) -> str:
+def render(shown: ShownSequence, tokenizer: Tokenizer, color: bool) -> str:
     """A sequence as text: a head line, and a line and the text of each document."""
     frame, end = (_FRAME, _END) if color else ("", "")
     count = len(shown.parts)
@@ -244,7 +244,7 @@ def render_row(row: ShownRow, tokenizer: Tokenizer, color: bool) -> str:
     return "\n".join(lines)
 
 
-def _marked(pieces: list[Piece], tokenizer: Tokenizer, color: bool) -> str:
+def _marked(pieces: list[TokenRun], tokenizer: Tokenizer, color: bool) -> str:
     """The text of a document with marks around what is learned.
 
     All tokens are decoded together and the text is cut where pieces end, because a piece decoded by itself may lose or

@@ -19,7 +19,7 @@ from shardtrain.data.documents.columns import text
 from shardtrain.data.sources import Request, every_row, find, place_of
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer, open_tokenizer
 from shardtrain.utils import atomic_io, libraries, storage_errors
-from shardtrain.utils.arguments import Arguments, help_if_asked
+from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 PROGRAM = "shardtrain data tokenizer train"
@@ -42,7 +42,7 @@ _DATASETS = {
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 
 
-class Texts:
+class TrainingTexts:
     """The texts of files, in order, part by part, without those held out; one pass over them fills the counts.
 
     skipped:  bad rows that were left out.
@@ -109,7 +109,7 @@ def main(words: list[str]) -> int:
     options = _parser().read(words[1:])
     special = _check(options)
     folder = Path(options.output)
-    texts = Texts(options.input, options.dataset, options.text_field, options.skip_bad_rows)
+    texts = TrainingTexts(options.input, options.dataset, options.text_field, options.skip_bad_rows)
     trained = train(texts, options.vocab_size, special)
     if texts.bytes == 0:
         raise DataError(f"the input has no text in column {options.text_field!r}; name its column with --text_field")
@@ -118,7 +118,7 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def train(texts: Texts, vocab_size: int, special: list[str]) -> Any:
+def train(texts: TrainingTexts, vocab_size: int, special: list[str]) -> Any:
     """Train on all texts; the same texts give the same tokenizer. Memory grows with distinct words, not with texts."""
     tokenizers = libraries.load("tokenizers", PROGRAM, install="tokenizers")
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -163,8 +163,8 @@ def save(tokenizer: Any, folder: Path) -> None:
             atomic_io.write(folder / name, content, create_folder=True)
 
 
-def _parser() -> Arguments:
-    parser = Arguments(PROGRAM, "Train a byte-level BPE tokenizer on your own files.")
+def _parser() -> StrictArgumentParser:
+    parser = StrictArgumentParser(PROGRAM, "Train a byte-level BPE tokenizer on your own files.")
     parser.add_argument(
         "--input", nargs="+", default=[], metavar="PATH", help="files or folders of text; some datasets need none"
     )
@@ -223,7 +223,7 @@ def _guess(path: str | None) -> str:
     return _DATASETS[ending]
 
 
-def _report(tokenizer: Tokenizer, texts: Texts, wanted: int, folder: Path) -> None:
+def _report(tokenizer: Tokenizer, texts: TrainingTexts, wanted: int, folder: Path) -> None:
     parts = texts.held_out or texts.first
     where = "held-out text" if texts.held_out else "the text it was trained on (too little to hold some out)"
     ids = tokenizer.encode_batch(parts)

@@ -13,7 +13,7 @@ from shardtrain.checkpoint.choice import HELP, step_name
 from shardtrain.config.schema import Config
 from shardtrain.optim import lr_scheduler
 from shardtrain.tools.dcp.naming import NAMINGS, TORCHTITAN
-from shardtrain.utils.arguments import Arguments, help_if_asked
+from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem, require_new
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def from_dcp(words: Sequence[str]) -> int:
 
 def to_dcp(words: Sequence[str]) -> int:
     """Run ``to-dcp``; gives the exit status."""
-    parser = Arguments(
+    parser = StrictArgumentParser(
         "shardtrain checkpoint to-dcp",
         "Write a checkpoint as a folder of torch.distributed.checkpoint. With the names of torchtitan v0.2, torchtitan "
         "loads it: the weights with checkpoint.initial_load_path, and all of it, but the place in the data, as a step "

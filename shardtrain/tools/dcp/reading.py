@@ -30,7 +30,7 @@ _OPTIMIZER = ("optimizer.state.", "optim.state.", "optimizer.optimizer.state.")
 
 
 @dataclass
-class Read:
+class DcpImport:
     """What was taken from a folder, and what was not."""
 
     naming: Naming
@@ -41,7 +41,7 @@ class Read:
 
 def from_dcp(
     folder: Path, output: Path, model: Model, with_optimizer: bool | None = None, seq_len: int | None = None
-) -> Read:
+) -> DcpImport:
     """Write the model of ``folder`` as a checkpoint, each tensor in the type that it has there.
 
     ``seq_len`` is that with which it was trained, where it is known: torchtitan stretches rotary angles of DeepSeek-V3
@@ -66,7 +66,7 @@ def from_dcp(
 
     # The step, by the train state or else by the folder's name, and the optimizer's state.
     step = _count(there, "step")
-    found = Read(naming, _step_of_name(folder) if step is None else step, False)
+    found = DcpImport(naming, _step_of_name(folder) if step is None else step, False)
     if step is None and any(name.startswith("train_state.step") for name in [*there.tensors, *there.objects]):
         found.notices.append(f"train_state.step: not a count; by the folder's name the step is {found.step}")
     if naming.kind == TORCHTITAN:
@@ -157,7 +157,7 @@ def _check(weights: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], th
 
 
 def _optimizer(
-    there: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]], wanted: bool | None, found: Read
+    there: Folder, naming: Naming, shapes: Mapping[str, tuple[int, ...]], wanted: bool | None, found: DcpImport
 ) -> dict[str, str]:
     """Our names of the optimizer's tensors to theirs; none where they are not taken."""
     if wanted is False:

@@ -59,7 +59,7 @@ bounded by what the folder itself takes of a disk."""
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     """Bytes of a file that hold one item, as torch.save writes it."""
 
     file: str
@@ -68,12 +68,12 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class StoredChunk:
     """A box of a tensor, and where it lies."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: FileRange
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class DcpTensor:
 
     dtype: str
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 class DcpFolder:
@@ -97,7 +97,7 @@ class DcpFolder:
         self.folder = folder
         self._where = f"{folder / METADATA}"
         self.tensors: dict[str, DcpTensor] = {}
-        self.objects: dict[str, Place] = {}
+        self.objects: dict[str, FileRange] = {}
         self.unread: dict[str, str] = {}
         """Tensors of a type that is not read, and the type."""
         # what the files of a folder take, holes left out
@@ -169,7 +169,7 @@ class DcpFolder:
         # Where each part lies, by the name and, for a part of a tensor, its offsets.
         table = _state(whole, f"{_DCP}.Metadata", self._where)
         described = _dict(table.get("state_dict_metadata"), self._where)
-        places: dict[tuple[str, tuple[int, ...] | None], Place] = {}
+        places: dict[tuple[str, tuple[int, ...] | None], FileRange] = {}
         for index, info in _dict(table.get("storage_data"), self._where).items():
             at = _state(index, f"{_DCP}.MetadataIndex", self._where)
             name = at.get("fqn")
@@ -214,7 +214,7 @@ class DcpFolder:
                 if budget < 0 or place is None:
                     raise self._bad(f"says nothing of where a part of {name} lies")
                 if math.prod(sizes):  # a rank without a part of a tensor may have written an empty one
-                    chunks.append(Chunk(offsets, sizes, place))
+                    chunks.append(StoredChunk(offsets, sizes, place))
             problem = (
                 check_tiling(shape, [(chunk.offsets, chunk.sizes) for chunk in chunks]) if math.prod(shape) else ""
             )
@@ -222,7 +222,7 @@ class DcpFolder:
                 raise self._bad(f"has parts of {name} that {problem}")
             self.tensors[name] = DcpTensor(dtype, shape, tuple(chunks))
 
-    def _place(self, info: Any) -> Place:
+    def _place(self, info: Any) -> FileRange:
         facts = _state(info, f"{_FILES}._StorageInfo", self._where)
         file, begin, length = (facts.get(key) for key in ("relative_path", "offset", "length"))
         if not isinstance(file, str) or not _FILE.fullmatch(file) or set(file) == {"."}:
@@ -232,9 +232,9 @@ class DcpFolder:
             raise self._bad("has an invalid place in a file")
         if facts.get("transform_descriptors"):
             raise self._bad("has tensors that were changed as they were written (extensions of its writer)")
-        return Place(file, begin, length)  # type: ignore[arg-type]
+        return FileRange(file, begin, length)  # type: ignore[arg-type]
 
-    def _tensor_of(self, place: Place, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
+    def _tensor_of(self, place: FileRange, name: str, dtype: str, sizes: tuple[int, ...]) -> Tensor:
         """The tensor of one item, where it is the one that the metadata describe."""
         described, read = self._open(place, name)
         where = self._part(place, name)
@@ -251,7 +251,7 @@ class DcpFolder:
             raise CheckpointError(f"{where} is shorter than its tensor; use another checkpoint")
         return stored.of(data)
 
-    def _open(self, place: Place, name: str) -> tuple[Any, Callable[[str], bytearray]]:
+    def _open(self, place: FileRange, name: str) -> tuple[Any, Callable[[str], bytearray]]:
         """What one item describes, and a function that reads the storages that it speaks of."""
         where = self._part(place, name)
         with damage(where):
@@ -259,7 +259,7 @@ class DcpFolder:
             described, _ = torch_file.describe(archive, place.length, torch_file.NAMES, where)
         return described, lambda key: torch_file.read_storage(archive, place.length, key, where)
 
-    def _part(self, place: Place, name: str) -> str:
+    def _part(self, place: FileRange, name: str) -> str:
         return f"{self.folder / place.file}, bytes {place.begin} to {place.begin + place.length}, {name}:"
 
     def _bad(self, what: str) -> CheckpointError:
@@ -273,7 +273,7 @@ def _is_count(value: Any) -> bool:
 class _Slice(io.RawIOBase):
     """An item of a file as a file, so that no more of it is in memory than is asked for."""
 
-    def __init__(self, path: Path, place: Place) -> None:
+    def __init__(self, path: Path, place: FileRange) -> None:
         super().__init__()
         self._file = open(path, "rb", opener=atomic_io.without_waiting)  # noqa: SIM115
         self._begin = place.begin

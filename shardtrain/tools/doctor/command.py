@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from shardtrain import __version__, config
 from shardtrain.config import Loaded
-from shardtrain.config.command_line import Option, split, take
+from shardtrain.config.command_line import VerbOption, split, take
 from shardtrain.launch import signals
 from shardtrain.tools.doctor.report import document, exit_code, text_of, to_json
 from shardtrain.utils import temporary
@@ -59,7 +59,7 @@ LEAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Request:
+class DoctorOptions:
     """What the words ask for."""
 
     loaded: Loaded
@@ -84,9 +84,9 @@ def main(words: Sequence[str]) -> int:
     return _here(request, list(words)) if code is None else code
 
 
-def read(words: Sequence[str]) -> Request:
+def read(words: Sequence[str]) -> DoctorOptions:
     """Take the doctor's own options out of the words; the rest are those of ``train``. Raises ConfigError."""
-    options = {"--limit_seconds": Option(_seconds, "30"), "--for_ranks": Option(_num_ranks, "4096")}
+    options = {"--limit_seconds": VerbOption(_seconds, "30"), "--for_ranks": VerbOption(_num_ranks, "4096")}
     taken = take(words, options, ("--json", "--strict"))
     arguments = split(taken.rest)
     if arguments.max_restarts:
@@ -96,7 +96,7 @@ def read(words: Sequence[str]) -> Request:
     if loaded.config.comm.mode == "fake_backend":
         fix = "leave it out; shardtrain train with it checks a mesh without the machines"
         raise ConfigError(Problem("comm.mode", "fake_backend", "sends nothing that could be measured", fix))
-    return Request(
+    return DoctorOptions(
         loaded,
         arguments.nproc,
         json="--json" in taken.own,
@@ -124,7 +124,7 @@ def _num_ranks(text: str) -> int:
     return value
 
 
-def _here(request: Request, words: list[str]) -> int:
+def _here(request: DoctorOptions, words: list[str]) -> int:
     """Start the ranks of this machine through the launcher of ``train``, and print what the first one found."""
     from shardtrain.launch import environment, local
 
@@ -165,7 +165,7 @@ def _with_folder(loaded: Loaded, folder: Path) -> Loaded:
     return dataclasses.replace(loaded, config=dataclasses.replace(run, job=job, checkpoint=checkpoint))
 
 
-def _as_rank(request: Request) -> NoReturn:
+def _as_rank(request: DoctorOptions) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``_here`` as a fresh process."""
     import signal
 
@@ -189,12 +189,12 @@ def _as_rank(request: Request) -> NoReturn:
     local.leave(result["exit_code"])
 
 
-def _print(request: Request, result: dict[str, Any]) -> int:
+def _print(request: DoctorOptions, result: dict[str, Any]) -> int:
     print(to_json(result) if request.json else text_of(result), flush=True)
     return int(result["exit_code"])
 
 
-def _run(request: Request) -> dict[str, Any]:
+def _run(request: DoctorOptions) -> dict[str, Any]:
     """Examine this rank, and judge all on the first; gives the report there, and its exit status on all ranks."""
     from shardtrain.distributed.process_group import pick_device_type
     from shardtrain.tools.doctor import rank, store_channel

@@ -10,7 +10,7 @@ from shardtrain import config as configs
 from shardtrain.checkpoint.choice import HELP, step_name
 from shardtrain.config.options import options
 from shardtrain.facts.file_kinds import dataset_of, known_endings
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError, Problem
 
 ABOUT = """Measure a model: the loss of each set of rows that --data names, or of the run's own [validation] set, and
@@ -23,7 +23,7 @@ _DATA_OPTIONS = (
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluateOptions:
     """The options of ``shardtrain evaluate``; see ``read`` for their meaning."""
 
     source: Path
@@ -45,7 +45,7 @@ class Request:
     nproc: int
 
 
-def read(words: list[str]) -> Request:
+def read(words: list[str]) -> EvaluateOptions:
     """Read the words of a command line.
 
     Raises:
@@ -59,7 +59,7 @@ def read(words: list[str]) -> Request:
     of_data = {name: values.pop(name) for name in list(values) if name.startswith("data.")}
     overrides = [f"--{name}={value}" for name, value in of_data.items() if value is not None]
     given = data_options(configs.load(None, overrides))
-    request = Request(**{**values, "data": sets, "tasks": tasks, "data_options": given})
+    request = EvaluateOptions(**{**values, "data": sets, "tasks": tasks, "data_options": given})
     problems += _wrong_values(request)
     for option in ("include_path", "num_fewshot", "limit"):
         if getattr(request, option) is not None and not tasks:
@@ -85,8 +85,8 @@ def data_options(loaded: configs.Loaded) -> dict[str, Any]:
     return {name.removeprefix("data."): loaded.value(name) for name in names}
 
 
-def _arguments() -> Arguments:
-    a = Arguments(
+def _arguments() -> StrictArgumentParser:
+    a = StrictArgumentParser(
         "shardtrain evaluate", ABOUT, "shardtrain evaluate outputs --data held_out=FILE.jsonl", first="--from"
     )
     a.usage = "shardtrain evaluate RUN [--data NAME=FILE ...] [--data.KEY VALUE ...] [--tasks A,B] [OPTION ...]"
@@ -133,7 +133,7 @@ def _sets(words: list[str]) -> tuple[dict[str, Path], list[Problem]]:
     return found, problems
 
 
-def _wrong_values(r: Request) -> list[Problem]:
+def _wrong_values(r: EvaluateOptions) -> list[Problem]:
     problems = []
     for option, least in (("batch_size", 1), ("nproc", 1), ("seq_len", 1), ("num_fewshot", 0), ("limit", 1)):
         value = getattr(r, option)

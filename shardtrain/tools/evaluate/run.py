@@ -10,7 +10,7 @@ from shardtrain.checkpoint import files
 from shardtrain.config.schema import Validation
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
 from shardtrain.tools.evaluate import sets
-from shardtrain.tools.evaluate.request import Request
+from shardtrain.tools.evaluate.request import EvaluateOptions
 from shardtrain.tools.generate.answer import join
 from shardtrain.tools.generate.locate_checkpoint import load_config
 from shardtrain.tools.generate.opening import OpenedModel, open_model
@@ -23,7 +23,7 @@ _TOKENS = 2048
 """Tokens of a sequence at most, unless more are asked for: models are made for more than they see at once here."""
 
 
-def run(asked: Request) -> None:
+def run(asked: EvaluateOptions) -> None:
     """Measure what is asked for, as one rank of the job that the environment describes.
 
     Raises:
@@ -45,7 +45,7 @@ def run(asked: Request) -> None:
         if wanted:
             found["sets"] = {}
         for name, section in wanted.items():
-            read = sets.Read()
+            read = sets.RowsRead()
             with heartbeat(f"measuring {name}", often, far=read.far):
                 of_set = sets.row_by_row(opened, section, asked.data_options) if asked.data else opened
                 form = of_set.config.data.format
@@ -63,7 +63,7 @@ def run(asked: Request) -> None:
             _tell(found, asked)
 
 
-def _sections(asked: Request, opened: OpenedModel) -> dict[str, Validation]:
+def _sections(asked: EvaluateOptions, opened: OpenedModel) -> dict[str, Validation]:
     """Each set by its name: those of --data, or that of the run where neither they nor tasks are named."""
     config = opened.config
     width = opened.width
@@ -83,7 +83,7 @@ def _sections(asked: Request, opened: OpenedModel) -> dict[str, Validation]:
     return {"validation": sets.section_of_run(opened)}
 
 
-def _tell(found: dict[str, Any], asked: Request) -> None:
+def _tell(found: dict[str, Any], asked: EvaluateOptions) -> None:
     text = json.dumps(found, indent=2, allow_nan=False)
     print(text)
     if asked.output is not None:

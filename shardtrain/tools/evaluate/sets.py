@@ -31,7 +31,7 @@ _MOST_TOKENS = 2**26
 
 
 @dataclass
-class Read:
+class RowsRead:
     """How far a set has been read."""
 
     rows: int = 0
@@ -79,7 +79,7 @@ def row_by_row(opened: OpenedModel, section: Validation, options: Mapping[str, A
         return opened.with_data(format=format_of_rows(config, section))
 
 
-def measure(opened: OpenedModel, section: Validation, read: Read | None = None) -> dict[str, float | int | None]:
+def measure(opened: OpenedModel, section: Validation, read: RowsRead | None = None) -> dict[str, float | int | None]:
     """Return the mean loss per target token in nats, perplexity, and bits per byte of the text that the targets spell.
 
     Every rank reads all rows, because each layer is split over all ranks (a collective). ``read`` counts the
@@ -110,7 +110,7 @@ def measure(opened: OpenedModel, section: Validation, read: Read | None = None) 
     loss = torch.zeros((), dtype=torch.float64, device=device)
     tokens = 0
     rows = 0
-    read = read or Read()
+    read = read or RowsRead()
     read.total = stream.num_samples
     # the sum is kept on the device, in float64: reading it in each step would wait for the device
     with torch.inference_mode():

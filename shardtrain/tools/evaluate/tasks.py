@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from shardtrain.tools.evaluate.request import Request
+from shardtrain.tools.evaluate.request import EvaluateOptions
 from shardtrain.tools.generate.opening import OpenedModel
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -15,7 +15,7 @@ _BOOTSTRAP = 1000
 """Draws for the standard error of a metric that has no formula for it."""
 
 
-def measure(opened: OpenedModel, asked: Request, is_first: bool = True) -> dict[str, Any]:
+def measure(opened: OpenedModel, asked: EvaluateOptions, is_first: bool = True) -> dict[str, Any]:
     """The results of the tasks by their names, as lm-eval gives them to the first rank of a node (a collective).
 
     Raises:

@@ -21,8 +21,8 @@ from shardtrain.ops.sampling import Sampling
 from shardtrain.tools.generate.engine import Generator, Watch
 from shardtrain.tools.generate.locate_checkpoint import load_config
 from shardtrain.tools.generate.opening import OpenedModel, open_model
-from shardtrain.tools.generate.prompts import Encoder, Row, check_output, write_rows
-from shardtrain.tools.generate.request import Request
+from shardtrain.tools.generate.prompts import GenerationPrompts, PromptRow, check_output, write_rows
+from shardtrain.tools.generate.request import GenerateOptions
 from shardtrain.tools.generate.text import Printer, Text
 from shardtrain.train.build import use_fastest_kernels
 from shardtrain.utils.errors import ConfigError, Problem
@@ -30,7 +30,7 @@ from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.redact import visible
 
 
-def run(asked: Request, rows: Sequence[Row] | None) -> None:
+def run(asked: GenerateOptions, rows: Sequence[PromptRow] | None) -> None:
     """Open the model and answer, as one rank of the job that the environment describes.
 
     Raises:
@@ -84,13 +84,13 @@ def join(device: str) -> Iterator[World]:
 class Answers:
     """Texts of an opened model, as a request asks for them."""
 
-    def __init__(self, asked: Request, opened: OpenedModel, is_first: bool = True) -> None:
+    def __init__(self, asked: GenerateOptions, opened: OpenedModel, is_first: bool = True) -> None:
         self._asked = asked
         self._opened = opened
         self._is_first = is_first
         tokenizer = opened.tokenizer
         conversations = open_conversations(tokenizer, opened.config.data) if asked.chat else None
-        self._encoder = Encoder(tokenizer, opened.config.data, conversations)
+        self._encoder = GenerationPrompts(tokenizer, opened.config.data, conversations)
         self._sampling = Sampling(asked.repetition_penalty, asked.temperature, asked.top_k, asked.top_p)
         self._generator = Generator(opened.model, opened.layout, tokenizer.vocab_size, not asked.no_cache, opened.width)
         # A row ends at an end token, at the end of a turn, or at a text of --stop. A --stop that spells a special token
@@ -129,7 +129,7 @@ class Answers:
         new = self._generate([ids], [0], watch)[0]
         self._print(printer.rest(new) + "\n")
 
-    def of(self, rows: Sequence[Row]) -> list[str]:
+    def of(self, rows: Sequence[PromptRow]) -> list[str]:
         """The text of each row."""
         asked = self._asked
         prompts = [self._encoder.row(row, asked.field, self._opened.config.data.tools_field) for row in rows]

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardtrain.layout import Layout
 from shardtrain.ops.sampling import Draws, Sampling, choose, penalise_
-from shardtrain.tools.generate.forward import Cached, Passes, Whole
+from shardtrain.tools.generate.forward import Cached, FullForward, Passes
 
 Watch = Callable[[int, list[int]], bool]
 """Told of a row and its new tokens after each; gives whether the row has ended."""
@@ -58,7 +58,7 @@ class Generator:
         draws = Draws(seed, range(len(prompts)) if numbers is None else numbers)
         new: list[list[int]] = [[] for _ in prompts]
         live = list(range(len(prompts))) if max_new_tokens > 0 else []
-        reader: type[Passes] = Cached if self._use_cache else Whole
+        reader: type[Passes] = Cached if self._use_cache else FullForward
         with reader(self._model, self._layout, self._width) as passes:
             # the prompts first, then the token that each row was given last
             feed: Sequence[Sequence[int]] = prompts

@@ -115,7 +115,7 @@ class Cached(Passes):
         self._next = [self._next[place] for place in places]
 
 
-class Whole(Passes):
+class FullForward(Passes):
     """Reads everything again in every pass, through the model's own attention."""
 
     def __enter__(self) -> Self:

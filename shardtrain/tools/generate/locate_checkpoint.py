@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardtrain import config as configs
 from shardtrain.checkpoint import choice, manifest, retention
-from shardtrain.checkpoint.choice import Choice
+from shardtrain.checkpoint.choice import ChosenCheckpoint
 from shardtrain.checkpoint.manifest import MANIFEST
 from shardtrain.checkpoint.verification import verify
 from shardtrain.config import Config, Loaded
@@ -61,7 +61,7 @@ def load_config(path: Path, config_file: Path | None = None, tokenizer_path: str
     return loaded
 
 
-def find_checkpoint(path: Path, config: Config, step: str | None = None) -> Choice:
+def find_checkpoint(path: Path, config: Config, step: str | None = None) -> ChosenCheckpoint:
     """Return the checkpoint that ``path`` is, or that ``step`` names in a run, verified (a collective).
 
     Raises:
@@ -73,7 +73,7 @@ def find_checkpoint(path: Path, config: Config, step: str | None = None) -> Choi
         stored, damage = verify(path)
         if stored is None:
             raise CheckpointError(f"{damage}; use another one")
-        return Choice(path, stored)
+        return ChosenCheckpoint(path, stored)
     folder = next((f for f in (path, path / config.checkpoint.folder) if retention.step_folders(f)), None)
     if folder is None:
         raise CheckpointError(

@@ -20,7 +20,7 @@ from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """One line of a file of prompts."""
 
     place: str
@@ -35,7 +35,7 @@ class Row:
         return f"{self.line[:-1].rstrip()}{comma}{json.dumps(field)}: {json.dumps(prediction, ensure_ascii=False)}}}"
 
 
-def read_rows(path: Path, field: str, prediction_field: str) -> list[Row]:
+def read_rows(path: Path, field: str, prediction_field: str) -> list[PromptRow]:
     """The rows of a JSONL file; empty lines are skipped.
 
     Raises:
@@ -56,7 +56,7 @@ def read_rows(path: Path, field: str, prediction_field: str) -> list[Row]:
     return rows
 
 
-def read_row(data: bytes, place: str, field: str, prediction_field: str) -> Row:
+def read_row(data: bytes, place: str, field: str, prediction_field: str) -> PromptRow:
     """Read one line of JSON. Raise DataError, which begins with ``place``, if it has no prompt."""
     try:
         line = data.decode("utf-8-sig").strip()
@@ -75,10 +75,10 @@ def read_row(data: bytes, place: str, field: str, prediction_field: str) -> Row:
         raise DataError(f"{place}: {error.reason}") from None
     if prediction_field in values:
         raise DataError(f"{place}: has the field {prediction_field!r} already; name another with --prediction_field")
-    return Row(place, line, values)
+    return PromptRow(place, line, values)
 
 
-class Encoder:
+class GenerationPrompts:
     """Prompts to tokens: a text as training begins one, or a conversation by a chat template."""
 
     def __init__(self, tokenizer: Tokenizer, data: Data, conversations: Conversations | None) -> None:
@@ -86,7 +86,7 @@ class Encoder:
         self._conversations = conversations
         self._ends = ends_of(tokenizer, replace(data, add_eos=None, separator=None))
 
-    def row(self, row: Row, field: str, tools_field: str) -> list[int]:
+    def row(self, row: PromptRow, field: str, tools_field: str) -> list[int]:
         """Tokens of a row's prompt; raises DataError naming its place."""
         try:
             value = column(row.values, field)
@@ -122,7 +122,7 @@ def check_output(path: Path | None) -> None:
         raise ConfigError(Problem("--output", str(path), "is in no folder that can be written", "make the folder"))
 
 
-def write_rows(path: Path, rows: Sequence[Row], predictions: Sequence[str], field: str) -> None:
+def write_rows(path: Path, rows: Sequence[PromptRow], predictions: Sequence[str], field: str) -> None:
     """Write all rows with their predictions, or nothing."""
     lines = [row.with_prediction(field, text) for row, text in zip(rows, predictions, strict=True)]
     try:

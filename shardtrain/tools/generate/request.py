@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.checkpoint.choice import HELP, step_name
-from shardtrain.utils.arguments import Arguments, truth
+from shardtrain.utils.arguments import StrictArgumentParser, truth
 from shardtrain.utils.errors import ConfigError, Problem
 
 ABOUT = """Continue a prompt, or each row of a JSONL file, with a trained model. One prompt is printed as it comes;
@@ -15,7 +15,7 @@ of a file every field is kept and the prediction added, and the output is there 
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerateOptions:
     """The options of ``shardtrain generate``; see ``read`` for their meaning."""
 
     source: Path
@@ -45,7 +45,7 @@ class Request:
     no_cache: bool
 
 
-def read(words: list[str]) -> Request:
+def read(words: list[str]) -> GenerateOptions:
     """Read the words of a command line.
 
     Raises:
@@ -54,20 +54,22 @@ def read(words: list[str]) -> Request:
     """
     found = _arguments().read(words)
     values = {**vars(found), "stop": tuple(found.stop)}
-    request = Request(**values)
+    request = GenerateOptions(**values)
     check(request)
     return request
 
 
-def check(request: Request, has_source: bool = True) -> None:
+def check(request: GenerateOptions, has_source: bool = True) -> None:
     """Raise ConfigError with all that is wrong; without ``has_source`` the prompts come from elsewhere."""
     rules = [rule for rule in _RULES if has_source or rule is not _one_source]
     if problems := [problem for rule in rules if (problem := rule(request))]:
         raise ConfigError(problems)
 
 
-def _arguments() -> Arguments:
-    a = Arguments("shardtrain generate", ABOUT, 'shardtrain generate outputs --prompt "def "', first="--from")
+def _arguments() -> StrictArgumentParser:
+    a = StrictArgumentParser(
+        "shardtrain generate", ABOUT, 'shardtrain generate outputs --prompt "def "', first="--from"
+    )
     a.usage = "shardtrain generate RUN (--prompt TEXT | --input FILE.jsonl --output FILE.jsonl) [OPTION ...]"
     rarer = a.rarer()
     a.add_argument(
@@ -107,7 +109,7 @@ def _arguments() -> Arguments:
     return a
 
 
-def _one_source(r: Request) -> Problem | None:
+def _one_source(r: GenerateOptions) -> Problem | None:
     if (r.prompt is None) == (r.input is None):
         return _problem("--prompt", None, "or --input is needed, and not both", "give one of them")
     if r.input is not None and r.output is None:
@@ -117,14 +119,14 @@ def _one_source(r: Request) -> Problem | None:
     return None
 
 
-def _bos_of_a_chat(r: Request) -> Problem | None:
+def _bos_of_a_chat(r: GenerateOptions) -> Problem | None:
     if r.chat and r.add_bos is not None:
         rule = "has no effect with --chat: a conversation is what the chat template writes"
         return _problem("--add_bos", r.add_bos, rule, "leave it out")
     return None
 
 
-def _drawing(r: Request) -> Problem | None:
+def _drawing(r: GenerateOptions) -> Problem | None:
     for option, is_set in (("--top_k", r.top_k != 0), ("--top_p", r.top_p != 1), ("--seed", r.seed != 0)):
         if is_set and r.temperature == 0:
             value = getattr(r, option[2:])
@@ -132,8 +134,10 @@ def _drawing(r: Request) -> Problem | None:
     return None
 
 
-def _bound(option: str, is_good: Callable[[Request], bool], rule: str, fix: str) -> Callable[[Request], Problem | None]:
-    def check(r: Request) -> Problem | None:
+def _bound(
+    option: str, is_good: Callable[[GenerateOptions], bool], rule: str, fix: str
+) -> Callable[[GenerateOptions], Problem | None]:
+    def check(r: GenerateOptions) -> Problem | None:
         return None if is_good(r) else _problem(option, getattr(r, option[2:]), rule, fix)
 
     return check
@@ -143,7 +147,7 @@ def _problem(option: str, value: object, rule: str, fix: str) -> Problem:
     return Problem(option, value, rule, fix, "command line")
 
 
-_RULES: tuple[Callable[[Request], Problem | None], ...] = (
+_RULES: tuple[Callable[[GenerateOptions], Problem | None], ...] = (
     _one_source,
     _bos_of_a_chat,
     _drawing,

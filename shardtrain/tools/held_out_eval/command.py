@@ -11,8 +11,8 @@ from typing import NoReturn
 from shardtrain import config as configs
 from shardtrain.checkpoint.choice import step_name
 from shardtrain.config import Loaded
-from shardtrain.config.command_line import CommandLine, Option, split, take
-from shardtrain.tools.held_out_eval.request import Request, sets_of
+from shardtrain.config.command_line import CommandLine, VerbOption, split, take
+from shardtrain.tools.held_out_eval.request import HeldOutOptions, sets_of
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 
@@ -68,7 +68,7 @@ def main(words: list[str], open_config: Opener | None = None) -> int:
     return local.launch_verb(asked.launched, choice.count, lambda _: run.main(asked), words, accelerators)
 
 
-def _as_rank(asked: Request) -> NoReturn:
+def _as_rank(asked: HeldOutOptions) -> NoReturn:
     """One rank of several, started by torchrun, by srun, or by ``main`` as a fresh process."""
     from shardtrain.launch import environment, local
 
@@ -93,9 +93,13 @@ def _open_toml(arguments: CommandLine) -> tuple[Loaded, CommandLine]:
     return configs.load(arguments.path, arguments.overrides), arguments
 
 
-def _read(words: list[str], open_config: Opener) -> Request:
+def _read(words: list[str], open_config: Opener) -> HeldOutOptions:
     """Read the words of a command line. Raises ConfigError, and HelpPrinted if the help was asked for."""
-    options = {"--step": Option(step_name, "best"), "--checkpoint": Option(), "--output": Option(example="FOLDER")}
+    options = {
+        "--step": VerbOption(step_name, "best"),
+        "--checkpoint": VerbOption(),
+        "--output": VerbOption(example="FOLDER"),
+    }
     taken = take(words, options, usage=HELP)
     own = taken.own
     arguments = split(taken.rest)
@@ -111,4 +115,4 @@ def _read(words: list[str], open_config: Opener) -> Request:
     output = own.get("--output", config.job.dump_folder)
     if "--step" in own and "--checkpoint" in own:
         raise ConfigError(Problem("--checkpoint", own["--checkpoint"], "is --step by another name", "give one of them"))
-    return Request(loaded, own.get("--step", own.get("--checkpoint")), arguments, Path(output))
+    return HeldOutOptions(loaded, own.get("--step", own.get("--checkpoint")), arguments, Path(output))

@@ -17,7 +17,7 @@ SPLITS = {"dev": "validation", "test": "test"}
 
 
 @dataclass(frozen=True)
-class Request:
+class HeldOutOptions:
     """A config, which checkpoint of it, how many ranks, and where the files go."""
 
     loaded: Loaded

@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 
 from shardtrain import distributed, tasks
-from shardtrain.checkpoint.choice import Choice, is_step_name
+from shardtrain.checkpoint.choice import ChosenCheckpoint, is_step_name
 from shardtrain.checkpoint.collectives import all_ranks, first_rank
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.storage import Place, place
 from shardtrain.config.schema import Config
 from shardtrain.distributed import BATCH_AXES, Mesh, process_group
-from shardtrain.tools.held_out_eval.request import SPLITS, Request, sets_of
+from shardtrain.tools.held_out_eval.request import SPLITS, HeldOutOptions, sets_of
 from shardtrain.train import base_weights, reference_models, saved_file, validation
-from shardtrain.train.model import Built, build_model
+from shardtrain.train.model import BuiltModel, build_model
 from shardtrain.train.open_together import require_same_data, together
 from shardtrain.train.resume import held_by
 from shardtrain.train.run import model_state_dict
@@ -25,7 +25,7 @@ from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.log import logger
 
 
-def main(asked: Request) -> None:
+def main(asked: HeldOutOptions) -> None:
     """Evaluate the sets and write their files (the first rank); raises ShardtrainError for what a user can fix."""
     config = asked.loaded.config
     # weights are measured, in the type of the run; float8 is how they were trained
@@ -52,7 +52,7 @@ def main(asked: Request) -> None:
         logger.info(f"written to {asked.output}: {', '.join(key for key, text in files.items() if text is not None)}")
 
 
-def load(built: Built, config: Config, wanted: str | None) -> Place:
+def load(built: BuiltModel, config: Config, wanted: str | None) -> Place:
     """Fill the model with the weights of a checkpoint, and return and log its path (a collective).
 
     Args:
@@ -65,7 +65,7 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
     checkpoints = Checkpoints(dataclasses.replace(config, checkpoint=options))
     try:
         chosen = checkpoints.choose(wanted) if wanted is None or is_step_name(wanted) else place(wanted)
-        path = chosen.path if isinstance(chosen, Choice) else chosen
+        path = chosen.path if isinstance(chosen, ChosenCheckpoint) else chosen
         logger.info(f"testing the weights of {chosen}")
         if built.adapters is not None:
             device = next(iter(built.runner.parameters().values())).device
@@ -80,7 +80,7 @@ def load(built: Built, config: Config, wanted: str | None) -> Place:
     return path
 
 
-def measure(built: Built, config: Config, mesh: Mesh, split: str) -> tuple[Evaluation, bool]:
+def measure(built: BuiltModel, config: Config, mesh: Mesh, split: str) -> tuple[Evaluation, bool]:
     """What the model scores on a set, each row once (a collective), and whether the set has what it predicts."""
     task = built.task
     options = {}

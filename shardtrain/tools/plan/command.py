@@ -15,7 +15,7 @@ from typing import Any
 
 from shardtrain import config as configs
 from shardtrain.config import command_line
-from shardtrain.config.command_line import Option
+from shardtrain.config.command_line import VerbOption
 from shardtrain.config.schema import Checkpoint
 from shardtrain.utils import atomic_io, storage_errors
 from shardtrain.utils.errors import ConfigError, Problem
@@ -72,21 +72,21 @@ def _amount(read: Callable[[str], float]) -> Callable[[str], float]:
 
 
 OPTIONS = {
-    "--gpus": Option(_count, "64"),
-    "--nodes": Option(_count, "8"),
-    "--top": Option(_count, "10"),
-    "--tokens": Option(_amount(parse_count), "15T"),
-    "--price": Option(_amount(float), "2"),
-    "--device": Option(example="h100"),
-    "--calibrate": Option(example="outputs, the folder of a run"),
-    "--output": Option(example="best.toml"),
-    "-o": Option(example="best.toml"),
+    "--gpus": VerbOption(_count, "64"),
+    "--nodes": VerbOption(_count, "8"),
+    "--top": VerbOption(_count, "10"),
+    "--tokens": VerbOption(_amount(parse_count), "15T"),
+    "--price": VerbOption(_amount(float), "2"),
+    "--device": VerbOption(example="h100"),
+    "--calibrate": VerbOption(example="outputs, the folder of a run"),
+    "--output": VerbOption(example="best.toml"),
+    "-o": VerbOption(example="best.toml"),
 }
 FLAGS = ("--search", "--json", "--largest", "--float8")
 
 
 @dataclass
-class Asked:
+class PlanOptions:
     """The verb's own options."""
 
     gpus: int | None = None
@@ -103,7 +103,7 @@ class Asked:
     largest: bool = False
 
     @classmethod
-    def of(cls, given: dict[str, Any]) -> Asked:
+    def of(cls, given: dict[str, Any]) -> PlanOptions:
         """From the options by name; raises ConfigError where two of them do not go together."""
         if "-o" in given:
             given["--output"] = given.pop("-o")
@@ -140,7 +140,7 @@ def main(words: Sequence[str]) -> int:
         return 0
 
     # Everything that can be wrong with the words is found before torch is imported.
-    asked = Asked.of(taken.own)
+    asked = PlanOptions.of(taken.own)
     arguments = command_line.split(taken.rest)
     for name in ("nproc", "nnodes", "node_rank", "rdzv_endpoint", "max_restarts"):
         if getattr(arguments, name) is not None:

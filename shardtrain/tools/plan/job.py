@@ -13,7 +13,7 @@ from shardtrain.facts.memory_sizes import DTYPE_BYTES, OPTIMIZER_STATES
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """One run on a mesh.
 
     ``rows`` are sequences of a micro-batch and ``num_microbatches`` the micro-batches of a step on each data-parallel
@@ -116,7 +116,7 @@ class Job:
 
 def of_config(
     config: Config, world_size: int, num_layers: int, sequences_per_row: int = 1, has_experts: bool = False
-) -> Job:
+) -> PlannedJob:
     """The job of a configuration on so many ranks; ``num_layers`` and ``has_experts`` are the model's."""
     p = config.parallelism
     training = config.training
@@ -178,7 +178,7 @@ def of_config(
     state_width = 2 if config.optimizer.state_dtype == "bfloat16" else DTYPE_BYTES[training.dtype]
     if config.optimizer.name == "AdamW8bit":
         state_width = 1
-    return Job(
+    return PlannedJob(
         seq_len=training.seq_len,
         rows=rows * sequences_per_row,
         num_microbatches=training.local_batch_size * accumulation // rows,

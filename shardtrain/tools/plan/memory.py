@@ -19,9 +19,9 @@ from shardtrain.ops import cross_entropy, split_cross_entropy
 from shardtrain.ops.cpu import expert_mix, rms_norm
 from shardtrain.ops.linear_cross_entropy import WORTH_IT_BYTES, rows_of_chunk, saved_bytes
 from shardtrain.tools.plan import schedule
-from shardtrain.tools.plan.job import Job
+from shardtrain.tools.plan.job import PlannedJob
 from shardtrain.tools.plan.schedule import Action
-from shardtrain.tools.plan.shapes import Experts, Layer, ModelShape, Parameter
+from shardtrain.tools.plan.shapes import ExpertShape, Layer, ModelShape, ParameterShape
 
 Kernels = Literal["cpu", "cpu by rows", "cuda"]
 
@@ -116,12 +116,16 @@ _BEFORE_BACKWARD = ("the end of forward", "gathering the logits", "the loss")
 """Moments at which no backward of a micro-batch has begun."""
 
 
-def of_ranks(model: ModelShape, job: Job, orders: Sequence[Sequence[Action]], kernels: Kernels) -> list[RankMemory]:
+def of_ranks(
+    model: ModelShape, job: PlannedJob, orders: Sequence[Sequence[Action]], kernels: Kernels
+) -> list[RankMemory]:
     """Memory of each place of the pipeline; ``orders`` are the actions of each, see ``schedule.orders``."""
     return [of_rank(model, job, rank, orders[rank] if orders else (), kernels) for rank in range(job.pp)]
 
 
-def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | None, kernels: Kernels) -> RankMemory:
+def of_rank(
+    model: ModelShape, job: PlannedJob, rank: int, order: Sequence[Action] | None, kernels: Kernels
+) -> RankMemory:
     """Memory of the first rank of one place of the pipeline: no other of them holds more.
 
     Without an ``order`` what is in flight follows from a formula.
@@ -197,7 +201,7 @@ def of_rank(model: ModelShape, job: Job, rank: int, order: Sequence[Action] | No
 
 def _in_pipeline(
     model: ModelShape,
-    job: Job,
+    job: PlannedJob,
     rank: int,
     order: Sequence[Action] | None,
     found: Mapping[int, _Stage],
@@ -252,7 +256,7 @@ def _in_pipeline(
     return kept, in_flight, moments
 
 
-def _state_bytes(one: Parameter, size: int, job: Job) -> float:
+def _state_bytes(one: ParameterShape, size: int, job: PlannedJob) -> float:
     """What the optimizer keeps of ``size`` elements of a parameter; in 8 bits with a scale for 256 of each row."""
     if job.state_width > 1:
         return size * job.states * job.state_width
@@ -262,7 +266,7 @@ def _state_bytes(one: Parameter, size: int, job: Job) -> float:
     return job.states * (size + 4 * size / columns * -(-columns // 256))
 
 
-def _gradients_at_once(model: ModelShape, job: Job, own: Sequence[int]) -> int:
+def _gradients_at_once(model: ModelShape, job: PlannedJob, own: Sequence[int]) -> int:
     """Elements of the gradients that are there before an update in backward frees them.
 
     FSDP reduces those of a unit together; without it each parameter's is used when it is whole.
@@ -272,7 +276,7 @@ def _gradients_at_once(model: ModelShape, job: Job, own: Sequence[int]) -> int:
     return max((sum(sizes) if job.fsdp else max(sizes, default=0) for sizes in trained), default=0)
 
 
-def sharded(one: Parameter, job: Job) -> int:
+def sharded(one: ParameterShape, job: PlannedJob) -> int:
     """Elements of a parameter that the first rank holds; FSDP splits the first dimension as torch.chunk does."""
     if one.word == "expert":
         count = -(-one.shape[0] // job.ep)
@@ -287,7 +291,7 @@ def sharded(one: Parameter, job: Job) -> int:
 
 
 @lru_cache(maxsize=4096)
-def unsharded(parameters: tuple[Parameter, ...], tp: int, ep: int) -> int:
+def unsharded(parameters: tuple[ParameterShape, ...], tp: int, ep: int) -> int:
     """Elements of parameters that FSDP has gathered on one rank."""
     total = 0
     for one in parameters:
@@ -298,21 +302,21 @@ def unsharded(parameters: tuple[Parameter, ...], tp: int, ep: int) -> int:
     return total
 
 
-def parameters_of_stage(model: ModelShape, job: Job, index: int) -> list[Parameter]:
+def parameters_of_stage(model: ModelShape, job: PlannedJob, index: int) -> list[ParameterShape]:
     """All parameters of a pipeline stage, whole."""
     layers = [one for number in job.stages[index] for one in model.layers[number].parameters]
     ends = (model.first if index == 0 else (), model.last if index == len(job.stages) - 1 else ())
     return [*ends[0], *layers, *ends[1]]
 
 
-def recomputes(job: Job, place: int) -> str:
+def recomputes(job: PlannedJob, place: int) -> str:
     """How the layer at a place of its stage is recomputed: "none", "full", "op" or "core"."""
     if job.recompute in ("none", "full", "op", "core"):
         return job.recompute
     return "full" if place % int(job.recompute) == 0 else "none"
 
 
-def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
+def _stage(model: ModelShape, job: PlannedJob, index: int, kernels: Kernels) -> _Stage:
     """What a micro-batch needs on a stage: its layers, the ends of the model if they are there, and each moment."""
     first = index == 0
     last = index == len(job.stages) - 1
@@ -397,38 +401,38 @@ def _stage(model: ModelShape, job: Job, index: int, kernels: Kernels) -> _Stage:
     return _Stage(kept + ends, extra, output, max(one.activations for one in moments), waiting, tuple(moments))
 
 
-def _outputs(layer: Layer, job: Job) -> int:
+def _outputs(layer: Layer, job: PlannedJob) -> int:
     """Features of what all products of a layer give on a rank, and of what its norms take and give."""
     norms = sum(one.shape[0] for one in layer.parameters if one.word == "sequence") // job.tp
     return 2 * norms + sum(one.out_features // (job.tp if one.word == "colwise" else 1) for one in layer.linears)
 
 
-def _input(job: Job, stream: int) -> int:
+def _input(job: PlannedJob, stream: int) -> int:
     """The input of a product whose features tensor parallelism splits: gathered along the sequence."""
     return stream * job.tp
 
 
-def norm_bytes(numel: int, rows: int, job: Job, kernels: Kernels, layer_norm: bool) -> int:
+def norm_bytes(numel: int, rows: int, job: PlannedJob, kernels: Kernels, layer_norm: bool) -> int:
     """What a norm saves of its input, without its output, which the next product saves."""
     if layer_norm or _is_one_kernel(numel, job, kernels):
         return numel * job.compute_width + rows * 4 * (2 if layer_norm else 1)
     return numel * 8 + rows * 4  # float32 copy and normalised copy; in float32 input and normalised copy
 
 
-def _is_one_function(experts: Experts, tokens: int, job: Job, kernels: Kernels) -> bool:
+def _is_one_function(experts: ExpertShape, tokens: int, job: PlannedJob, kernels: Kernels) -> bool:
     """Whether a CPU computes experts as one function: see ``ops.cpu.expert_mix.takes``."""
     many = tokens * experts.top_k >= 64 * experts.count
     return kernels != "cuda" and many and job.ep == 1 and not (experts.biased or experts.weighs_inputs)
 
 
-def _is_one_kernel(numel: int, job: Job, kernels: Kernels) -> bool:
+def _is_one_kernel(numel: int, job: PlannedJob, kernels: Kernels) -> bool:
     """Whether an RMSNorm saves its input alone; by rows where it is not compiled and has more than a few numbers."""
     by_rows = kernels == "cpu by rows" and not job.fused and numel >= rms_norm.SMALLEST_NUMEL
     return by_rows or kernels == "cuda"
 
 
 @lru_cache(maxsize=8192)
-def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _LayerBytes:
+def _layer(layer: Layer, job: PlannedJob, dim: int, mode: str, kernels: Kernels) -> _LayerBytes:
     """What autograd saves in a layer, tensor by tensor, and the most that its backward takes."""
     c = job.compute_width
     tokens = job.local_tokens
@@ -526,7 +530,7 @@ def _layer(layer: Layer, job: Job, dim: int, mode: str, kernels: Kernels) -> _La
     return _LayerBytes(whole, kept, working)
 
 
-def _kept_products(layer: Layer, job: Job, tokens: int, dim: int, width: int) -> int:
+def _kept_products(layer: Layer, job: PlannedJob, tokens: int, dim: int, width: int) -> int:
     """Results that selective recomputation of operations keeps: every second product, and what was reduced over tp."""
     total = 0
     number = 0
@@ -551,7 +555,7 @@ class _Gathered:
     leave; at the end the embedding's. ``*_shard`` are bytes of reduced gradients.
     """
 
-    def __init__(self, model: ModelShape, job: Job, index: int) -> None:
+    def __init__(self, model: ModelShape, job: PlannedJob, index: int) -> None:
         first = index == 0
         last = index == len(job.stages) - 1
         c = job.compute_width
@@ -627,6 +631,6 @@ class _Gathered:
         )
 
 
-def trained(parameters: Iterable[Parameter]) -> tuple[Parameter, ...]:
+def trained(parameters: Iterable[ParameterShape]) -> tuple[ParameterShape, ...]:
     """Those that learn."""
     return tuple(one for one in parameters if one.trained)

@@ -16,7 +16,7 @@ from shardtrain.ops.cpu import kernel_speed
 from shardtrain.tools.plan import hardware, memory, schedule, shapes, timing
 from shardtrain.tools.plan import job as jobs
 from shardtrain.tools.plan.hardware import Device
-from shardtrain.tools.plan.job import Job
+from shardtrain.tools.plan.job import PlannedJob
 from shardtrain.tools.plan.memory import RankMemory
 from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.tools.plan.timing import StepTime
@@ -64,7 +64,7 @@ class Plan:
     num_params: int
     device: Device
     sizes: Mapping[str, int]
-    job: Job
+    job: PlannedJob
     ranks: tuple[RankMemory, ...]
     overhead_bytes: int
     time: StepTime
@@ -164,7 +164,7 @@ def make(config: Config, world_size: int, device: Device, model: ModelShape | No
     return plan if plan.fits else replace(plan, fixes=tuple(_fixes(model, job, device, config)))
 
 
-def of_job(model: ModelShape, job: Job, device: Device, kernels: memory.Kernels) -> Plan:
+def of_job(model: ModelShape, job: PlannedJob, device: Device, kernels: memory.Kernels) -> Plan:
     """The same of a job, without fixes."""
     orders = schedule.orders(job.schedule, job.pp, len(job.stages), job.num_microbatches, job.recomputes_layers)
     ranks = tuple(memory.of_ranks(model, job, orders, kernels))
@@ -192,7 +192,7 @@ def largest(config: Config, world_size: int, device: Device) -> dict[str, int]:
     job = jobs.of_config(config, world_size, len(model.layers), sequences, model.has_experts)
     kernels = kernels_of(device, config, world_size)
 
-    def fits(one: Job, shape: ModelShape = model) -> bool:
+    def fits(one: PlannedJob, shape: ModelShape = model) -> bool:
         orders = schedule.orders(one.schedule, one.pp, len(one.stages), one.num_microbatches, one.recomputes_layers)
         used = max(rank.peak for rank in memory.of_ranks(shape, one, orders, kernels))
         return used + overhead(used, device) <= device.memory_bytes
@@ -274,7 +274,7 @@ def lighter(config: Config, world_size: int, device: Device, memory_bytes: int =
     return [f"{text}: {format_bytes(plan.peak_bytes)} planned, in place of {own}" for text, plan in plans[:3]]
 
 
-def _fixes(model: ModelShape, job: Job, device: Device, config: Config) -> list[str]:
+def _fixes(model: ModelShape, job: PlannedJob, device: Device, config: Config) -> list[str]:
     """Up to three changes that would fit, the fastest first; where no single one does, the three that help most."""
     plans = _changed(model, job, device, config)
     fitting = sorted((one for one in plans if one[1].fits), key=lambda one: (one[1].world_size, -one[1].tps))
@@ -286,9 +286,9 @@ def _fixes(model: ModelShape, job: Job, device: Device, config: Config) -> list[
     return [f"{text}: {format_bytes(plan.peak_bytes)}, still too much alone" for text, plan in plans[:3]]
 
 
-def _changed(model: ModelShape, job: Job, device: Device, config: Config) -> list[tuple[str, Plan]]:
+def _changed(model: ModelShape, job: PlannedJob, device: Device, config: Config) -> list[tuple[str, Plan]]:
     """What may be changed for less memory, each alone, and what it would give."""
-    changes: list[tuple[str, Job]] = []
+    changes: list[tuple[str, PlannedJob]] = []
     if job.recompute != "full":
         changes.append(('activation_checkpoint.mode="full"', replace(job, recompute="full")))
     if job.rows > 1 and job.rows % 2 == 0:

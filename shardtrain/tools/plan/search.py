@@ -20,7 +20,7 @@ from shardtrain.config.show import set_toml
 from shardtrain.tools.plan import job as jobs
 from shardtrain.tools.plan import memory, planning, shapes, timing
 from shardtrain.tools.plan.hardware import Device
-from shardtrain.tools.plan.job import Job
+from shardtrain.tools.plan.job import PlannedJob
 from shardtrain.tools.plan.planning import Plan
 from shardtrain.tools.plan.shapes import ModelShape
 from shardtrain.utils.errors import ConfigError, Problem
@@ -56,7 +56,7 @@ class Ranked:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The best candidates, best first; how many were counted, and how many of them fit."""
 
     ranked: list[Ranked]
@@ -74,7 +74,7 @@ class Found:
         }
 
 
-def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -> Found:
+def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -> SearchResult:
     """Rank what a configuration could be on so many devices.
 
     Its model, sequence length, types and tokens per step stay; mesh, schedule, recompute and micro-batch are chosen.
@@ -103,8 +103,8 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
 
     # First all by formulas. The first and the last rank of a pipeline need most memory: one has most micro-batches in
     # flight, the other has the logits.
-    fitting: list[tuple[float, int, dict[str, Any], Job]] = []
-    least: tuple[int, dict[str, Any], Job] | None = None
+    fitting: list[tuple[float, int, dict[str, Any], PlannedJob]] = []
+    least: tuple[int, dict[str, Any], PlannedJob] | None = None
     counted = 0
     for of_mesh, names in itertools.product(_candidates(config, model, world_size, device, global_batch), converters):
         options = of_mesh if names == config.model.converters else {**of_mesh, "model.converters": names}
@@ -133,7 +133,7 @@ def run(loaded: Loaded, world_size: int, device: Device, float8: bool = False) -
     closest = None
     if least is not None and not ranked:
         closest = Ranked(least[1], planning.of_job(model, least[2], device, kernels))
-    return Found(ranked, counted, len(fitting), closest)
+    return SearchResult(ranked, counted, len(fitting), closest)
 
 
 def _candidates(
@@ -206,7 +206,7 @@ def _replicas(ranks: int, inner: int, device: Device) -> list[int]:
     return sorted({ranks // n for n in shards if ranks % n == 0})
 
 
-def _expert_degrees(experts: shapes.Experts | None, ranks: int) -> list[int]:
+def _expert_degrees(experts: shapes.ExpertShape | None, ranks: int) -> list[int]:
     if experts is None:
         return [1]
     return [n for n in _divisors(experts.count) if ranks % n == 0]
@@ -243,7 +243,7 @@ def as_toml(loaded: Loaded, best: Ranked) -> str:
     return f"# {best.name()} on {best.plan.world_size} x {best.plan.device.name}, by shardtrain plan --search\n\n{text}"
 
 
-def lines(found: Found, top: int, columns: int | None = None) -> list[str]:
+def lines(found: SearchResult, top: int, columns: int | None = None) -> list[str]:
     """The ranking as text of at most 80 columns, or those of a terminal, down to 60."""
     width = min(80, max(60, columns or 80))
     answer = [f"{found.counted} candidates, {found.fitting} fit"]

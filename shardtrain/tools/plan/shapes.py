@@ -24,7 +24,7 @@ _SPLIT_ON_DIM_0 = ("embed", "colwise", "head", "per_head")
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterShape:
     """Name, shape and tensor word of a parameter, and whether it learns."""
 
     name: str
@@ -61,7 +61,7 @@ class Linear:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertShape:
     """A mixture of experts: how many, how many of them a token uses, and their hidden features.
 
     ``biased``: they have biases; ``weighs_inputs``: the weights of the choice multiply what experts get.
@@ -85,7 +85,7 @@ class Layer:
     ``low_bits_bytes`` are held of frozen weights by lora.base_dtype; ``restored_numel`` elements are the largest's.
     """
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[ParameterShape, ...]
     linears: tuple[Linear, ...]
     heads: int
     kv_heads: int
@@ -97,7 +97,7 @@ class Layer:
     layer_norm: bool = False
     head_norms: bool = False
     unit_norms: bool = False
-    experts: Experts | None = None
+    experts: ExpertShape | None = None
     low_bits_bytes: int = 0
     restored_numel: int = 0
 
@@ -118,8 +118,8 @@ class ModelShape:
 
     name: str
     layers: tuple[Layer, ...]
-    first: tuple[Parameter, ...]
-    last: tuple[Parameter, ...]
+    first: tuple[ParameterShape, ...]
+    last: tuple[ParameterShape, ...]
     dim: int
     vocab: int
     tied: bool
@@ -202,7 +202,7 @@ def decoder(
     tied: bool = False,
     head_dim: int | None = None,
     layer_norm: bool = False,
-    experts: Experts | None = None,
+    experts: ExpertShape | None = None,
     shared_ffn: int = 0,
 ) -> ModelShape:
     """The shape of a plain decoder from its sizes alone, for models without a file here.
@@ -221,20 +221,22 @@ def decoder(
     if experts is None or shared_ffn:
         linears += [Linear(f"ffn.w{i}", dim, ffn, "colwise") for i in ((1, 3) if gated else (1,))]
         linears += [Linear("ffn.w2", ffn, dim, "rowwise")]
-    parameters = [Parameter(f"{one.path}.weight", (one.out_features, one.in_features), one.word) for one in linears]
+    parameters = [
+        ParameterShape(f"{one.path}.weight", (one.out_features, one.in_features), one.word) for one in linears
+    ]
     if experts is not None:
         parameters += [
-            Parameter(f"moe.experts.w{i}", (experts.count, dim, experts.ffn), "expert")
+            ParameterShape(f"moe.experts.w{i}", (experts.count, dim, experts.ffn), "expert")
             for i in ((1, 2, 3) if gated else (1, 2))
         ]
-        parameters += [Parameter("moe.router.gate.weight", (experts.count, dim), "router")]
-    parameters += [Parameter(f"{where}_norm.weight", (dim,), "sequence") for where in ("attn", "ffn")]
+        parameters += [ParameterShape("moe.router.gate.weight", (experts.count, dim), "router")]
+    parameters += [ParameterShape(f"{where}_norm.weight", (dim,), "sequence") for where in ("attn", "ffn")]
     layer = Layer(
         tuple(parameters), tuple(linears), heads, kv_heads, head_dim, head_dim,
         gated=gated, layer_norm=layer_norm, experts=experts,
     )  # fmt: skip
-    embed = Parameter("embed.weight", (vocab, dim), "embed")
-    head = Parameter("head.weight", (vocab, dim), "head")
+    embed = ParameterShape("embed.weight", (vocab, dim), "embed")
+    head = ParameterShape("head.weight", (vocab, dim), "head")
     per_layer = sum(p.numel for p in parameters)
     idle = 0
     if experts is not None:
@@ -243,7 +245,7 @@ def decoder(
     used = layers * (per_layer - idle) + vocab * dim + dim
     total = layers * per_layer + vocab * dim * (1 if tied else 2) + dim
     flops = 6 * used + 12 * layers * heads * head_dim * seq_len
-    last = (Parameter("norm.weight", (dim,), "sequence"), head)
+    last = (ParameterShape("norm.weight", (dim,), "sequence"), head)
     return ModelShape(name, (layer,) * layers, (embed,), last, dim, vocab, tied, total, flops)
 
 
@@ -284,7 +286,7 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
     if stacks:
         dim = int(getattr(shape, "dim", 0))
         width = min((size for one in stacks for size in one.shape[1:] if size != dim), default=dim)
-        experts = Experts(
+        experts = ExpertShape(
             int(stacks[0].shape[0]),
             int(getattr(shape, "top_k", 1)),
             int(width),
@@ -308,7 +310,9 @@ def _layer(layer: nn.Module, path: str, layout: Layout, shape: object) -> Layer:
     )
 
 
-def _parameters(module: nn.Module, names: Iterable[str] | None, layout: Layout, path: str = "") -> Iterable[Parameter]:
+def _parameters(
+    module: nn.Module, names: Iterable[str] | None, layout: Layout, path: str = ""
+) -> Iterable[ParameterShape]:
     """Parameters of a module, or of some children; one that is shared is listed once in each."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if names is not None and name.partition(".")[0] not in names:
@@ -316,4 +320,4 @@ def _parameters(module: nn.Module, names: Iterable[str] | None, layout: Layout, 
         owner = f"{path}.{name}" if path else name
         owner = owner.rpartition(".")[0]
         word = word_of(layout, owner) or word_of(layout, owner.rpartition(".")[0]) or "replicate"
-        yield Parameter(name, tuple(parameter.shape), word, parameter.requires_grad)
+        yield ParameterShape(name, tuple(parameter.shape), word, parameter.requires_grad)

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from shardtrain.tools.plan import memory, schedule
 from shardtrain.tools.plan.hardware import Device, Link
-from shardtrain.tools.plan.job import Job
+from shardtrain.tools.plan.job import PlannedJob
 from shardtrain.tools.plan.schedule import Action
 from shardtrain.tools.plan.shapes import Layer, Linear, ModelShape
 
@@ -85,7 +85,7 @@ class _Pass:
     again: Mapping[str, float]
 
 
-def of_step(model: ModelShape, job: Job, device: Device, orders: Sequence[Sequence[Action]] | None) -> StepTime:
+def of_step(model: ModelShape, job: PlannedJob, device: Device, orders: Sequence[Sequence[Action]] | None) -> StepTime:
     """How long a step takes; ``orders`` as for ``memory.of_ranks``, or None to take the bubble from a formula."""
     if device.is_cpu:
         device = _with_threads(device, job.world_size)
@@ -145,7 +145,7 @@ def _with_threads(device: Device, ranks: int) -> Device:
 
 
 def _stage(
-    model: ModelShape, job: Job, device: Device, index: int, layers: range, last: int
+    model: ModelShape, job: PlannedJob, device: Device, index: int, layers: range, last: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of forward and of backward of a micro-batch on one stage, by cost, FSDP's exposed part included."""
     forward: dict[str, float] = {}
@@ -184,7 +184,7 @@ def _stage(
     return forward, backward
 
 
-def _once_a_step(model: ModelShape, job: Job, device: Device, costs: Mapping[str, float]) -> dict[str, float]:
+def _once_a_step(model: ModelShape, job: PlannedJob, device: Device, costs: Mapping[str, float]) -> dict[str, float]:
     """Seconds of what is counted for a step: gradients are reduced, gathers without freeing, casts, the optimizer."""
     worst = max({0, job.pp - 1}, key=lambda rank: sum(_elements(model, job, index) for index in _own(job, rank)))
     own = _own(job, worst)
@@ -224,18 +224,18 @@ def _once_a_step(model: ModelShape, job: Job, device: Device, costs: Mapping[str
     return once
 
 
-def _own(job: Job, rank: int) -> Sequence[int]:
+def _own(job: PlannedJob, rank: int) -> Sequence[int]:
     return job.stages_of_rank(rank) if job.pp > 1 else [0]
 
 
-def _elements(model: ModelShape, job: Job, index: int) -> int:
+def _elements(model: ModelShape, job: PlannedJob, index: int) -> int:
     ends = (model.first if index == 0 else ()) + (model.last if index == len(job.stages) - 1 else ())
     layers = sum(memory.unsharded(model.layers[n].parameters, job.tp, job.ep) for n in job.stages[index])
     return layers + memory.unsharded(ends, job.tp, job.ep)
 
 
 @lru_cache(maxsize=16384)
-def _layer(layer: Layer, job: Job, device: Device, dim: int) -> _Pass:
+def _layer(layer: Layer, job: PlannedJob, device: Device, dim: int) -> _Pass:
     """Seconds of one layer's passes on a micro-batch."""
     c = job.compute_width
     tokens = job.local_tokens
@@ -331,7 +331,7 @@ def _layer(layer: Layer, job: Job, device: Device, dim: int) -> _Pass:
     return _Pass(forward, backward, again)
 
 
-def _product(one: Linear, job: Job, device: Device, tokens: int, tp: int) -> float:
+def _product(one: Linear, job: PlannedJob, device: Device, tokens: int, tp: int) -> float:
     """Seconds of one product of (tokens, in) by (in, out) on a rank."""
     into = one.in_features / tp if one.word == "rowwise" else one.in_features
     out = one.out_features / tp if one.word in ("colwise", "head") else one.out_features
@@ -350,11 +350,11 @@ def _product(one: Linear, job: Job, device: Device, tokens: int, tp: int) -> flo
     return max(2 * tokens * into * out / (peak * size), moved / rate)
 
 
-def _is_float8(job: Job, device: Device) -> bool:
+def _is_float8(job: PlannedJob, device: Device) -> bool:
     return job.float8 and "float8" in device.flops
 
 
-def _casts(layer: Layer, job: Job, device: Device) -> tuple[float, float]:
+def _casts(layer: Layer, job: PlannedJob, device: Device) -> tuple[float, float]:
     """Seconds of casting to float8, in forward and in backward: inputs that products share once, weights, gradients.
 
     Under tensor parallelism each rank casts what was gathered, or with ``gathers_float8`` its own part before.
@@ -378,7 +378,7 @@ def _casts(layer: Layer, job: Job, device: Device) -> tuple[float, float]:
     return 3 * (inputs + weights) / rate, (3 * outputs + 2 * inputs + 2 * weights) / rate
 
 
-def _attention(layer: Layer, job: Job, device: Device) -> float:
+def _attention(layer: Layer, job: PlannedJob, device: Device) -> float:
     """Seconds of softmax(q k) v in forward: half of the square where it is causal."""
     tokens = job.local_tokens
     span = job.seq_len if not layer.limit else min(job.seq_len, layer.limit)
@@ -415,7 +415,7 @@ def _hide(costs: dict[str, float], seconds: float, name: str, layers: int, devic
     costs[name] = seconds - hidden + CONTENTION * hidden
 
 
-def _gather_seconds(model: ModelShape, job: Job, device: Device, index: int) -> float:
+def _gather_seconds(model: ModelShape, job: PlannedJob, device: Device, index: int) -> float:
     """Seconds of gathering all weights of a stage once over the ranks that FSDP shards over."""
     ranks = job.dp_shard * job.cp
     if ranks == 1 and not device.is_cpu:
@@ -431,7 +431,7 @@ def _gather_seconds(model: ModelShape, job: Job, device: Device, index: int) -> 
     return size * (ranks - 1) / ranks / rate + units * each + copies
 
 
-def _reduce_seconds(model: ModelShape, job: Job, device: Device, own: Sequence[int]) -> float:
+def _reduce_seconds(model: ModelShape, job: PlannedJob, device: Device, own: Sequence[int]) -> float:
     """Seconds of reducing the gradients of a rank's stages once over shards and replicas."""
     trained = sum(
         memory.unsharded(memory.trained(tuple(memory.parameters_of_stage(model, job, index))), job.tp, job.ep)
@@ -455,7 +455,7 @@ def _reduce_seconds(model: ModelShape, job: Job, device: Device, own: Sequence[i
     return total
 
 
-def _send(model: ModelShape, job: Job, device: Device) -> float:
+def _send(model: ModelShape, job: PlannedJob, device: Device) -> float:
     size = job.local_tokens / job.tp * model.dim * job.compute_width
     if _stride(job, "pp") < device.linked:
         return size / _inside(device, 2) + device.link.latency_seconds
@@ -463,7 +463,7 @@ def _send(model: ModelShape, job: Job, device: Device) -> float:
     return size / (network.bytes_per_second * network.efficiency) + network.latency_seconds
 
 
-def _stride(job: Job, axis: str) -> int:
+def _stride(job: PlannedJob, axis: str) -> int:
     """Ranks between two neighbours of an axis of the mesh (distributed/mesh.py: tp is innermost, pp outermost)."""
     inner = {"tp": 1, "cp": job.tp, "dp_replicate": job.tp * job.cp * job.dp_shard}
     return inner.get(axis, job.tp * job.cp * job.dp_shard * job.dp_replicate)
@@ -488,7 +488,7 @@ def _inside(device: Device, ranks: int) -> float:
     return rate * min(1.0, max(1, ranks - 1) / device.link.peers) if device.link.peers else rate
 
 
-def _exchange(moved: float, job: Job, device: Device) -> float:
+def _exchange(moved: float, job: PlannedJob, device: Device) -> float:
     """Seconds in which each of the expert-parallel ranks sends so many bytes to the others: to other nodes, by its own
     port of the network alone.
     """
@@ -507,7 +507,7 @@ def _ring(device: Device, ranks: int, stride: int) -> float:
     return between * device.network.latency_seconds + (ranks - max(1, between)) * device.link.latency_seconds / 2
 
 
-def _latency(device: Device, ranks: int, job: Job) -> float:
+def _latency(device: Device, ranks: int, job: PlannedJob) -> float:
     link: Link = device.link if ranks <= device.linked else device.network
     return link.latency_seconds * (1 + math.log2(max(2, ranks)) / 2) if job.world_size > 1 else 0.0
 

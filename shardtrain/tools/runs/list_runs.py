@@ -12,7 +12,7 @@ from typing import Any
 
 from shardtrain.tools.runs.report.chart import format_number
 from shardtrain.utils import reading
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import visible
@@ -25,7 +25,7 @@ _FRESH_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Found:
+class RunStatus:
     """One run: its folder, its last record, what ``exit.json`` says of its newest attempt, and its age in seconds."""
 
     folder: Path
@@ -43,7 +43,7 @@ class Found:
 
 def main(words: Sequence[str]) -> int:
     """Print the table; raises ConfigError."""
-    parser = Arguments(
+    parser = StrictArgumentParser(
         "shardtrain runs",
         "List the runs in and below a folder: state, last step and loss, and how long ago they last wrote. "
         "silent: no exit.json, and nothing written for ten minutes.",
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def below(root: Path) -> Iterator[Found]:
+def below(root: Path) -> Iterator[RunStatus]:
     """The runs in and below a folder, five levels deep; no link is followed, and no run's own folder searched."""
     for folder, names, files in os.walk(root):
         depth = len(Path(folder).relative_to(root).parts)
@@ -88,7 +88,7 @@ def below(root: Path) -> Iterator[Found]:
             names[:] = sorted(name for name in names if not name.startswith("."))
 
 
-def look(folder: Path) -> Found:
+def look(folder: Path) -> RunStatus:
     """The state of the run of a folder."""
     metrics = folder / "metrics.jsonl"
     exit_file = folder / "exit.json"
@@ -110,7 +110,7 @@ def look(folder: Path) -> Found:
         if record is not None and type(record.get("step")) is int:
             last = record
             break
-    return Found(folder, last, end if isinstance(end, dict) else {}, max(0.0, time.time() - max(times.values())))
+    return RunStatus(folder, last, end if isinstance(end, dict) else {}, max(0.0, time.time() - max(times.values())))
 
 
 def _modified(path: Path) -> float:

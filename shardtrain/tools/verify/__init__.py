@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 from shardtrain import config as configs
 from shardtrain.config import Config, Loaded
 from shardtrain.tools.verify import meshes, report, shrink, workers
-from shardtrain.tools.verify.meshes import Plan
-from shardtrain.tools.verify.report import Row
-from shardtrain.tools.verify.request import Request, read
-from shardtrain.tools.verify.shrink import Task
+from shardtrain.tools.verify.meshes import MeshPlan
+from shardtrain.tools.verify.report import MeshResult
+from shardtrain.tools.verify.request import VerifyOptions, read
+from shardtrain.tools.verify.shrink import VerifyTask
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
 from shardtrain.utils.temporary import temporary_folder
@@ -36,7 +36,7 @@ from shardtrain.utils.temporary import temporary_folder
 if TYPE_CHECKING:
     from shardtrain.tools.verify.run import Trainer
 
-__all__ = ["Task", "compare_plan", "main", "plan", "probe", "reference", "shaken", "verify"]
+__all__ = ["VerifyTask", "compare_plan", "main", "plan", "probe", "reference", "shaken", "verify"]
 
 
 def main(words: Sequence[str]) -> int:
@@ -82,7 +82,7 @@ def model_name(config: Config) -> str:
     return f"{config.model.name}/{config.model.flavor}"
 
 
-def load(request: Request) -> Loaded:
+def load(request: VerifyOptions) -> Loaded:
     """The configuration that is verified; a model file alone is its smallest flavor with the default options."""
     path = request.path
     overrides = list(request.overrides)
@@ -135,7 +135,7 @@ def _accepted(loaded: Loaded) -> Loaded:
     return loaded
 
 
-def plan(loaded: Loaded, request: Request) -> Task:
+def plan(loaded: Loaded, request: VerifyOptions) -> VerifyTask:
     """Return the meshes to run and the model's sizes for them.
 
     Raises:
@@ -171,7 +171,7 @@ def plan(loaded: Loaded, request: Request) -> Task:
     return task
 
 
-def small_copy(plans: Sequence[Plan], loaded: Loaded) -> dict[str, Any] | None:
+def small_copy(plans: Sequence[MeshPlan], loaded: Loaded) -> dict[str, Any] | None:
     """Which sizes of a user's model file are made smaller, as ``own_sizes.smaller`` says; None where it is not built,
     which the probes say better."""
     from shardtrain.tools.verify import own_sizes
@@ -187,7 +187,7 @@ def small_copy(plans: Sequence[Plan], loaded: Loaded) -> dict[str, Any] | None:
     return dict(answer)
 
 
-def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tuple[Task, list[str]]:
+def probe(task: VerifyTask, folder: Path, kinds: Collection[str] | None = None) -> tuple[VerifyTask, list[str]]:
     """Ask the model alone for what every mesh needs: the task without plans that it rules out, and what was noticed.
 
     ``kinds`` are the kinds of parallelism whose promises count, as for ``promises.probe``; all do unless given.
@@ -232,19 +232,19 @@ def probe(task: Task, folder: Path, kinds: Collection[str] | None = None) -> tup
     return dataclasses.replace(task, plans=plans), answer["notes"]
 
 
-def verify(task: Task, trainer: Trainer, folder: Path) -> list[Row]:
+def verify(task: VerifyTask, trainer: Trainer, folder: Path) -> list[MeshResult]:
     """Run one process, then each plan; a row for each plan."""
     if not all(one.problem for one in task.plans):
         reference(task, trainer, folder)
     return [compare_plan(task, one, trainer, folder) for one in task.plans]
 
 
-def reference(task: Task, trainer: Trainer, folder: Path) -> None:
+def reference(task: VerifyTask, trainer: Trainer, folder: Path) -> None:
     """Run the steps on one process; its record is shared by all meshes."""
     _run_alone(task, trainer, folder / "reference")
 
 
-def shaken(task: Task, trainer: Trainer, folder: Path) -> Path:
+def shaken(task: VerifyTask, trainer: Trainer, folder: Path) -> Path:
     """The folder of the record of one process whose weights were moved by one unit in the last place; run once."""
     alone = folder / "shaken"
     if not alone.exists():
@@ -252,7 +252,7 @@ def shaken(task: Task, trainer: Trainer, folder: Path) -> Path:
     return alone
 
 
-def _run_alone(task: Task, trainer: Trainer, alone: Path, shaken: bool = False) -> None:
+def _run_alone(task: VerifyTask, trainer: Trainer, alone: Path, shaken: bool = False) -> None:
     from shardtrain.tools.verify.run import run_steps
 
     alone.mkdir(parents=True)
@@ -262,7 +262,7 @@ def _run_alone(task: Task, trainer: Trainer, alone: Path, shaken: bool = False) 
         raise ConfigError(f"the model does not train on one process: {error}") from error
 
 
-def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: Task, folder: Path) -> None:
+def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: VerifyTask, folder: Path) -> None:
     from shardtrain.ops import accelerator
 
     device = config.training.device
@@ -271,13 +271,13 @@ def _run_ranks(count: int, steps: Any, trainer: Trainer, config: Config, task: T
     workers.run(count, steps, trainer, config, task, str(folder), folder=folder, backend=backend, limit_seconds=limit)
 
 
-def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
+def compare_plan(task: VerifyTask, one: MeshPlan, trainer: Trainer, folder: Path) -> MeshResult:
     """Run one mesh and judge it against the record of one process in ``folder``."""
     from shardtrain.tools.verify.judge import judge
     from shardtrain.tools.verify.run import run_steps
 
     if one.problem:
-        return Row(
+        return MeshResult(
             one.name, one.schedule, "not possible", cause=one.problem.replace("\n", "; "), options=one.described_options
         )
     started = time.perf_counter()
@@ -287,7 +287,7 @@ def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
     except workers.RankFailed as error:
         verdict: Any = "not possible" if error.refused else "failed"
         seconds = time.perf_counter() - started
-        return Row(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.described_options)
+        return MeshResult(one.name, one.schedule, verdict, seconds, cause=str(error), options=one.described_options)
 
     # The judge gives None where numbers differ and only a shaken run of one process can tell whether that is rounding.
     # Most comparisons need none, so that run is made when the first one asks, and kept for the others.
@@ -297,5 +297,5 @@ def compare_plan(task: Task, one: Plan, trainer: Trainer, folder: Path) -> Row:
         (fields,) = workers.run(1, judge, *arguments, str(shaken(task, trainer, folder)), folder=ranks)
     shutil.rmtree(ranks, ignore_errors=True)
     verdict = "differs" if fields["first"] else "same"
-    row = Row(one.name, one.schedule, verdict, **fields, options=one.described_options)
+    row = MeshResult(one.name, one.schedule, verdict, **fields, options=one.described_options)
     return dataclasses.replace(row, seconds=time.perf_counter() - started)

@@ -18,8 +18,8 @@ from shardtrain.config import Config, Loaded
 from shardtrain.layout import TENSOR_WORDS
 from shardtrain.tools import verify
 from shardtrain.tools.verify import meshes, shrink, workers
-from shardtrain.tools.verify.meshes import Plan
-from shardtrain.tools.verify.report import BLIND, Row
+from shardtrain.tools.verify.meshes import MeshPlan
+from shardtrain.tools.verify.report import BLIND, MeshResult
 from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
@@ -28,7 +28,7 @@ STEPS = 1
 
 
 @dataclasses.dataclass
-class Verdict:
+class VerifyVerdict:
     """``refused`` stops the run; ``compared``, ``noticed`` and ``left_out`` are lines of its log."""
 
     refused: list[str] = dataclasses.field(default_factory=list)
@@ -37,14 +37,14 @@ class Verdict:
     left_out: list[str] = dataclasses.field(default_factory=list)
 
 
-def judge(config: Config) -> Verdict:
+def judge(config: Config) -> VerifyVerdict:
     """Compare a small copy of the configured model on the configured kinds of parallelism with one process."""
     loaded = _of_model_and_mesh(config)
-    verdict = Verdict()
+    verdict = VerifyVerdict()
 
     # Meshes of up to eight ranks with the run's kinds of parallelism, and a small copy of the model for them. What a
     # small mesh or copy cannot do is left out: the run's own need not break that rule.
-    plans: list[Plan] = []
+    plans: list[MeshPlan] = []
     for mesh in meshes.of_run(loaded):
         try:
             plans += meshes.requested(loaded, [mesh], ())
@@ -91,7 +91,7 @@ def judge(config: Config) -> Verdict:
     return verdict
 
 
-def _tell(row: Row, copy: str, verdict: Verdict) -> None:
+def _tell(row: MeshResult, copy: str, verdict: VerifyVerdict) -> None:
     if row.verdict == "same":
         verdict.compared.append(
             f"{copy} on {row.mesh} agrees with one process: loss {row.loss:.1e}, gradients {row.gradient:.1e}, "
@@ -107,7 +107,7 @@ def _tell(row: Row, copy: str, verdict: Verdict) -> None:
         verdict.refused.append(f"on {row.mesh}: {row.cause}")
 
 
-def _fix(row: Row) -> str:
+def _fix(row: MeshResult) -> str:
     """What to do about numbers that differ, as far as the module that is named tells."""
     word = re.search(r'which LAYOUT\.tensor calls "(\w+)"', row.cause)
     if word and word[1] in ("gather", "colwise"):

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardtrain.layout import TENSOR_WORDS, matches, word_of
 from shardtrain.ops.targets import IGNORE
 from shardtrain.tools.verify.evidence import Evidence, axes_that_differ
-from shardtrain.tools.verify.run import Record
+from shardtrain.tools.verify.run import RankRecord
 
 
 def missing_reduction(e: Evidence) -> str | None:
@@ -25,7 +25,7 @@ def missing_reduction(e: Evidence) -> str | None:
             cache: dict[tuple[int, ...], Tensor | None] = {}
 
             def of_share(
-                record: Record,
+                record: RankRecord,
                 axes: tuple[str, ...] = chosen,
                 cache: dict[tuple[int, ...], Tensor | None] = cache,
             ) -> Tensor | None:

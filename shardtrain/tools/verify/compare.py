@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardtrain.layout import Layout
-from shardtrain.tools.verify.run import MAX_NORM, Record, is_clipped
+from shardtrain.tools.verify.run import MAX_NORM, RankRecord, is_clipped
 
 ROUNDING = 8
 """A mesh rounds all sums of a step in another order, and not the weights alone: another draw of the same chance."""
@@ -75,7 +75,7 @@ class Differences:
 class Expected:
     """What one process computed, by name, with the names in the order of the forward pass."""
 
-    def __init__(self, record: Record, layout: Layout) -> None:
+    def __init__(self, record: RankRecord, layout: Layout) -> None:
         self.record = record
         names = [key.removeprefix("initial/") for key in record.parts if key.startswith("initial/")]
         self.names = forward_order(names, layout)
@@ -126,7 +126,7 @@ def forward_order(names: Sequence[str], layout: Layout) -> list[str]:
     return sorted(names, key=lambda name: (*place(name), known[name]))
 
 
-def moved_by(expected: Expected, shaken: Record, steps: int) -> list[Errors]:
+def moved_by(expected: Expected, shaken: RankRecord, steps: int) -> list[Errors]:
     """What a unit in the last place of the weights changes up to each step; they differ by the unit itself at least."""
     moved: list[Errors] = []
     before = asdict(NONE)
@@ -149,7 +149,7 @@ def tolerances(moved: Sequence[Errors]) -> list[Errors]:
 
 
 def compare(
-    expected: Expected, records: Sequence[Record], steps: int, allowed: Sequence[Errors] | None = None
+    expected: Expected, records: Sequence[RankRecord], steps: int, allowed: Sequence[Errors] | None = None
 ) -> Differences:
     """All differences of a mesh's ranks from one process; ``allowed`` says of each step what counts as rounding."""
     found = Differences()
@@ -187,7 +187,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 class _Step:
     """The errors of one step, by tensor and as the largest of each kind."""
 
-    def __init__(self, expected: Expected, records: Sequence[Record], step: int) -> None:
+    def __init__(self, expected: Expected, records: Sequence[RankRecord], step: int) -> None:
         theirs = expected.record
         self.gradients = {name: gradient_error(expected, records, step, name) for name in expected.names}
         self.weights = {name: weight_error(expected, records, step, name) for name in expected.names}
@@ -200,7 +200,7 @@ class _Step:
 
 
 def _first_of_step(
-    expected: Expected, records: Sequence[Record], step: int, errors: _Step, allowed: Errors
+    expected: Expected, records: Sequence[RankRecord], step: int, errors: _Step, allowed: Errors
 ) -> First | None:
     """What differs first in a step; None where nothing is off by more than rounding."""
     # A wrong gradient comes before a loss that differs: it names tensors, and usually the same fault is behind both.
@@ -235,7 +235,7 @@ def scale_of(expected: Expected, step: int, name: str) -> float:
     return max(own, SMALL * expected.total(step) * expected.clipping(step))
 
 
-def gradient_error(expected: Expected, records: Sequence[Record], step: int, name: str) -> float:
+def gradient_error(expected: Expected, records: Sequence[RankRecord], step: int, name: str) -> float:
     """Largest relative error over the ranks that hold a part of a gradient; infinite where no rank has it."""
     key = f"gradient/{step}/{name}"
     if key not in expected.record.parts:
@@ -249,7 +249,7 @@ def gradient_error(expected: Expected, records: Sequence[Record], step: int, nam
     )
 
 
-def weight_error(expected: Expected, records: Sequence[Record], step: int, name: str) -> float:
+def weight_error(expected: Expected, records: Sequence[RankRecord], step: int, name: str) -> float:
     """Largest absolute error of any number of a weight after a step."""
     key = f"weights/{step}/{name}"
     worst = 0.0
@@ -268,7 +268,7 @@ def _distance(mine: float, theirs: float, scale: float) -> float:
     return float("inf") if math.isnan(error) else error
 
 
-def assemble(records: Sequence[Record], key: str, shape: Sequence[int]) -> Tensor | None:
+def assemble(records: Sequence[RankRecord], key: str, shape: Sequence[int]) -> Tensor | None:
     """The whole tensor from the parts of the ranks; None unless they cover it."""
     whole = torch.zeros(tuple(shape))
     seen = torch.zeros(tuple(shape), dtype=torch.bool)

@@ -11,7 +11,7 @@ import torch
 from shardtrain.tools.verify import causes, forward
 from shardtrain.tools.verify.compare import same_bits
 from shardtrain.tools.verify.evidence import Evidence, axes_that_differ
-from shardtrain.tools.verify.run import Record
+from shardtrain.tools.verify.run import RankRecord
 
 HYPOTHESES: tuple[Callable[[Evidence], str | None], ...] = (
     causes.clipped_otherwise,
@@ -144,7 +144,7 @@ def _norm(e: Evidence) -> str:
     return f"the gradient norm alone differs: {mine:.7g} in place of {theirs:.7g}; the gradients agree"
 
 
-def _norm_of(records: Sequence[Record], prefix: str) -> float:
+def _norm_of(records: Sequence[RankRecord], prefix: str) -> float:
     """Norm of the distinct parts that some ranks hold."""
     squares = {
         (key, tuple((s.start, s.stop) for s in record.slices[key])): float(part.double().square().sum())

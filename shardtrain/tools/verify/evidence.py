@@ -13,7 +13,7 @@ from shardtrain.data.batch import Batch
 from shardtrain.layout import Layout
 from shardtrain.tools.verify.batches import whole_batch
 from shardtrain.tools.verify.compare import MOST, ROUNDING, Errors, Expected, First, assemble
-from shardtrain.tools.verify.run import Record, micro_batches, model_of, plain_model
+from shardtrain.tools.verify.run import RankRecord, micro_batches, model_of, plain_model
 from shardtrain.tools.verify.shares import Shares
 
 MATCH = 2e-4
@@ -28,9 +28,9 @@ class Evidence:
         config: Config,
         sizes: Mapping[str, int],
         expected: Expected,
-        records: Sequence[Record],
+        records: Sequence[RankRecord],
         first: First,
-        shaken: Record,
+        shaken: RankRecord,
         allowed: Errors,
     ) -> None:
         self.config = config
@@ -100,12 +100,12 @@ class Evidence:
         """The mesh's gradient, put together from its ranks; None where parts are missing."""
         return assemble(self.records, f"gradient/{self.first.step}/{name}", self.theirs(name).shape)
 
-    def holders(self, name: str) -> list[tuple[Record, Tensor, tuple[slice, ...]]]:
+    def holders(self, name: str) -> list[tuple[RankRecord, Tensor, tuple[slice, ...]]]:
         """The ranks that have a part of a gradient, their part, and where it lies."""
         key = f"gradient/{self.first.step}/{name}"
         return [(record, record.parts[key], record.slices[key]) for record in self.records if key in record.parts]
 
-    def explains(self, name: str, candidate: Callable[[Record], Tensor | None]) -> bool:
+    def explains(self, name: str, candidate: Callable[[RankRecord], Tensor | None]) -> bool:
         """Whether each rank's gradient is the one that a hypothesis gives for it, and not one process's as well."""
         changes = False
         for record, part, slices in self.holders(name):
@@ -180,6 +180,6 @@ class Evidence:
         return self.shares.gradient(name, self.rows(fixed), positions)
 
 
-def axes_that_differ(one: Record, other: Record) -> list[str]:
+def axes_that_differ(one: RankRecord, other: RankRecord) -> list[str]:
     """Axes on which two ranks have different places."""
     return [axis for axis in one.place if one.place[axis] != other.place[axis]]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardtrain.layout import word_of
 from shardtrain.tools.verify.evidence import Evidence
-from shardtrain.tools.verify.run import Record
+from shardtrain.tools.verify.run import RankRecord
 from shardtrain.tools.verify.traces import off
 
 CLOSE = 1e-4
@@ -101,7 +101,7 @@ def _moved(e: Evidence) -> str | None:
     return None
 
 
-def _agree(e: Evidence, record: Record, mine: str, theirs: str) -> bool | None:
+def _agree(e: Evidence, record: RankRecord, mine: str, theirs: str) -> bool | None:
     """Whether all tensors of a kind agree; None where there is none that can be compared."""
     keys = [key for key in record.parts if key.startswith(f"{mine}/")]
     seen: bool | None = None
@@ -117,7 +117,7 @@ def _agree(e: Evidence, record: Record, mine: str, theirs: str) -> bool | None:
     return seen
 
 
-def _own_part(e: Evidence, record: Record, whole: Tensor, shape: Sequence[int]) -> Tensor | None:
+def _own_part(e: Evidence, record: RankRecord, whole: Tensor, shape: Sequence[int]) -> Tensor | None:
     """What a rank should have of a tensor of the whole batch, by the shape that it has; None if that says nothing."""
     if whole.ndim != len(shape):
         return None

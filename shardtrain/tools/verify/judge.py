@@ -15,7 +15,7 @@ from shardtrain.tools.verify.diagnose import diagnose
 from shardtrain.tools.verify.evidence import Evidence
 from shardtrain.tools.verify.forward import CLOSE
 from shardtrain.tools.verify.report import BLIND
-from shardtrain.tools.verify.run import Record, read_record
+from shardtrain.tools.verify.run import RankRecord, read_record
 from shardtrain.tools.verify.traces import off
 
 
@@ -81,7 +81,7 @@ def judge(
     return {**errors, "first": first, "cause": cause, "rounding": rounding}
 
 
-def dropped_alike(records: Sequence[Record]) -> tuple[str, str] | None:
+def dropped_alike(records: Sequence[RankRecord]) -> tuple[str, str] | None:
     """Dropout of what several tensor- or context-parallel ranks hold alike, and what to do about it.
 
     Each rank draws its own numbers, as ranks with different tokens, heads or features must. Of one tensor that several

@@ -55,7 +55,7 @@ DEFAULT_OPTIONS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeshPlan:
     """One mesh to compare with one process; ``problem`` is empty, or says why the mesh is not possible.
 
     ``options`` are those that are set besides the mesh, such as "activation_checkpoint.mode".
@@ -125,7 +125,7 @@ def read(text: str) -> dict[str, int]:
 
 def requested(
     loaded: Loaded, meshes: Iterable[str], schedules: tuple[str, ...], allow_impossible: bool = False
-) -> list[Plan]:
+) -> list[MeshPlan]:
     """Return the plans of ``--mesh`` and ``--schedule``.
 
     Raises:
@@ -143,7 +143,7 @@ def requested(
     return plans
 
 
-def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[Plan]:
+def default(loaded: Loaded, schedules: tuple[str, ...]) -> list[MeshPlan]:
     """A list of small meshes for this model, its own axes first; those that are not possible say why."""
     names = list(DEFAULT_MESHES)
     if "num_experts" not in (model_shape(loaded) or {}):
@@ -201,7 +201,7 @@ def _ranks(mesh: str) -> int:
     return math.prod(degree for axis, degree in read(mesh).items() if axis != "ep")
 
 
-def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[Plan]:
+def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[MeshPlan]:
     degrees = read(mesh)
     if degrees.get("pp", 1) == 1:
         return [_plan(loaded, mesh, "", degrees)]
@@ -211,7 +211,7 @@ def _plans(loaded: Loaded, mesh: str, schedules: tuple[str, ...]) -> list[Plan]:
 
 def _plan(
     loaded: Loaded, mesh: str, schedule: str, degrees: Mapping[str, int], options: Mapping[str, Any] | None = None
-) -> Plan:
+) -> MeshPlan:
     """A mesh as a configuration, checked by the rules of the configuration itself."""
     parallelism: dict[str, Any] = {option: degrees.get(axis, 1) for axis, option in OPTIONS.items()}
     parallelism |= {
@@ -238,7 +238,7 @@ def _plan(
         of_mesh.add(option)
     loaded = changed(loaded, sections, of_mesh, f"--mesh {mesh}")
     problems = [*configs.check(loaded), *configs.unavailable(loaded)]
-    return Plan(mesh, schedule, degrees, loaded, "\n".join(map(str, problems)), options or {})
+    return MeshPlan(mesh, schedule, degrees, loaded, "\n".join(map(str, problems)), options or {})
 
 
 def rows_per_data_rank(degrees: Mapping[str, int]) -> int:

@@ -48,7 +48,7 @@ RECOMPUTE = "recompute"
 
 
 @dataclass
-class Found:
+class ProbeResult:
     """What the probes of a model say: ``broken`` refuses it, ``impossible`` says why an axis is not for it."""
 
     broken: list[str] = field(default_factory=list)
@@ -139,9 +139,9 @@ class Prober:
         self._tokens_BT, self._positions_BT = tokens_of(self._count, shape.vocab_size)
         self._foreign = hasattr(model, "tensor_plan")  # a network of transformers, whose layout names no core
         self._drawing: set[str] = set()
-        self.found = Found()
+        self.found = ProbeResult()
 
-    def all(self) -> Found:
+    def all(self) -> ProbeResult:
         """Ask until something is broken: what is asked later would accuse the wrong module."""
         for question in (
             self._seeds,
@@ -751,9 +751,9 @@ def ask(
     model: nn.Module,
     folder: Path | None,
     kinds: Collection[str] | None = None,
-) -> Found:
+) -> ProbeResult:
     """Ask a model with weights everything; without a forward pass that works there is nothing to ask."""
     if len(inspect.signature(model.forward).parameters) < 2:
-        return Found()
+        return ProbeResult()
     prober = Prober(config, module, shape, model, folder, kinds)
     return prober.all()

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from shardtrain.tools.verify.request import Request
+from shardtrain.tools.verify.request import VerifyOptions
 
 
 @dataclass(frozen=True)
-class Row:
+class MeshResult:
     """The result of one mesh. Errors are the largest over ranks, steps and tensors; None where nothing ran.
 
     ``initial`` counts tensors that do not start bitwise equal; ``loss`` and ``weights`` are absolute, ``gradient`` and
@@ -38,7 +38,7 @@ BLIND = "rounding may be all of it"
 HEADER = ("mesh", "schedule and options", "initial", "loss", "gradient", "norm", "weights", "verdict", "seconds")
 
 
-def exit_code(rows: Sequence[Row], request: Request) -> int:
+def exit_code(rows: Sequence[MeshResult], request: VerifyOptions) -> int:
     """Return 0 if all meshes give the same numbers, else 4.
 
     A mesh of the default list may be impossible, and with ``--allow-impossible`` any. Without that flag, one mesh at
@@ -50,7 +50,7 @@ def exit_code(rows: Sequence[Row], request: Request) -> int:
     return 0 if compared and verdicts <= accepted else 4
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[MeshResult]) -> str:
     """Rows in columns, then one line for each mesh that is not the same."""
     cells = [HEADER, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(HEADER))]
@@ -66,11 +66,11 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _with(row: Row) -> str:
+def _with(row: MeshResult) -> str:
     return ", ".join(word for word in (row.schedule, row.options) if word)
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: MeshResult) -> tuple[str, ...]:
     initial = "-"
     if row.initial is not None:
         initial = "bitwise" if row.initial == 0 else f"{row.initial} differ"
@@ -79,7 +79,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (row.mesh, _with(row) or "-", initial, *errors, row.verdict, seconds)
 
 
-def document(model: str, notes: Sequence[str], rows: Sequence[Row], status: int) -> str:
+def document(model: str, notes: Sequence[str], rows: Sequence[MeshResult], status: int) -> str:
     """Return one JSON document: model, changes made for the comparison, rows and exit status.
 
     JSON has no infinity, so an infinite error is null.

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardtrain.config.command_line import Option, number_of, take
+from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """\
@@ -36,7 +36,7 @@ and is not possible; the reason is printed.
 
 
 @dataclass(frozen=True)
-class Request:
+class VerifyOptions:
     """The words of ``shardtrain verify``; ``path`` is a TOML file, a model file ending in .py, or None."""
 
     path: str | None = None
@@ -51,7 +51,7 @@ class Request:
     overrides: tuple[str, ...] = ()
 
 
-def read(words: Sequence[str]) -> Request:
+def read(words: Sequence[str]) -> VerifyOptions:
     """Take verify's own options out of the words; all others are overrides of the configuration.
 
     Raises:
@@ -69,7 +69,7 @@ def read(words: Sequence[str]) -> Request:
         rule = "has no effect without --mesh: meshes of the default list may be impossible"
         raise ConfigError(Problem("--allow-impossible", None, rule, "leave it out", "command line"))
     path, overrides = taken.configuration()
-    return Request(
+    return VerifyOptions(
         path,
         tuple(own.get("--mesh", ())),
         tuple(own.get("--schedule", ())),
@@ -90,8 +90,8 @@ def _gib(text: str) -> float:
 
 
 OPTIONS = {
-    "--mesh": Option(example='"tp=2,pp=2"', is_list=True),
-    "--schedule": Option(example="1F1B", is_list=True),
-    "--steps": Option(number_of("steps"), "3"),
-    "--memory": Option(_gib, "8"),
+    "--mesh": VerbOption(example='"tp=2,pp=2"', is_list=True),
+    "--schedule": VerbOption(example="1F1B", is_list=True),
+    "--steps": VerbOption(number_of("steps"), "3"),
+    "--memory": VerbOption(_gib, "8"),
 }

@@ -38,7 +38,7 @@ from shardtrain.ops.dtensor import local_slices, local_tensor
 from shardtrain.ops.tied import to_empty
 from shardtrain.tools.verify import dropout
 from shardtrain.tools.verify.batches import SyntheticStream
-from shardtrain.tools.verify.shrink import Task
+from shardtrain.tools.verify.shrink import VerifyTask
 from shardtrain.utils.errors import ConfigError
 
 MAX_NORM = 0.1
@@ -55,7 +55,7 @@ Trainer: TypeAlias = ModuleType
 
 
 @dataclass(frozen=True)
-class Record:
+class RankRecord:
     """What a rank saw: a loss and a norm per step, its place, and its parts of tensors by kind and name.
 
     ``parts`` is keyed "initial/NAME", "gradient/STEP/NAME", "weights/STEP/NAME", "core/STEP/q" and so on; ``slices``
@@ -104,7 +104,7 @@ def draws_of(module: Any, shape: Any, model: nn.Module, unit_gain: bool) -> dict
 
 
 def run_steps(
-    rank: int, num_ranks: int, trainer: Trainer, config: Config, task: Task, folder: str, shaken: bool = False
+    rank: int, num_ranks: int, trainer: Trainer, config: Config, task: VerifyTask, folder: str, shaken: bool = False
 ) -> None:
     """Train ``task.steps`` steps as one rank and leave its record in ``folder``; an error says where.
 
@@ -127,7 +127,7 @@ def _run_steps(
     num_ranks: int,
     trainer: Trainer,
     config: Config,
-    task: Task,
+    task: VerifyTask,
     folder: str,
     watch: _Watch,
     shaken: bool,
@@ -395,13 +395,15 @@ def _copy(tensor: Tensor) -> Tensor:
     return local_tensor(tensor.detach()).detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
-def read_record(folder: Path, rank: int) -> Record:
+def read_record(folder: Path, rank: int) -> RankRecord:
     """The record that a rank left."""
     with safe_open(folder / f"rank-{rank}.safetensors", framework="pt") as file:
         record = json.loads(file.metadata()["record"])
         parts = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     slices = {key: tuple(slice(*pair) for pair in pairs) for key, pairs in record["slices"].items()}
-    return Record(record["rank"], record["place"], record["losses"], record["norms"], parts, slices, record["facts"])
+    return RankRecord(
+        record["rank"], record["place"], record["losses"], record["norms"], parts, slices, record["facts"]
+    )
 
 
 def plain_model(config: Config, weights: Mapping[str, Tensor]) -> nn.Module:

@@ -13,7 +13,7 @@ from shardtrain import config as configs
 from shardtrain.config import Config, Loaded, stages
 from shardtrain.config.derived import compute_dtype
 from shardtrain.config.rules.model import model_shape
-from shardtrain.tools.verify.meshes import OPTIONS, Plan, changed, rows_per_data_rank
+from shardtrain.tools.verify.meshes import OPTIONS, MeshPlan, changed, rows_per_data_rank
 
 CAPS = {
     "dim": 32,
@@ -43,14 +43,14 @@ MIN_TOKENS = 32
 
 
 @dataclass(frozen=True)
-class Task:
+class VerifyTask:
     """What is run: the plans on the model that is verified, the same on one process, and what was changed for it.
 
     ``unit_gain`` draws each matrix with a standard deviation of one over the root of its columns, and nothing as zero,
     so that each part of a small model matters to its loss.
     """
 
-    plans: Sequence[Plan]
+    plans: Sequence[MeshPlan]
     reference: Config
     notes: Sequence[str]
     steps: int
@@ -58,8 +58,8 @@ class Task:
 
 
 def prepare(
-    plans: Sequence[Plan], loaded: Loaded, steps: int, full: bool, own: Mapping[str, Any] | None = None
-) -> Task:
+    plans: Sequence[MeshPlan], loaded: Loaded, steps: int, full: bool, own: Mapping[str, Any] | None = None
+) -> VerifyTask:
     """Fit model, batch and precision to the plans that are possible; a plan that is not any more says why.
 
     ``own`` is what ``own_sizes.smaller`` found for a model file of a user's.
@@ -84,14 +84,14 @@ def prepare(
     alone["training"] = {**sections["training"], "local_batch_size": sequences, "global_batch_size": sequences}
     alone["training"]["enable_cpu_offload"] = False
     alone["activation_checkpoint"] = {"mode": "none", "cpu_offload": False}
-    return Task(tried, changed(loaded, alone, set(), "").config, notes, steps, unit_gain=not full)
+    return VerifyTask(tried, changed(loaded, alone, set(), "").config, notes, steps, unit_gain=not full)
 
 
 def _data_ranks(degrees: Mapping[str, int]) -> int:
     return degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
 
 
-def _fitted(plan: Plan, sections: Mapping[str, dict[str, Any]], sequences: int) -> Plan:
+def _fitted(plan: MeshPlan, sections: Mapping[str, dict[str, Any]], sequences: int) -> MeshPlan:
     """The plan on the small model, checked again: a size that verify chose may still not fit."""
     rows = sequences // _data_ranks(plan.degrees)
     # one pass of a pipeline holds all micro-batches; elsewhere up to four passes accumulate
@@ -110,13 +110,13 @@ def _fitted(plan: Plan, sections: Mapping[str, dict[str, Any]], sequences: int) 
     return dataclasses.replace(plan, loaded=loaded, problem="\n".join(str(problem) for problem in found))
 
 
-def needed_layers(plans: Sequence[Plan]) -> int:
+def needed_layers(plans: Sequence[MeshPlan]) -> int:
     """Layers that each plan's stages need, and two in any case."""
     return max([2, *(stages.num_stages(plan.loaded.config.parallelism, 0) for plan in plans if plan.schedule)])
 
 
 def _small(
-    plans: Sequence[Plan], loaded: Loaded, notes: list[str], own: Mapping[str, Any] | None
+    plans: Sequence[MeshPlan], loaded: Loaded, notes: list[str], own: Mapping[str, Any] | None
 ) -> dict[str, dict[str, Any]]:
     """The sections that make model and sequences small; what is changed is added to ``notes``."""
     sizes = model_shape(loaded) or {}
@@ -153,7 +153,7 @@ def _small(
     }
 
 
-def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[Plan], config: Config) -> dict[str, int]:
+def _small_sizes(sizes: Mapping[str, Any], plans: Sequence[MeshPlan], config: Config) -> dict[str, int]:
     """Sizes up to CAPS that the degrees of all plans divide."""
     tensor = math.lcm(1, *(plan.degrees.get("tp", 1) for plan in plans))
     experts = math.lcm(1, *(plan.degrees.get("ep", 1) for plan in plans))

@@ -22,7 +22,7 @@ from shardtrain.config.machine import mesh_notes, watching_problem
 from shardtrain.launch import failure, local, run_ends
 from shardtrain.launch.failure import Failure
 from shardtrain.launch.stop_request import GRACEFUL
-from shardtrain.launch.watch import Watch
+from shardtrain.launch.watch import ChildWatch
 from shardtrain.train.preflight.machine import Machine, named, this_machine
 from shardtrain.utils import errors, limits
 from shardtrain.utils.errors import ConfigError, FolderTaken, Problem, ShardtrainError
@@ -30,11 +30,11 @@ from shardtrain.utils.heartbeat import WaitingHeartbeat
 from shardtrain.utils.log import kept_warnings
 from shardtrain.utils.redact import redact, visible
 
-__all__ = ["Machine", "Verdict", "judge", "named", "require", "require_in_child", "this_machine"]
+__all__ = ["Machine", "PreflightResult", "judge", "named", "require", "require_in_child", "this_machine"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class PreflightResult:
     """``errors`` are what would end a run, each of one line or several; ``notes`` are worth a look and end none."""
 
     errors: tuple[ShardtrainError, ...] = ()
@@ -112,7 +112,7 @@ def require(loaded: Loaded, machine: Machine, looks_at_files: bool = True) -> No
             print(f"warning: {redact(visible(line, lines=False))}", file=sys.stderr, flush=True)
 
 
-def require_in_child(loaded: Loaded, machine: Machine, watch: Watch) -> Failure | None:
+def require_in_child(loaded: Loaded, machine: Machine, watch: ChildWatch) -> Failure | None:
     """Call ``require`` in a child process: it starts threads, and this process must still fork its ranks.
 
     Returns:
@@ -170,7 +170,7 @@ def _refusals(loaded: Loaded, machine: Machine) -> list[Any]:
     return []
 
 
-def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) -> Verdict:
+def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) -> PreflightResult:
     """The verdict on a configuration and this or another machine; of the file alone where ``machine`` is None.
 
     What only this machine can answer (files, packages, devices) is asked where it is the one that is meant.
@@ -201,7 +201,7 @@ def judge(loaded: Loaded, machine: Machine | None, looks_at_files: bool = True) 
     problems = [one for one in found.problems if isinstance(one, str) or str(one) in kept]
     errors: list[ShardtrainError] = [ConfigError(problems)] if problems else []
     notes = (*loaded.notices, *config.notes(loaded), *found.notes, *found.warnings)
-    return Verdict((*errors, *found.errors), tuple(dict.fromkeys(notes)), tuple(found.warnings))
+    return PreflightResult((*errors, *found.errors), tuple(dict.fromkeys(notes)), tuple(found.warnings))
 
 
 def _too_many_ranks(machine: Machine) -> Problem | None:
@@ -246,9 +246,9 @@ def _look_at_model(loaded: Loaded, machine: Machine, found: _Found) -> None:
     if problem := memory.batch_problem(loaded, machine):
         found.problems.append(problem)
     # built once at most, and not at all where sizes alone tell that it fits: that spares importing PyTorch
-    made: list[list[memory.Parameter] | None] = []
+    made: list[list[memory.ParameterMemory] | None] = []
 
-    def build() -> list[memory.Parameter] | None:
+    def build() -> list[memory.ParameterMemory] | None:
         if not made:
             from shardtrain.train.preflight import model
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 
 from shardtrain.config import Loaded
-from shardtrain.config.command_line import CommandLine, Option, split, take
+from shardtrain.config.command_line import CommandLine, VerbOption, split, take
 from shardtrain.launch import environment, nodes
 from shardtrain.train.preflight import Machine, judge, machine
 from shardtrain.utils.heartbeat import heartbeat
@@ -26,7 +26,7 @@ Exit status: 0 where `train` would begin, else the one that it would end with: 2
 """
 
 _OPTION = "--for-machine"
-_MACHINE = Option(example="h100, or none, or here")
+_MACHINE = VerbOption(example="h100, or none, or here")
 
 
 def main(words: list[str], open_config: Callable[[CommandLine], tuple[Loaded, CommandLine]]) -> int:

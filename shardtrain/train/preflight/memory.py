@@ -28,7 +28,7 @@ _BACKENDS = ("inductor", "eager", "aot_eager")
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterMemory:
     """A parameter of the whole model.
 
     tensor: whether tensor parallelism splits it; expert: whether it is of experts; trained: whether it learns.
@@ -77,7 +77,9 @@ def surely_fits(loaded: Loaded, machine: Machine) -> bool:
         return False
     # ranks on CPUs share the memory of their host
     ranks = machine.local_ranks if machine.device == "cpu" else 1
-    held = state_bytes(loaded.config, machine.world_size or machine.local_ranks, [Parameter(guess, True, False, True)])
+    held = state_bytes(
+        loaded.config, machine.world_size or machine.local_ranks, [ParameterMemory(guess, True, False, True)]
+    )
     return held * ranks < _SMALL * machine.memory_bytes
 
 
@@ -101,7 +103,7 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
     return 2 * vocab * dim + layers * (8 * dim * max(dim, heads) + 4 * dim * width * experts)
 
 
-def state_bytes(config: Config, world_size: int, parameters: list[Parameter]) -> int:
+def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemory]) -> int:
     """Bytes of weights, gradients and optimizer state of the rank that holds most, at least."""
     p = config.parallelism
     width = DTYPE_BYTES.get(config.training.dtype, 4)
@@ -120,7 +122,7 @@ def state_bytes(config: Config, world_size: int, parameters: list[Parameter]) ->
     return int(total / max(1, p.pipeline_parallel_degree))  # stages differ: the largest holds no less than the mean
 
 
-def checkpoint_bytes(config: Config, parameters: list[Parameter]) -> int:
+def checkpoint_bytes(config: Config, parameters: list[ParameterMemory]) -> int:
     """Bytes of a checkpoint: weights and the optimizer's state of those that learn; beside adapters nothing else."""
     if config.lora.enable:
         parameters = [one for one in parameters if one.trained]
@@ -160,7 +162,7 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
     return Problem(option, loaded.value(option), rule, "lower it, or training.seq_len", loaded.where(option))
 
 
-def problems(loaded: Loaded, machine: Machine, parameters: list[Parameter]) -> Iterator[Problem]:
+def problems(loaded: Loaded, machine: Machine, parameters: list[ParameterMemory]) -> Iterator[Problem]:
     """The problem of a model whose states alone are more than the machine has; none where that is not known."""
     config = loaded.config
     if not machine.world_size or not machine.memory_bytes:

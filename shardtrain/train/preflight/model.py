@@ -17,14 +17,14 @@ from shardtrain.distributed.tensor_parallel import plan as tensor_parallel
 from shardtrain.layout import Layout, word_of
 from shardtrain.lora import quantize, spec
 from shardtrain.train.preflight import own_files
-from shardtrain.train.preflight.memory import Parameter
+from shardtrain.train.preflight.memory import ParameterMemory
 from shardtrain.utils.errors import ConfigError, Problem, ShardtrainError
 
 _SPLIT = ("embed", "colwise", "rowwise", "head", "per_head")
 """Words of a layout whose weights tensor parallelism splits."""
 
 
-def build(config: Config, world_size: int | None = None) -> tuple[list[ShardtrainError], list[Parameter] | None]:
+def build(config: Config, world_size: int | None = None) -> tuple[list[ShardtrainError], list[ParameterMemory] | None]:
     """Build the model with its head and adapters on the meta device, and the optimizer, as a run of so many ranks does.
 
     Returns the errors that the run would raise, or the parameters of the unsharded model.
@@ -40,7 +40,7 @@ def build(config: Config, world_size: int | None = None) -> tuple[list[Shardtrai
         return [own_files.explain(error, config)], None
 
 
-def _parameters(config: Config) -> list[Parameter]:
+def _parameters(config: Config) -> list[ParameterMemory]:
     if config.compile.enable:
         known = torch._dynamo.list_backends(exclude_tags=())
         backend = config.compile.backend
@@ -62,7 +62,7 @@ def _parameters(config: Config) -> list[Parameter]:
     parameters = []
     for name, parameter in named.items():
         word = word_of(layout, name.rpartition(".")[0])
-        parameters.append(Parameter(parameter.numel(), word in _SPLIT, word == "expert", parameter.requires_grad))
+        parameters.append(ParameterMemory(parameter.numel(), word in _SPLIT, word == "expert", parameter.requires_grad))
     quantize.take_out(model, layout, config.lora.base_dtype)
     return parameters
 

@@ -16,7 +16,7 @@ from shardtrain.config.rules.model import model_shape
 from shardtrain.config.schema import Config
 from shardtrain.train.preflight import memory
 from shardtrain.train.preflight.machine import Machine
-from shardtrain.train.preflight.memory import Parameter
+from shardtrain.train.preflight.memory import ParameterMemory
 from shardtrain.utils.errors import Problem, ShardtrainError, StorageError
 from shardtrain.utils.units import format_bytes
 
@@ -25,7 +25,7 @@ _PREFETCH = 4
 _BYTES_OF_A_TOKEN = 24
 """Of a batch: its id, its target and its position, of 8 bytes each."""
 
-Build = Callable[[], list[Parameter] | None]
+Build = Callable[[], list[ParameterMemory] | None]
 
 
 def address_problem(config: Config) -> ShardtrainError | None:
@@ -65,7 +65,7 @@ def look(loaded: Loaded, machine: Machine, build: Build) -> tuple[list[Shardtrai
     new = max(1, _most_kept(config) + 1 - kept)  # one more than is kept, as the oldest goes once the newest is there
     # building the model takes seconds, and a guess from its sizes is mostly enough
     guess = memory.generous_guess(model_shape(loaded) or {})
-    guessed = [Parameter(guess, tensor=True, expert=False, trained=True)] if guess is not None else []
+    guessed = [ParameterMemory(guess, tensor=True, expert=False, trained=True)] if guess is not None else []
     if guessed and new * SPARE * memory.checkpoint_bytes(config, guessed) <= free:
         return [], []
     parameters = build()

@@ -16,7 +16,7 @@ from shardtrain.data.documents.encode import end_tokens, open_conversations, ope
 from shardtrain.data.documents.encoded import Document
 from shardtrain.data.sources import BadRow
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
-from shardtrain.tools.generate.prompts import Encoder, Row
+from shardtrain.tools.generate.prompts import GenerationPrompts, PromptRow
 from shardtrain.utils.errors import ConfigError
 
 pytest.importorskip("jinja2")
@@ -632,7 +632,7 @@ def test_variables_of_a_row_reach_the_template_as_in_transformers(tmp_path, kwar
         assert document.tokens.tolist() == expected
         assert tokenizer.decode(document.tokens[document.learned]) == "Blue."
     conversations = open_conversations(tokenizer, Data(format="chat"))
-    asked = Encoder(tokenizer, Data(), conversations).row(Row("a:1", "", row), "prompt", "tools")
+    asked = GenerationPrompts(tokenizer, Data(), conversations).row(PromptRow("a:1", "", row), "prompt", "tools")
     assert asked == prompt
 
 

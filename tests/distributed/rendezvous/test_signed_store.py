@@ -18,7 +18,7 @@ from shardtrain.config.schema import Comm
 from shardtrain.distributed import process_group
 from shardtrain.distributed.rendezvous import attempt_store, private_store
 from shardtrain.distributed.rendezvous.signed_store import ForgedError, SignedStore, signed
-from shardtrain.resilience.watchdog.exchange import SPARE_PLACES, VERDICT, Exchange
+from shardtrain.resilience.watchdog.exchange import SPARE_PLACES, VERDICT, HeartbeatExchange
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat
 from shardtrain.utils.errors import PeerError
 from shardtrain.utils.process import SECRET
@@ -184,7 +184,7 @@ def test_a_forged_address_stops_the_start_with_exit_code_6(
 
 def test_a_forged_verdict_ends_no_run_and_ours_is_heard(server: dist.TCPStore) -> None:
     stranger = connection(server)
-    ranks = [Exchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)]
+    ranks = [HeartbeatExchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)]
     stranger.set(VERDICT, '{"text": "mine"}')
     assert [one.verdict() for one in ranks] == [None, None]
     assert ranks[0].declare("ours") == b"ours" == ranks[1].verdict()
@@ -192,7 +192,7 @@ def test_a_forged_verdict_ends_no_run_and_ours_is_heard(server: dist.TCPStore) -
 
 def test_forged_and_old_signs_change_nobodys_life(server: dist.TCPStore) -> None:
     stranger = connection(server)
-    ranks = [Exchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)]
+    ranks = [HeartbeatExchange(signed(connection(server), OURS, "1"), rank, 2, 0.02) for rank in range(2)]
     for rank, one in enumerate(ranks):
         one.say(Heartbeat(1, f"node{rank}"))
     old = stranger.get("place-2")

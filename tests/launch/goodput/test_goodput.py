@@ -12,7 +12,7 @@ import pytest
 from shardtrain import cli
 from shardtrain.launch.goodput import events, ledger
 from shardtrain.launch.goodput.account import BINS, account, attempts_of
-from shardtrain.launch.goodput.events import Death, Progress, Start
+from shardtrain.launch.goodput.events import AttemptProgress, Death, Start
 from shardtrain.launch.goodput.ledger import Ledger, note_death
 from shardtrain.tools.runs import goodput
 from shardtrain.utils.activity import Phases
@@ -290,7 +290,7 @@ def test_a_file_that_cannot_be_written_does_not_stop_a_run(tmp_path):
         assert ledger.measures() == {}
 
 
-GOOD = [Start("a", "j", 1.0, 2.0, 0, 1, 0), Progress("a", 3.0, 1, 0, {"step": 1.0}, False), Death("j", 4.0)]
+GOOD = [Start("a", "j", 1.0, 2.0, 0, 1, 0), AttemptProgress("a", 3.0, 1, 0, {"step": 1.0}, False), Death("j", 4.0)]
 DEATH, START, PROGRESS = events.line(GOOD[2]), events.line(GOOD[0]), events.line(GOOD[1])
 BAD = [
     *[b"", b"x", b"[]", b"{}", b"null", b"[" * 100_000, b"\xff\xfe", b'{"kind": "start"}', b'{"kind": []}'],

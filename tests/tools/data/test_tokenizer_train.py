@@ -92,7 +92,7 @@ def test_compression_is_measured_on_text_that_was_held_out(corpus, tmp_path, cap
     assert run(corpus, tmp_path / "x") == 0
     printed = capsys.readouterr().out
     assert "bytes per token on held-out text" in printed and "8 of 8 parts come back" in printed
-    texts = tool.Texts([str(corpus)], None, "text", False)
+    texts = tool.TrainingTexts([str(corpus)], None, "text", False)
     assert len(list(texts)) == 392 and len(texts.held_out) == 8 and texts.documents == 400
 
 

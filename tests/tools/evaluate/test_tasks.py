@@ -14,7 +14,7 @@ from tiny_tokenizers import bpe_folder
 
 from shardtrain.data import open_tokenizer
 from shardtrain.distributed.process_group import World
-from shardtrain.tools.evaluate.request import Request, read
+from shardtrain.tools.evaluate.request import EvaluateOptions, read
 from shardtrain.tools.evaluate.tasks import check_known, measure
 from shardtrain.tools.generate.opening import open_model
 from shardtrain.utils.errors import ConfigError
@@ -82,7 +82,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFact
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.getbasetemp() / "datasets")
 
 
-def asked(place: Path, batch_size: int = 3) -> Request:
+def asked(place: Path, batch_size: int = 3) -> EvaluateOptions:
     words = ["--from", str(place / "hf"), "--tasks", ",".join(TASKS), "--include_path", str(place / "include")]
     found = read([*words, "--batch_size", str(batch_size)])
     assert found is not None

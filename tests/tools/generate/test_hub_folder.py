@@ -20,7 +20,7 @@ from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.distributed.process_group import World
 from shardtrain.tools.generate.engine import Generator
 from shardtrain.tools.generate.opening import open_model
-from shardtrain.tools.generate.prompts import Encoder
+from shardtrain.tools.generate.prompts import GenerationPrompts
 from shardtrain.utils.errors import ConfigError
 
 transformers = pytest.importorskip("transformers")
@@ -217,7 +217,7 @@ def test_settings_that_are_not_used_are_named(folder: Path, tmp_path: Path, capf
 def test_add_bos_overrides_the_tokenizer_of_a_folder(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     opened = open_model(folder)
     plain, with_bos = (
-        Encoder(found.tokenizer, found.config.data, None).value("the cat", "--prompt")
+        GenerationPrompts(found.tokenizer, found.config.data, None).value("the cat", "--prompt")
         for found in (opened, opened.with_data(add_bos=True))
     )
     assert with_bos == [opened.tokenizer.bos_id, *plain]

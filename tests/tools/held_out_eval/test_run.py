@@ -179,5 +179,5 @@ def language_model(rank: int, one: Config) -> Any:
 
 def test_the_request_keeps_the_logs_of_the_run(tmp_path: Path) -> None:
     one = trained_config(tmp_path)
-    asked = command.Request(Loaded(one), None, None, tmp_path)
+    asked = command.HeldOutOptions(Loaded(one), None, None, tmp_path)
     assert asked.launched.config.job.dump_folder == str(tmp_path / "testing")

@@ -13,8 +13,8 @@ from shardtrain import config
 from shardtrain.tools import verify
 from shardtrain.tools.verify import shrink
 from shardtrain.tools.verify.meshes import changed
-from shardtrain.tools.verify.report import Row
-from shardtrain.tools.verify.request import Request
+from shardtrain.tools.verify.report import MeshResult
+from shardtrain.tools.verify.request import VerifyOptions
 from shardtrain.train import trainer
 
 MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "cp=2", "dp_replicate=2,dp_shard=2")
@@ -25,7 +25,7 @@ class Bench:
 
     def __init__(self, folder: Path, meshes: tuple[str, ...], *overrides: str, steps: int = 2) -> None:
         loaded = config.load(None, ["--activation_checkpoint.mode", "none", *overrides])
-        self.task: shrink.Task = verify.plan(loaded, Request(meshes=meshes, steps=steps))
+        self.task: shrink.VerifyTask = verify.plan(loaded, VerifyOptions(meshes=meshes, steps=steps))
         self.folder = folder
         verify.reference(self.task, trainer, folder)
 
@@ -33,7 +33,7 @@ class Bench:
         """Run what a mesh that differs is held against besides, which must not have the fault that is planted next."""
         verify.shaken(self.task, trainer, self.folder)
 
-    def run(self, mesh: str, **parallelism: Any) -> Row:
+    def run(self, mesh: str, **parallelism: Any) -> MeshResult:
         plan = next(plan for plan in self.task.plans if plan.name == mesh)
         loaded = changed(plan.loaded, {"parallelism": parallelism}, set(), "")
         return verify.compare_plan(self.task, dataclasses.replace(plan, loaded=loaded), trainer, self.folder)

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from shardtrain import config as configs
 from shardtrain.config import Config
 from shardtrain.tools.verify import before_training, meshes, own_sizes, workers
-from shardtrain.tools.verify.before_training import Verdict
+from shardtrain.tools.verify.before_training import VerifyVerdict
 from shardtrain.train import model_check
 from shardtrain.utils.errors import ConfigError
 
@@ -223,7 +223,7 @@ def run_of(path: Path, mesh: str, flavor: str = "small", **sections: dict[str, A
     return config
 
 
-def asked(tmp_path: Path, text: str, mesh: str) -> Verdict:
+def asked(tmp_path: Path, text: str, mesh: str) -> VerifyVerdict:
     path = tmp_path / "model.py"
     path.write_text(text)
     return before_training.judge(run_of(path, mesh))

@@ -20,7 +20,7 @@ from shardtrain.layout import Layout
 from shardtrain.tools.verify import before_training, causes, report
 from shardtrain.tools.verify.compare import MOST, ROUNDING, USUAL, Errors, Expected, First, tolerances
 from shardtrain.tools.verify.evidence import Evidence
-from shardtrain.tools.verify.run import Record
+from shardtrain.tools.verify.run import RankRecord
 
 AMPLIFYING = Path(__file__).parent / "amplifying_model.py"
 MESHES = ("dp_replicate=2", "dp_shard=2", "tp=2", "pp=2", "dp_replicate=2,dp_shard=2")
@@ -43,11 +43,11 @@ def test_rounding_allows_what_it_does_to_one_process_and_a_thousandth_at_most() 
 def evidence(gradients: list[torch.Tensor], theirs: torch.Tensor) -> Evidence:
     """One parameter, w, of which the ranks of dp_replicate have copies, with the norm and loss of one process."""
 
-    def record(rank: int, gradient: torch.Tensor) -> Record:
+    def record(rank: int, gradient: torch.Tensor) -> RankRecord:
         parts = {"initial/w": torch.zeros_like(theirs), "gradient/0/w": gradient}
         place = {"dp_replicate": rank, "dp_shard": 0, "pp": 0, "cp": 0, "tp": 0}
         whole = dict.fromkeys(parts, (slice(0, len(theirs)),))
-        return Record(rank, place, [4.0], [float(theirs.norm())], parts, whole, {"balanced": False})
+        return RankRecord(rank, place, [4.0], [float(theirs.norm())], parts, whole, {"balanced": False})
 
     alone = record(0, theirs)
     expected = Expected(alone, Layout(("w",), "layers", ()))

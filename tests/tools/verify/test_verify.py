@@ -13,7 +13,7 @@ import torch
 from shardtrain import cli, config
 from shardtrain.tools import verify
 from shardtrain.tools.verify import meshes, report, request
-from shardtrain.tools.verify.report import Row
+from shardtrain.tools.verify.report import MeshResult
 from shardtrain.utils.errors import ConfigError
 
 CLEAN = ("dp_shard=2", "tp=2", "cp=2", "pp=2", "ep=2")
@@ -118,7 +118,7 @@ def test_each_schedule_is_tried_on_each_mesh_with_stages():
     loaded = config.load(None, [])
     plans = meshes.requested(loaded, ["pp=2", "tp=2"], ("1F1B", "ZBVZeroBubble"))
     assert [(plan.name, plan.schedule) for plan in plans] == [("pp=2", "1F1B"), ("pp=2", "ZBVZeroBubble"), ("tp=2", "")]
-    task = verify.plan(loaded, request.Request(meshes=("pp=2",), schedules=("1F1B", "ZBVZeroBubble")))
+    task = verify.plan(loaded, request.VerifyOptions(meshes=("pp=2",), schedules=("1F1B", "ZBVZeroBubble")))
     assert task.reference.model.overrides["num_layers"] == 4  # two stages on each of two ranks
 
 
@@ -136,7 +136,7 @@ def test_options_that_verify_turns_off_are_said_and_are_not_a_mistake():
         "activation_checkpoint.memory_budget": 0.3,
     }
     loaded = config.load(None, [f"--{name}={value}" for name, value in options.items()])
-    task = verify.plan(loaded, request.Request(meshes=("dp_shard=2",)))
+    task = verify.plan(loaded, request.VerifyOptions(meshes=("dp_shard=2",)))
     told = "\n".join(task.notes)
     assert "optimizer: Muon -> AdamW" in told and "precision: float16 -> float32" in told
     assert "compile: off" in told and "memory_budget" in told
@@ -157,7 +157,7 @@ def test_the_words_of_a_request():
         "3",
         "--json",
     ]
-    expected = request.Request(
+    expected = request.VerifyOptions(
         "run.toml", ("tp=2", "pp=2", "cp=2"), steps=5, full=True, json=True, overrides=("--debug.seed", "3")
     )
     assert request.read(words) == expected
@@ -198,15 +198,15 @@ EXITS = {
     ("differs", "not possible"): (4, 4, 4),
 }
 REQUESTS = (
-    request.Request(),
-    request.Request(meshes=("tp=2",)),
-    request.Request(meshes=("tp=2",), allow_impossible=True),
+    request.VerifyOptions(),
+    request.VerifyOptions(meshes=("tp=2",)),
+    request.VerifyOptions(meshes=("tp=2",), allow_impossible=True),
 )
 
 
 @pytest.mark.parametrize("verdicts", EXITS)
 def test_exit_status_of_verdicts(verdicts):
-    rows = [Row("tp=2", "", verdict) for verdict in verdicts]
+    rows = [MeshResult("tp=2", "", verdict) for verdict in verdicts]
     assert tuple(report.exit_code(rows, one) for one in REQUESTS) == EXITS[verdicts]
 
 
@@ -223,7 +223,7 @@ def test_a_mesh_that_the_model_rules_out_fails_unless_allowed(tmp_path, capsys):
 
 
 def test_a_mesh_that_the_configuration_rules_out_is_a_row_if_allowed():
-    task = verify.plan(config.load(None, []), request.Request(meshes=("tp=3",), allow_impossible=True))
+    task = verify.plan(config.load(None, []), request.VerifyOptions(meshes=("tp=3",), allow_impossible=True))
     assert "does not divide" in task.plans[0].problem
 
 
@@ -233,9 +233,12 @@ def test_allow_impossible_without_meshes_is_rejected(capsys):
 
 
 def test_the_table_tells_what_differs():
-    same, wrong = Row("tp=2", "", "same", 1.0, 0, 0.0, 0.0, 0.0, 0.0), Row("cp=2", "", "failed", cause="rank 1 died")
-    differs = Row("pp=2", "1F1B", "differs", 1.0, 0, 1.0, float("inf"), 0.0, 0.0, "step 1: here", "this")
-    impossible = Row("ep=2", "", "not possible", cause="no experts")
+    same, wrong = (
+        MeshResult("tp=2", "", "same", 1.0, 0, 0.0, 0.0, 0.0, 0.0),
+        MeshResult("cp=2", "", "failed", cause="rank 1 died"),
+    )
+    differs = MeshResult("pp=2", "1F1B", "differs", 1.0, 0, 1.0, float("inf"), 0.0, 0.0, "step 1: here", "this")
+    impossible = MeshResult("ep=2", "", "not possible", cause="no experts")
     text = report.table([same, wrong, differs, impossible])
     assert "pp=2 1F1B: step 1: here\n  likely cause: this" in text and "ep=2: not possible: no experts" in text
     assert json.loads(report.document("m", [], [differs], 4))["rows"][0]["gradient"] is None

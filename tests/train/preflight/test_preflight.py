@@ -21,7 +21,7 @@ from tiers import cases
 
 from shardtrain import cli, config
 from shardtrain.launch import local
-from shardtrain.launch.watch import Watch
+from shardtrain.launch.watch import ChildWatch
 from shardtrain.train import trainer
 from shardtrain.train.preflight import judge, machine, memory, model, require, require_in_child
 from shardtrain.utils.errors import ShardtrainError
@@ -373,7 +373,7 @@ def test_a_process_that_will_fork_opens_nothing_itself(folder: Path, words: list
     before = threads()
     in_child: ShardtrainError | None = None
     try:
-        require_in_child(loaded, machine.this_machine(loaded, 1), Watch())
+        require_in_child(loaded, machine.this_machine(loaded, 1), ChildWatch())
     except ShardtrainError as error:
         in_child = error
     assert threads() == before

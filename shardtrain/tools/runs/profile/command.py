@@ -12,7 +12,7 @@ from typing import Any
 
 from shardtrain.tools.runs.profile.trace import Summary, read
 from shardtrain.tools.runs.run_files import read_options
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import visible
 from shardtrain.utils.sparkline import bars_for, sparkline
@@ -24,7 +24,7 @@ _FILE = re.compile(r"^rank(\d+)_trace\.json(\.gz)?$")
 
 def main(words: Sequence[str]) -> int:
     """Print what the traces say; raises ConfigError and DataError."""
-    parser = Arguments(
+    parser = StrictArgumentParser(
         "shardtrain profile",
         "What the profiler traces of a run say (profiling.enable_profiling writes them): the costliest "
         "operations, communication that no computation hid, and memory over time.",

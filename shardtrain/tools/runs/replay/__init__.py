@@ -16,9 +16,9 @@ from pathlib import Path
 
 from shardtrain import config as configs
 from shardtrain.config import Loaded
-from shardtrain.config.command_line import Option, number_of, take
+from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.launch import environment, local
-from shardtrain.tools.runs.replay.plan import RESOLVED_CONFIG, Plan, config_of, plan
+from shardtrain.tools.runs.replay.plan import RESOLVED_CONFIG, ReplayPlan, config_of, plan
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
@@ -75,7 +75,7 @@ def main(words: Sequence[str]) -> int:
     return status
 
 
-def _start(loaded: Loaded, found: Plan, request: _Request, words: Sequence[str]) -> int:
+def _start(loaded: Loaded, found: ReplayPlan, request: _Request, words: Sequence[str]) -> int:
     """Run as one rank of several, or start them."""
 
     def rank(replayed: Loaded) -> None:
@@ -122,7 +122,7 @@ def _load(request: _Request) -> Loaded:
 
 
 def _read(words: Sequence[str]) -> _Request:
-    taken = take(words, {"--nproc": Option(number_of("processes"), "2"), "--output": Option(example="FOLDER")})
+    taken = take(words, {"--nproc": VerbOption(number_of("processes"), "2"), "--output": VerbOption(example="FOLDER")})
     places, overrides = taken.places(2)
     steps = re.fullmatch(r"(\d{1,15})(?::(\d{1,15}))?", places[0] if places else "")
     first, last = (int(steps[1]), int(steps[2] or steps[1])) if steps else (0, 0)

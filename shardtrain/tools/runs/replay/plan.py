@@ -15,7 +15,7 @@ RESOLVED_CONFIG = "config.resolved.toml"
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReplayPlan:
     """What is made again: steps ``base`` + 1 to ``last`` of the run in ``run_folder``."""
 
     run_folder: Path
@@ -29,7 +29,7 @@ class Plan:
     """What the run left out of its data, as its newest checkpoint knows; see ``guard.Rewind``."""
 
 
-def plan(config: Config, first: int, last: int) -> Plan:
+def plan(config: Config, first: int, last: int) -> ReplayPlan:
     """Where to start, and what is known of the run."""
     run_folder = Path(config.job.dump_folder)
     folder = run_folder / config.checkpoint.folder
@@ -60,10 +60,10 @@ def plan(config: Config, first: int, last: int) -> Plan:
         from shardtrain.train.run_folder import read_world_size
 
         world_size = read_world_size(run_folder / RESOLVED_CONFIG)
-    return Plan(run_folder, folder, base, last, world_size, tuple(map(tuple, rewinds)))
+    return ReplayPlan(run_folder, folder, base, last, world_size, tuple(map(tuple, rewinds)))
 
 
-def config_of(config: Config, found: Plan, output: Path) -> Config:
+def config_of(config: Config, found: ReplayPlan, output: Path) -> Config:
     """The run's configuration, reading its checkpoint and writing its own log alone."""
     path = str(found.checkpoints / f"step-{found.base}") if found.base else config.checkpoint.initial_load_path
     # from its start a run takes the weights that it took then, in the way that it took them

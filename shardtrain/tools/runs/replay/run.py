@@ -20,7 +20,7 @@ from shardtrain.distributed import LOSS_AXES, process_group
 from shardtrain.metrics.sinks.jsonl import read_records
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience.guards.loss_spikes import Rewind
-from shardtrain.tools.runs.replay.plan import Plan
+from shardtrain.tools.runs.replay.plan import ReplayPlan
 from shardtrain.train import compatibility, shutdown, trainer
 from shardtrain.train.build import set_numerics
 from shardtrain.train.resume import resume, weights
@@ -33,7 +33,7 @@ OTHER_MESH = 1e-4
 """Relative difference of losses and norms that another number of ranks may make: sums are taken in another order."""
 
 
-def main(loaded: Loaded, plan: Plan) -> None:
+def main(loaded: Loaded, plan: ReplayPlan) -> None:
     """Make the steps again as one rank; raises NumericalError, on all ranks, at the first difference."""
     config = loaded.config
     with process_group.join(config.comm, config.training.device) as world:
@@ -52,7 +52,7 @@ def main(loaded: Loaded, plan: Plan) -> None:
         _compare_steps(run, plan, world)
 
 
-def _compare_steps(run: Run, plan: Plan, world: process_group.World) -> None:
+def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> None:
     path = plan.run_folder / "metrics.jsonl"
     same_mesh = plan.world_size in (None, world.size)
     records = {record["step"]: record for record in read_records(path)} if path.is_file() else {}

@@ -17,7 +17,7 @@ COLORS = ("#1f6feb", "#d1570b", "#1a7f37", "#8250df", "#bf3989", "#6e7781", "#0a
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """One curve: its name, its steps, its values, and which run's colour it has."""
 
     name: str
@@ -33,7 +33,7 @@ class Chart:
     """Curves over the step with one vertical axis."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[ChartLine]
     logarithmic: bool = False
 
     def data(self) -> dict[str, object]:

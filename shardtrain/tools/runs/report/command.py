@@ -8,7 +8,7 @@ from pathlib import Path
 from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.report import page
 from shardtrain.utils import atomic_io, storage_errors
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError, Problem
 
 _MOST_RUNS = 50
@@ -16,7 +16,7 @@ _MOST_RUNS = 50
 
 def main(words: Sequence[str]) -> int:
     """Write the page of some runs; raises ConfigError and StorageError."""
-    parser = Arguments(
+    parser = StrictArgumentParser(
         "shardtrain report",
         "Write one HTML page of one or several runs: curves, validation, time, alerts and options. "
         "It opens from disk and needs no network.",

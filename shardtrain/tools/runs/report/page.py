@@ -13,7 +13,7 @@ from typing import Any
 
 from shardtrain.launch.goodput.account import MEANINGS
 from shardtrain.metrics.record import TOTAL_SPEED
-from shardtrain.tools.runs.report.chart import COLORS, Chart, Line, format_number
+from shardtrain.tools.runs.report.chart import COLORS, Chart, ChartLine, format_number
 from shardtrain.tools.runs.run_files import POINTS, RunRecord, Series
 from shardtrain.utils.redact import visible
 
@@ -94,11 +94,11 @@ def _names(runs: Sequence[RunRecord]) -> list[str]:
 def _charts(runs: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
     points = max(100, POINTS * 4 // max(4, len(runs)))
 
-    def lines(metric: str, source: str = "metrics", suffix: str = "") -> Iterable[Line]:
+    def lines(metric: str, source: str = "metrics", suffix: str = "") -> Iterable[ChartLine]:
         for color, (run, name) in enumerate(zip(runs, names, strict=True)):
             series: Series | None = getattr(run, source).get(metric)
             if series is not None and len(series.steps):
-                yield Line(name + suffix, *series.thinned(points), color=color, dots=source == "validation")
+                yield ChartLine(name + suffix, *series.thinned(points), color=color, dots=source == "validation")
 
     # The charts of CHARTS, then rows of each source in one, then a chart for every metric that is not known here.
     found = []

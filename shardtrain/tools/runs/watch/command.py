@@ -15,9 +15,9 @@ from types import FrameType
 from typing import Any
 
 from shardtrain.tools.runs import list_runs
-from shardtrain.tools.runs.watch.following import Followed
+from shardtrain.tools.runs.watch.following import FollowedRun
 from shardtrain.tools.runs.watch.screen import Terminal, frame
-from shardtrain.utils.arguments import Arguments
+from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import color_allowed
 from shardtrain.utils.sparkline import BARS, bars_for
@@ -33,7 +33,7 @@ _MOST_RUNS = 32
 
 def main(words: Sequence[str]) -> int:
     """Show the runs until q or Ctrl-C, or once; raises ConfigError."""
-    parser = Arguments(
+    parser = StrictArgumentParser(
         "shardtrain watch",
         "A live view of runs, from their files alone: loss, speed, memory, time, alerts. It works on any "
         "machine that sees the folder, also before the run has started, and changes nothing.",
@@ -47,7 +47,7 @@ def main(words: Sequence[str]) -> int:
         rule = "must be 0.1 to 3600 seconds"
         fix = "leave it out for one frame a second"
         raise ConfigError(Problem("--interval_seconds", asked.interval_seconds, rule, fix, "command line"))
-    followed = [Followed(folder) for name in asked.folders for folder in _folders(Path(name))][:_MOST_RUNS]
+    followed = [FollowedRun(folder) for name in asked.folders for folder in _folders(Path(name))][:_MOST_RUNS]
     if asked.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
         for one in followed:
             one.look()
@@ -69,7 +69,7 @@ def _folders(path: Path) -> list[Path]:
     return found or [path]
 
 
-def _show(followed: Sequence[Followed], interval_seconds: float) -> None:
+def _show(followed: Sequence[FollowedRun], interval_seconds: float) -> None:
     selected = 0
     due = 0.0
     while True:

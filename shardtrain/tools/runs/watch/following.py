@@ -66,7 +66,7 @@ class Tail:
 
 
 @dataclass
-class Followed:
+class FollowedRun:
     """One run as its files tell of it so far."""
 
     folder: Path

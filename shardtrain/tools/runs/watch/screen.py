@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardtrain.metrics.record import TOTAL_SPEED
 from shardtrain.tools.runs.report.chart import format_number
-from shardtrain.tools.runs.watch.following import Followed
+from shardtrain.tools.runs.watch.following import FollowedRun
 from shardtrain.utils.redact import redact, visible
 from shardtrain.utils.sparkline import ASCII_BARS, BARS, sparkline
 from shardtrain.utils.units import format_seconds
@@ -47,7 +47,7 @@ class Terminal:
         return f"\x1b[{number}m{text}\x1b[0m" if self.color else text
 
 
-def frame(followed: Sequence[Followed], selected: int, terminal: Terminal) -> list[str]:
+def frame(followed: Sequence[FollowedRun], selected: int, terminal: Terminal) -> list[str]:
     """The lines of a frame, none longer than the terminal is wide, and no more than it has."""
     lines: list[str] = []
     if len(followed) > 1:
@@ -64,7 +64,7 @@ def frame(followed: Sequence[Followed], selected: int, terminal: Terminal) -> li
     return [*lines[: terminal.lines - 2], "", _cut(KEYS if len(followed) > 1 else "q quit", terminal.columns)]
 
 
-def _details(one: Followed, terminal: Terminal) -> list[str]:
+def _details(one: FollowedRun, terminal: Terminal) -> list[str]:
     """The lines of one run: its state, a bar of its steps, its curves, where the time went, counts and alerts."""
     width = terminal.columns
     age = f"{format_seconds(round(one.age_seconds))} ago" if math.isfinite(one.age_seconds) and one.last else ""
@@ -105,7 +105,7 @@ def _details(one: Followed, terminal: Terminal) -> list[str]:
     return lines
 
 
-def _time(one: Followed, terminal: Terminal) -> list[str]:
+def _time(one: FollowedRun, terminal: Terminal) -> list[str]:
     """Return two lines: goodput with a bar of how the time was spent, and the percentage of each bin."""
     total = one.account.running_seconds
     if not total:
@@ -124,19 +124,19 @@ def _time(one: Followed, terminal: Terminal) -> list[str]:
     return [_cut(head + bar, terminal.columns), _cut(percentages, terminal.columns)]
 
 
-def _curve(one: Followed, name: str) -> Curve:
+def _curve(one: FollowedRun, name: str) -> Curve:
     return one.curves.get(name, ([], []))
 
 
-def _name(one: Followed) -> str:
+def _name(one: FollowedRun) -> str:
     return redact(visible(os.path.basename(os.path.realpath(one.folder)), lines=False))
 
 
-def _step(one: Followed) -> str:
+def _step(one: FollowedRun) -> str:
     return f"{one.last['step']:,}" if one.last else "-"
 
 
-def _value(one: Followed, name: str) -> str:
+def _value(one: FollowedRun, name: str) -> str:
     return _number(one.last.get(name))
 
 

@@ -78,7 +78,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Row:
+class CheckResult:
     """The result of one check. ``error`` is None if nothing ran."""
 
     check: str
@@ -125,29 +125,29 @@ def free_memory() -> int:
     return min(free, limit - used) if limit else free
 
 
-def exit_code(rows: Sequence[Row]) -> int:
+def exit_code(rows: Sequence[CheckResult]) -> int:
     """Return 0 if at least one check passed and none failed, else 4."""
     verdicts = {row.verdict for row in rows}
     return 0 if "pass" in verdicts and "fail" not in verdicts else 4
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[CheckResult]) -> str:
     """Return one line with the number of checks that passed, failed, and were left out."""
     counts = {verdict: sum(row.verdict == verdict for row in rows) for verdict in ("pass", "fail", "left out")}
     text = f"{counts['pass']} passed, {counts['fail']} failed, {counts['left out']} left out"
     return f"{text}: nothing is known of what was left out" if counts["left out"] else text
 
 
-def run(loaded: Loaded, budget: int, sizes: Sizes | None = None) -> Iterator[Row]:
+def run(loaded: Loaded, budget: int, sizes: Sizes | None = None) -> Iterator[CheckResult]:
     """Run the checks one after the other, each in its own processes."""
     # not in parallel: the checks of a model share files that exist while this generator runs
     for check in itertools.chain(general(sizes or Sizes()), of_model(loaded, budget)):
         yield measured(check, budget)
 
 
-def measured(check: Check, budget: int) -> Row:
+def measured(check: Check, budget: int) -> CheckResult:
     """Run one check. It is left out if it needs more than ``budget`` bytes."""
-    row = Row(check.name, check.size, check.mesh, check.ranks, None, check.limit, "left out")
+    row = CheckResult(check.name, check.size, check.mesh, check.ranks, None, check.limit, "left out")
     if check.needs > budget:
         return replace(row, note=f"needs {format_bytes(check.needs)} of memory, {format_bytes(budget)} allowed")
     started = time.perf_counter()
@@ -270,7 +270,7 @@ def of_model(loaded: Loaded, budget: int) -> Iterator[Check]:
         return
     with temporary_folder("real") as folder:
 
-        def count(piece: layers.Piece) -> layers.Piece:
+        def count(piece: layers.PartialModel) -> layers.PartialModel:
             (found,) = _on_ranks(folder, 1, layers.count, piece.loaded.config, piece.cut_embedding, alone=True)
             return replace(piece, numel=found[0], largest_unit=found[1], widest=found[2])
 
@@ -333,7 +333,7 @@ def _line(cells: Iterable[str]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip()
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: CheckResult) -> tuple[str, ...]:
     error = "-"
     seconds = "-"
     if row.error is not None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from shardtrain import optim
 from shardtrain.checkpoint import tensors
 from shardtrain.checkpoint.grids import Grid
-from shardtrain.checkpoint.manifest import Manifest, StoredFile, StoredTensor
+from shardtrain.checkpoint.manifest import Manifest, StoredTensor, TensorFile
 from shardtrain.config.schema import Optimizer
 from shardtrain.data.order import sample_at
 from shardtrain.distributed import fake_backend, grad_clip
@@ -174,7 +174,7 @@ def stored_far(rank: int, num_ranks: int, rows: int, folder: str) -> dict[str, A
         file.seek((rows - TAIL) * row_bytes)
         file.write(bytes(tensors.bytes_of(expected)))
     whole = StoredTensor("bfloat16", (rows, COLUMNS), (Grid((0, 0), (rows, COLUMNS), 0, 0),))
-    manifest = Manifest(0, 1, "", "", (StoredFile(path.name, rows * row_bytes, "0" * 64),), {"weight": whole})
+    manifest = Manifest(0, 1, "", "", (TensorFile(path.name, rows * row_bytes, "0" * 64),), {"weight": whole})
     wanted = (slice(rows - TAIL, rows), slice(0, COLUMNS))
     found = tensors.read_part(manifest, path.parent, "weight", wanted)
     path.unlink()

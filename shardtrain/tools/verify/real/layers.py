@@ -48,7 +48,7 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Piece:
+class PartialModel:
     """A model to train one step of: overrides of the configured one, what they leave out, and its numbers."""
 
     name: str
@@ -70,7 +70,7 @@ class Piece:
         return 8 * self.numel + gathered + GIB // 4 * num_ranks
 
 
-def pieces(loaded: Loaded, budget: int, count: Callable[[Piece], Piece]) -> Iterator[Piece]:
+def pieces(loaded: Loaded, budget: int, count: Callable[[PartialModel], PartialModel]) -> Iterator[PartialModel]:
     """The whole where it fits into ``budget`` bytes, else pieces of it, each with as much as fits.
 
     ``count`` fills in the numbers of a piece.
@@ -127,8 +127,8 @@ def _layer(
     few: dict[str, Any],
     said: str,
     budget: int,
-    count: Callable[[Piece], Piece],
-) -> Piece:
+    count: Callable[[PartialModel], PartialModel],
+) -> PartialModel:
     """The layer with as many of its experts as fit."""
     experts = sizes.get("num_experts", 0)
     groups: dict[str, int] = {}
@@ -150,7 +150,7 @@ def _layer(
             groups = {"num_groups": 1, "top_groups": 1}
 
 
-def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut: bool) -> Piece:
+def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut: bool) -> PartialModel:
     """A piece in float32 on a CPU, with nothing on that would change a number or stop the one step."""
     model = {"overrides": {**loaded.config.model.overrides, **overrides}, "converters": []}
     sections: dict[str, dict[str, Any]] = {
@@ -190,10 +190,10 @@ def _piece(name: str, loaded: Loaded, overrides: dict[str, Any], said: str, cut:
             "pipeline_parallel_last_stage_less_layers": 0,
         },
     }
-    return Piece(name, changed(loaded, sections, set(), ""), said, cut)
+    return PartialModel(name, changed(loaded, sections, set(), ""), said, cut)
 
 
-def on_mesh(piece: Piece, degrees: Mapping[str, int]) -> Loaded:
+def on_mesh(piece: PartialModel, degrees: Mapping[str, int]) -> Loaded:
     """The piece's configuration on a mesh; ``dp_shard`` takes the ranks that are left."""
     options = {
         "tensor_parallel_degree": degrees.get("tp", 1),
@@ -265,11 +265,11 @@ class _Stream(SyntheticStream):
         return replace(batch, tokens_BT=batch.tokens_BT % self._embedding_rows)
 
 
-def _rows(piece: Piece, vocabulary: int) -> int:
+def _rows(piece: PartialModel, vocabulary: int) -> int:
     return min(FEW_ROWS, vocabulary) if piece.cut_embedding else vocabulary
 
 
-def reference(rank: int, num_ranks: int, piece: Piece, path: str) -> dict[str, float]:
+def reference(rank: int, num_ranks: int, piece: PartialModel, path: str) -> dict[str, float]:
     """Loss sum and gradients in float64 on one process, with the weights that the ranks have; leaves the gradients."""
     config = piece.loaded.config
     if config.debug.deterministic:
@@ -350,7 +350,7 @@ def _distance(gradient: Tensor, name: str, expected: float64.Gradients) -> tuple
     return math.fsum(difference), math.fsum(size)
 
 
-def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: Piece, path: str) -> dict[str, Any]:
+def step(rank: int, num_ranks: int, trainer: Any, config: Config, piece: PartialModel, path: str) -> dict[str, Any]:
     """One step of the trainer as one rank: what it says of loss and norm, and how far its gradients are off."""
     if config.debug.deterministic:
         set_determinism(config.debug.deterministic_warn_only)

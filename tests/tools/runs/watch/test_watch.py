@@ -22,9 +22,9 @@ from tiers import cases
 
 from shardtrain import cli
 from shardtrain.launch.goodput import events
-from shardtrain.launch.goodput.events import Progress, Start
+from shardtrain.launch.goodput.events import AttemptProgress, Start
 from shardtrain.tools.runs.watch import following
-from shardtrain.tools.runs.watch.following import Followed
+from shardtrain.tools.runs.watch.following import FollowedRun
 from shardtrain.tools.runs.watch.screen import Terminal, frame
 
 
@@ -42,22 +42,22 @@ def add(folder: Path, text: str, name: str = "metrics.jsonl") -> None:
         file.write(text)
 
 
-def steps(one: Followed) -> list[int]:
+def steps(one: FollowedRun) -> list[int]:
     return one.curves["loss"][0] if one.curves else []
 
 
 def test_what_is_appended_is_read_once_and_torn_lines_when_they_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = Followed(tmp_path)
+    one = FollowedRun(tmp_path)
     one.look()
     assert (one.state, steps(one)) == ("not there yet", [])
     add(tmp_path, lines(1, 3) + '{"step": 4, "lo')
     one.look()
     assert (one.state, steps(one), one.last["step"]) == ("under way", [1, 2, 3], 3)
     taken: list[bytes] = []
-    take = Followed._take
-    monkeypatch.setattr(Followed, "_take", lambda self, line: (taken.append(line), take(self, line)))
+    take = FollowedRun._take
+    monkeypatch.setattr(FollowedRun, "_take", lambda self, line: (taken.append(line), take(self, line)))
     add(tmp_path, 'ss": 2.5}\n')
     one.look()
     one.look()
@@ -65,7 +65,7 @@ def test_what_is_appended_is_read_once_and_torn_lines_when_they_are_whole(
 
 
 def test_a_run_that_goes_back_or_begins_again_is_reported_as_it_is(tmp_path: Path) -> None:
-    one = Followed(tmp_path)
+    one = FollowedRun(tmp_path)
     add(tmp_path, lines(1, 9))
     one.look()
     (tmp_path / "metrics.jsonl").write_text(lines(1, 4))  # resumed from a checkpoint: what came after it is gone
@@ -87,7 +87,7 @@ def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(tmp_path: Path, mo
     monkeypatch.setattr(following, "_SAMPLE_BYTES", 1 << 10)
     monkeypatch.setattr(following, "POINTS", 200)
     add(tmp_path, lines(1, 20_000))
-    one = Followed(tmp_path)
+    one = FollowedRun(tmp_path)
     one.look()
     found = steps(one)
     assert found == sorted(set(found)) and found[0] < 200 and one.last["step"] == 20_000
@@ -98,18 +98,18 @@ def test_a_long_file_is_sampled_and_its_curve_spans_all_steps(tmp_path: Path, mo
 def test_whatever_is_in_the_files_makes_a_frame(text: str, tmp_path: Path) -> None:
     for name in ("metrics.jsonl", "validation.jsonl", "logs/rank-0.log", "exit.json", "config.resolved.toml"):
         add(tmp_path, text, name)
-    one = Followed(tmp_path)
+    one = FollowedRun(tmp_path)
     one.look()
     assert frame([one], 0, Terminal(80, 24))
 
 
-def full(folder: Path) -> Followed:
+def full(folder: Path) -> FollowedRun:
     bins = {f"goodput_{name}_seconds": 10.0 for name in ("productive", "data", "checkpoint", "lost")}
     add(folder, lines(1, 300, grad_norm=1.5, memory_gib=61.3, spikes=2, stragglers=1, **bins))
     add(folder, "[training]\nsteps = 1000\n", "config.resolved.toml")
     add(folder, '{"step": 200, "loss": 3.25}\n', "validation.jsonl")
     add(folder, "2026-01-01 00:00:00 WARNING rank 3 is slow \x1b]0;owned\x07\n", "logs/rank-0.log")
-    one = Followed(folder)
+    one = FollowedRun(folder)
     one.look()
     return one
 
@@ -147,7 +147,7 @@ def test_goodput_of_a_run_is_one_number_for_every_command(
     add(run, lines(1, 3, goodput=0.93, goodput_productive_seconds=93.0, goodput_start_seconds=7.0))
     start = Start("a", "job", 1e9, 1e9, 0, 2, 0)
     seconds = {"step": 93.0, "start": 7.0} if exit_code is None else {"step": 93.0, "start": 7.0, "checkpoint": 2.0868}
-    progress = Progress("a", 1e9, 3, 1, seconds, exit_code is not None, 3)
+    progress = AttemptProgress("a", 1e9, 3, 1, seconds, exit_code is not None, 3)
     for event in (start, progress):
         events.append(run / events.FILE, event)
     if exit_code is not None:
