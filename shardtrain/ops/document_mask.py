@@ -306,10 +306,13 @@ def register_attention(
         sinks = saved[len(saved) - ctx.num_sinks :]
         saved = saved[: len(saved) - ctx.num_sinks]
         gradients = backward_operation(gradient_BTNH, *saved, ctx.window, ctx.scale)
-        sinks_gradients = [
-            None if sinks_N is None else attention_scores.sinks_gradient(gradient_BTNH, *saved[3:5], sinks_N)
-            for sinks_N in sinks
-        ]
+        sinks_gradients: list[Tensor | None] = []
+        for sinks_N in sinks:
+            if sinks_N is None:
+                sinks_gradients.append(None)
+                continue
+            out_BTNH, log_sum_BNT = saved[3:5]
+            sinks_gradients.append(attention_scores.sinks_gradient(gradient_BTNH, out_BTNH, log_sum_BNT, sinks_N))
         return (*gradients, None, *sinks_gradients, None, None)
 
     operation.register_autograd(differentiate, setup_context=save)
