@@ -1,9 +1,10 @@
 """Laws of a training step on an accelerator, tried on one that does not exist (``pretended_accelerator.py``).
 
 One step of the real trainer, built by the real build, for every family with every kind of recomputation, precision,
-parallelism, packing and optimizer: no operation mixes devices, and the host waits for the device once, for the loss and
-the gradient norm. Of the pairs of two options every one occurs in some case (a covering array of strength two, Cohen et
-al. 1997); which third options they meet with is left to the seed.
+parallelism, packing and optimizer: no operation mixes devices, and the host waits for the device once, for the loss
+and the gradient norm. No file of ``ops/cpu`` and ``distributed/cpu`` is imported. Of the pairs of two options every
+one occurs in some case (a covering array of strength two, Cohen et al. 1997); which third options they meet with is
+left to the seed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import random
+import sys
 import traceback
 from collections import Counter
 from typing import Any
@@ -188,8 +190,16 @@ def waits_of_a_step(case: Case) -> tuple[dict[str, int], list[str], int]:
     return reads, [f"{wait.where}: {wait.why}" for wait in device.waits if not wait.read], experts.calls
 
 
+def forbid_cpu_folders() -> None:
+    """Let imports from the folders of a CPU's code fail in this process, also of modules that are imported already."""
+    for folder in ("shardtrain.ops.cpu", "shardtrain.distributed.cpu"):
+        for name in [folder, *(name for name in sys.modules if name.startswith(f"{folder}."))]:
+            sys.modules[name] = None  # type: ignore[assignment]
+
+
 def broken(chosen: list[Case]) -> list[str]:
     """What is wrong with a step of each case, in words; in a fork, which knows the device."""
+    forbid_cpu_folders()
     wrong = []
     for case in chosen:
         name = ", ".join(case)
