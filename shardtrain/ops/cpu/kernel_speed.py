@@ -142,7 +142,7 @@ def _attention_speed(words: str, dtype: torch.dtype, width: int, times: int, gen
 
 
 def _packed_speed(dtype: torch.dtype, generator: torch.Generator) -> float:
-    if not packed_linear.is_available():
+    if not packed_linear.is_available(dtype):
         return 0.0
     x_RI = torch.randn(4, 1024, generator=generator).to(dtype)
     weight_OI = torch.randn(1024, 1024, generator=generator).to(dtype)

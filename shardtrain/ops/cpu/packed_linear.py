@@ -48,10 +48,19 @@ def product(x_RI: Tensor, packed_OI: Tensor, bias_O: Tensor | None = None) -> Te
     return torch.ops.mkldnn._linear_pointwise(x_RI, packed_OI, bias_O, "none", [], "")  # type: ignore[no-any-return]
 
 
-def is_available() -> bool:
-    """Whether this build of PyTorch has the operators."""
-    has_operators = all(hasattr(torch.ops.mkldnn, name) for name in ("_linear_pointwise", "_reorder_linear_weight"))
-    return torch.backends.mkldnn.is_available() and has_operators
+def is_available(dtype: torch.dtype) -> bool:
+    """True if this build of PyTorch has the operators and the processor supports them in ``dtype``.
+
+    oneDNN packs bfloat16 only on processors with AVX-512 or AVX-NE-CONVERT.
+    """
+    operators = ["_linear_pointwise", "_reorder_linear_weight"]
+    if dtype == torch.bfloat16:
+        operators.append("_is_mkldnn_bf16_supported")
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if not all(hasattr(torch.ops.mkldnn, name) for name in operators):
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def use_where_it_pays(model: nn.Module, passes: int, rows: int) -> bool:
