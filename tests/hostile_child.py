@@ -24,9 +24,10 @@ import torch.distributed as dist
 from small_checkpoint import checkpoints, rest, weights
 
 import shardtrain
-from shardtrain import cli, config, data
+from shardtrain import cli, config
 from shardtrain.data import sources
 from shardtrain.data.chat.chat_template import ChatTemplate
+from shardtrain.data.documents.columns import Unusable
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
 from shardtrain.launch import failure, local
@@ -219,7 +220,7 @@ def attempt(opener: Any, path: Path) -> dict[str, Any]:
         end = "read"
     except ShardtrainError:
         end = "refused"
-    except data.columns.Unusable:
+    except Unusable:
         end = "refused"
     except BaseException:
         end = traceback.format_exc()[-1500:]

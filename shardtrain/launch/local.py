@@ -121,7 +121,7 @@ def write_exit_before_ranks(loaded: Loaded, report: failure.Failure) -> None:
 
 
 def _reports_before_ranks() -> bool:
-    """True for rank 0 and for a process that is no rank. ``RANK`` alone may be the number of a node."""
+    """True for rank 0 and for a process that is not a rank. ``RANK`` alone may be the number of a node."""
     return os.environ.get("RANK", "0") == "0" or not environment.is_rank(os.environ)
 
 

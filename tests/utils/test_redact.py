@@ -61,7 +61,7 @@ def test_a_secret_in_an_address_is_masked(text: str, expected: str) -> None:
     assert redact(text) == expected
 
 
-def test_the_current_directory_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_current_directory_is_not_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("PWD", "OLDPWD"):
         monkeypatch.setenv(name, "/home/me/project")
     assert redact("in /home/me/project") == "in /home/me/project"

@@ -17,7 +17,7 @@ from shardtrain.distributed.mesh import Mesh
 from shardtrain.distributed.tensor_parallel import hf_plan
 from shardtrain.distributed.tensor_parallel.dropout_check import refuse_replicated_dropout
 from shardtrain.distributed.tensor_parallel.local_linear import multiply_local_parts
-from shardtrain.distributed.tensor_parallel.sequences import SequenceLength, Sequences, sequences_of
+from shardtrain.distributed.tensor_parallel.sequences import SequenceLength, Sequences
 from shardtrain.distributed.tensor_parallel.styles import (
     CopyToHeads,
     GatherFeatures,
@@ -177,3 +177,15 @@ def _accept_keyword_input(module: nn.Module) -> None:
         return (keywords[first],), {name: value for name, value in keywords.items() if name != first}
 
     module.register_forward_pre_hook(make_positional, with_kwargs=True)
+
+
+def sequences_of(mesh: Mesh, config: Config) -> Sequences:
+    """Return the exchange of the tensor-parallel ranks of a mesh (a collective)."""
+    recompute = config.activation_checkpoint
+    # "op" saves the outputs of reduce-scatters, which it recognizes by PyTorch's operation
+    keeps_exchanges = recompute.mode == "selective" and recompute.selective_ac_option == "op"
+    if mesh.device.type != "cpu" or config.compile.enable or keeps_exchanges:
+        return Sequences()
+    from shardtrain.distributed.cpu import shared_sequences  # a run on an accelerator does not import it
+
+    return shared_sequences.between(mesh)

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from shardtrain.config.schema import Config
-from shardtrain.distributed.mesh import Mesh
 from shardtrain.utils.errors import ConfigError, Problem
 
 
@@ -30,6 +28,7 @@ class SequenceLength:
         self._tokens = 0
 
     def set_from_positions(self, model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        """Take the length of the sequence from the positions (B, T) that a forward pass was called with."""
         positions_BT = inputs[1] if len(inputs) > 1 else next(iter(keywords.values()))
         self._tokens = positions_BT.size(1)
 
@@ -80,15 +79,3 @@ class Sequences:
         if not isinstance(sums_BTD, DTensor):
             sums_BTD = DTensor.from_local(sums_BTD, device_mesh, (Partial(),), run_check=False)
         return sums_BTD.redistribute(placements=(Shard(1),)).to_local()
-
-
-def sequences_of(mesh: Mesh, config: Config) -> Sequences:
-    """Return the exchange of the tensor-parallel ranks of a mesh (a collective)."""
-    recompute = config.activation_checkpoint
-    # "op" saves the outputs of reduce-scatters, which it recognizes by PyTorch's operation
-    keeps_exchanges = recompute.mode == "selective" and recompute.selective_ac_option == "op"
-    if mesh.device.type != "cpu" or config.compile.enable or keeps_exchanges:
-        return Sequences()
-    from shardtrain.distributed.cpu import shared_sequences  # a run on an accelerator does not import it
-
-    return shared_sequences.between(mesh)
