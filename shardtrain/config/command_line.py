@@ -68,7 +68,7 @@ def take(
         ConfigError: an option has no value, or one that its reader refuses, or is given twice and may not be.
         HelpPrinted: the help was asked for, and ``usage`` is its text.
 
-    >>> take(["run.toml", "--processes", "4", "--training.seq_len", "8"], {"--processes": Option(int)})
+    >>> take(["run.toml", "--processes", "4", "--training.seq_len", "8"], {"--processes": VerbOption(int)})
     Taken(own={'--processes': 4}, rest=('run.toml', '--training.seq_len', '8'), help=False)
     """
     own: dict[str, Any] = {}

@@ -129,7 +129,7 @@ class HubFormat:
     def source(self, name: str, config: Any = None) -> Source | None:
         """Where our tensor lies, its layer's number filled in; None where their format has no place for it.
 
-        >>> hub = Hub("A", "a", {"layers.*.w": "model.layers.*.u"}, lambda _: {}, lambda _: {})
+        >>> hub = HubFormat("A", "a", {"layers.*.w": "model.layers.*.u"}, lambda _: {}, lambda _: {})
         >>> hub.source("layers.3.w"), hub.source("head")
         ('model.layers.3.u', None)
         """
@@ -162,9 +162,9 @@ class HubFormat:
 def pieces(source: Source, shape: tuple[int, ...], head_dim: int) -> Iterator[TensorPiece]:
     """The boxes that make our tensor of ``shape``; for ``Heads``, of rows that are heads of ``head_dim`` each.
 
-    >>> [piece.name for piece in pieces(Experts("experts.#.w"), (2, 3, 4), 0)]
+    >>> [piece.name for piece in pieces(ExpertTensors("experts.#.w"), (2, 3, 4), 0)]
     ['experts.0.w', 'experts.1.w']
-    >>> [(piece.name, piece.ours[1]) for piece in pieces(Merged(("#.gate", "#.up")), (1, 4, 3), 0)]
+    >>> [(piece.name, piece.ours[1]) for piece in pieces(MergedExperts(("#.gate", "#.up")), (1, 4, 3), 0)]
     [('0.gate', slice(0, 2, None)), ('0.up', slice(2, 4, None))]
     >>> piece = list(pieces(Heads("qkv", 1, 3), (4, 5), 2))[1]
     >>> piece.theirs[0], piece.ours[0]

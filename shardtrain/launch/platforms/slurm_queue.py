@@ -90,7 +90,7 @@ class SlurmRecord:
     def line(self) -> str:
         """All of it on one line.
 
-        >>> Record("7", "RUNNING", nodes="n[1-2]", run_time="00:05:00", time_limit="02:00:00", restarts="1").line()
+        >>> SlurmRecord("7", "RUNNING", nodes="n[1-2]", run_time="00:05:00", time_limit="02:00:00", restarts="1").line()
         'slurm/7: RUNNING on n[1-2] for 00:05:00, 1:55:00 left, queued again 1 time'
         """
         words = f"slurm/{self.number}: {self.state}"

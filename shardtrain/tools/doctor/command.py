@@ -138,23 +138,22 @@ def _here(request: DoctorOptions, words: list[str]) -> int:
     print(f"shardtrain {__version__}: doctor with {ranks} ({choice.reason})", file=sys.stderr, flush=True)
 
     # The launcher writes logs and exit.json to the run's folder; those of the doctor go where they are removed.
-    folder = temporary.make("doctor")
-    os.environ[FOLDER] = str(folder)
-    launched = _with_folder(loaded, folder)
-    try:
-        if accelerators == 0:  # forked ranks share the modules imported here
-            with heartbeat("importing PyTorch"):
-                from shardtrain.tools.doctor import rank  # noqa: F401
+    with temporary.temporary_folder("doctor") as folder:
+        launched = _with_folder(loaded, folder)
+        os.environ[FOLDER] = str(folder)
+        try:
+            if accelerators == 0:  # forked ranks share the modules imported here
+                with heartbeat("importing PyTorch"):
+                    from shardtrain.tools.doctor import rank  # noqa: F401
 
-        words = ["doctor", *words]
-        status = local.launch_verb(launched, choice.count, lambda _: _run(request), words, accelerators)
-        report = folder / REPORT
-        if status or not report.is_file():
-            return status or 1
-        result = json.loads(report.read_text(encoding="utf-8"))
-    finally:
-        temporary.remove(folder)
-        del os.environ[FOLDER]
+            words = ["doctor", *words]
+            status = local.launch_verb(launched, choice.count, lambda _: _run(request), words, accelerators)
+            report = folder / REPORT
+            if status or not report.is_file():
+                return status or 1
+            result = json.loads(report.read_text(encoding="utf-8"))
+        finally:
+            del os.environ[FOLDER]
     return _print(request, result)
 
 

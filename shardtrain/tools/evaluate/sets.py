@@ -41,7 +41,7 @@ class RowsRead:
     def far(self) -> str:
         """Empty before the first batch.
 
-        >>> Read(1200, 14594).far(), Read(1200).far(), Read().far()
+        >>> RowsRead(1200, 14594).far(), RowsRead(1200).far(), RowsRead().far()
         ('1,200 of 14,594 sequences', '1,200 sequences', '')
         """
         of = f" of {self.total:,}" if self.total else ""
