@@ -34,7 +34,7 @@ import shardtrain
 from shardtrain import load_config
 from shardtrain.config import Loaded, derived
 from shardtrain.distributed.process_group import join, pick_device_type
-from shardtrain.facts.devices import peak_flops
+from shardtrain.facts.devices import DEVICE_TYPES, peak_flops
 from shardtrain.launch.environment import set_allocator_default
 from shardtrain.metrics.memory import read_peak
 from shardtrain.ops import accelerator, cross_entropy, device_kernels
@@ -585,7 +585,7 @@ def run_here(asked: argparse.Namespace, device: str) -> Iterator[Row]:
 def main(arguments: list[str]) -> int:
     """Run the parts; 1 where one gave no row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "xpu"))
+    parser.add_argument("--device", default="auto", choices=DEVICE_TYPES)
     parser.add_argument("--tiny", action="store_true", help="models that a CPU trains in seconds")
     parser.add_argument("--only", default=",".join(PARTS), help="parts, with commas between")
     parser.add_argument(

@@ -59,7 +59,7 @@ from shardtrain.checkpoint import async_save, holders, retention, save_plan, ten
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.checkpoint.grids import Axis, Grid
 from shardtrain.checkpoint.holders import Table
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredTensor, TensorFile, parse
+from shardtrain.checkpoint.manifest import Manifest, StoredTensor, TensorFile, parse
 from shardtrain.checkpoint.storage import LocalStorage
 from shardtrain.config import load
 from shardtrain.config.schema import Checkpoint, Config, Job
@@ -72,6 +72,7 @@ from shardtrain.data.prepared import shard_index
 from shardtrain.data.prepared.shard_writer import ShardWriter
 from shardtrain.data.prepared.shards import ShardTokenBuffer
 from shardtrain.data.tokenizers.open_tokenizer import open_tokenizer
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.metrics.sinks.jsonl import JsonlFile
 from shardtrain.metrics.sinks.tensorboard import TensorBoardSink, thinned
 from shardtrain.resilience.watchdog.heartbeat import Heartbeat

@@ -25,6 +25,7 @@ from shardtrain.checkpoint.choice import step_name
 from shardtrain.config import Loaded
 from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.distributed import LOSS_AXES
+from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.facts.file_kinds import known_endings
 from shardtrain.launch import failure, local
 from shardtrain.ops import chosen_kernels
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from shardtrain.distributed.process_group import World
     from shardtrain.train.run import Run
 
-DTYPES = ("float32", "bfloat16", "float16")
 __all__ = ["StepResult", "Trainer", "evaluate", "generate", "load_config", "load_model", "plan", "report", "verify"]
 
 
@@ -257,9 +257,9 @@ def load_model(
     """
     if not Path(path).exists():
         raise ConfigError(Problem("path", str(path), "does not exist", "name a run's folder or a checkpoint"))
-    if dtype not in (None, *DTYPES):
+    if dtype not in (None, *COMPUTE_DTYPES):
         raise ConfigError(
-            Problem("dtype", dtype, f"must be one of {', '.join(DTYPES)}", "omit it to use the run's dtype")
+            Problem("dtype", dtype, f"must be one of {', '.join(COMPUTE_DTYPES)}", "omit it to use the run's dtype")
         )
     config_file = None if config is None else Path(config)
     wanted = None if step is None else step_name(step)

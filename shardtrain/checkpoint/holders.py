@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardtrain.checkpoint.collectives import gather_distinct_json
-from shardtrain.checkpoint.manifest import ITEM_BYTES
 from shardtrain.checkpoint.resharding import Box, Ints
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.ops.dtensor import is_distributed, local_slices, local_tensor, sharded_dim
 from shardtrain.utils.errors import CheckpointError
 

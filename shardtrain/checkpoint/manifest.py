@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shardtrain.checkpoint.grids import Axis, Chunk, Grid, file_numbers
 from shardtrain.checkpoint.resharding import Box, check_tiling
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils import checked_json, garbage_collection
 from shardtrain.utils.errors import CheckpointError
 
@@ -33,11 +34,6 @@ VERSION = 2
 MAX_BYTES = 2**30
 """A manifest above 1 GiB is refused unread: a run of 10,000 ranks writes less."""
 
-ITEM_BYTES = {
-    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
-    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
-}  # fmt: skip
-"""Types that a tensor may have, and bytes per element."""
 WEIGHTS_PREFIX = "model."
 """Names of weights begin with it, and no others."""
 

@@ -19,11 +19,12 @@ from shardtrain.checkpoint import tensors as tensor_files
 from shardtrain.checkpoint.collectives import all_gather_json, broadcast_json, first_rank, gather_distinct_json
 from shardtrain.checkpoint.grids import Chunk
 from shardtrain.checkpoint.holders import box_of
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, TensorFile
+from shardtrain.checkpoint.manifest import Manifest, TensorFile
 from shardtrain.checkpoint.node_disks import speaks_for_its_node
 from shardtrain.checkpoint.resharding import Box, overlap
 from shardtrain.checkpoint.save_plan import SavePlan
 from shardtrain.checkpoint.storage import Place
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils.errors import CheckpointError, StorageError
 from shardtrain.utils.log import logger
 

@@ -7,14 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardtrain.checkpoint.manifest import ITEM_BYTES
-
-TYPES = {
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2", "int64": "I64", "int32": "I32", "int16": "I16", "int8": "I8", "uint8": "U8",
-    "bool": "BOOL",
-}  # fmt: skip
-"""What the format calls the types of torch."""
+from shardtrain.facts.dtypes import ITEM_BYTES, SAFETENSORS_NAMES
 
 
 def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> memoryview:
@@ -23,7 +16,7 @@ def header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> memoryview:
     begin = 0
     for name, (dtype, shape) in tensors.items():
         end = begin + math.prod(shape) * ITEM_BYTES[dtype]
-        fields[name] = {"dtype": TYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        fields[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(fields).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8

@@ -21,8 +21,9 @@ from shardtrain.checkpoint import holders
 from shardtrain.checkpoint.collectives import any_rank
 from shardtrain.checkpoint.grids import Axis, Grid
 from shardtrain.checkpoint.holders import Held, HeldBoxes
-from shardtrain.checkpoint.manifest import ITEM_BYTES, MAX_BYTES, StoredTensor, least_bytes, too_large
+from shardtrain.checkpoint.manifest import MAX_BYTES, StoredTensor, least_bytes, too_large
 from shardtrain.checkpoint.resharding import Ints
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils.errors import CheckpointError
 
 

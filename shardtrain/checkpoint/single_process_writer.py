@@ -13,7 +13,8 @@ from torch import Tensor
 from shardtrain import __version__
 from shardtrain.checkpoint import files, manifest
 from shardtrain.checkpoint.grids import Grid
-from shardtrain.checkpoint.manifest import ITEM_BYTES, MANIFEST, Manifest, StoredTensor
+from shardtrain.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils.errors import require_new
 
 

@@ -21,9 +21,10 @@ from torch import Tensor
 from shardtrain.checkpoint import files
 from shardtrain.checkpoint.grids import Grid, ranges
 from shardtrain.checkpoint.holders import box_of
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest
+from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.checkpoint.resharding import Box, Ints
 from shardtrain.checkpoint.storage import Place
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.utils import activity, garbage_collection
 from shardtrain.utils.errors import CheckpointError

@@ -19,10 +19,11 @@ from shardtrain.checkpoint import files, tensor_reader
 from shardtrain.checkpoint.collectives import rank_and_size
 from shardtrain.checkpoint.grids import Chunk
 from shardtrain.checkpoint.holders import tables_of_ranks
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, TensorFile
+from shardtrain.checkpoint.manifest import Manifest, TensorFile
 from shardtrain.checkpoint.resharding import Box
 from shardtrain.checkpoint.save_plan import SavePlan
 from shardtrain.checkpoint.storage import Place
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.utils.errors import CheckpointError
 

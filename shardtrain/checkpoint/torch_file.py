@@ -19,8 +19,8 @@ from typing import IO, Any, BinaryIO
 import torch
 from torch import Tensor
 
-from shardtrain.checkpoint.manifest import ITEM_BYTES
 from shardtrain.checkpoint.pickled import Made, Name, parse
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardtrain.checkpoint import files, manifest
-from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, StoredTensor
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest, StoredTensor
 from shardtrain.checkpoint.safetensors_header import header
 from shardtrain.checkpoint.storage import Place
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils.errors import CheckpointError
 
 

@@ -16,6 +16,7 @@ from shardtrain.config.schema import Comm
 from shardtrain.distributed.rendezvous import gloo_sockets, signed_store
 from shardtrain.distributed.rendezvous.attempt_store import store_at_address, store_of_attempt
 from shardtrain.distributed.rendezvous.signed_store import ForgedError
+from shardtrain.facts.devices import ACCELERATOR_TYPES
 from shardtrain.ops import accelerator
 from shardtrain.utils import library_environment
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
@@ -55,7 +56,7 @@ def pick_device_type(wanted: str) -> str:
     """The type of device for ``training.device``; raises ConfigError where the one asked for is missing."""
     found = accelerator.found()
     if wanted == "auto":
-        return found if found in accelerator.CAN_TRAIN else "cpu"
+        return found if found in ACCELERATOR_TYPES else "cpu"
     if wanted not in ("cpu", found):
         rule = f"finds no such device{f', and PyTorch finds {found} here' if found else ''}"
         raise ConfigError(Problem("training.device", wanted, rule, 'use "cpu" or "auto"'))

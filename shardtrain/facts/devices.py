@@ -9,7 +9,14 @@ import functools
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
+
+DeviceType = Literal["auto", "cpu", "cuda", "xpu"]
+"""PyTorch's names of the devices that can train. ``auto`` is the accelerator that PyTorch finds, else the CPU."""
+
+DEVICE_TYPES: tuple[str, ...] = get_args(DeviceType)
+ACCELERATOR_TYPES = tuple(name for name in DEVICE_TYPES if name not in ("auto", "cpu"))
+"""Accelerators that can train: PyTorch has collectives and 64-bit numbers on them."""
 
 _ALIASES = {"v100": "v100-32gb", "a100": "a100-80gb", "a100-80": "a100-80gb", "a100-40": "a100-40gb"}
 

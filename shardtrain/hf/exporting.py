@@ -18,8 +18,9 @@ from torch import Tensor
 from shardtrain import models
 from shardtrain.checkpoint import files, manifest, tensors
 from shardtrain.checkpoint.async_save import pieces
-from shardtrain.checkpoint.manifest import ITEM_BYTES, WEIGHTS_PREFIX, Manifest, TensorFile
+from shardtrain.checkpoint.manifest import WEIGHTS_PREFIX, Manifest, TensorFile
 from shardtrain.checkpoint.safetensors_header import header
+from shardtrain.facts.dtypes import COMPUTE_DTYPES, ITEM_BYTES
 from shardtrain.hf import as_is, mapping, source
 from shardtrain.hf.generation_config import GENERATION, TOKENS, with_tokens
 from shardtrain.hf.mapping import Translation
@@ -33,8 +34,6 @@ from shardtrain.models.architecture import saved_config
 from shardtrain.utils.errors import CheckpointError, ConfigError, require_new
 
 SHARD_BYTES = 5 * 10**9
-TYPES = ("float32", "float16", "bfloat16")
-"""Types that weights are written in."""
 _OF_TOKENIZERS = re.compile(
     rf"{TOKENIZERS.pattern}|special_tokens_map\.json|added_tokens\.json|chat_template\..*|.*chat_templates/.*"
 )
@@ -106,7 +105,7 @@ class Writer:
         for theirs, parts in self._made_of.items():
             ours = parts[0][0]
             stored_type = self.stored.tensors[WEIGHTS_PREFIX + ours].dtype
-            default = of_config if of_config in TYPES else stored_type
+            default = of_config if of_config in COMPUTE_DTYPES else stored_type
             self._types[theirs] = wanted.dtype or of_source.get(ours) or default
         if wanted.source is None:
             fields["torch_dtype"] = next(iter(self._types.values()))

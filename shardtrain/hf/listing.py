@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from shardtrain.checkpoint.safetensors_header import TYPES
+from shardtrain.facts.dtypes import SAFETENSORS_NAMES
 from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.utils import atomic_io, checked_json
 from shardtrain.utils.errors import CheckpointError
@@ -75,7 +75,7 @@ def _few(names: list[str]) -> list[str]:
 
 def _types_of(path: Path) -> list[str] | None:
     """Return the dtype of each tensor, or None if the file is truncated or not a safetensors file."""
-    names = {word: name for name, word in TYPES.items()}
+    names = {word: name for name, word in SAFETENSORS_NAMES.items()}
     try:
         with open(path, "rb", opener=atomic_io.without_waiting) as file:
             length = int.from_bytes(file.read(8), "little")

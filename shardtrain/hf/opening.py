@@ -8,12 +8,12 @@ from typing import Any
 
 from shardtrain.config.load import Loaded
 from shardtrain.config.schema import Config, Model, Training
+from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.hf import source
 from shardtrain.hf.model import recognise
 from shardtrain.hub_formats.config_json import CONFIG, read_json
 from shardtrain.utils.log import logger
 
-_TYPES = ("float32", "float16", "bfloat16")
 _TOKENS = 2048
 """Tokens of a sequence where config.json does not say how many the model takes."""
 
@@ -58,7 +58,7 @@ def loaded_of(model: Mapping[str, Any], hf_config: Mapping[str, Any], assets: st
                 hf_assets_path=assets,
             ),
             training=Training(
-                mixed_precision_param=dtype if dtype in _TYPES else "float32",
+                mixed_precision_param=dtype if dtype in COMPUTE_DTYPES else "float32",
                 seq_len=tokens if type(tokens) is int and tokens > 0 else _TOKENS,
             ),
         )

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from shardtrain.checkpoint.safetensors_header import TYPES
+from shardtrain.facts.dtypes import SAFETENSORS_NAMES
 from shardtrain.hub_formats.config_json import MAX_JSON_BYTES
 from shardtrain.utils import checked_json, reading
 from shardtrain.utils.errors import CheckpointError
@@ -24,7 +24,7 @@ BIN = "pytorch_model.bin"
 WRAPPERS = ("module.", "_orig_mod.")
 """What DataParallel, DistributedDataParallel and torch.compile put before every name of a model."""
 T = TypeVar("T")
-_TYPES = {word: getattr(torch, name) for name, word in TYPES.items()}
+_TYPES = {word: getattr(torch, name) for name, word in SAFETENSORS_NAMES.items()}
 
 
 def has_safetensors(folder: Path) -> bool:

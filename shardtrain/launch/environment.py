@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shardtrain.config.derived import other_degrees
 from shardtrain.config.schema import Config
+from shardtrain.facts.devices import ACCELERATOR_TYPES
 from shardtrain.launch.goodput import ledger
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.private_network import NETWORK
@@ -186,7 +187,7 @@ def count_accelerators(device: str = "auto") -> int:
     from shardtrain.ops import accelerator
 
     found = accelerator.found()
-    usable = found in accelerator.CAN_TRAIN if device == "auto" else found == device
+    usable = found in ACCELERATOR_TYPES if device == "auto" else found == device
     return accelerator.module(found).device_count() if usable else 0  # type: ignore[no-any-return]
 
 

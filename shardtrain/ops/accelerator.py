@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 
 HOST = ("cpu", "meta")
-CAN_TRAIN = ("cuda", "xpu")
-"""Accelerators that ``training.device = "auto"`` takes: they have collectives and numbers of 64 bits."""
 
 
 def found() -> str:

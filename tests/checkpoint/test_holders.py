@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from shardtrain.checkpoint import holders, save_plan
 from shardtrain.checkpoint.collectives import all_gather_json
 from shardtrain.checkpoint.grids import Chunk
-from shardtrain.checkpoint.manifest import ITEM_BYTES
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils.errors import CheckpointError
 
 

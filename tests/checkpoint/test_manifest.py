@@ -20,6 +20,7 @@ from shardtrain.checkpoint import manifest, retention
 from shardtrain.checkpoint.grids import Axis, Grid
 from shardtrain.checkpoint.manifest import Manifest, StoredTensor, TensorFile
 from shardtrain.checkpoint.resharding import check_tiling, overlap
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils.errors import CheckpointError
 
 HASH = "0" * 64
@@ -204,7 +205,7 @@ def test_a_forged_value_anywhere_is_refused_or_makes_no_difference_to_safety(dat
         assert "/" not in file.name and file.name not in ("", ".", "..")
     for tensor in found.tensors.values():
         for chunk in tensor.chunks():
-            size = chunk.numel * manifest.ITEM_BYTES[tensor.dtype]
+            size = chunk.numel * ITEM_BYTES[tensor.dtype]
             assert chunk.begin >= 0 and chunk.begin + size <= found.files[chunk.file].bytes
 
 

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from shardtrain.checkpoint import files, tensor_reader
 from shardtrain.checkpoint.grids import Axis, Grid
-from shardtrain.checkpoint.manifest import ITEM_BYTES, Manifest, StoredTensor, TensorFile
+from shardtrain.checkpoint.manifest import Manifest, StoredTensor, TensorFile
 from shardtrain.checkpoint.save_plan import compress
+from shardtrain.facts.dtypes import ITEM_BYTES
 
 
 def stored_as(folder: Path, tensors: dict[str, tuple[torch.Tensor, list[list[int]]]], rng: Any = None) -> Manifest:

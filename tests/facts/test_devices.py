@@ -64,7 +64,7 @@ UNKNOWN = [
     "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 3090 Ti",
 ]  # fmt: skip
 ROWS = devices.table()["devices"]
-TRAINABLE = [name for name in devices.names() if ROWS[name].get("torch_device", "cuda") in ("cuda", "xpu")]
+TRAINABLE = [name for name in devices.names() if ROWS[name].get("torch_device", "cuda") in devices.ACCELERATOR_TYPES]
 NO_DRIVER_NAME = {"h100-96gb"}
 """Nobody published what the driver of this card reports."""
 

@@ -17,6 +17,8 @@ from shardtrain.config.schema.lora import Lora
 from shardtrain.config.schema.safety import Checkpoint, Comm, FaultTolerance, Numbers
 from shardtrain.config.schema.task import Task
 from shardtrain.config.schema.watch import MemoryEstimation, Metrics, Profiling
+from shardtrain.facts.devices import DeviceType
+from shardtrain.facts.dtypes import ComputeDtype
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Training(Numbers):
     """Keep parameters, gradients and optimizer state in host memory."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which parameters, gradients and optimizer state are stored."""
-    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    mixed_precision_param: ComputeDtype = "bfloat16"
     """Type in which forward and backward compute; float16 adds loss scaling."""
     mixed_precision_reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are reduced over ranks."""
@@ -179,7 +181,7 @@ class Training(Numbers):
     """First loss scale with float16 (shardtrain)."""
     loss_scale_growth_interval: int = 2000
     """Finite steps in a row after which the loss scale doubles, with float16 (shardtrain)."""
-    device: Literal["auto", "cpu", "cuda", "xpu"] = "auto"
+    device: DeviceType = "auto"
     """Where to train; auto is the accelerator that PyTorch finds: cuda (also ROCm) or xpu, otherwise cpu
     (shardtrain)."""
     flash_attention: Literal["FA2", "FA3", "FA4"] = "FA2"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from shardtrain.facts.dtypes import ComputeDtype
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -51,7 +53,7 @@ class Checkpoint:
     hf_interval: int = 0
     """Steps between two saves that are also written in Hugging Face format, as step-N-hf, which is deleted with step-N;
     0: none (shardtrain)."""
-    export_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    export_dtype: Literal["auto", ComputeDtype] = "auto"
     """Type of the weights in a weights-only save and in Hugging Face format. "auto": float32 in a save; in Hugging Face
     format the type of the folder that the run started from."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardtrain.checkpoint.choice import HELP, reject_step, step_name
-from shardtrain.tools.convert.checkpoint import DTYPES, KEEP_HELP
+from shardtrain.facts.dtypes import COMPUTE_DTYPES
+from shardtrain.tools.convert.checkpoint import KEEP_HELP
 from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError
 
@@ -28,7 +29,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--base", type=Path, help="checkpoint or Hugging Face folder of the weights (the run's own)")
     parser.add_argument("--keep_generation_config", action="store_true", help=KEEP_HELP)
     parser.add_argument("--config", type=Path, help="the run's TOML; found beside the checkpoint unless given")
-    parser.add_argument("--dtype", choices=DTYPES, default="", help="type of the sum (default: that of the weights)")
+    of_weights = "type of the sum (default: that of the weights)"
+    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=of_weights)
     found = parser.read(words)
     from shardtrain.hf.opening import is_hub_folder
     from shardtrain.lora import peft

@@ -15,7 +15,6 @@ from shardtrain.utils.errors import ConfigError, ShardtrainError
 if TYPE_CHECKING:
     from shardtrain.config import Config
 
-DTYPES = ("float32", "float16", "bfloat16")
 KEEP_HELP = "leave bos, eos and pad of config.json and generation_config.json as they were before training"
 
 

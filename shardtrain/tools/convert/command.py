@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.choice import HELP, reject_step, step_name
 from shardtrain.config.show import RESOLVED_CONFIG
+from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.hub_formats.config_json import CONFIG, read_json
-from shardtrain.tools.convert.checkpoint import DTYPES, KEEP_HELP, model_options, step_of, tokens_of_run
+from shardtrain.tools.convert.checkpoint import KEEP_HELP, model_options, step_of, tokens_of_run
 from shardtrain.tools.hub_client import refuse_token
 from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import CheckpointError, ConfigError, Problem, require_new
@@ -32,7 +33,7 @@ def import_main(words: Sequence[str]) -> int:
     )
     parser.add_argument("folder", type=Path, metavar="HF_DIR", help="config.json and safetensors")
     parser.add_argument("--to", type=Path, required=True, metavar="CHECKPOINT", help="a new folder")
-    parser.add_argument("--dtype", choices=DTYPES, default="", help="type of the weights (default: the file's)")
+    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help="type of the weights (default: the file's)")
     parser.add_argument("--vocab_size", type=int, default=0, help="let the vocabulary grow to so many rows")
     parser.add_argument("--legacy_bin", action="store_true", help="read pytorch_model.bin, as data: see docs/hub.md")
     parser.add_argument("--check", choices=CHECKS, default="auto", help="compare logits with transformers: docs/hub.md")
@@ -88,7 +89,7 @@ def export_main(words: Sequence[str]) -> int:
     parser.add_argument("--step", type=step_name, help=HELP)
     parser.add_argument("--to", type=Path, metavar="HF_DIR", help="a new folder")
     types = "type of all weights (default: what each has where the model came from)"
-    parser.add_argument("--dtype", choices=DTYPES, default="", help=types)
+    parser.add_argument("--dtype", choices=COMPUTE_DTYPES, default="", help=types)
     rarer.add_argument("--shard_gigabytes", type=float, default=5.0, help="largest file, in 10^9 bytes")
     parser.add_argument("--tokenizer", type=Path, help="folder whose tokenizer files are copied (default: the run's)")
     rarer.add_argument("--config", type=Path, help=f"the run's TOML (default: {RESOLVED_CONFIG} of the run)")

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from shardtrain.checkpoint import torch_file
-from shardtrain.checkpoint.manifest import ITEM_BYTES
 from shardtrain.checkpoint.pickled import Made, Name, parse
 from shardtrain.checkpoint.resharding import check_tiling
 from shardtrain.checkpoint.torch_file import damage
+from shardtrain.facts.dtypes import ITEM_BYTES
 from shardtrain.utils import atomic_io
 from shardtrain.utils.errors import CheckpointError
 

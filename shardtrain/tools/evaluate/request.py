@@ -9,6 +9,8 @@ from typing import Any
 from shardtrain import config as configs
 from shardtrain.checkpoint.choice import HELP, step_name
 from shardtrain.config.options import options
+from shardtrain.facts.devices import DEVICE_TYPES
+from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.facts.file_kinds import dataset_of, known_endings
 from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError, Problem
@@ -109,8 +111,8 @@ def _arguments() -> StrictArgumentParser:
     rarer.add_argument("--limit", type=int, help="questions per task (all)")
     a.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes no result")
     a.add_argument("--output", type=Path, help="JSON file to write too, which must not exist")
-    rarer.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="type to compute in; the run's own")
-    rarer.add_argument("--device", choices=("auto", "cpu", "cuda", "xpu"), help="where; the run's own training.device")
+    rarer.add_argument("--dtype", choices=COMPUTE_DTYPES, help="type to compute in; the run's own")
+    rarer.add_argument("--device", choices=DEVICE_TYPES, help="where; the run's own training.device")
     a.add_argument("--nproc", type=int, default=1, help="processes over which each layer is split (1)")
     return a
 

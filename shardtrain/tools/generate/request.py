@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardtrain.checkpoint.choice import HELP, step_name
+from shardtrain.facts.devices import DEVICE_TYPES
+from shardtrain.facts.dtypes import COMPUTE_DTYPES
 from shardtrain.utils.arguments import StrictArgumentParser, truth
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -102,8 +104,8 @@ def _arguments() -> StrictArgumentParser:
     a.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     rarer.add_argument("--seed", type=int, default=0, help="seed of the sampling (0)")
     rarer.add_argument("--batch_size", type=int, default=8, help="rows at once (8); changes no result")
-    rarer.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="type to compute in; the run's own")
-    rarer.add_argument("--device", choices=("auto", "cpu", "cuda", "xpu"), help="where; the run's own training.device")
+    rarer.add_argument("--dtype", choices=COMPUTE_DTYPES, help="type to compute in; the run's own")
+    rarer.add_argument("--device", choices=DEVICE_TYPES, help="where; the run's own training.device")
     rarer.add_argument("--nproc", type=int, default=1, help="processes over which each layer is split (1)")
     rarer.add_argument("--no_cache", action="store_true", help="compute keys and values again for each new token")
     return a

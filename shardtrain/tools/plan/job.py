@@ -9,7 +9,8 @@ from typing import Literal
 from shardtrain.config import derived, stages
 from shardtrain.config.schema import Config, Parallelism
 from shardtrain.config.schema.task import Task
-from shardtrain.facts.memory_sizes import DTYPE_BYTES, OPTIMIZER_STATES
+from shardtrain.facts.dtypes import ITEM_BYTES
+from shardtrain.facts.memory_sizes import OPTIMIZER_STATES
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,7 @@ def of_config(
         cp_method = "ulysses"
     elif p.context_parallel_rotate_method == "allgather":
         cp_method = "allgather"
-    state_width = 2 if config.optimizer.state_dtype == "bfloat16" else DTYPE_BYTES[training.dtype]
+    state_width = 2 if config.optimizer.state_dtype == "bfloat16" else ITEM_BYTES[training.dtype]
     if config.optimizer.name == "AdamW8bit":
         state_width = 1
     return PlannedJob(
@@ -195,9 +196,9 @@ def of_config(
         reshard=p.fsdp_reshard_after_forward,
         shard_states=p.shard_optimizer_states and p.data_parallel_replicate_degree > 1,
         loss_parallel=not p.disable_loss_parallel,
-        stored_width=DTYPE_BYTES[training.dtype],
-        compute_width=DTYPE_BYTES[compute],
-        reduce_width=DTYPE_BYTES[training.mixed_precision_reduce],
+        stored_width=ITEM_BYTES[training.dtype],
+        compute_width=ITEM_BYTES[compute],
+        reduce_width=ITEM_BYTES[training.mixed_precision_reduce],
         states=OPTIMIZER_STATES.get(config.optimizer.name, 2),
         state_width=state_width,
         early_step=config.optimizer.early_step_in_backward,

@@ -78,7 +78,9 @@ def named(name: str, loaded: Loaded, nproc: int | None) -> Machine:
         ConfigError: the name is unknown, or ``train`` does not run on such a device.
     """
     rows = devices.table()["devices"]
-    supported = [known for known in devices.names() if rows[known].get("torch_device", "cuda") in ("cuda", "xpu")]
+    supported = [
+        known for known in devices.names() if rows[known].get("torch_device", "cuda") in devices.ACCELERATOR_TYPES
+    ]
     known = devices.find(name)
     if known is None or known not in supported:
         from shardtrain.config import nearest

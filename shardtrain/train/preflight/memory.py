@@ -13,7 +13,8 @@ from typing import Any
 from shardtrain.config import Loaded, derived
 from shardtrain.config.rules.model import model_shape
 from shardtrain.config.schema import Config
-from shardtrain.facts.memory_sizes import DTYPE_BYTES, OPTIMIZER_STATES
+from shardtrain.facts.dtypes import ITEM_BYTES
+from shardtrain.facts.memory_sizes import OPTIMIZER_STATES
 from shardtrain.train.preflight.machine import Machine
 from shardtrain.utils.errors import Problem
 from shardtrain.utils.units import format_bytes
@@ -64,7 +65,7 @@ def _states(optimizer: str) -> int:
 def _width_of_states(config: Config) -> float:
     if config.optimizer.name == "AdamW8bit":
         return 1.0
-    return 2.0 if config.optimizer.state_dtype == "bfloat16" else DTYPE_BYTES.get(config.training.dtype, 4)
+    return 2.0 if config.optimizer.state_dtype == "bfloat16" else ITEM_BYTES[config.training.dtype]
 
 
 def surely_fits(loaded: Loaded, machine: Machine) -> bool:
@@ -106,7 +107,7 @@ def generous_guess(sizes: dict[str, Any]) -> int | None:
 def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemory]) -> int:
     """Bytes of weights, gradients and optimizer state of the rank that holds most, at least."""
     p = config.parallelism
-    width = DTYPE_BYTES.get(config.training.dtype, 4)
+    width = ITEM_BYTES[config.training.dtype]
     states = _states(config.optimizer.name)
     state_width = _width_of_states(config)
     # FSDP shards over context-parallel ranks as well; a split over tp comes on top
@@ -126,7 +127,7 @@ def checkpoint_bytes(config: Config, parameters: list[ParameterMemory]) -> int:
     """Bytes of a checkpoint: weights and the optimizer's state of those that learn; beside adapters nothing else."""
     if config.lora.enable:
         parameters = [one for one in parameters if one.trained]
-    width = DTYPE_BYTES.get(config.training.dtype, 4)
+    width = ITEM_BYTES[config.training.dtype]
     states = _states(config.optimizer.name)
     states_bytes = states * _width_of_states(config)
     return int(sum(one.num_elements * (width + states_bytes * one.trained) for one in parameters))
@@ -144,7 +145,7 @@ def batch_problem(loaded: Loaded, machine: Machine) -> Problem | None:
     activations = 0
     if isinstance(dim, int) and p.pipeline_parallel_degree == 1:
         shares = max(1, p.context_parallel_degree) * max(1, p.tensor_parallel_degree)
-        activations = tokens * dim * DTYPE_BYTES.get(derived.compute_dtype(config), 2) // shares
+        activations = tokens * dim * ITEM_BYTES[derived.compute_dtype(config)] // shares
     passes = max(1, derived.accumulation_steps(config, machine.world_size))
     needed = activations + (_ID_BYTES * tokens * passes if machine.device == "cpu" else 0)
     if machine.device == "cpu":
