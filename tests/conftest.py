@@ -9,7 +9,7 @@ from hypothesis import settings
 from shardtrain.launch.stop_request import GRACEFUL
 from shardtrain.utils import log
 
-pytest_plugins = ("tiers",)
+pytest_plugins = ("tiers", "readability")
 
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure: time is asserted nowhere
 settings.load_profile("untimed")

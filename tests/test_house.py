@@ -1,4 +1,4 @@
-"""Laws of the house: nothing that opens a hole, nothing left undone, and the field's words."""
+"""Rules for all files of the package: nothing that opens a hole, nothing left undone, no import circles."""
 
 from __future__ import annotations
 
@@ -215,49 +215,6 @@ def test_no_docstring_only_points_elsewhere() -> None:
     assert offenders(lambda name: re.findall(r'^ +"""See .*$', TEXTS[name], re.M)) == {}
 
 
-HOME_MADE = {
-    r"(?<![Tt]here )\b(?:is|are|was|were) no (?!longer|larger|slower|more than|doubt)\w": '"is not a", "unknown"',
-    r"\bpassed over\b": "skipped",
-    r"\bgiven up\b": "cancelled",
-    r"\bmend(?:s|ed|ing)?\b": "fix",
-    r"\banew\b": "again, from scratch",
-    r"\bnone of ours\b": "not written by shardtrain",
-    r"\botherwise than others\b": "differently from",
-    r"\bhomeless\b": "unmapped",
-    r"\b(?:go|goes|going|went) on\b(?! the layout)": "continue",
-    r"\bin vain\b": "for ever, without an answer",
-    r"\bas one likes\b": "say what is allowed",
-    r"\bof its own fault\b|\bby a fault of its own\b": "has failed",
-    r"\b(?:cannot|can|may|must) stand in (?!for)": "be in",
-    r"\b(?:is|are|was|being) told\b(?! (?:to|apart|from)\b)": "reported, given, notified",
-    r"\b(?:is|are) none of (?!its|their|that)": "is not one of",
-    r"\b(?:goes|go)_on\b": "say what is asked: still_writing, check_cancelled",
-    r"\bgive_up\b|\bgiven_up\b|\bGivenUp\b": "cancel, cancelled, Cancelled",
-    r"\bforget_gradients\b|\bown_targets\b|\bown_forward\b": "zero_grad, local_targets, original_forward",
-    r"\bonly reading tells\b": "it is not known before reading",
-    r"\b[Rr]ounding by chance\b": "stochastic rounding",
-}
-"""Words that earlier versions had for what the field calls otherwise; see the glossary of CONTRIBUTING.md."""
-
-
-def home_made(text: str) -> list[str]:
-    text = " ".join(text.split())
-    return [
-        f"{text[max(0, m.start() - 20) : m.end() + 20]!r}: {use}"
-        for p, use in HOME_MADE.items()
-        for m in re.finditer(p, text)
-    ]
-
-
-def test_the_field_s_words_are_used() -> None:
-    assert offenders(lambda name: home_made(TEXTS[name])) == {}
-    tests = [path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("*.py")]
-    names = [name.replace("_", " ") for text in tests for name in re.findall(r"^ *(?:async )?def (\w+)", text, re.M)]
-    assert [found for name in names if (found := home_made(name))] == []
-    pages = [PACKAGE.parent / "README.md", *(PACKAGE.parent / "docs").rglob("*.md")]
-    assert {page.name: found for page in pages if (found := home_made(page.read_text(encoding="utf-8")))} == {}
-
-
 def test_no_variable_is_called_here() -> None:
     """It says where and not what: a rank is a ``world`` or has a ``context``, a part of a tensor is ``rows``."""
 
@@ -266,10 +223,3 @@ def test_no_variable_is_called_here() -> None:
         return [ast.unparse(node) for node in nodes if getattr(node, "id", getattr(node, "arg", "")) == "here"]
 
     assert offenders(found) == {}
-
-
-def test_home_made_words_are_found() -> None:
-    assert home_made("it is no folder") and home_made("the step is passed over") and home_made("to mend it")
-    assert home_made("while goes_on:") and home_made("the run goes on") and home_made("it waits in vain")
-    assert home_made("rounding by chance") and home_made("runner.own_targets(batches)")
-    assert not home_made("there is no folder, it is no longer there, and that is no more than 3; a command")
