@@ -14,6 +14,7 @@ import tokenize
 from dataclasses import dataclass
 from pathlib import Path
 
+import patience
 import pytest
 
 PHRASES = (
@@ -92,7 +93,9 @@ def changed_files(root: Path) -> list[Path]:
     """Python files that differ from the last commit or, in a clean checkout, those that it changed."""
     for revision in ("HEAD", "HEAD~1"):
         command = ["git", "diff", "--name-only", "--diff-filter=d", revision, "--", "*.py"]
-        git = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=20, check=False)
+        git = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=patience.seconds(20), check=False
+        )
         if git.returncode == 0 and git.stdout:
             return [root / name for name in git.stdout.splitlines()]
     return []
