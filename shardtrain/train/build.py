@@ -1,4 +1,4 @@
-"""How a run is put together for its first step."""
+"""Build a run: numerics, mesh, model, optimizer and data, up to its first step."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from shardtrain.distributed import BATCH_AXES
 from shardtrain.distributed.process_group import World
 from shardtrain.ops.seeding import set_determinism
 from shardtrain.train import reference_models
-from shardtrain.train.model import build_model
+from shardtrain.train.model import BuiltModel, build_model
 from shardtrain.train.open_together import require_same_data, together
 from shardtrain.train.run import Run
 from shardtrain.utils.allocator import keep_freed_memory
 from shardtrain.utils.log import logger
 
 if TYPE_CHECKING:
+    from shardtrain.data import DataLoader
     from shardtrain.ops.chosen_kernels import Kernels
 
 
 def set_numerics(config: Config, device: torch.device) -> None:
-    """PyTorch's switches for determinism, and the kernels of a CPU, before anything is computed (a collective)."""
+    """Set PyTorch's determinism switches, and choose the CPU kernels (a collective). Call it before any computation."""
     if config.debug.deterministic:
         set_determinism(config.debug.deterministic_warn_only)
     kernels = use_fastest_kernels(config, device)
@@ -36,34 +37,36 @@ def set_numerics(config: Config, device: torch.device) -> None:
 
 
 def use_fastest_kernels(config: Config, device: torch.device) -> Kernels | None:
-    """Let models built from now on compute by the kernels that a CPU is fastest with (a collective).
+    """Use the kernels that are fastest on this CPU in all models built from now on (a collective).
 
-    None where that is not wanted: on other devices, and where the config asks for PyTorch's own.
+    None on other devices, and if the config requires PyTorch's own kernels.
     """
     if device.type != "cpu":
         return None
+    # imported here, because a run on an accelerator must not import CPU kernels
     from shardtrain.ops import chosen_kernels
-    from shardtrain.ops.cpu import kernel_speed  # a run on an accelerator imports no kernel of a CPU
+    from shardtrain.ops.cpu import kernel_speed
 
     if config.training.cpu_kernels == "pytorch" or config.debug.deterministic:
         chosen_kernels.use(chosen_kernels.PYTORCH)
         return None
-    # what is fastest depends on the processor, and ranks that computed differently would not agree to the last bit
-    keep_freed_memory()  # before the measurement, which would see pages cleared
+    # before the measurement, which would otherwise include the clearing of pages
+    keep_freed_memory()
+    # Rank 0 measures for all: ranks with different kernels would not agree to the last bit
     kernels = chosen_kernels.Kernels(**first_rank(lambda: asdict(kernel_speed.remembered_or_measured())))
     chosen_kernels.use(kernels)
     return kernels
 
 
 def build(config: Config, world: World) -> Run:
-    """Everything for the first step: mesh, model on it with its initial weights, optimizer, data."""
-    # the model on its mesh, and the optimizer of what this rank holds of it
+    """Build everything that the first step needs: mesh, sharded model with initial weights, optimizer, data."""
+    # the model on its mesh, and the optimizer of this rank's shards
     mesh = distributed.build(config, world)
     built = build_model(config, mesh, may_compile=True)
     if built.config.compile.enable and not config.compile.enable:
         logger.info(
-            "layers and the loss are compiled, which takes a minute at the first start and a few seconds at the next "
-            "ones, and is faster in a run as long as this one (compile.enable = false leaves it out)"
+            "compile.enable: this run is long enough that torch.compile pays off; the first start takes a minute more, "
+            "later ones a few seconds (compile.enable=false disables it)"
         )
     config = built.config
     task = built.task
@@ -72,11 +75,12 @@ def build(config: Config, world: World) -> Run:
     optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, built.names, config.debug.seed)
     if config.optimizer.early_step_in_backward:
         runner.update_in_backward(optimizer)
+    # only float16 has a range too small for unscaled gradients
     scaler = None
-    # float16 alone has too few small numbers for gradients as they are
     if derived.compute_dtype(config) == "float16":
         scaler = optim.LossScaler(training.initial_loss_scale, training.loss_scale_growth_interval)
-    # the data; each data-parallel rank reads its own rows of them
+
+    # the data: each data-parallel rank reads its own rows
     with together(config):
         stream = task.open_dataloader(
             batch_rank=mesh.rank(*BATCH_AXES),
@@ -89,11 +93,21 @@ def build(config: Config, world: World) -> Run:
     total_steps = training.steps
     if training.epochs is not None and stream.steps_left is not None:
         total_steps = stream.steps_left
-    # Mean over the tokens: attention reaches over the length of a sequence, which differs between rows of a task.
-    tokens_of = {length: length * count for length, count in stream.sequence_lengths.items()} or {training.seq_len: 1}
-    flops = sum(count * built.flops_per_token(length) for length, count in tokens_of.items()) / sum(tokens_of.values())
-    run = Run(config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops)
+
+    flops_per_token = _mean_flops_per_token(built, stream)
+    run = Run(
+        config, mesh, runner, optimizer, scaler, stream, TrainState(), total_steps, built.num_params, flops_per_token
+    )
     run.names = tuple(built.names)
     run.files = changes.file_hashes(config)
     run.adapters = built.adapters
     return run
+
+
+def _mean_flops_per_token(built: BuiltModel, stream: DataLoader) -> float:
+    """Return the mean over the tokens of the data: attention depends on sequence length, which differs between rows."""
+    tokens_by_length = {length: length * count for length, count in stream.sequence_lengths.items()}
+    if not tokens_by_length:
+        tokens_by_length = {built.config.training.seq_len: 1}
+    flops = sum(tokens * built.flops_per_token(length) for length, tokens in tokens_by_length.items())
+    return flops / sum(tokens_by_length.values())

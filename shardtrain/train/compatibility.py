@@ -28,27 +28,27 @@ BATCH = "training.global_batch_size"
 
 
 def keep_batch_size(loaded: Loaded, world: World) -> Loaded:
-    """Give a run that sets no global batch size the one of the checkpoint that it resumes from (a collective).
+    """Set an unset global batch size to that of the checkpoint to resume from (a collective).
 
-    Without it, the same command on another number of ranks would train with another batch size. ``loaded`` is returned
-    as it is where this mesh cannot take that batch size; ``refuse`` then says what can be done.
+    Without this, the same command on another number of ranks would train with another batch size. Returns ``loaded``
+    unchanged if this mesh does not support that batch size; ``refuse`` then reports the problem.
     """
     config = loaded.config
     options = config.checkpoint
-    is_free = {BATCH, ALL} & {*options.accept_changes} or "train_state" in options.exclude_from_loading
-    if config.training.global_batch_size != -1 or not options.enable or is_free:
+    may_change = {BATCH, ALL} & {*options.accept_changes} or "train_state" in options.exclude_from_loading
+    if config.training.global_batch_size != -1 or not options.enable or may_change:
         return loaded
     # Rank 0 decides, because ranks may see different checkpoints in a shared folder that lags. If nodes do not share
     # disks, the rank with the newest checkpoint decides.
-    found = [first_rank(lambda: _saved_batch_size(loaded, world.size))]
+    steps_and_sizes = [first_rank(lambda: _saved_batch_size(loaded, world.size))]
     if options.storage == "first_node":
-        found = all_ranks_gather(lambda: _saved_batch_size(loaded, world.size))
-    size = max(found)[1]
-    if not size:
+        steps_and_sizes = all_ranks_gather(lambda: _saved_batch_size(loaded, world.size))
+    _, saved_size = max(steps_and_sizes)
+    if not saved_size:
         return loaded
-    made = derived.global_batch_size(config, world.size)
-    logger.info(f"{BATCH}={size} is kept from the checkpoint; without it, this mesh would make it {made}")
-    return _with_batch_size(loaded, size)
+    default_size = derived.global_batch_size(config, world.size)
+    logger.info(f"{BATCH}={saved_size} is taken from the checkpoint (the default on this mesh is {default_size})")
+    return _with_batch_size(loaded, saved_size)
 
 
 def _with_batch_size(loaded: Loaded, size: int) -> Loaded:
@@ -75,67 +75,71 @@ def _saved_batch_size(loaded: Loaded, world_size: int) -> tuple[int, int]:
         except (CheckpointError, StorageError, OSError, AttributeError):
             continue  # resume() reports a damaged checkpoint
         is_other = isinstance(size, int) and size > 0 and size != derived.global_batch_size(loaded.config, world_size)
-        is_kept = is_other and not problems_of(_with_batch_size(loaded, size), world_size)
-        return retention.step_of(path) or 0, size if is_kept else 0
+        is_supported = is_other and not problems_of(_with_batch_size(loaded, size), world_size)
+        return retention.step_of(path) or 0, size if is_supported else 0
     return -1, 0
 
 
 def record(run: Run) -> dict[str, Any]:
     """Return the facts of a checkpoint about its options: those that matter, and all changes accepted so far."""
     options = changes.to_record(run.config, dist.get_world_size(), run.files)
+    # a seed checkpoint has no trained step, so a run of any batch size may start from it
     if not run.state.step:
-        del options[BATCH]  # nothing is trained yet, so a seed checkpoint starts a run of any batch size
+        del options[BATCH]
     return {"config": options, "accepted_changes": run.accepted_changes}
 
 
 def find_changes(run: Run, facts: Mapping[str, Any], excluded: Sequence[str]) -> list[OptionChange]:
-    """The options that are not those of a checkpoint and are not free, parts that are not loaded left out."""
+    """Return the options that differ from the checkpoint's and matter to the parts that are loaded."""
     return changes.find(facts.get("config"), run.config, dist.get_world_size(), excluded, run.files)
 
 
 def refuse(run: Run, path: object, found: Sequence[OptionChange], other_data: str) -> None:
-    """Stop a run that would take another course; ``other_data`` says how the data differ, and is empty if they do not.
+    """Stop a resumed run if its options or data differ in a way that the user has not accepted.
+
+    Args:
+        found: options that differ from the checkpoint's.
+        other_data: description of the differences in the data; empty if there are none.
 
     Raises:
-        ConfigError: with a line for each change that was not accepted, and one for the data.
+        ConfigError: one line per change that was not accepted, and one for the data.
     """
     accepted = run.config.checkpoint.accept_changes
     lines = []
     for change in found:
-        if change.kind == "error" and change.option not in accepted and ALL not in accepted:
-            fix = "use the old value"
-            if change.option == BATCH and run.config.training.global_batch_size == -1:
-                fix = _way_to_keep(run.config, change)
-            lines.append(
-                f"checkpoint {path} was saved with another {change}; {fix}, or accept it with "
-                f'{ACCEPT} = ["{change.option}"]'
-            )
+        if change.kind != "error" or change.option in accepted or ALL in accepted:
+            continue
+        fix = "use the old value"
+        if change.option == BATCH and run.config.training.global_batch_size == -1:
+            fix = _how_to_keep_batch_size(run.config, change)
+        accept = f'{ACCEPT} = ["{change.option}"]'
+        lines.append(f"checkpoint {path} was saved with another {change}; {fix}, or accept it with {accept}")
     if other_data:
-        by_option = "".join(f", {change}" for change in found if change.kind == "data")
+        options = "".join(f", {change}" for change in found if change.kind == "data")
         lines.append(
-            f"checkpoint {path} was trained on other data ({other_data}{by_option}); use the same, "
+            f"checkpoint {path} was trained on other data ({other_data}{options}); use the same, "
             'or start the data from the beginning with checkpoint.exclude_from_loading=["dataloader"]'
         )
     if lines:
         raise ConfigError(lines)
 
 
-def _way_to_keep(config: Config, change: OptionChange) -> str:
-    """Say how this number of ranks can take the sequences per step of the checkpoint."""
-    local = config.training.local_batch_size
+def _how_to_keep_batch_size(config: Config, change: OptionChange) -> str:
+    """Return the fix that lets this number of ranks use the global batch size of the checkpoint."""
+    local_size = config.training.local_batch_size
     ranks = derived.data_parallel_degree(config, dist.get_world_size())
-    made = f"{ranks} data-parallel ranks x training.local_batch_size={local} make {change.new}"
-    fitting = [size for size in range(1, local + 1) if change.old % (size * ranks) == 0]
-    if fitting:
-        return f"{made}: set training.local_batch_size={fitting[-1]}"
-    return f"{made}: start a number of ranks that divides {change.old}"
+    cause = f"{ranks} data-parallel ranks x training.local_batch_size={local_size} make {change.new}"
+    supported_sizes = [size for size in range(1, local_size + 1) if change.old % (size * ranks) == 0]
+    if supported_sizes:
+        return f"{cause}: set training.local_batch_size={supported_sizes[-1]}"
+    return f"{cause}: start a number of ranks that divides {change.old}"
 
 
 def keep_history(run: Run, facts: Mapping[str, Any], found: Sequence[OptionChange]) -> None:
-    """Say and keep, for the checkpoints to come, what was changed with the user's consent."""
-    # what was accepted in earlier continuations stays part of the record
-    before = facts.get("accepted_changes")
-    run.accepted_changes = [*before] if isinstance(before, list) else []
+    """Log the changes that were accepted, and add them to the record that later checkpoints contain."""
+    # start from the changes that earlier resumes accepted
+    earlier = facts.get("accepted_changes")
+    run.accepted_changes = [*earlier] if isinstance(earlier, list) else []
     for change in found:
         if change.kind == "warn":
             logger.warning(f"{change}: the rest of the learning-rate schedule may differ from the one begun")

@@ -1,9 +1,10 @@
-"""Whether a network of ``transformers`` keeps the documents of a packed row apart: tried before the first step.
+"""Test before the first step that a ``transformers`` network keeps the documents of a packed row apart.
 
-Such networks see documents by ``position_ids``, which begin again at 0 with each document: those that make their masks
-with ``create_causal_mask`` of transformers see in them where documents begin. Nothing says which do, and a network with
-a memory beside its attention (a convolution, a state) sees other documents however its attention is masked. So a short
-document is computed behind another one and alone, by the very weights and on the very mesh of the run.
+Such networks see documents by ``position_ids``, which restart at 0 with each document. Networks that build their masks
+with ``create_causal_mask`` of transformers respect these document boundaries, but there is no flag that says which
+networks do. A network with other memory than attention (a convolution, a state) mixes documents whatever its mask is.
+So this module computes a short document once behind another one and once without it, with the weights and on the mesh
+of the run, and compares the logits.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from shardtrain.train.run import Run
 
 OPTION = "data.document_mask"
-_BEFORE = 8
-_LENGTH = 8
-_SHARE = 0.1
-"""Of what a document before changes without a mask, the most that it may change with one. A mask leaves what float32
-or bfloat16 rounds; a network that does not heed it is off by about as much as without one."""
+_FIRST_LENGTH = 8
+_SECOND_LENGTH = 8
+_MAX_RATIO = 0.1
+"""Maximum ratio of the logit change with a mask to the change without one. With a working mask only rounding in float32
+or bfloat16 remains. If the network ignores the mask, the ratio is about 1."""
 
 
 def check_run(run: Run) -> None:
-    """``check`` the model of a run whose rows hold several documents, and its frozen teacher."""
+    """Call ``check`` for the model of a run, and for its frozen teacher if it is a transformers network."""
     check(run.runner.parts[0], models.find(run.config.model.name), run.mesh)
     teacher = getattr(run.runner, "teacher", None)
     if teacher is not None and hasattr(teacher, "hf"):
@@ -41,46 +42,52 @@ def check_run(run: Run) -> None:
 
 
 def check(model: nn.Module, module: Any, mesh: Mesh | None = None) -> None:
-    """Refuse a network whose logits of a document depend on the one before it in a row (a collective).
+    """Reject a network whose logits of a document depend on the previous document in the row (a collective).
 
-    Without a mesh, each rank has all logits.
+    ``mesh`` None means that each rank has all logits.
 
     Raises:
-        ConfigError: when they do.
+        ConfigError: the logits depend on it, or the network has no ``position_ids``.
     """
     if not is_as_is(module):
         return
     name = model.config_name
     fix = 'set data.packing to "padded", or this to "off"'
     if "position_ids" not in inspect.signature(model.hf.forward).parameters:  # type: ignore[union-attr,arg-type]
-        raise ConfigError(Problem(OPTION, None, f"cannot be given to {name}, which takes no position_ids", fix))
+        raise ConfigError(Problem(OPTION, None, f"is not supported by {name}, which takes no position_ids", fix))
     embedding = model.hf.get_input_embeddings().weight  # type: ignore[union-attr,operator]
-    # tokens that differ from one another, and no random ones: all ranks must try the same
-    columns_1T = torch.arange(_BEFORE + _LENGTH, device=embedding.device)[None]
+    # distinct tokens that are the same on all ranks
+    columns_1T = torch.arange(_FIRST_LENGTH + _SECOND_LENGTH, device=embedding.device)[None]
     tokens_1T = (columns_1T * 37 + 11) % int(embedding.shape[0])
-    documents_1T = (columns_1T >= _BEFORE).long()
-    alone_1T = columns_1T - documents_1T * _BEFORE
-    trains = model.training
+    documents_1T = (columns_1T >= _FIRST_LENGTH).long()
+    positions_1T = columns_1T - documents_1T * _FIRST_LENGTH
+
+    # logits of the second document: as a continuation of the first, packed behind it, and without it
+    was_training = model.training
     model.eval()
     with torch.no_grad():
-        # the second document as the rest of the first, behind it as a document of its own, and alone
-        joined = model(tokens_1T, columns_1T)[:, _BEFORE:]
-        packed = model(tokens_1T, alone_1T, documents_BT=documents_1T)[:, _BEFORE:]
-        alone = model(tokens_1T[:, _BEFORE:], alone_1T[:, _BEFORE:])
+        joined = model(tokens_1T, columns_1T)[:, _FIRST_LENGTH:]
+        packed = model(tokens_1T, positions_1T, documents_BT=documents_1T)[:, _FIRST_LENGTH:]
+        separate = model(tokens_1T[:, _FIRST_LENGTH:], positions_1T[:, _FIRST_LENGTH:])
     free_gathered(model)
-    model.train(trains)
-    changed = torch.stack([_size(joined - alone), _size(packed - alone)])
-    # the largest of all ranks: a rank that holds a part of the vocabulary sees a part of the difference
-    without, with_mask = changed if mesh is None else mesh.max(changed, over=tuple(mesh.sizes))
-    if not torch.isfinite(without) or without <= 1e-6 * _size(alone):
-        logger.warning(f"{name}: a document before another changes nothing yet, so its mask could not be tried")
-    elif with_mask > _SHARE * without:
+    model.train(was_training)
+
+    changes = torch.stack([_rms(joined - separate), _rms(packed - separate)])
+    # the maximum over ranks: a rank with a part of the vocabulary sees a part of the difference
+    if mesh is not None:
+        changes = mesh.max(changes, over=tuple(mesh.sizes))
+    unmasked_change, masked_change = changes
+    if not torch.isfinite(unmasked_change) or unmasked_change <= 1e-6 * _rms(separate):
+        logger.warning(
+            f"{name}: {OPTION} could not be tested, because a previous document does not change the logits yet"
+        )
+    elif masked_change > _MAX_RATIO * unmasked_change:
         rule = (
-            f"is not heeded by {name}: a document before another in a row changes its logits by "
-            f"{float(with_mask):.2g}, and without a mask by {float(without):.2g}"
+            f"is ignored by {name}: a previous document in the row changes its logits by {float(masked_change):.2g}, "
+            f"and without a mask by {float(unmasked_change):.2g}"
         )
         raise ConfigError(Problem(OPTION, None, rule, fix))
 
 
-def _size(values: Tensor) -> Tensor:
+def _rms(values: Tensor) -> Tensor:
     return values.double().square().mean().sqrt()

@@ -1,4 +1,4 @@
-"""A model on a mesh, with its initial weights, under the loss of its task: the one that learns, and frozen ones."""
+"""Build a model on a mesh, with its initial weights and the loss of its task. Used for trained and frozen models."""
 
 from __future__ import annotations
 
@@ -22,54 +22,56 @@ from shardtrain.tasks.distillation import Distillation
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model on a mesh, with its initial weights, under the loss of a task.
-
-    ``config`` is the configuration with what was decided of it: see ``distributed.compile.decided``.
-    """
+    """A sharded model with its initial weights, and the facts about it that a run needs."""
 
     config: Config
+    """The configuration, after the choice of ``distributed.compile.decided``."""
     task: tasks.LanguageModel | tasks.RowTask
     module: ModuleType
+    """The Python module of the model."""
     shape: Any
     runner: Runner
     names: list[str]
+    """Names of all parameters of the unsharded model."""
     num_params: int
     flops_per_token: Callable[[int], int]
-    """A function of the sequence length."""
+    """Function of the sequence length."""
     adapters: adapters.Spec | None = None
 
 
 def build_model(config: Config, mesh: Mesh, may_compile: bool = False) -> BuiltModel:
-    """The model of a config; a second one of the same mesh is another model, which a task may hold frozen.
+    """Build the model of a config on a mesh. Each call builds another model, so a task can also have a frozen one.
 
-    With ``may_compile`` a long run is compiled where ``compile.enable`` leaves that open.
+    With ``may_compile``, a long run is compiled if ``compile.enable`` is unset.
     """
+    # the unsharded model on the meta device
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
-    model = task.adapt(models.build(module, shape), module.LAYOUT)
+    layout = module.LAYOUT
+    model = task.adapt(models.build(module, shape), layout)
     spec: adapters.Spec | None = None
     added: dict[str, Draw] = {}
     if config.lora.enable:
         spec, added = adapters.adapt(model, module, shape, config.lora, bool(task.num_labels))
-    # counted while the model is whole, on the meta device
-    num_params, flops = count_model(model, module.LAYOUT, shape)
+    num_params, flops = count_model(model, layout, shape)
     names = [name for name, _ in model.named_parameters()]
-    own = [name for name in names if name not in added]
-    # how each parameter is drawn: by its name in the whole model, so that a mesh changes no number
-    draws = (
-        init_weights.plan(own, module.initial(shape), module.LAYOUT, len(getattr(model, module.LAYOUT.layers))) | added
-    )
+    base_names = [name for name in names if name not in added]
+    # Initial values depend on the name in the unsharded model, so they are the same on every mesh
+    num_layers = len(getattr(model, layout.layers))
+    draws = init_weights.plan(base_names, module.initial(shape), layout, num_layers) | added
     if config.lora.base_dtype != quantize.WHOLE:
         quantize.check_installed(config.lora.base_dtype)
-        quantize.take_out(model, module.LAYOUT, config.lora.base_dtype)
+        quantize.take_out(model, layout, config.lora.base_dtype)
     if may_compile and not expert_parallel.has_experts([model]):
         config = compile.decided(config, mesh, flops(config.training.seq_len))
-    # cut and sharded, still without memory
-    runner = distributed.parallelize(model, module.LAYOUT, mesh, config, task.num_outputs(shape))
-    # the loss of the task in place of that of the next token
+
+    # shard it, still without memory
+    runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
+    # replace the next-token loss with the loss of the task
     if isinstance(task, Distillation):
         runner = DistillationRunner(runner, task.mix)
     elif task.loss is not None:
         runner = TaskRunner(runner, task.loss)
+    # allocate and initialize this rank's shards
     runner.materialize(draws, config.debug.seed)
     return BuiltModel(config, task, module, shape, runner, names, num_params, flops, spec)

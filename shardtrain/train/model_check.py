@@ -1,8 +1,8 @@
-"""Before a model file of a user's is trained in parts, a small copy of it is compared with one process.
+"""Check a user's model file before training it in parallel: compare a small copy on a mesh with one process.
 
-The words of a layout are its author's promise, and a wrong one trains without an error: a matrix that is cut across
-heads, dropout of what every rank holds. The first rank has ``shardtrain.tools.verify.before_training`` look, in a
-process of its own, on this machine's CPU; all ranks get what it found.
+The layout in a model file is a promise of its author. A wrong layout trains without an error, for example if it splits
+a matrix across heads or applies different dropout to replicated activations. Rank 0 runs
+``shardtrain.tools.verify.before_training`` in a child process on its CPU, and all ranks receive the result.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardtrain.utils.errors import ConfigError
 from shardtrain.utils.temporary import temporary_folder
 
 LIMIT_SECONDS = 240
-"""Of the comparison, which takes some ten; less where the ranks would not wait for each other so long."""
-_OF_A_RANK = (
+"""Timeout of the comparison, which usually takes 10 seconds. Lower if ``comm.init_timeout_seconds`` is short."""
+_RANK_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -34,66 +34,65 @@ _OF_A_RANK = (
     "SHARDTRAIN_STORE",
     "SHARDTRAIN_NETWORK",
 )
+_RANK_VARIABLE_PREFIXES = ("TORCHELASTIC_", "SLURM_", "PMI", "OMPI_")
 
 
 def is_about(config: Config) -> bool:
-    """Whether the model is a user's file and is cut: its layers, their tensors, its sequences or its experts."""
+    """True if the model is a user's file and uses tensor, context, pipeline or expert parallelism."""
     p = config.parallelism
     degrees = (p.tensor_parallel_degree, p.context_parallel_degree, p.pipeline_parallel_degree)
     return config.model.name.endswith(".py") and max(*degrees, p.expert_parallel_degree) > 1
 
 
 def check(config: Config, store: Any, rank: int, world_size: int) -> list[str]:
-    """Stop where a small copy of the model gives other numbers on a mesh; each rank calls it with the store of all.
+    """Stop if a small copy of the model computes other numbers on a mesh than in one process.
 
-    Gives lines for the log: what was compared and how far off it is, and what was not compared and why.
+    Every rank calls this with the store of the job, before the process group exists.
+
+    Returns:
+        Lines for the log: comparisons with their differences, and comparisons that were skipped with the reason.
 
     Raises:
-        ConfigError: on all ranks the same: what differs, and the fix.
+        ConfigError: the numbers differ. All ranks raise the same error.
     """
     if world_size == 1 or not is_about(config):
         return []
-    fix = f"shardtrain verify {config.job.config_file or config.model.name}"
+    command = f"shardtrain verify {config.job.config_file or config.model.name}"
     if not config.model.check:
-        return [f"model.check=false: {config.model.name} is NOT compared with one process; {fix} does so"]
-    # over the store, since no process group is there yet; waiting for the key is the barrier
+        return [f"model.check=false: {config.model.name} is NOT compared with one process; run `{command}` to do so"]
+    # There is no process group yet, so rank 0 answers through the store. Reading the key waits for it.
     store = dist.PrefixStore("model check", store)
     if rank == 0:
         store.set("found", json.dumps(_compare(config)))
-    found = json.loads(store.get("found"))
-    name = config.model.name
-    if found["refused"]:
-        # lines about an option begin with it; all others are about the file
-        raise ConfigError(
-            [
-                line if line.startswith(("model.", "parallelism.", "LAYOUT")) else f"model.name={name} {line}"
-                for line in found["refused"]
-            ]
-        )
-    lines = [f"model.check: {line}" for line in found["compared"] + found["noticed"]]
-    return lines + [f"model.check: NOT compared with one process: {line}; try {fix}" for line in found["left_out"]]
+    result = json.loads(store.get("found"))
+    if result["refused"]:
+        raise ConfigError([_with_option(line, config.model.name) for line in result["refused"]])
+    lines = [f"model.check: {line}" for line in result["compared"] + result["noticed"]]
+    for reason in result["left_out"]:
+        lines.append(f"model.check: NOT compared with one process: {reason}; try `{command}`")
+    return lines
+
+
+def _with_option(line: str, model_name: str) -> str:
+    """Prefix a line that does not name an option with the model file, which it is about."""
+    if line.startswith(("model.", "parallelism.", "LAYOUT")):
+        return line
+    return f"model.name={model_name} {line}"
 
 
 def _compare(config: Config) -> dict[str, list[str]]:
-    """What the other process found; a process that fails has compared nothing, and says so."""
+    """Run the comparison in a child process and return its result. A failed child counts as a skipped comparison."""
 
-    def unknown(why: str) -> dict[str, list[str]]:
-        return {"refused": [], "compared": [], "noticed": [], "left_out": [why]}
+    def skipped(reason: str) -> dict[str, list[str]]:
+        return {"refused": [], "compared": [], "noticed": [], "left_out": [reason]}
 
-    limit = min(LIMIT_SECONDS, 0.8 * config.comm.init_timeout_seconds)
-    # the child is not one of the ranks: it takes neither their devices nor their cores
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _OF_A_RANK and not name.startswith(("TORCHELASTIC_", "SLURM_", "PMI", "OMPI_"))
-    } | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "SHARDTRAIN_HEARTBEAT_SECONDS": "0"}
+    limit_seconds = min(LIMIT_SECONDS, 0.8 * config.comm.init_timeout_seconds)
     with temporary_folder("model-check") as folder:
         path = folder / "config.toml"
         path.write_text(configs.resolved_toml(config), encoding="utf-8")
-        command = python_child.command("shardtrain.tools.verify.before_training", str(path))
         process = subprocess.Popen(
-            command,
-            env=environment,
+            python_child.command("shardtrain.tools.verify.before_training", str(path)),
+            env=_child_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -101,16 +100,28 @@ def _compare(config: Config) -> dict[str, list[str]]:
             start_new_session=True,
         )
         try:
-            out, errors = process.communicate(timeout=limit)
+            output, errors = process.communicate(timeout=limit_seconds)
         except subprocess.TimeoutExpired:
-            # its own session, so that the ranks that it has forked end with it
+            # kill the session, which includes the ranks that the child has forked
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-            return unknown(f"the comparison took more than {limit:.0f} s")
+            return skipped(f"the comparison took more than {limit_seconds:.0f} s")
     try:
-        # the last line is the answer; a model file may print lines of its own before it
-        found: dict[str, list[str]] = json.loads(out.splitlines()[-1])
+        # the result is the last line: the model file may have printed lines before it
+        result: dict[str, list[str]] = json.loads(output.splitlines()[-1])
     except (ValueError, IndexError):
-        last = (errors.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        return unknown(f"the comparison failed: {last}")
-    return found
+        error_lines = errors.strip().splitlines() or [f"exit status {process.returncode}"]
+        return skipped(f"the comparison failed: {error_lines[-1]}")
+    return result
+
+
+def _child_environment() -> dict[str, str]:
+    """Return this rank's environment without the variables of the job: the child must not use its devices or cores."""
+    environment = {}
+    for name, value in os.environ.items():
+        if name not in _RANK_VARIABLES and not name.startswith(_RANK_VARIABLE_PREFIXES):
+            environment[name] = value
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["SHARDTRAIN_HEARTBEAT_SECONDS"] = "0"
+    return environment

@@ -1,8 +1,9 @@
-"""Ranks that open data together: one of them asks the storage, and the others hear what it found.
+"""Let all ranks open the same data with one rank reading the storage.
 
-The first rank asks. What it found goes to all others as one broadcast, whose bytes do not grow with their number. The
-first rank of every other node then looks at a few of the files: where it does not find one, all ranks stop and say who;
-where their times or inodes are others, the folder is a copy of that node's own, and its first rank asks for that node.
+Rank 0 lists the files and broadcasts the result; the number of bytes does not depend on the number of ranks. The first
+rank of every other node then checks a few of the listed files. If one is missing, all ranks stop with an error that
+names the rank and its host. If sizes, times or inodes differ, the node has its own copy of the folder, and the first
+rank of that node lists the copy for its node.
 """
 
 from __future__ import annotations
@@ -28,144 +29,159 @@ from shardtrain.utils import activity, errors, process_identity, reading
 from shardtrain.utils.errors import ConfigError, DataError, PeerError, Problem, ShardtrainError, StorageError
 
 _PIECE_BYTES = 16 * 2**20
-"""Sent at once: a rank passes a piece on while the next one comes."""
-_SIGN_SECONDS = 10.0
+"""Bytes per broadcast. Ranks can forward one piece while they receive the next."""
+_KEEP_ALIVE_SECONDS = 10.0
 
 
 def together(config: Config) -> AbstractContextManager[None]:
-    """All ranks open the same data inside (a collective); alone, or in a dry run, it has no effect."""
+    """Open data once for all ranks inside the block (a collective). No effect with one rank or in a dry run."""
     if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return nullcontext()
     return shared_opening.shared(Together(config.comm.init_timeout_seconds))
 
 
 class Together:
-    """The ranks of a run: one of them opens the data, and the others receive what it found."""
+    """Implementation of ``shared_opening.Ranks`` on the default process group."""
 
     def __init__(self, timeout_seconds: float) -> None:
         self._rank = dist.get_rank()
         self._timeout = timedelta(seconds=timeout_seconds)
         self._is_first_of_node = os.environ.get("LOCAL_RANK", "0") == "0"
-        self._sign_seconds = min(_SIGN_SECONDS, timeout_seconds / 4)
-        self._some_own: set[str] = set()
-        """Places that are some node's own, the same on all ranks; ``_own_here`` are those of this node."""
-        self._own_here: set[str] = set()
-        self._by_itself: set[str] = set()
-        """Places that this rank alone opens."""
+        self._keep_alive_seconds = min(_KEEP_ALIVE_SECONDS, timeout_seconds / 4)
+        self._places_with_copies: set[str] = set()
+        """Places of which at least one node has its own copy. Equal on all ranks."""
+        self._copies_here: set[str] = set()
+        """Places of which this node has its own copy."""
+        self._opened_by_this_rank: set[str] = set()
+        """Places that only this rank opens."""
         self._node: tuple[int, dist.ProcessGroup | None] | None = None
 
     def once(self, place: str, look: Look, listing: Listing | None) -> Any:
-        # the first rank of all looks, and all ranks hear what it found or why it failed
-        first_place, found = self._broadcast_found(place, look, 0, dist.group.WORLD)
+        # rank 0 reads the storage; all ranks receive its result or raise its error
+        first_place, result = self._broadcast_result(place, look, 0, dist.group.WORLD)
         if listing is None:
-            return self._own_of_nodes(place, look, found, None, first_place) if first_place in self._some_own else found
+            if first_place in self._places_with_copies:
+                return self._result_of_node(place, look, result, None, first_place)
+            return result
 
-        def compare() -> bool:
+        def has_copy() -> bool:
             if not self._is_first_of_node or self._rank == 0:
                 return False
-            return place != first_place or _is_own(listing.witnesses(found))
+            return place != first_place or _differs_here(listing.witnesses(result))
 
-        # every rank enters each of these collectives, in this order, whatever it has found
-        is_own = all_ranks_agree(compare)
-        if any_ranks([is_own])[0]:
-            self._some_own.add(first_place)
-            source, group = self._meet_node()
-            if self._broadcast(lambda: is_own, source, group):
-                self._own_here.add(place)  # the ranks of a node agree on it, whatever each calls the place
+        # collectives: every rank must enter each of them in this order, whatever its own result
+        has_copy_here = all_ranks_agree(has_copy)
+        if any_ranks([has_copy_here])[0]:
+            self._places_with_copies.add(first_place)
+            source, group = self._find_node()
+            # the first rank of the node decides for the node, even if its ranks use different paths
+            if self._broadcast(lambda: has_copy_here, source, group):
+                self._copies_here.add(place)
         if any_ranks([place != first_place])[0]:
-            self._some_own.add(first_place)
-        if first_place in self._some_own:
-            return self._own_of_nodes(place, look, found, listing, first_place)
-        return found
+            self._places_with_copies.add(first_place)
+        if first_place in self._places_with_copies:
+            return self._result_of_node(place, look, result, listing, first_place)
+        return result
 
     def is_watched_here(self, place: str) -> bool:
-        if place in self._own_here and place not in self._by_itself:
+        if place in self._copies_here and place not in self._opened_by_this_rank:
             assert self._node is not None
             return self._node[0] == self._rank
-        return self._rank == 0 or place in self._by_itself
+        return self._rank == 0 or place in self._opened_by_this_rank
 
-    def _own_of_nodes(self, place: str, look: Look, found: Any, listing: Listing | None, first_place: str) -> Any:
-        """On nodes whose storage is their own what the first rank of each finds, and elsewhere what was found.
+    def _result_of_node(self, place: str, look: Look, result: Any, listing: Listing | None, first_place: str) -> Any:
+        """Return the result of this node's first rank if the node has its own copy, else rank 0's (a collective).
 
-        A rank that opens another place than those beside it looks by itself.
+        A rank that opens another place than the rank it would follow reads the storage itself.
+
+        Raises:
+            ConfigError: the node's copy has other files than rank 0 has.
         """
 
-        def own() -> Any:
-            other = first_place
-            shared = found
-            if place in self._own_here:
-                source, group = self._meet_node()
-                other, shared = self._broadcast_found(place, look, source, group)
-            if place != other:
-                self._by_itself.add(place)
+        def read() -> Any:
+            source_place = first_place
+            node_result = result
+            if place in self._copies_here:
+                source, group = self._find_node()
+                source_place, node_result = self._broadcast_result(place, look, source, group)
+            if place != source_place:
+                self._opened_by_this_rank.add(place)
                 return look()
-            difference = listing.difference(found, shared) if listing and place == first_place else ""
+            if listing is None or place != first_place:
+                return node_result
+            difference = listing.difference(result, node_result)
             if difference:
-                rule = f"is a folder of this node's own, which {difference}"
-                fix = "give every node a whole copy"
-                raise ConfigError(f"{_who()}{Problem('the data', place, rule, fix)}")
-            return shared
+                rule = f"is a copy on this node, which {difference}"
+                fix = "give every node a complete copy"
+                raise ConfigError(f"{_rank_and_host()}{Problem('the data', place, rule, fix)}")
+            return node_result
 
-        return all_ranks_agree(own)
+        return all_ranks_agree(read)
 
-    def _broadcast_found(self, place: str, look: Look, source: int, group: dist.ProcessGroup | None) -> tuple[str, Any]:
-        """Where a rank looks and what it finds, on all ranks of a group; its error is raised on all of them."""
+    def _broadcast_result(
+        self, place: str, look: Look, source: int, group: dist.ProcessGroup | None
+    ) -> tuple[str, Any]:
+        """Call ``look`` on the source rank. Return its place and result on all ranks of the group, or raise its error.
+
+        The source rank raises its original error, the others one of the same class and message.
+        """
         failure: list[Exception] = []
 
-        def tell() -> Any:
+        def look_or_error() -> Any:
             try:
                 return {"place": place, "found": look()}
             except Exception as error:
-                failure.append(_named(error))
-                return {"error": list(_tell(failure[0], is_first=source == 0))}
+                failure.append(_as_data_error(error))
+                return {"error": list(_class_and_message(failure[0], is_first=source == 0))}
 
-        answer = self._broadcast(tell, source, group)
+        answer = self._broadcast(look_or_error, source, group)
         if failure:
             raise failure[0]
         if "error" in answer:
-            kind, text = answer["error"]
-            raise getattr(errors, kind)(text)
+            class_name, message = answer["error"]
+            raise getattr(errors, class_name)(message)
         return answer["place"], answer["found"]
 
     def _broadcast(self, make: Callable[[], Any], source: int, group: dist.ProcessGroup | None) -> Any:
-        """What ``make`` gives on one rank; while it takes its time, the others hear that it has not died.
+        """Call ``make`` on the source rank and return its value on all ranks of the group.
 
-        ``group`` None is a rank that is alone on its node.
+        While ``make`` runs, the source sends keep-alives, so the others do not time out. ``group`` is None if this is
+        the only rank of its node.
         """
         if group is None:
             return make()
         size = torch.zeros(1, dtype=torch.int64)
         if self._rank != source:
-            # a size of 0 is a sign of life and not the end of the wait
+            # size 0 is a keep-alive: keep waiting
             while not int(size):
                 dist.broadcast(size, source, group=group)
-                activity.tick()  # to wait for a slow storage, or a download, is not a hang
-            whole = torch.empty(int(size), dtype=torch.uint8)
-            for piece in whole.split(_PIECE_BYTES):
+                activity.tick()  # waiting for slow storage or a download is not a hang
+            buffer = torch.empty(int(size), dtype=torch.uint8)
+            for piece in buffer.split(_PIECE_BYTES):
                 dist.broadcast(piece, source, group=group)
-            return decode(whole.numpy().data)
-        with self._signs_of_life(source, group):
+            return decode(buffer.numpy().data)
+        with self._keep_alives(source, group):
             value = make()
-            whole = torch.frombuffer(bytearray().join(encode(value)), dtype=torch.uint8)
-        size.fill_(len(whole))
+            buffer = torch.frombuffer(bytearray().join(encode(value)), dtype=torch.uint8)
+        size.fill_(len(buffer))
         dist.broadcast(size, source, group=group)
-        for piece in whole.split(_PIECE_BYTES):
+        for piece in buffer.split(_PIECE_BYTES):
             dist.broadcast(piece, source, group=group)
         return value
 
     @contextmanager
-    def _signs_of_life(self, source: int, group: dist.ProcessGroup | None) -> Iterator[None]:
-        """Others wait for a broadcast no longer than ``comm.init_timeout_seconds``; a storage may take longer."""
+    def _keep_alives(self, source: int, group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Broadcast a keep-alive at intervals, in a thread: storage may take longer than a collective may wait."""
         ended = threading.Event()
 
-        def tell() -> None:
-            while not ended.wait(self._sign_seconds):
+        def send() -> None:
+            while not ended.wait(self._keep_alive_seconds):
                 try:
                     dist.broadcast(torch.zeros(1, dtype=torch.int64), source, group=group)
                 except RuntimeError:
-                    return  # the broadcast that comes next tells what is wrong
+                    return  # the next broadcast of the main thread reports the cause
 
-        thread = threading.Thread(target=tell, name="opening-data", daemon=True)
+        thread = threading.Thread(target=send, name="opening-data", daemon=True)
         thread.start()
         try:
             yield
@@ -173,56 +189,57 @@ class Together:
             ended.set()
             thread.join()
 
-    def _meet_node(self) -> tuple[int, dist.ProcessGroup | None]:
-        """The rank that speaks for this node, and the group of its ranks; None where there is one alone.
+    def _find_node(self) -> tuple[int, dist.ProcessGroup | None]:
+        """Return the first rank of this node, and the process group of its ranks (None for a single rank).
 
-        The first time a collective of all ranks: 16 bytes of each.
+        The first call is a collective over all ranks, with 16 bytes from each.
         """
-        if self._node is None:
-            own = torch.tensor([_node_number(), int(not self._is_first_of_node)])
-            # ranks of one machine have one number; LOCAL_RANK 0 of it speaks, else its lowest rank
-            every = torch.empty(dist.get_world_size(), 2, dtype=torch.int64)
-            dist.all_gather(list(every), own)
-            members = (every[:, 0] == own[0]).nonzero().flatten().tolist()
-            source = min(members, key=lambda rank: (int(every[rank, 1]), rank))
-            group = None
-            if len(members) > 1:
-                group = gloo_sockets.private(
-                    lambda: dist.new_group(
-                        members, timeout=self._timeout, backend="gloo", use_local_synchronization=True
-                    )
-                )
-            self._node = source, group
+        if self._node is not None:
+            return self._node
+        local = torch.tensor([_node_number(), int(not self._is_first_of_node)])
+        all_nodes = torch.empty(dist.get_world_size(), 2, dtype=torch.int64)
+        dist.all_gather(list(all_nodes), local)
+        # ranks of one machine have the same node number
+        members = (all_nodes[:, 0] == local[0]).nonzero().flatten().tolist()
+        # prefer the rank with LOCAL_RANK 0, then the lowest rank
+        source = min(members, key=lambda rank: (int(all_nodes[rank, 1]), rank))
+        group = None
+        if len(members) > 1:
+            group = gloo_sockets.private(
+                lambda: dist.new_group(members, timeout=self._timeout, backend="gloo", use_local_synchronization=True)
+            )
+        self._node = source, group
         return self._node
 
 
 def all_ranks_agree(action: Callable[[], Any]) -> Any:
-    """What an action gives on this rank, which all ranks do (a collective); raises on all what one of them met."""
-    found: list[Any] = []
-    all_ranks(lambda: found.append(action()))
-    return found[0]
+    """Call ``action`` on every rank and return this rank's result (a collective). If one raises, all ranks raise."""
+    results: list[Any] = []
+    all_ranks(lambda: results.append(action()))
+    return results[0]
 
 
-def _is_own(witnesses: Sequence[Witness]) -> bool:
-    """Whether files that the first rank listed are others here.
+def _differs_here(witnesses: Sequence[Witness]) -> bool:
+    """True if a file that rank 0 listed has another size, time or inode on this node.
 
     Raises:
-        ConfigError: one of them is not here; names this rank, its host and the file.
+        ConfigError: a file does not exist here. The message names this rank, its host and the file.
         StorageError: the storage does not answer.
     """
-    is_own = False
+    differs = False
     for file in witnesses:
         try:
             status = os.stat(file.path)
         except OSError as error:
             trouble = reading.trouble(file.path, error)
             if trouble is not None:
-                raise StorageError(f"{_who()}{trouble}") from error
-            rule = f"is not here, and rank 0 lists it ({error.strerror})"
-            fix = "mount the same storage on every node, or give each a whole copy"
-            raise ConfigError(f"{_who()}{Problem(file.option, file.path, rule, fix)}") from error
-        is_own |= (status.st_size, status.st_mtime_ns, status.st_ino) != (file.size, file.mtime_ns, file.inode)
-    return is_own
+                raise StorageError(f"{_rank_and_host()}{trouble}") from error
+            rule = f"does not exist on this host, but rank 0 lists it ({error.strerror})"
+            fix = "mount the same storage on every node, or give each a complete copy"
+            raise ConfigError(f"{_rank_and_host()}{Problem(file.option, file.path, rule, fix)}") from error
+        local_identity = (status.st_size, status.st_mtime_ns, status.st_ino)
+        differs |= local_identity != (file.size, file.mtime_ns, file.inode)
+    return differs
 
 
 def require_same_data(stream: Any, data: str) -> None:
@@ -239,28 +256,28 @@ def require_same_data(stream: Any, data: str) -> None:
     first_files, other_files = listings[0], listings[listing_of_rank[rank]]
     names = sorted(first_files.keys() | other_files.keys())
     differing = [name for name in names if first_files.get(name) != other_files.get(name)]
-    subject = differing[0] if differing else "what reads them (tokenizer, options or versions)"
+    subject = differing[0] if differing else "tokenizer, data options or versions"
     hosts = all_gather_json(socket.gethostname())
     where = f"on rank {rank} (host {hosts[rank]}) is not the same as on rank 0 (host {hosts[0]})"
     fix = "give every rank the same files and the same versions"
     raise ConfigError(f"{data} differ between ranks: {subject} {where}; {fix}")
 
 
-def _who() -> str:
+def _rank_and_host() -> str:
     return f"rank {dist.get_rank()} on {socket.gethostname()}: "
 
 
-def _tell(error: Exception, is_first: bool) -> tuple[str, str]:
-    """The class and the text with which other ranks raise an error of the one that looked for them."""
-    who = "" if is_first else _who()
-    kind = type(error).__name__
-    if isinstance(error, ShardtrainError) and hasattr(errors, kind):
-        return kind, f"{who}{error}"
-    return PeerError.__name__, f"{_who()}{kind}: {error}".splitlines()[0]
+def _class_and_message(error: Exception, is_first: bool) -> tuple[str, str]:
+    """Return the class name and message with which other ranks raise an error of the source rank."""
+    origin = "" if is_first else _rank_and_host()
+    class_name = type(error).__name__
+    if isinstance(error, ShardtrainError) and hasattr(errors, class_name):
+        return class_name, f"{origin}{error}"
+    return PeerError.__name__, f"{_rank_and_host()}{class_name}: {error}".splitlines()[0]
 
 
-def _named(error: Exception) -> Exception:
-    """An error of the system as one of ours."""
+def _as_data_error(error: Exception) -> Exception:
+    """Convert an OSError to StorageError or DataError; return other errors unchanged."""
     if not isinstance(error, OSError):
         return error
     path = str(error.filename or "the data")
@@ -268,6 +285,6 @@ def _named(error: Exception) -> Exception:
 
 
 def _node_number() -> int:
-    """A number that ranks of one machine have in common."""
+    """Return a number that is equal on all ranks of one machine, and differs between machines."""
     name = f"{socket.gethostname()} {process_identity.boot_id()}"
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")

@@ -1,9 +1,9 @@
-"""The loss on held-out data, by the runner that trains; exact at any number of ranks, and without a trace in training.
+"""Measure the loss on held-out data with the training runner, exactly at any number of ranks.
 
-Each row of the set is read once, whatever the number of ranks: where they do not divide it, the last batch is filled up
-with rows that have no targets, so that every rank takes part in the same number of batches. Dropout is off meanwhile.
-Blocks of experts count tokens in backward alone, so the biases of their routers see nothing of this. Of a task of rows
-the predictions of all rows come together in the order of the data, and its metrics are those of the whole set.
+Every row of the validation set is read once. If the ranks do not divide the rows, the last batch is filled up with rows
+without targets, so every rank takes part in the same number of batches. Training is not affected: dropout is off, and
+expert load statistics are only updated in backward. For row tasks (classification, ...), the predictions of all ranks
+are gathered in the order of the data, and metrics are computed over the complete set.
 """
 
 from __future__ import annotations
@@ -32,28 +32,32 @@ from shardtrain.utils.log import logger
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What one pass came to, equal on all ranks."""
+    """Results of one pass over the validation data, equal on all ranks."""
 
     loss: float
     """Mean over the target tokens, in nats."""
     tokens: int
-    """Target tokens."""
+    """Number of target tokens."""
     rows: int
-    """Sequences, without those that fill up the last batch."""
+    """Number of sequences, without padding rows."""
     metrics: Mapping[str, float] | None = None
-    """Of a task of rows: what it measures beside the loss."""
+    """Metrics of a row task. None for next-token tasks, which have a perplexity."""
     predictions: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of a task of rows: what it predicts, one entry per row in the order of the data, on the CPU."""
+    """Predictions of a row task: one entry per row in the order of the data, on the CPU."""
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the loss; infinite where a float cannot hold it."""
-        return math.exp(self.loss) if self.loss < 709 else self.loss * math.inf  # nan stays nan
+        """The exponential of the loss. Infinite if a float cannot represent it, NaN if the loss is NaN."""
+        if self.loss < 709:
+            return math.exp(self.loss)
+        return self.loss * math.inf
 
     @property
     def values(self) -> dict[str, float]:
-        """What is logged: the loss with its perplexity, or with the metrics of the task."""
-        return {"loss": self.loss, **({"perplexity": self.perplexity} if self.metrics is None else self.metrics)}
+        """Values to log: the loss, and the perplexity or the metrics of the task."""
+        if self.metrics is None:
+            return {"loss": self.loss, "perplexity": self.perplexity}
+        return {"loss": self.loss, **self.metrics}
 
 
 def evaluate(
@@ -64,108 +68,117 @@ def evaluate(
     stop: StopRequest | None = None,
     labelled: bool = True,
 ) -> Evaluation | None:
-    """Read a stream that ends from its beginning, and measure the loss (a collective: every rank calls it).
+    """Measure the loss on a finite stream, from its beginning (a collective: every rank calls it).
 
-    ``max_batches`` ends it early; -1 reads all. Weights, gradients and random numbers stay as they are. Gives None, on
-    all ranks, where ``stop`` of one of them says that it was asked to stop. Where a task's rows are not ``labelled``
-    there is neither a loss (it is nan) nor a metric.
+    Weights, gradients and random number generators do not change.
+
+    Args:
+        max_batches: maximum number of batches to read; -1 reads all.
+        stop: checked before each batch. If any rank has a request to stop, all ranks return None.
+        labelled: False if the rows of a row task have no labels. The loss is then NaN, and there are no metrics.
 
     Raises:
-        DataError: when the set has no target token.
+        DataError: no sequence has a target token.
     """
     stream.seek(0)
     loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    tokens = rows = 0
-    found: list[tuple[Tensor, dict[str, Tensor]]] = []
-    modes = [(part, part.training) for part in runner.parts]
+    num_tokens = num_rows = 0
+    local_predictions: list[tuple[Tensor, dict[str, Tensor]]] = []
+    training_modes = [(part, part.training) for part in runner.parts]
     batch = None
     try:
         for part in runner.parts:
             part.eval()
         for batch in _batches(stream, max_batches, mesh, stop or StopRequest()):
-            tokens += batch.num_targets
-            rows += int((batch.sample_ids_B >= 0).sum())
-            moved = batch.to(mesh.device, non_blocking=True)
+            num_tokens += batch.num_targets
+            num_rows += int((batch.sample_ids_B >= 0).sum())
+            device_batch = batch.to(mesh.device, non_blocking=True)
             if isinstance(runner, TaskRunner):
-                part_loss, predictions = runner.predict(moved, labelled)
-                found.append((batch.sample_ids_B, predictions))
+                batch_loss, predictions = runner.predict(device_batch, labelled)
+                local_predictions.append((batch.sample_ids_B, predictions))
             else:
-                part_loss = runner.evaluate(moved)
-            loss += part_loss
+                batch_loss = runner.evaluate(device_batch)
+            loss += batch_loss
     except Interrupted:
         return None
     finally:
-        for part, was_training in modes:
+        for part, was_training in training_modes:
             part.train(was_training)
-            if batch is not None:  # FSDP has no state to free before the first forward of a process
-                free_gathered(part)  # no backward follows that would; what reads parameters next must find own shards
-        stream.seek(0)  # ends the processes that prepare batches
-    # peers of other axes read the same rows: counts are added over data ranks alone, losses over all that have a part
-    counts = torch.tensor([tokens, rows], dtype=torch.float64, device=mesh.device)
+            # No backward follows that would reshard the parameters. FSDP has no state before the first forward.
+            if batch is not None:
+                free_gathered(part)
+        stream.seek(0)  # ends the worker processes
+
+    # Peers on other axes read the same rows: sum counts over data ranks only, and losses over all ranks with a part.
+    counts = torch.tensor([num_tokens, num_rows], dtype=torch.float64, device=mesh.device)
     total_tokens, total_rows = mesh.sum(counts, over=BATCH_AXES).tolist()
-    total = mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
+    total_loss = mesh.sum(loss, over=("pp", *LOSS_AXES)).item()
     if isinstance(runner, TaskRunner):
-        predictions = gather(found, mesh)
+        predictions = gather(local_predictions, mesh)
         metrics = runner.task.metrics(predictions) if labelled else {}
-        mean = total / total_tokens if labelled and total_tokens else math.nan
-        return Evaluation(mean, int(total_tokens), int(total_rows), metrics, predictions)
+        mean_loss = total_loss / total_tokens if labelled and total_tokens else math.nan
+        return Evaluation(mean_loss, int(total_tokens), int(total_rows), metrics, predictions)
     if not total_tokens:
-        raise DataError(f"validation: none of the {total_rows:.0f} sequences has a token to predict; use other data")
-    return Evaluation(total / total_tokens, int(total_tokens), int(total_rows))
+        raise DataError(f"validation: none of the {total_rows:.0f} sequences has a target token; use other data")
+    return Evaluation(total_loss / total_tokens, int(total_tokens), int(total_rows))
 
 
-def gather(found: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh) -> dict[str, Tensor]:
-    """Predictions of all ranks' batches, each with its sample ids, one entry per row in the order of ids, on the CPU.
+def gather(local_predictions: list[tuple[Tensor, dict[str, Tensor]]], mesh: Mesh) -> dict[str, Tensor]:
+    """Gather the predictions of all ranks on the CPU, one entry per row in the order of sample ids (a collective).
 
-    A collective. Ranks may have different numbers of rows, none among them; filler rows (id -1) are left out, and of
-    rows that several ranks hold alike, as tensor-parallel peers do, one is taken.
+    Each element is the sample ids of a batch and its predictions by name. Ranks may have different numbers of rows, or
+    no rows. Padding rows (id -1) are dropped. Rows that several ranks have, like tensor-parallel peers, count once.
     """
-    # this rank's rows without filler
-    kept = [(ids >= 0).nonzero().flatten() for ids, _ in found]
-    ids = torch.cat([ids[rows] for (ids, _), rows in zip(found, kept, strict=True)])
-    own = {
-        name: torch.cat([part[name].cpu()[rows] for (_, part), rows in zip(found, kept, strict=True)])
-        for name in found[0][1]
-    }
-    ids = torch.cat(_gather(ids, mesh))
-    # of equal ids, which peers hold alike, the first
+    # this rank's rows without padding
+    rows_of_batch = [(ids >= 0).nonzero().flatten() for ids, _ in local_predictions]
+    pairs = list(zip(local_predictions, rows_of_batch, strict=True))
+    local_ids = torch.cat([ids[rows] for (ids, _), rows in pairs])
+    local_values = {}
+    for name in local_predictions[0][1]:
+        local_values[name] = torch.cat([predictions[name].cpu()[rows] for (_, predictions), rows in pairs])
+
+    # sort by id, and keep the first of equal ids
+    ids = torch.cat(_all_gather(local_ids, mesh))
     order = ids.argsort(stable=True)
-    first = torch.ones(len(ids), dtype=torch.bool)
-    first[1:] = ids[order][1:] != ids[order][:-1]
-    return {name: torch.cat(_gather(values, mesh))[order[first]] for name, values in own.items()}
+    is_first = torch.ones(len(ids), dtype=torch.bool)
+    is_first[1:] = ids[order][1:] != ids[order][:-1]
+    rows = order[is_first]
+    return {name: torch.cat(_all_gather(values, mesh))[rows] for name, values in local_values.items()}
 
 
-def _gather(values: Tensor, mesh: Mesh) -> list[Tensor]:
-    """A tensor of each rank, whose first dims may differ."""
-    size = mesh.device_mesh.size()
-    if size == 1:
+def _all_gather(values: Tensor, mesh: Mesh) -> list[Tensor]:
+    """All-gather tensors that may differ in their first dim. Return one CPU tensor per rank."""
+    world_size = mesh.device_mesh.size()
+    if world_size == 1:
         return [values]
     values = values.to(mesh.device)
-    counts = torch.zeros(size, dtype=torch.int64, device=mesh.device)
+    counts = torch.zeros(world_size, dtype=torch.int64, device=mesh.device)
     counts[torch.distributed.get_rank()] = len(values)
     lengths = mesh.sum_of_all(counts).tolist()
-    # all_gather takes tensors of one shape, so each is padded to the longest
+    # all_gather requires equal shapes, so pad each tensor to the longest
     padded = values.new_zeros(max(lengths), *values.shape[1:])
     padded[: len(values)] = values
-    every = [torch.empty_like(padded) for _ in lengths]
-    torch.distributed.all_gather(every, padded)
-    return [part[:length].cpu() for part, length in zip(every, lengths, strict=True)]
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    torch.distributed.all_gather(gathered, padded)
+    return [part[:length].cpu() for part, length in zip(gathered, lengths, strict=True)]
 
 
 def _batches(stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest) -> Iterator[data.Batch]:
-    """The batches of a stream that ends, or ``limit`` of them where it is not below 0; all ranks agree on each.
+    """Yield at most ``limit`` batches (all if negative). Collective: every rank yields the same number.
 
     Raises:
-        Interrupted: on all ranks before the same batch, when one of them was asked to stop.
+        Interrupted: a rank has a request to stop. All ranks raise it before the same batch.
     """
     count = 0
     while count != limit:
-        # in a tuple: None alone is a wait that a request to stop has ended, and (None,) the end of the data
-        found = stop.read(lambda: (next(stream, None),))
-        batch = found[0] if found else None
-        if batch is None if found else stream.has_ended:
+        # The tuple distinguishes the end of the data, (None,), from a wait that a request to stop has ended, None.
+        result = stop.read(lambda: (next(stream, None),))
+        is_interrupted = result is None
+        batch = result[0] if result else None
+        if stream.has_ended if is_interrupted else batch is None:
             return
-        if mesh.sum_of_all(torch.tensor(0.0 if found else 1.0, device=mesh.device)).item():
+        interrupted_ranks = mesh.sum_of_all(torch.tensor(float(is_interrupted), device=mesh.device))
+        if interrupted_ranks.item():
             raise Interrupted
         assert batch is not None
         yield batch
@@ -174,7 +187,7 @@ def _batches(stream: data.DataLoader, limit: int, mesh: Mesh, stop: StopRequest)
 
 
 class Validator:
-    """Held-out data of a run, and when to evaluate on them."""
+    """Evaluates a run on its validation data, at the steps that ``[validation]`` configures."""
 
     def __init__(
         self,
@@ -188,40 +201,42 @@ class Validator:
         self._runner = runner
         self._mesh = mesh
         self._stop = stop
-        self._epoch_rows = num_samples
-        self._step_rows = derived.global_batch_size(config, mesh.device_mesh.size())
+        self._rows_per_epoch = num_samples
+        self._rows_per_step = derived.global_batch_size(config, mesh.device_mesh.size())
         if self._options.per_epoch and num_samples is None:
-            rule = "needs the number of training rows, and is known only after reading these data"
+            rule = "requires the number of training rows, which these data have only after they are read"
             raise ConfigError(Problem("validation.per_epoch", self._options.per_epoch, rule, "use validation.freq"))
         self._stream = open_dataloader(config, mesh)
         self._last_step = 0
 
     def is_due(self, step: int, total_steps: int) -> bool:
-        """Whether to evaluate after ``step`` (1 is the first), as ``validation.freq`` or per_epoch says, or last.
+        """True if the run must evaluate after ``step`` (counted from 1): at each interval and after the last step.
 
-        No step is due twice, so one may ask again where the data end before the last step.
+        A step that has been evaluated is not due again, so this can be called again if the data end early.
         """
-        # due where a multiple of rows / per_epoch lies between the step before and this one
-        rows = self._epoch_rows
+        if step == self._last_step:
+            return False
+        rows = self._rows_per_epoch
         if self._options.per_epoch and rows:
-            done = step * self._step_rows * self._options.per_epoch // rows
-            before = (step - 1) * self._step_rows * self._options.per_epoch // rows
-            due = done > before
+            # due if this step crosses a multiple of rows / per_epoch
+            evaluations_until_step = step * self._rows_per_step * self._options.per_epoch // rows
+            evaluations_before_step = (step - 1) * self._rows_per_step * self._options.per_epoch // rows
+            is_at_interval = evaluations_until_step > evaluations_before_step
         else:
-            due = step % self._options.freq == 0
-        return (due or step == total_steps) and step != self._last_step
+            is_at_interval = step % self._options.freq == 0
+        return is_at_interval or step == total_steps
 
     def run(self, step: int) -> Evaluation | None:
-        """Evaluate after ``step`` on ``validation.steps`` batches, or on the whole set (a collective).
+        """Evaluate after ``step`` on ``validation.steps`` batches, or on the complete set (a collective).
 
-        None where the run was asked to stop before it was done.
+        None if a request to stop cancelled the evaluation.
         """
         self._last_step = step
         return evaluate(self._runner, self._stream, self._mesh, self._options.steps, self._stop)
 
 
 def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:
-    """The validation set in its own order, once, dealt to the data-parallel ranks (a collective)."""
+    """Open the validation set for one pass in its own order, divided over the data-parallel ranks (a collective)."""
     with together(config):
         stream = tasks.open_task(config).open_dataloader(
             section=section(config, mesh.device_mesh.size()),
@@ -233,14 +248,14 @@ def open_dataloader(config: Config, mesh: Mesh) -> data.DataLoader:
         )
     require_same_data(stream, "the validation data")
     v = config.validation
-    when = f"{v.per_epoch} times an epoch" if v.per_epoch else f"every {v.freq} steps"
-    of = f"of {v.seq_len} tokens" if config.task.name in OF_NEXT_TOKENS else f"of up to {v.seq_len} tokens"
-    logger.info(f"validation: {stream.num_samples} sequences {of}, {when} and at the last")
+    interval = f"{v.per_epoch} times an epoch" if v.per_epoch else f"every {v.freq} steps"
+    length = f"{v.seq_len} tokens" if config.task.name in OF_NEXT_TOKENS else f"up to {v.seq_len} tokens"
+    logger.info(f"validation: {stream.num_samples} sequences of {length}, {interval} and after the last")
     return stream
 
 
 def section(config: Config, world_size: int) -> Validation:
-    """The validation options, with the rows per batch that the runner takes: a pipeline wants those of a whole step."""
+    """Return the validation options. With pipeline parallelism, a batch has the rows of a complete training step."""
     if config.parallelism.pipeline_parallel_degree == 1:
         return config.validation
     rows = config.training.local_batch_size * derived.accumulation_steps(config, world_size)

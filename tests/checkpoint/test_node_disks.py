@@ -178,4 +178,4 @@ def two_sizes(rank: int, disks: Path) -> str:
 
 
 def test_a_batch_size_is_kept_from_a_checkpoint_of_another_node(tmp_path: Path) -> None:
-    assert "global_batch_size=8 is kept from the checkpoint" in run_ranks(2, two_sizes, tmp_path)[0]
+    assert "global_batch_size=8 is taken from the checkpoint" in run_ranks(2, two_sizes, tmp_path)[0]

@@ -291,10 +291,10 @@ def test_a_network_that_does_not_heed_documents_is_found_on_its_own_mesh(deaf: b
     folder("llama")
     degrees = {"tensor_parallel_degree": 2}
     for said in run_ranks(2, heeds, config_for("llama", tmp_path, parallelism=degrees), deaf):
-        assert ("is not heeded by LlamaForCausalLM" in said) is deaf and "\n" not in said
+        assert ("is ignored by LlamaForCausalLM" in said) is deaf and "\n" not in said
     half = config_for("llama", tmp_path / "half", training={"mixed_precision_param": "bfloat16"})
     for said in run_ranks(2, heeds, half, deaf):
-        assert ("is not heeded by LlamaForCausalLM" in said) is deaf
+        assert ("is ignored by LlamaForCausalLM" in said) is deaf
     if deaf:  # in transformers 5.23 OPT makes its masks without the positions, and packed rows have another loss
         said = run_ranks(1, heeds, config_for("opt", tmp_path / "other"), False)[0]
-        assert "is not heeded by OPTForCausalLM" in said
+        assert "is ignored by OPTForCausalLM" in said

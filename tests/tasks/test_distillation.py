@@ -275,4 +275,4 @@ def test_packed_documents_are_kept_apart_in_both_or_refused(tmp_path: Path) -> N
     config_of = transformers.OPTConfig(**sizes, word_embed_proj_dim=32, max_position_embeddings=128)
     transformers.OPTForCausalLM(config_of).save_pretrained(tmp_path / "opt")
     ended = train(config(tmp_path / "other", {"teacher_path": str(tmp_path / "opt")}, data=data, training=training))
-    assert isinstance(ended.error, ConfigError) and "is not heeded by OPTForCausalLM" in str(ended.error)
+    assert isinstance(ended.error, ConfigError) and "is ignored by OPTForCausalLM" in str(ended.error)

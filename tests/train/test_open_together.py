@@ -249,11 +249,16 @@ def test_of_a_node_with_a_copy_of_its_own_one_rank_looks(nodes: Path, per_node: 
 @pytest.mark.parametrize(
     ("change", "told"),
     cases(
-        [("a witness is missing", r"data/000\.jsonl\" is not here, and rank 0 lists it \(No such file")],
+        [
+            (
+                "a witness is missing",
+                r"data/000\.jsonl\" does not exist on this host, but rank 0 lists it \(No such file",
+            )
+        ],
         nightly=[
             (
                 "another is missing",
-                r'the data="data" is a folder of this node\'s own, which lacks 005\.jsonl, and rank',
+                r'the data="data" is a copy on this node, which lacks 005\.jsonl, and rank',
             ),
             ("one is longer", r"which has 005\.jsonl of \d+ bytes, which is of \d+ bytes for rank 0"),
             ("one more", r"which has 999\.jsonl of \d+ bytes, which is not there for rank 0"),
@@ -291,7 +296,7 @@ def test_an_error_of_the_rank_that_looks_is_raised_on_all(nodes: Path) -> None:
 
 def look_slowly(rank: int) -> Any:
     ranks = Together(timeout_seconds=300)
-    ranks._sign_seconds = 0.02
+    ranks._keep_alive_seconds = 0.02
 
     def look() -> Any:
         assert rank == 0

@@ -189,7 +189,7 @@ def nothing_to_predict(rank: int, one: Config) -> str:
 
 def test_a_set_without_a_token_to_predict_is_an_error_on_all_ranks() -> None:
     for message in run_ranks(2, nothing_to_predict, config()):
-        assert "none of the 7 sequences has a token to predict" in message
+        assert "none of the 7 sequences has a target token" in message
 
 
 def traces(rank: int, one: Config) -> tuple[bool, bool, bool, bool]:
@@ -297,7 +297,7 @@ def test_validation_comes_every_freq_steps_and_at_the_last_and_goes_to_all_sinks
     assert [(point.step, point.value) for point in points] == [(x["step"], pytest.approx(x["loss"])) for x in lines]
     assert [point.step for point in events.Scalars("validation_metrics/perplexity")] == [2, 4, 5]
     log = (tmp_path / "logs" / "rank-0.log").read_text()
-    assert log.count("validation step:") == 3 and "7 sequences of 16 tokens, every 2 steps and at the last" in log
+    assert log.count("validation step:") == 3 and "7 sequences of 16 tokens, every 2 steps and after the last" in log
 
 
 @pytest.mark.parametrize(("freq", "steps"), [(2, [2, 3]), (3, [3])])

@@ -124,7 +124,7 @@ def measure(opened: OpenedModel, section: Validation, read: RowsRead | None = No
             text.add(batch.targets_BT[batch.targets_BT != IGNORE].tolist())
     stream.seek(0)  # stops the workers that prefetch batches
     if not tokens:
-        raise DataError(f"{section.dataset_path}: none of the {rows} sequences has a token to predict; use other data")
+        raise DataError(f"{section.dataset_path}: none of the {rows} sequences has a target token; use other data")
     mean = loss.item() / tokens
     size = text.count()
     if not math.isfinite(mean):
