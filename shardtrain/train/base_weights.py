@@ -39,11 +39,11 @@ def load(
     """Fill the frozen weights and the initial values of modules that are trained in full (a collective).
 
     Returns:
-        What checkpoints record: the facts of the adapters, and path and fingerprint of the base weights.
+        The facts that checkpoints record: the adapters' options, and path and fingerprint of the base weights.
 
     Raises:
-        ConfigError: the path holds adapters, or another model than the configured one.
-        CheckpointError: it cannot be read.
+        ConfigError: the path contains adapters, or another model than the configured one.
+        CheckpointError: the weights cannot be read.
     """
     state: dict[str, Tensor] = {**runner.parameters(), **runner.buffers()}
     tensors = {f"{WEIGHTS_PREFIX}{name}": tensor.detach() for name, tensor in state.items() if not is_adapter(name)}
@@ -51,25 +51,24 @@ def load(
     if config.checkpoint.initial_load_in_hf:
         tensors = without_new_head(config, tensors)
 
-    # This fills all weights, quantized ones included. Only the fingerprint is left to compute below.
+    # With quantization, this fills all weights, and only the fingerprint remains to be computed below.
     if config.lora.base_dtype != quantize.WHOLE:
-        _load_in_low_bits(config, runner, device, tensors)
+        _load_quantized(config, runner, device, tensors)
         tensors = {}
     if config.lora.random_base:
-        mark: dict[str, Any] = {"path": None, "fingerprint": random_fingerprint(config, device.type)}
+        base: dict[str, Any] = {"path": None, "fingerprint": random_fingerprint(config, device.type)}
     elif config.checkpoint.initial_load_in_hf:
-        mark = _load_hub(config, tensors)
+        base = _load_hub(config, tensors)
     else:
-        mark = _load_checkpoint(config, place(str(config.checkpoint.initial_load_path)), checkpoints, tensors)
+        base = _load_checkpoint(config, place(str(config.checkpoint.initial_load_path)), checkpoints, tensors)
 
     # DoRA starts its magnitudes from the norms of the loaded weights
     if adapters.use_dora:
         for part in runner.parts:
             spec.start_magnitudes(part)
-    logger.info(
-        f"frozen weights: {mark['path'] or 'as initialised (lora.random_base)'}, {str(mark['fingerprint'])[:20]}"
-    )
-    return {**adapters.facts(), "base": mark}
+    origin = base["path"] or "drawn from the seed (lora.random_base)"
+    logger.info(f"frozen base weights: {origin}, fingerprint {str(base['fingerprint'])[:20]}")
+    return {**adapters.facts(), "base": base}
 
 
 def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -82,7 +81,7 @@ def without_new_head(config: Config, tensors: Mapping[str, Tensor]) -> dict[str,
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(head)}
 
 
-def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
+def _load_quantized(config: Config, runner: Runner, device: torch.device, tensors: Mapping[str, Tensor]) -> None:
     """Fill the frozen weights that are not quantized, and quantize the others one at a time (a collective).
 
     Raises:
@@ -91,20 +90,23 @@ def _load_in_low_bits(config: Config, runner: Runner, device: torch.device, tens
     """
     module, shape = models.configured(config.model)
     path = None if config.lora.random_base else Path(str(derived.initial_weights(config)))
-    packed_bytes = whole_bytes = 0
+    quantized_bytes = original_bytes = 0
     with FrozenWeights(path, module, shape, config) as weights:
         weights.fill({name.removeprefix(WEIGHTS_PREFIX): tensor for name, tensor in tensors.items()})
-        for part in runner.parts:
-            for name, linear in part.named_modules():
-                if isinstance(linear, FrozenLinear) and linear.weight is None:
-                    weight = weights.read(f"{name}.weight", device)
-                    weight = weight.to(device, getattr(torch, config.training.dtype))
-                    weight = weight.t().contiguous() if linear.transposed else weight
-                    linear.low_bits = packed = quantize.Packed(weight, config.lora.base_dtype)
-                    packed_bytes += packed.bytes
-                    whole_bytes += weight.nbytes
-    sizes = f"{format_bytes(packed_bytes)} instead of {format_bytes(whole_bytes)}"
-    logger.info(f"frozen weights in {config.lora.base_dtype}: {sizes}")
+        linears = [named for part in runner.parts for named in part.named_modules()]
+        for name, linear in linears:
+            if not isinstance(linear, FrozenLinear) or linear.weight is not None:
+                continue
+            weight = weights.read(f"{name}.weight", device)
+            weight = weight.to(device, getattr(torch, config.training.dtype))
+            if linear.transposed:
+                weight = weight.t().contiguous()
+            packed = quantize.Packed(weight, config.lora.base_dtype)
+            linear.low_bits = packed
+            quantized_bytes += packed.bytes
+            original_bytes += weight.nbytes
+    sizes = f"{format_bytes(quantized_bytes)} instead of {format_bytes(original_bytes)}"
+    logger.info(f"frozen base weights quantized to {config.lora.base_dtype}: {sizes}")
 
 
 def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
@@ -112,27 +114,29 @@ def check_same(run: Run, path: object, facts: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: the base weights differ.
-        CheckpointError: the checkpoint holds no adapters.
+        CheckpointError: the checkpoint has no adapters.
     """
     saved = facts.get(FACT)
     if spec.read_facts(facts, path) is None or not isinstance(saved, dict):
         raise CheckpointError(
-            f"checkpoint {path} holds a whole model and no adapters; start from it with {PATH}, in another folder"
+            f"checkpoint {path} contains a full model and no adapters; start from it with {PATH}, in another folder"
         )
     base = saved.get("base")
-    old = base.get("fingerprint") if isinstance(base, dict) else None
-    new = run.lora["base"]["fingerprint"]
-    if old != new:
-        rule = f"holds other weights than those beside which the adapters of {path} were trained"
-        where = base.get("path") if isinstance(base, dict) else None
-        raise ConfigError(Problem(PATH, run.lora["base"]["path"], rule, f"give those again: they were at {where}"))
+    old_path = old_fingerprint = None
+    if isinstance(base, dict):
+        old_path = base.get("path")
+        old_fingerprint = base.get("fingerprint")
+    if old_fingerprint != run.lora["base"]["fingerprint"]:
+        rule = f"contains other base weights than those of the adapters in {path}"
+        fix = f"use the original weights, which were at {old_path}"
+        raise ConfigError(Problem(PATH, run.lora["base"]["path"], rule, fix))
 
 
 def _load_hub(config: Config, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     folder = Path(str(derived.initial_weights(config)))
     if tensors:
         all_ranks(partial(importing.fill_as_configured, tensors, folder, config))
-    # Each rank hashes a share of the files
+    # each rank hashes a share of the files
     hashes: dict[str, str] = {}
     for share in all_ranks_gather(lambda: fingerprint(folder, True, dist.get_rank(), dist.get_world_size())):
         hashes |= share
@@ -143,10 +147,9 @@ def _load_checkpoint(
     config: Config, path: Place, checkpoints: Checkpoints, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
     if FACT in checkpoints.facts(path):
-        rule = "holds adapters, and not the weights beside which they were trained"
-        raise ConfigError(Problem(PATH, str(path), rule, "merge them first (shardtrain merge), or name a whole model"))
+        rule = "contains adapters without the base weights"
+        raise ConfigError(Problem(PATH, str(path), rule, "merge them first (shardtrain merge), or name a full model"))
     first_rank(lambda: check_noted(config.model, path))
     if tensors:
         checkpoints.load(path, tensors, {})
-    mark = broadcast_json(joined(fingerprint(path, False)))
-    return {"path": str(path), "in_hf": False, "fingerprint": mark}
+    return {"path": str(path), "in_hf": False, "fingerprint": broadcast_json(joined(fingerprint(path, False)))}

@@ -1,7 +1,7 @@
-"""What ``train`` does with ``comm.mode="fake_backend"``: build one rank of any world on one CPU process, train nothing.
+"""Dry run (``comm.mode="fake_backend"``): build one rank of any world in one CPU process, without training.
 
-The mesh, the cut into stages, tensor parallelism and FSDP are the real ones, on a process group that sends nothing and
-on tensors without memory. The answer is a report: mesh, batch, and the bytes that the rank would need.
+Mesh, pipeline stages, tensor parallelism and FSDP are the real ones, on a process group without communication and on
+tensors without memory. The result is a report of the mesh, the batch, and the bytes that the rank would need.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardtrain.utils.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model beside the one that learns: the bytes of its weights on this rank, and its forward pass."""
+    """A frozen model next to the trained one: the bytes of its weights on this rank, and its traced forward pass."""
 
     name: str
     dtype: str
@@ -42,45 +42,45 @@ class FrozenModel:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one rank of a run would hold, in bytes, and what was traced to know it.
-
-    ``sizes`` and ``place`` are the ranks along each axis of the mesh, and this rank's among them; ``batch`` describes
-    model and batch in words; ``stages`` are the modules of each pipeline stage that the rank holds;
-    ``low_bits_bytes`` is what lora.base_dtype holds of frozen weights.
-    """
+    """Memory that one rank of a run would need, and the traces it was computed from."""
 
     sizes: Mapping[str, int]
+    """Number of ranks along each mesh axis."""
     place: Mapping[str, int]
+    """This rank's coordinate along each mesh axis."""
     batch: tuple[str, ...]
+    """Lines of the report that describe the model and the batch."""
     num_params: int
     flops_per_token: float
     stages: tuple[str, ...]
+    """Modules of each pipeline stage on this rank."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     traced: fake_backend.Traced
     frozen: tuple[FrozenModel, ...] = ()
     low_bits_bytes: int = 0
+    """Bytes of the frozen weights that ``lora.base_dtype`` quantizes."""
     accumulates: bool = False
-    """Whether ``gradient_bytes`` are those of micro-batches that are added up before they are reduced."""
+    """True if ``gradient_bytes`` counts unsharded gradients that accumulate over micro-batches before the reduction."""
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all: an upper bound, because not all of them are largest at once."""
+        """Sum of all parts. An upper bound, because their peaks do not coincide."""
         states = self.parameter_bytes + self.low_bits_bytes + self.gradient_bytes + self.optimizer_bytes
-        states += sum(one.weight_bytes for one in self.frozen)
-        passes = (self.traced, *(one.traced for one in self.frozen))
-        return states + sum(one.activations_bytes + one.gathered_bytes for one in passes)
+        states += sum(model.weight_bytes for model in self.frozen)
+        passes = (self.traced, *(model.traced for model in self.frozen))
+        return states + sum(traced.activations_bytes + traced.gathered_bytes for traced in passes)
 
 
 def main(loaded: Loaded, rank: int, size: int, notices: Sequence[str] = ()) -> Iterator[str]:
-    """Lines of the report on rank ``rank`` of ``size``; the first one comes before the work."""
+    """Yield the lines of the report on rank ``rank`` of ``size``. The first line comes before the work."""
     started = time.perf_counter()
     yield (
         f'{versions()}: comm.mode="fake_backend" builds rank {rank} of {size} in this process; '
         "nothing is trained, read or written"
     )
-    for notice in (*notices, *_left_out(loaded.config)):
+    for notice in (*notices, *_notes(loaded.config)):
         yield f"note: {notice}"
     with fake_backend.join(rank, size) as world:
         yield from report(build(loaded.config, world), loaded.config)
@@ -88,64 +88,68 @@ def main(loaded: Loaded, rank: int, size: int, notices: Sequence[str] = ()) -> I
 
 
 def build(config: Config, world: process_group.World) -> DryRun:
-    """Build this rank's share of the model, and trace one micro-batch on it; the process group exists.
+    """Build this rank's shards of the model, and trace one micro-batch. The fake process group must exist.
 
-    Raises ConfigError where a run would.
+    Raises:
+        ConfigError: the errors of a run, or a task from a user's file, whose batches depend on its data.
     """
     if config.task.name.endswith(".py"):
-        rule = "makes batches that are known when it reads its rows, and a dry run reads none"
+        rule = "builds its batches from the rows of its data, and a dry run reads no data"
         raise ConfigError(Problem("task.name", config.task.name, rule, "start the run on one machine instead"))
     task = tasks.open_task(config)
     config = _without_compiler(config)
-    # the model, cut and sharded as a run does it: train/model.py, without its draws
+    batch = _micro_batch(config, task.sequences_per_row)
+
+    # shard the model like train/model.py does, without drawing initial values
     mesh = distributed.build(config, world)
     module, shape = models.configured(config.model)
-    model = task.adapt(models.build(module, shape), module.LAYOUT)
     layout = module.LAYOUT
+    model = task.adapt(models.build(module, shape), layout)
     _, added = spec.adapt(model, module, shape, config.lora, bool(task.num_labels))
     num_params, flops = count_model(model, layout, shape)
     names = [name for name, _ in model.named_parameters()]
-    own = [name for name in names if name not in added]
+    base_names = [name for name in names if name not in added]
     quantize.take_out(model, layout, config.lora.base_dtype)
-    init_weights.plan(own, module.initial(shape), layout, len(getattr(model, layout.layers)))
-    hidden = pipeline_parallel._hidden_size(model, layout) if mesh.size("pp") > 1 else 0
+    init_weights.plan(base_names, module.initial(shape), layout, len(getattr(model, layout.layers)))
+    hidden_size = pipeline_parallel._hidden_size(model, layout) if mesh.size("pp") > 1 else 0
     runner = distributed.parallelize(model, layout, mesh, config, task.num_outputs(shape))
-    held = tuple(_modules_of(part, layout) for part in runner.parts)
+    stage_modules = tuple(_modules_of(part, layout) for part in runner.parts)
+
+    # count the states, and trace forward and backward
     with fake_backend.materialized(runner):
-        # not runner.parameters(): a rank with two stages holds what they share twice
-        low_bits = sum(quantize.count(part, config) for part in runner.parts)
+        low_bits_bytes = sum(quantize.count(part, config) for part in runner.parts)
+        # not runner.parameters(): a rank with two stages stores shared parameters twice
         parameters = [parameter for part in runner.parts for parameter in part.parameters()]
+        parameter_bytes = _local_bytes(parameters)
         optimizer = optim.build(runner.optimizer_parameters().items(), config.optimizer, names)
         states = optim.state_tensors(optimizer, runner.optimizer_parameters().items())
-        bytes_of_parameters = _local_bytes(parameters)
-        bytes_of_states = _local_bytes(states.values())
-        accumulated = _accumulated_bytes(runner.parts, mesh, config)
-        bytes_of_gradients = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated)
+        optimizer_bytes = _local_bytes(states.values())
+        accumulated_bytes = _accumulated_bytes(runner.parts, mesh, config)
+        gradient_bytes = max(_gradient_bytes(runner.parts, layout, mesh, config), accumulated_bytes)
         del optimizer, states
-        traced = fake_backend.trace(runner, layout, mesh, config, _micro_batch(config, task.sequences_per_row), hidden)
-    frozen = tuple(
-        _frozen(name, one, mesh, _micro_batch(config, task.sequences_per_row))
-        for name, one in reference_models.frozen_configs(task, config).items()
-    )
-    place = {axis: mesh.rank(axis) for axis in mesh.sizes}
-    batch = tuple(describe_model(config, mesh, num_params))
-    states_bytes = (bytes_of_parameters, bytes_of_gradients, bytes_of_states)
+        traced = fake_backend.trace(runner, layout, mesh, config, batch, hidden_size)
+    frozen_configs = reference_models.frozen_configs(task, config)
+    frozen = [_build_frozen(name, frozen_config, mesh, batch) for name, frozen_config in frozen_configs.items()]
+
     return DryRun(
-        mesh.sizes,
-        place,
-        batch,
-        num_params,
-        flops(config.training.seq_len),
-        held,
-        *states_bytes,
-        traced,
-        frozen,
-        low_bits,
-        bool(accumulated),
+        sizes=mesh.sizes,
+        place={axis: mesh.rank(axis) for axis in mesh.sizes},
+        batch=tuple(describe_model(config, mesh, num_params)),
+        num_params=num_params,
+        flops_per_token=flops(config.training.seq_len),
+        stages=stage_modules,
+        parameter_bytes=parameter_bytes,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=optimizer_bytes,
+        traced=traced,
+        frozen=tuple(frozen),
+        low_bits_bytes=low_bits_bytes,
+        accumulates=bool(accumulated_bytes),
     )
 
 
-def _frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch) -> FrozenModel:
+def _build_frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch) -> FrozenModel:
+    """Shard a frozen model like the trained one, and trace its forward pass."""
     task = tasks.open_task(config)
     module, shape = models.configured(config.model)
     model = task.adapt(models.build(module, shape), module.LAYOUT)
@@ -154,28 +158,24 @@ def _frozen(name: str, config: Config, mesh: distributed.Mesh, batch: data.Batch
         weight_bytes = _local_bytes(runner.parameters().values())
         (part,) = runner.parts
         part.eval().requires_grad_(False)
-        return FrozenModel(
-            name,
-            config.training.dtype,
-            weight_bytes,
-            fake_backend.trace_frozen(part, module.LAYOUT, mesh, config, batch),
-        )
+        traced = fake_backend.trace_frozen(part, module.LAYOUT, mesh, config, batch)
+    return FrozenModel(name, config.training.dtype, weight_bytes, traced)
 
 
 def report(run: DryRun, config: Config) -> list[str]:
-    """The lines that tell what was built."""
-    size = math.prod(run.sizes.values())
-    tokens = derived.global_batch_size(config, size) * config.training.seq_len
-    epochs = config.training.epochs
+    """Return the lines of the report."""
+    world_size = math.prod(run.sizes.values())
+    tokens_per_step = derived.global_batch_size(config, world_size) * config.training.seq_len
     steps = config.training.steps
-    length = f"{steps} steps, {format_count(steps * tokens)} tokens"
-    if epochs is not None:
-        length = f"{epochs} epochs; how many steps they are depends on the data, which are not read"
-    lines = [
+    length = f"{steps} steps, {format_count(steps * tokens_per_step)} tokens"
+    if config.training.epochs is not None:
+        length = f"{config.training.epochs} epochs; the number of steps depends on the data, which are not read"
+    flops_per_step = run.flops_per_token * tokens_per_step
+    return [
         *run.batch,
         f"length: {length}",
-        f"compute: {run.flops_per_token * tokens:.3g} FLOPs per step, "
-        f"{run.flops_per_token * tokens / size:.3g} per rank (6 N + 12 L H head_dim T per token)",
+        f"compute: {flops_per_step:.3g} FLOPs per step, {flops_per_step / world_size:.3g} per rank "
+        "(6 N + 12 L H head_dim T per token)",
         describe_precision(config),
         "",
         f"  {'mesh axis':<13}{'ranks':>6}{'this rank':>11}",
@@ -184,7 +184,6 @@ def report(run: DryRun, config: Config) -> list[str]:
         *_stage_lines(run, config),
         *_memory_table(run, config),
     ]
-    return lines
 
 
 def _stage_lines(run: DryRun, config: Config) -> list[str]:
@@ -195,63 +194,71 @@ def _stage_lines(run: DryRun, config: Config) -> list[str]:
     name = stages.schedule_name(p.pipeline_parallel_schedule)
     schedule = (
         f"pipeline: {name}, {rows // p.pipeline_parallel_microbatch_size} micro-batches of "
-        f"{p.pipeline_parallel_microbatch_size}, at most {run.traced.most_in_flight} in flight here; nothing was sent"
+        f"{p.pipeline_parallel_microbatch_size}, at most {run.traced.most_in_flight} in flight on this rank; "
+        "nothing was sent"
     )
     return [schedule, *(f"  stage of this rank: {stage}" for stage in run.stages), ""]
 
 
 def _memory_table(run: DryRun, config: Config) -> list[str]:
-    traced = run.traced
-    stored = config.training.dtype
-    rows = [
-        ("parameters", run.parameter_bytes, f"{stored}; counted over the rank's shards"),
-        ("gradients", run.gradient_bytes, _of_gradients(run, config)),
-        ("optimizer state", run.optimizer_bytes, f"{config.optimizer.name}; counted over the rank's shards"),
-    ]
+    """Return the table of memory per purpose, and notes on passes that could not be traced."""
+    stored_dtype = config.training.dtype
+    rows = [("parameters", run.parameter_bytes, f"{stored_dtype}; this rank's shards")]
     if run.low_bits_bytes:
-        rows.insert(1, ("in low bits", run.low_bits_bytes, f"{config.lora.base_dtype}; frozen, its layers whole"))
+        rows.append(("quantized", run.low_bits_bytes, f"{config.lora.base_dtype}; frozen, unsharded"))
+    rows.append(("gradients", run.gradient_bytes, _gradient_remark(run, config)))
+    rows.append(("optimizer state", run.optimizer_bytes, f"{config.optimizer.name}; this rank's shards"))
+
+    # the trained model's forward and backward
+    traced = run.traced
+    notes = []
     if traced.not_traced:
-        end = [f"  activations: not traced ({traced.not_traced}); the sum is without them"]
+        notes.append(f"  activations: not traced ({traced.not_traced}); the sum does not include them")
     else:
-        how = f"all {traced.layers} layers traced, with the kernels of the CPU"
+        layers = f"{traced.layers_traced} of {traced.layers} layers traced"
         if traced.layers_traced != traced.layers:
-            how = (
-                f"{traced.layers_traced} of {traced.layers} layers traced, with the kernels of the CPU; "
-                "the others counted as equal to the last traced of their kind"
+            layers += ", the others counted like the last of their kind"
+        rows.append(("activations", traced.activations_bytes, f"peak; {layers}; CPU kernels"))
+        rows.append(("FSDP buffers", traced.gathered_bytes, "peak; gathered parameters and unreduced gradients"))
+
+    # the forward of frozen models
+    for frozen in run.frozen:
+        rows.append((frozen.name, frozen.weight_bytes, f"{frozen.dtype}, frozen; this rank's shards"))
+        if frozen.traced.not_traced:
+            notes.append(
+                f"  forward of the {frozen.name}: not traced ({frozen.traced.not_traced}); the sum does not include it"
             )
-        rows += [
-            ("activations", traced.activations_bytes, f"most at once; {how}"),
-            ("FSDP buffers", traced.gathered_bytes, "most at once; parameters gathered, gradients on their way"),
-        ]
-        end = []
-    for one in run.frozen:
-        rows.append((one.name, one.weight_bytes, f"{one.dtype}, frozen; counted over the rank's shards"))
-        if one.traced.not_traced:
-            end.append(f"  pass of the {one.name}: not traced ({one.traced.not_traced}); the sum is without it")
         else:
-            size = one.traced.activations_bytes + one.traced.gathered_bytes
-            rows.append(("its pass", size, "most at once; forward alone, with its logits and FSDP buffers"))
-    rows.append(("sum", run.total_bytes, "upper bound; the allocator and the update need some more"))
+            forward_bytes = frozen.traced.activations_bytes + frozen.traced.gathered_bytes
+            rows.append(("its forward", forward_bytes, "peak; forward only, with its logits and FSDP buffers"))
+
+    rows.append(("sum", run.total_bytes, "upper bound, without allocator overhead and temporaries of the update"))
     table = [f"  {name:<16}{format_bytes(size):>11}  {remark}" for name, size, remark in rows]
-    return ["  memory of this rank", *table, *end]
+    return ["  memory of this rank", *table, *notes]
 
 
-def _of_gradients(run: DryRun, config: Config) -> str:
+def _gradient_remark(run: DryRun, config: Config) -> str:
     if run.accumulates:
-        return f"{config.training.mixed_precision_reduce}; whole until the last micro-batch's backward reduces them"
+        dtype = config.training.mixed_precision_reduce
+        return f"{dtype}; unsharded until the backward of the last micro-batch reduces them"
     if config.optimizer.early_step_in_backward:
-        return f"{config.training.dtype}; most at once, the update in backward frees them"
-    return f"{config.training.dtype}; counted over the rank's shards"
+        return f"{config.training.dtype}; peak, because the update in backward frees them"
+    return f"{config.training.dtype}; this rank's shards"
 
 
 def _modules_of(part: nn.Module, layout: Any) -> str:
+    """Describe the modules of a pipeline stage, such as "layers.8 to 15, norm, head"."""
+
+    def present(names: Iterable[str]) -> list[str]:
+        return [name for name in names if not isinstance(getattr(part, name), nn.Identity)]
+
+    names = present(layout.first)
     layers = list(getattr(part, layout.layers))
-    names = [name for name in layout.first if not isinstance(getattr(part, name), nn.Identity)]
-    if layers:
-        names.append(
-            f"{layout.layers}.{layers[0]} to {layers[-1]}" if len(layers) > 1 else f"{layout.layers}.{layers[0]}"
-        )
-    return ", ".join(names + [name for name in layout.last if not isinstance(getattr(part, name), nn.Identity)])
+    if len(layers) > 1:
+        names.append(f"{layout.layers}.{layers[0]} to {layers[-1]}")
+    elif layers:
+        names.append(f"{layout.layers}.{layers[0]}")
+    return ", ".join(names + present(layout.last))
 
 
 def _local_bytes(tensors: Iterable[Tensor]) -> int:
@@ -263,49 +270,59 @@ def _accumulated_bytes(parts: Sequence[nn.Module], mesh: distributed.Mesh, confi
     p = config.parallelism
     training = config.training
     rows = training.local_batch_size * derived.accumulation_steps(config, mesh.device_mesh.size())
-    # The gradients of a single micro-batch are reduced at once, so nothing accumulates
-    at_once = p.pipeline_parallel_microbatch_size if mesh.size("pp") > 1 else training.local_batch_size
-    if rows <= at_once or not fsdp.is_needed(parts, mesh, config):
+    # With a single micro-batch, backward reduces the gradients immediately and nothing accumulates
+    micro_batch_rows = p.pipeline_parallel_microbatch_size if mesh.size("pp") > 1 else training.local_batch_size
+    if rows <= micro_batch_rows or not fsdp.is_needed(parts, mesh, config):
         return 0
-    numel = 0
     # Not the runner's parameters: a rank with two stages stores shared parameters twice, so count them in both
-    for parameter in (one for part in parts for one in part.parameters() if one.requires_grad):
-        split = 1
-        if isinstance(parameter, DTensor):
-            names = parameter.device_mesh.mesh_dim_names or ()
-            for name, size, placement in zip(names, parameter.device_mesh.shape, parameter.placements, strict=True):
-                split *= size if name in ("tp", "ep") and placement.is_shard() else 1
-        numel += parameter.numel() // split
-    return numel * getattr(torch, training.mixed_precision_reduce).itemsize
+    num_elements = 0
+    for part in parts:
+        for parameter in part.parameters():
+            if parameter.requires_grad:
+                num_elements += parameter.numel() // _ranks_that_split(parameter)
+    return num_elements * getattr(torch, training.mixed_precision_reduce).itemsize
+
+
+def _ranks_that_split(parameter: Tensor) -> int:
+    """Number of tensor-parallel and expert-parallel ranks over which a parameter is sharded."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    ranks = 1
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    for axis, size, placement in zip(axes, parameter.device_mesh.shape, parameter.placements, strict=True):
+        if axis in ("tp", "ep") and placement.is_shard():
+            ranks *= size
+    return ranks
 
 
 def _gradient_bytes(parts: Sequence[nn.Module], layout: Any, mesh: distributed.Mesh, config: Config) -> int:
-    """What gradients take at once: those of all parameters, or what is there before an update in backward frees it."""
+    """Peak bytes of gradients: all of them, or those that exist before an update in backward frees them."""
     trained = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
     if not config.optimizer.early_step_in_backward:
         return _local_bytes(trained)
     if not fsdp.is_needed(parts, mesh, config):
         return max(_local_bytes([parameter]) for parameter in trained)
-    # an update in backward frees the gradients of a unit of FSDP before those of the next are there
-    units = [
-        nn.ModuleList(getattr(part, name) for name in names) for part in parts for names in (layout.first, layout.last)
-    ]
-    units += [layer for part in parts for layer in getattr(part, layout.layers).values()]
+    # an update in backward frees the gradients of one FSDP unit before those of the next unit exist
+    units: list[nn.Module] = []
+    for part in parts:
+        for names in (layout.first, layout.last):
+            units.append(nn.ModuleList(getattr(part, name) for name in names))
+        units += getattr(part, layout.layers).values()
     return max(_local_bytes(p for p in unit.parameters() if p.requires_grad) for unit in units)
 
 
 def _micro_batch(config: Config, sequences_per_row: int = 1) -> data.Batch:
-    """One forward and backward pass of this rank, before it is cut over context-parallel ranks; shapes alone count."""
+    """Return a batch with the shapes of one forward pass of this rank, before context parallelism splits it."""
     p = config.parallelism
     training = config.training
     rows = p.pipeline_parallel_microbatch_size if p.pipeline_parallel_degree > 1 else training.local_batch_size
     rows *= sequences_per_row
-    column = torch.zeros(rows, training.seq_len, dtype=torch.int64)
-    return data.Batch(column, column, column, column[:, 0])
+    zeros_BT = torch.zeros(rows, training.seq_len, dtype=torch.int64)
+    return data.Batch(zeros_BT, zeros_BT, zeros_BT, zeros_BT[:, 0])
 
 
 def _without_compiler(config: Config) -> Config:
-    """The configuration that can run on tensors without memory; ``_left_out`` says what is missing in it."""
+    """Return the configuration without options that cannot run on tensors without memory; see ``_notes``."""
     recompute = config.activation_checkpoint
     if recompute.mode == "memory_budget":
         recompute = replace(recompute, mode="none")
@@ -317,23 +334,20 @@ def _without_compiler(config: Config) -> Config:
     )
 
 
-def _left_out(config: Config) -> list[str]:
+def _notes(config: Config) -> list[str]:
+    """Return notes on options that a dry run ignores or counts differently."""
     recompute = config.activation_checkpoint
-    notes = {
-        "compile.enable=true: nothing is compiled here; activations are those of the uncompiled model": (
-            config.compile.enable
-        ),
-        "parallelism.enable_async_tensor_parallel=true: nothing is overlapped here": (
-            config.parallelism.enable_async_tensor_parallel
-        ),
-        'activation_checkpoint.mode="memory_budget": the compiler would decide; here nothing is recomputed': (
-            recompute.mode == "memory_budget"
-        ),
-        "activation_checkpoint.cpu_offload=true: offloaded activations are counted as device memory": (
-            recompute.cpu_offload
-        ),
-        "training.enable_cpu_offload=true: parameters, gradients and optimizer state are in host memory": (
-            config.training.enable_cpu_offload
-        ),
-    }
-    return [*derived.notes_on_rows(config), *(note for note, applies in notes.items() if applies)]
+    notes = derived.notes_on_rows(config)
+    if config.compile.enable:
+        notes.append("compile.enable=true: nothing is compiled here; activations are those of the uncompiled model")
+    if config.parallelism.enable_async_tensor_parallel:
+        notes.append("parallelism.enable_async_tensor_parallel=true: nothing is overlapped here")
+    if recompute.mode == "memory_budget":
+        notes.append(
+            'activation_checkpoint.mode="memory_budget": the compiler would decide; here nothing is recomputed'
+        )
+    if recompute.cpu_offload:
+        notes.append("activation_checkpoint.cpu_offload=true: offloaded activations are counted as device memory")
+    if config.training.enable_cpu_offload:
+        notes.append("training.enable_cpu_offload=true: parameters, gradients and optimizer state are in host memory")
+    return notes

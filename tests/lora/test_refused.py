@@ -138,7 +138,7 @@ def test_weights_that_changed_under_their_adapters_are_refused(run, tmp_path):
     save(build("llama3", seed=1), tmp_path / "other")
     config = adapter_config(tmp_path / "other", tmp_path / "run", training={"steps": 4})
     line = errors_of(config)
-    assert "holds other weights than those beside which the adapters" in line and str(run / "base") in line
+    assert "contains other base weights than those of the adapters" in line and str(run / "base") in line
     step = str(tmp_path / "run" / "checkpoint" / "step-2")
     assert cli.main(["merge", step, "--to", str(tmp_path / "merged"), "--base", str(tmp_path / "other")]) == 2
     assert not (tmp_path / "merged").exists()
@@ -157,7 +157,7 @@ def test_a_whole_model_and_adapters_are_not_taken_for_each_other(run, tmp_path, 
     assert cli.main(["import", str(run / "base"), "--to", str(tmp_path / "whole")]) == 0
     assert cli.main(["merge", str(tmp_path / "whole"), "--to", str(tmp_path / "merged")]) == 5
     lora = dataclasses.replace(config.lora, initial_load_path=str(tmp_path / "whole"))
-    assert "holds a whole model and no adapters" in errors_of(dataclasses.replace(config, lora=lora))
+    assert "contains a full model and no adapters" in errors_of(dataclasses.replace(config, lora=lora))
     other = dataclasses.replace(config.lora, initial_load_path=str(run / "peft"), alpha=3.0)
     assert "alpha is 8.0 and not 3.0" in errors_of(dataclasses.replace(config, lora=other))
 
