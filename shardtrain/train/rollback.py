@@ -1,7 +1,7 @@
-"""Going back from a spike of the loss: the state of an older checkpoint, and the data before the spike left out.
+"""Roll back after a loss spike: load an older checkpoint, and skip the data before and during the spike.
 
-PaLM's way (Chowdhery et al. 2022, section 5.1): from a checkpoint about 100 steps before the spike, without the data
-seen before and during it. What counts as a spike is decided in ``resilience/guards/loss_spikes.py``.
+The method is PaLM's (Chowdhery et al. 2022, section 5.1): restart from a checkpoint about 100 steps before the spike,
+without the data seen shortly before and during it. ``resilience/guards/loss_spikes.py`` detects spikes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from shardtrain.utils.log import logger
 
 
 def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, started_at: int) -> None:
-    """Take the state of an older checkpoint in place, and leave out the data of the steps before and with the spike.
+    """Load an older checkpoint in place, and skip the data of the steps before and during the spike (a collective).
 
-    Without a checkpoint that is old enough the state stays that before the spike, and its data alone are left out.
-    ``started_at`` is the step at which this process began. A collective.
+    If no checkpoint is old enough, the run keeps the state before the spike and skips only the data of the spike.
+    ``started_at`` is the step at which this process began.
     """
     training = run.config.training
     guard = run.resilience.guard
-    # the checkpoint holds an older history: what happened since then is put back below
+    # loading the checkpoint replaces these with an older history; they are restored below
     rewinds = guard.rewinds
     spikes = guard.spikes
     step = run.state.step + 1
@@ -32,18 +32,21 @@ def roll_back(run: Run, checkpoints: Checkpoints, why: RollbackRequested, starte
     run.runner.zero_grad()
     path = checkpoints.newest_good(step - training.spike_rewind_steps, started_at)
     if path is None:
-        logger.warning(f"no checkpoint is {training.spike_rewind_steps} steps older than step {step}: none is undone")
+        logger.warning(
+            f"no checkpoint is {training.spike_rewind_steps} steps older than step {step}: "
+            "no step is undone, and only the rows of the spike are skipped"
+        )
         run.state.samples_consumed = end_row
     else:
         resume.load(run, checkpoints, path, frozenset())
         checkpoints.forget(range(run.state.step + 1, step), started_at)
-        first_row = max(
-            run.state.samples_consumed, first_row - (training.spike_skip_steps - 1) * run.dataloader.global_batch
-        )
+        rows_before_spike = (training.spike_skip_steps - 1) * run.dataloader.global_batch
+        first_row = max(run.state.samples_consumed, first_row - rows_before_spike)
     run.resilience.ledger.rollback(run.state.step)
     guard.rewinds = [*rewinds, Rewind(step, run.state.step, first_row, end_row)]
     guard.spikes = spikes
+    source = f" from {path}" if path else ""
     logger.warning(
-        f"{why}; continuing after step {run.state.step}{f' from {path}' if path else ''}, without rows {first_row} to "
-        f"{end_row - 1} of the order of the data"
+        f"{why}; continuing after step {run.state.step}{source}, without rows {first_row} to {end_row - 1} in the "
+        "order of the data"
     )

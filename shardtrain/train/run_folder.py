@@ -1,4 +1,4 @@
-"""What a run says of itself at start: the resolved configuration on disk, and the header of the log."""
+"""Startup output of a run: the log, the resolved configuration in the run's folder, and the header of the log."""
 
 from __future__ import annotations
 
@@ -28,31 +28,37 @@ if TYPE_CHECKING:
     from shardtrain.distributed.process_group import World
 
 
-def open_log(loaded: Loaded, world: World, notices: Iterable[str], compared: Iterable[str]) -> None:
-    """Open this rank's log, and say what was found before it: ``notices`` on options, and on models."""
+def open_log(loaded: Loaded, world: World, notices: Iterable[str], model_check_lines: Iterable[str]) -> None:
+    """Open this rank's log, and log what was found before it existed: notices on options, and the model check."""
     config = loaded.config
-    # LOG_RANK names the ranks whose lines are shown; more than one need their numbers in front
-    ranks = log.console_ranks()
     folder = Path(config.job.dump_folder)
     atomic_io.guard(folder, folder / config.checkpoint.folder)
+    # LOG_RANK selects the ranks that log to the console; with several, each line starts with its rank
+    ranks = log.console_ranks()
     color = not config.metrics.disable_color_printing
     file_pattern = config.metrics.save_log_file
     prefix = len(ranks) > 1
     log.setup(world.rank, world.size, folder, file_pattern, world.rank in ranks, color, prefix)
     for notice in notices:
-        (logger.info if notice in loaded.renames else logger.warning)(notice)
-    for line in compared:
-        (logger.warning if " NOT " in line else logger.info)(line)
+        if notice in loaded.renames:
+            logger.info(notice)
+        else:
+            logger.warning(notice)
+    for line in model_check_lines:
+        if " NOT " in line:
+            logger.warning(line)
+        else:
+            logger.info(line)
 
 
 def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None:
-    """Write every option with its value in effect, versions as comments; loading the file gives the same config.
+    """Write every option with its value in effect. Loading the file gives the same config.
 
-    Editors complete and check the file with the schema beside it, which its first line names.
+    The header contains the versions as comments, and names the JSON schema next to the file, with which editors
+    complete and check it.
     """
-    header = (
-        f"{json_schema.DIRECTIVE}\n# {versions()}, {world_size} ranks, started from {loaded.path or 'the defaults'}\n"
-    )
+    origin = loaded.path or "the defaults"
+    header = f"{json_schema.DIRECTIVE}\n# {versions()}, {world_size} ranks, started from {origin}\n"
     text = redact(header + configs.resolved_toml(loaded.config))
     paths = [folder / RESOLVED_CONFIG]
     if loaded.config.job.save_config_file:
@@ -64,10 +70,11 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
 
 
 def read_world_size(resolved: Path) -> int | None:
-    """The number of ranks of the run that wrote a resolved configuration, or None where it does not say."""
+    """Read the number of ranks from the header of a resolved configuration. None if the header does not contain it."""
     with resolved.open(encoding="utf-8", errors="replace") as file:
-        # bounded: the file may be anything by now
-        head = file.readline(4096) + file.readline(4096)  # the first names a schema, but for runs of before
+        # The header is in the first two lines, or in the first for files of older versions. Bounded, because the user
+        # may have replaced the file.
+        head = file.readline(4096) + file.readline(4096)
     match = re.search(r", (\d{1,9}) ranks, started from ", head)
     return int(match[1]) if match else None
 
@@ -80,74 +87,95 @@ def describe(
     num_samples: int | None,
     places_per_epoch: int | None = None,
 ) -> list[str]:
-    """Lines for the log: versions, model and mesh, the arithmetic of the batch, precision and seed."""
+    """Return the header of the log: versions, model, mesh, batch, data, precision, and folder.
+
+    ``num_samples`` is the number of training rows, None if it is not known; ``places_per_epoch`` is the number of rows
+    of an epoch if it differs.
+    """
     config = loaded.config
-    batch = derived.global_batch_size(config, mesh.device_mesh.size())
+    data = f"data: {_describe_data(config)}"
+    if num_samples is not None:
+        rows = total_steps * derived.global_batch_size(config, mesh.device_mesh.size())
+        epochs = rows / (places_per_epoch or num_samples)
+        data += f"; {total_steps} steps = {epochs:.2f} epochs of {num_samples} rows"
     lines = [
         versions(),
         *describe_model(config, mesh, num_params),
-        f"data: {_describe_data(config)}, {total_steps} steps"
-        + (
-            ""
-            if num_samples is None
-            else f" are {total_steps * batch / (places_per_epoch or num_samples):.2f} epochs of {num_samples} rows"
-        ),
+        data,
         describe_precision(config),
+        f"folder: {config.job.dump_folder}{_describe_checkpoints(config)}",
     ]
-    return lines + (configs.resolved_toml(config).splitlines() if config.job.print_config else [])
+    if config.job.print_config:
+        lines += configs.resolved_toml(config).splitlines()
+    return lines
 
 
 def _describe_data(config: Config) -> str:
-    """The datasets and how their documents become rows."""
-    formats = {source.format or config.data.format for source in config.data.sources.values()} or {config.data.format}
-    staged = bool(config.data.stages)
-    names = ", ".join(
-        f"{name} ({source.dataset})" + ("" if staged else f" weight {source.weight:g}")
-        for name, source in config.data.sources.items()
-    )
-    if staged:
-        names += f", weights of {len(config.data.stages)} stages"
-    rows = (
-        f"packed by {derived.packing_kind(config.data, formats)}"
-        if config.task.name in OF_NEXT_TOKENS
-        else config.task.name
-    )
-    return f"{names or config.training.dataset or 'rows of the task'}, {rows}"
+    """Describe the datasets, and how their documents become rows."""
+    sources = config.data.sources
+    has_stages = bool(config.data.stages)
+    names = []
+    for name, source in sources.items():
+        weight = "" if has_stages else f" weight {source.weight:g}"
+        names.append(f"{name} ({source.dataset}){weight}")
+    datasets = ", ".join(names)
+    if has_stages:
+        datasets += f", weights of {len(config.data.stages)} stages"
+    if not datasets:
+        datasets = config.training.dataset or "rows of the task"
+
+    rows = config.task.name
+    if config.task.name in OF_NEXT_TOKENS:
+        formats = {source.format or config.data.format for source in sources.values()} or {config.data.format}
+        rows = f"packed by {derived.packing_kind(config.data, formats)}"
+    return f"{datasets}, {rows}"
+
+
+def _describe_checkpoints(config: Config) -> str:
+    options = config.checkpoint
+    if not options.enable:
+        return "; no checkpoints (checkpoint.enable=false)"
+    if options.load_only:
+        return "; no new checkpoints (checkpoint.load_only=true)"
+    if options.interval_type == "automatic":
+        return f"; checkpoints in {options.folder}, at automatic intervals"
+    return f"; checkpoints in {options.folder}, every {options.interval} {options.interval_type}"
 
 
 def describe_model(config: Config, mesh: Mesh, num_params: int) -> list[str]:
-    """Two lines: the model on its mesh, and the arithmetic of the batch."""
+    """Return three lines: the model, the mesh, and the arithmetic of the batch."""
     from shardtrain.distributed.mesh import BATCH_AXES
 
     training = config.training
     world_size = mesh.device_mesh.size()
-    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "one process"
+    axes = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items() if size > 1) or "no parallelism"
     batch = derived.global_batch_size(config, world_size)
-    micro = derived.accumulation_steps(config, world_size)
+    accumulation = derived.accumulation_steps(config, world_size)
+    tokens = batch * training.seq_len
     return [
-        f"model {derived.model_label(config.model)}: {format_count(num_params)} parameters on {axes}",
-        f"batch: {training.local_batch_size} sequences x {micro} accumulation x {mesh.size(*BATCH_AXES)} data ranks = "
-        f"{batch} sequences x {training.seq_len} = {batch * training.seq_len} tokens per step",
+        f"model: {derived.model_label(config.model)}, {format_count(num_params)} parameters",
+        f"mesh: {world_size} {'rank' if world_size == 1 else 'ranks'}, {axes}",
+        f"batch: {training.local_batch_size} sequences x {accumulation} accumulation x {mesh.size(*BATCH_AXES)} data "
+        f"ranks = {batch} sequences x {training.seq_len} = {tokens} tokens per step",
     ]
 
 
 def describe_precision(config: Config) -> str:
-    """One line: types of numbers, and the seed."""
+    """Return one line: the dtypes of parameters, computation and gradient reduction, and the seed."""
     return (
-        f"precision: stored {config.training.dtype}, computed {derived.compute_dtype(config)}, reduced "
+        f"precision: parameters {config.training.dtype}, compute {derived.compute_dtype(config)}, gradient reduction "
         f"{config.training.mixed_precision_reduce}; seed {config.debug.seed}"
     )
 
 
 def versions() -> str:
-    """One line: this package, its commit where it runs from a checkout, torch, Python."""
+    """Return one line: versions of this package (with its commit in a checkout), torch and Python."""
     commit = ""
     checkout = Path(__file__).resolve().parents[2]
-    if (checkout / ".git").exists():  # an installed package inside somebody else's repository has no commit of its own
+    # the package may be installed inside another repository, so look for .git exactly here
+    if (checkout / ".git").exists():
         command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             commit = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False).stdout.strip()
-    return (
-        f"shardtrain {__version__}{f' ({commit})' if commit else ''}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}"
-    )
+    package = f"shardtrain {__version__} ({commit})" if commit else f"shardtrain {__version__}"
+    return f"{package}, torch {torch.__version__}, Python {platform.python_version()}"

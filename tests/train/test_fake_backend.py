@@ -220,7 +220,7 @@ def test_a_configuration_of_405b_on_512_ranks_is_checked_in_seconds_without_a_fi
     code, out, err = answer(capsys, config, "--nproc", "512", *ANYWHERE, *degrees)
     assert (code, err) == (0, "")
     assert "rank 511 of 512" in out and "nothing is trained, read or written" in out
-    assert "405.85B parameters on pp 8 x dp_shard 8 x tp 8" in out
+    assert "405.85B parameters\nmesh: 512 ranks, pp 8 x dp_shard 8 x tp 8" in out
     assert "8 sequences x 1 accumulation x 8 data ranks = 64 sequences x 8192 = 524288 tokens per step" in out
     assert "stage of this rank: layers.111 to 125, norm, head" in out
     assert "2 of 15 layers traced" in out

@@ -70,18 +70,20 @@ def test_the_header_does_the_arithmetic_of_the_batch() -> None:
         parallelism=dataclasses.replace(config.parallelism, data_parallel_replicate_degree=2, tensor_parallel_degree=2),
     )
     lines = run_folder.describe(Loaded(config), grid, 1_500_000, 10, 160)
-    assert "on dp_replicate 2 x dp_shard 4 x tp 2" in lines[1] and "1.5" in lines[1]
-    assert lines[2] == "batch: 2 sequences x 2 accumulation x 8 data ranks = 32 sequences x 64 = 2048 tokens per step"
-    assert lines[3] == "data: python_stdlib, packed by concat, 10 steps are 2.00 epochs of 160 rows"
-    assert lines[4] == "precision: stored float32, computed bfloat16, reduced float32; seed 42"
-    assert len(lines) == 5
+    assert lines[1].endswith(", 1.50M parameters")
+    assert lines[2] == "mesh: 16 ranks, dp_replicate 2 x dp_shard 4 x tp 2"
+    assert lines[3] == "batch: 2 sequences x 2 accumulation x 8 data ranks = 32 sequences x 64 = 2048 tokens per step"
+    assert lines[4] == "data: python_stdlib, packed by concat; 10 steps = 2.00 epochs of 160 rows"
+    assert lines[5] == "precision: parameters float32, compute bfloat16, gradient reduction float32; seed 42"
+    assert lines[6] == "folder: ./outputs; no checkpoints (checkpoint.enable=false)"
+    assert len(lines) == 7
 
 
 def test_one_process_is_called_so_and_the_config_is_printed_when_asked() -> None:
     config = Config(job=Job(print_config=True))
     lines = run_folder.describe(Loaded(config), mesh(), 10, 10, 10)
-    assert lines[1].endswith("on one process")
-    assert lines[5:] == configs.resolved_toml(config).splitlines()
+    assert lines[2] == "mesh: 1 rank, no parallelism"
+    assert lines[7:] == configs.resolved_toml(config).splitlines()
 
 
 def test_versions_are_one_line() -> None:

@@ -102,7 +102,7 @@ def test_a_preset_is_built_as_it_is_at_its_number_of_ranks(monkeypatch, capsys, 
     out, err = capsys.readouterr()
     assert code == 0, err
     assert f"builds rank 0 of {ranks} " in out and "nothing was trained" in out
-    assert parameters is None or f" {parameters} parameters on " in out
+    assert parameters is None or f", {parameters} parameters\n" in out
     sizes = re.findall(r"^  (?:pp|dp_replicate|dp_shard|cp|tp) +(\d+)", out, re.MULTILINE)
     product = 1
     for size in sizes:

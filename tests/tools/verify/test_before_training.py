@@ -329,7 +329,9 @@ def test_all_ranks_receive_the_same_before_anything_is_built(tmp_path: Path) -> 
     assert told[0] == told[1]
     refusal, quiet = told[0]
     assert refusal.startswith(f"model.name={path} on tp=2") and "order queries, keys and values by head" in refusal
-    assert quiet == [f"model.check=false: {path} is NOT compared with one process; run `shardtrain verify {path}` to do so"]
+    assert quiet == [
+        f"model.check=false: {path} is NOT compared with one process; run `shardtrain verify {path}` to do so"
+    ]
 
 
 def test_a_comparison_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
