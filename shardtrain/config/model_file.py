@@ -104,17 +104,14 @@ def _incomplete(name: str, rule: str, fix: str) -> ConfigError:
 
 
 def _parse(path: Path, name: str) -> ast.Module:
-    try:
-        status = path.stat()
-        return _parsed(path, status.st_mtime_ns, status.st_size)
-    except (SyntaxError, UnicodeDecodeError, OSError) as error:
-        raise _incomplete(name, f"cannot be read as Python ({error})", "correct the file") from error
+    status = path.stat()
+    return _parsed(path, name, status.st_mtime_ns, status.st_size)
 
 
 @functools.lru_cache(maxsize=64)  # each rule that looks at sizes reads the model's file
-def _parsed(path: Path, mtime_ns: int, size_bytes: int) -> ast.Module:
-    """A file as it was when it had this time and size."""
-    return own_file.parse(path)
+def _parsed(path: Path, name: str, mtime_ns: int, size_bytes: int) -> ast.Module:
+    """Parse a file that has this modification time and size, which are part of the cache key."""
+    return own_file.read(path, "model.name", name)
 
 
 def _definition(module: ast.Module, wanted: str, name: str, follow: bool = True) -> tuple[ast.Module, ast.AST] | None:

@@ -73,11 +73,7 @@ def _parse(name: str) -> ast.Module:
         hint = f"did you mean {near}? " if near else ""
         fix = f"{hint}tasks are {', '.join(task_names())}, and paths that end in .py"
         raise ConfigError(Problem("task.name", name, "is not a task", fix))
-    try:
-        return own_file.parse(path)
-    except (SyntaxError, UnicodeDecodeError, OSError) as error:
-        rule = f"cannot be read as Python ({error})"
-        raise ConfigError(Problem("task.name", name, rule, "correct the file")) from error
+    return own_file.read(path, "task.name", name)
 
 
 def best_metric(config: Config) -> str:

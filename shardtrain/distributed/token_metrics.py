@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardtrain.config.rules.own_files import TOKEN_METRIC
 from shardtrain.distributed.mesh import LOSS_AXES, Mesh
 from shardtrain.ops import cross_entropy
 from shardtrain.ops.cross_entropy import ChunkFunction, chunk_loss
@@ -32,7 +31,7 @@ def find(path: str) -> Measure:
         ConfigError: the file does not exist, has no such function, or returns something other than a value per token.
             An exception of the function itself is not caught.
     """
-    measure = own_file.load_function(path, "metric", OPTION, *TOKEN_METRIC)
+    measure = own_file.load_function(path, own_file.TOKEN_METRIC, OPTION)
     logits_nV = torch.randn((3, 8), generator=torch.Generator().manual_seed(0))
     _values(path, measure, logits_nV, torch.arange(3))
     return measure

@@ -65,7 +65,6 @@ Follow = Callable[[str], int]
 FOLLOW: dict[str, Follow] = {"status": job_status.status, "logs": job_status.logs, "stop": job_status.stop}
 
 
-_FILE = (("render", "submit"), "define render(job, launch) and submit(text, job, launch), as docs/extend.md shows")
 """What a platform of the user's must hold, and the fix where it does not."""
 
 _DRY_RUN = frozenset({"--dry-run", "--dry_run"})
@@ -296,8 +295,8 @@ def _forwarded(job: ClusterJob) -> None:
 
 def _follow_own(action: str, path: str, name: str) -> int:
     """Status, log or end of a job by a function of the user's platform, which is given the id."""
-    fix = f"define {action}(id), as docs/extend.md shows"
-    answer = getattr(own_file.load(path, "platform", f"launch {action}", (action,), fix), action)(name)
+    kind = own_file.FileKind("platform", (action,), f"define {action}(id), as docs/extend.md shows")
+    answer = getattr(own_file.load(path, kind, f"launch {action}"), action)(name)
     if answer is not None:
         print(answer)
     return 0
@@ -311,7 +310,7 @@ def _submitted(job_id: str, asked: PlatformRequest, shown: str | None = None) ->
 
 def _own(path: str, asked: PlatformRequest) -> Submission:
     """The platform of a file of the user's."""
-    module = own_file.load(path, "platform", "shardtrain launch", *_FILE)
+    module = own_file.load(path, own_file.PLATFORM, "shardtrain launch")
     job = asked.job()
     launch = asked.launch
     text = module.render(job, launch)

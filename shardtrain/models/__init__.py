@@ -25,26 +25,26 @@ from shardtrain.ops.lost_in_build import Values, lost, unsupported_parameters
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
 
-_PARTS = ("Config", "Model", "LAYOUT", "FLAVORS", "initial")
 _NO_MODELS = ("__init__", "architecture", "layers", "moe", "yarn")
 
 
 def find(name: str) -> ModuleType:
-    """The module of a model file of this package, or of the path of a user's file.
+    """Return the module of a model file of this package, or of a user's file by its path.
 
     Raises ConfigError when the file does not exist or lacks one of its five parts.
     """
     if name.endswith(".py"):
-        # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
-        if not Path(name).is_file():
-            raise ConfigError(Problem("model.name", name, "is not a file", "give the path of an existing model file"))
-        module = own_file.run(Path(name), "model", "model.name")
-    else:
-        module = _load_in_tree(name)
-    missing = [part for part in _PARTS if not hasattr(module, part)]
+        return own_file.load(name, own_file.MODEL, "model.name")
+    # Only a file of this folder is imported by a name. "llama" has no flavors, and those that have build on it
+    files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
+    if name not in files or name in _NO_MODELS:
+        known = [file for file in files if file not in (*_NO_MODELS, "llama")]
+        fix = f"use {', '.join(known)} or a path to a .py"
+        raise ConfigError(Problem("model.name", name, "is not a model file", fix))
+    module = importlib.import_module(f"shardtrain.models.{name}")
+    missing = own_file.MODEL.missing_in(module)
     if missing:
-        fix = f"define it in the file, as shardtrain/models/llama3.py does: {', '.join(_PARTS)}"
-        raise ConfigError(Problem("model.name", name, f"lacks {', '.join(missing)}", fix))
+        raise ConfigError(Problem("model.name", name, *own_file.MODEL.lacks(missing)))
     return module
 
 
@@ -111,7 +111,7 @@ def build(module: ModuleType, model_config: Any, num_labels: int = 0) -> nn.Modu
     if broken:
         broken = _of_all_layers(broken, module.LAYOUT.layers)
         # A user's file is named by its path
-        is_own = module.__name__.startswith("shardtrain_model_file_")
+        is_own = own_file.is_from(module, own_file.MODEL)
         name = module.__file__ if is_own else module.__name__.rpartition(".")[2]
         raise ConfigError([f"model {name}: {sentence}" for sentence in broken])
     if num_labels:
@@ -172,14 +172,3 @@ def _broken_promises(model: nn.Module, layout: Layout) -> list[str]:
         if "." in name
     ]
     return broken
-
-
-def _load_in_tree(name: str) -> ModuleType:
-    # Only a file of this folder is imported by a name. "llama" has no flavors, and those that have build on it
-    files = sorted(path.stem for path in Path(__file__).parent.glob("*.py"))
-    if name not in files or name in _NO_MODELS:
-        known = [file for file in files if file not in (*_NO_MODELS, "llama")]
-        raise ConfigError(
-            Problem("model.name", name, "is not a model file", f"use {', '.join(known)} or a path to a .py")
-        )
-    return importlib.import_module(f"shardtrain.models.{name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from shardtrain.config.rules.own_files import SCHEDULE
 from shardtrain.config.schema import LRScheduler, Optimizer
 from shardtrain.facts.lr_schedules import SCHEDULES, Schedule, options_of
 from shardtrain.utils import own_file
@@ -22,7 +21,7 @@ def find(name: str) -> Schedule:
     """
     if not name.endswith(".py"):
         return SCHEDULES[name]
-    return own_file.load_function(name, "schedule", "lr_scheduler.name", *SCHEDULE)
+    return own_file.load_function(name, own_file.SCHEDULE, "lr_scheduler.name")
 
 
 def learning_rate(

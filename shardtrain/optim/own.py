@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardtrain.config.rules.own_files import OPTIMIZER
 from shardtrain.config.schema import Optimizer
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
@@ -29,7 +28,7 @@ def build(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimi
         ConfigError: when there is no such file, or what it gives is not an optimizer of these parameters with such a
         state.
     """
-    module = own_file.load(config.name, "optimizer", "optimizer.name", *OPTIMIZER)
+    module = own_file.load(config.name, own_file.OPTIMIZER, "optimizer.name")
     return _build(module, groups, config)
 
 
@@ -39,7 +38,7 @@ def check(config: Optimizer) -> None:
     Raises:
         ConfigError: when the second way gives other numbers, or the state changes its names while training.
     """
-    module = own_file.load(config.name, "optimizer", "optimizer.name", *OPTIMIZER)
+    module = own_file.load(config.name, own_file.OPTIMIZER, "optimizer.name")
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in _SHAPES]
     gradients = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(2 * _STEPS)]

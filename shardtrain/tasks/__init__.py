@@ -10,7 +10,6 @@ task can run with beside those of the data-parallel axes.
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from types import ModuleType
 
 from shardtrain.config.schema import Config
@@ -24,33 +23,21 @@ __all__ = ["LanguageModel", "RowTask", "find", "labels_of", "open_task"]
 
 
 def find(name: str) -> ModuleType:
-    """The module of a task file of this package, or of the path of a user's file.
+    """Return the module of a task file of this package, or of a user's file by its path.
 
     Raises:
-        ConfigError: when there is no such file, or it has no class Task.
+        ConfigError: the file does not exist, or has no class Task.
     """
     if name.endswith(".py"):
-        path = Path(name)
-        # A path in the user's own config is code that the user chose; names inside artefacts are never imported.
-        if not path.is_file():
-            raise ConfigError(
-                Problem("task.name", str(path), "is not a file", "give the path of an existing task file")
-            )
-        module = own_file.run(path, "task", "task.name")
-    elif name in task_names():
-        module = importlib.import_module(f"{__name__}.{name}")
-    else:
-        raise ConfigError(
-            Problem("task.name", name, "is not a task", f"use {', '.join(task_names())} or a path to a .py")
-        )
-    if not isinstance(getattr(module, "Task", None), type):
-        fix = "define a class Task(RowTask), as shardtrain/tasks/classification.py does"
-        raise ConfigError(Problem("task.name", name, "has no class Task", fix))
-    return module
+        return own_file.load(name, own_file.TASK, "task.name")
+    if name not in task_names():
+        fix = f"use {', '.join(task_names())} or a path to a .py"
+        raise ConfigError(Problem("task.name", name, "is not a task", fix))
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 def open_task(config: Config) -> LanguageModel | RowTask:
-    """The task of a config; raises what ``find`` raises."""
+    """Return the task of a config; raises what ``find`` raises."""
     task: LanguageModel | RowTask = find(config.task.name).Task(config)
     return task
 

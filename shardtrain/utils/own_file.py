@@ -1,6 +1,7 @@
-"""A file of Python that the user's configuration names: looked for by its text, and loaded as a module of its own.
+"""Python files that the user names: a model, a task, a dataset, a sink, ... The only code that parses or imports them.
 
-A path in the user's own configuration is code that the user chose; a path inside an artefact is never loaded.
+A path in the user's own configuration or command line is code that the user chose. A path or a name inside an artefact
+(a checkpoint, a Hugging Face folder) must never reach ``load`` or ``run``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import importlib.machinery
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -18,16 +20,76 @@ from typing import Any
 from shardtrain.utils.errors import ConfigError, Problem
 
 
-def fault(path: str, names: Sequence[str], fix: str) -> tuple[str, str] | None:
-    """What is wrong with a file as its text tells, and the fix; None where it may bind all ``names`` at its top."""
+@dataclass(frozen=True)
+class FileKind:
+    """One kind of user file: its name, the names that it must define, and the fix if it does not.
+
+    A required name in upper case is a constant. Any other must be callable.
+    """
+
+    name: str
+    required: tuple[str, ...]
+    fix: str
+
+    def missing_in(self, module: ModuleType) -> list[str]:
+        """Return the required names that an imported module lacks."""
+        return [
+            name
+            for name in self.required
+            if not (hasattr(module, name) if name.isupper() else callable(getattr(module, name, None)))
+        ]
+
+    def lacks(self, missing: list[str]) -> tuple[str, str]:
+        """Return the rule and the fix of an error about missing names."""
+        return f"has no {' and no '.join(missing)}", self.fix
+
+
+_MODEL_PARTS = ("Config", "Model", "LAYOUT", "FLAVORS", "initial")
+MODEL = FileKind(
+    "model",
+    _MODEL_PARTS,
+    f"define it in the file, as shardtrain/models/llama3.py does: {', '.join(_MODEL_PARTS)}",
+)
+TASK = FileKind("task", ("Task",), "define a class Task(RowTask), as shardtrain/tasks/classification.py does")
+DATASET = FileKind("dataset", ("open_source",), "define open_source(request), as shardtrain/data/sources/text.py does")
+TOKENIZER = FileKind(
+    "tokenizer",
+    ("Tokenizer",),
+    "define a class Tokenizer with encode, decode and vocab_size, as docs/extend.md shows",
+)
+SINK = FileKind("sink", ("Sink",), "define a class Sink with write, validation and close, as docs/extend.md shows")
+OPTIMIZER = FileKind(
+    "optimizer",
+    ("build", "initial_state"),
+    "define build(param_groups, options) and initial_state(parameter): docs/extend.md",
+)
+SCHEDULE = FileKind(
+    "schedule",
+    ("factor",),
+    "define factor(step, total_steps), with options of [lr_scheduler] as further parameters",
+)
+TOKEN_METRIC = FileKind(
+    "metric",
+    ("measure",),
+    "define measure(logits, targets) that returns a value for each token: docs/extend.md",
+)
+PLATFORM = FileKind(
+    "platform",
+    ("render", "submit"),
+    "define render(job, launch) and submit(text, job, launch), as docs/extend.md shows",
+)
+
+
+def fault(path: str, kind: FileKind) -> tuple[str, str] | None:
+    """Return the rule that a file violates and the fix, found by parsing it; None if it may define all names."""
     if not Path(path).is_file():
-        return "is not a file", f"give the path of an existing file, and {fix}"
+        return "is not a file", f"give the path of an existing file, and {kind.fix}"
     try:
-        module = parse(path)
+        tree = parse(path)
     except (SyntaxError, ValueError, OSError) as error:
-        return f"cannot be read as Python ({error})", "correct the file"
-    missing = [name for name in names if not any(binds(node, name) for node in ast.walk(module))]
-    return (f"has no {' and no '.join(missing)}", fix) if missing else None
+        return _unreadable(error)
+    missing = [name for name in kind.required if not any(binds(node, name) for node in ast.walk(tree))]
+    return kind.lacks(missing) if missing else None
 
 
 def parse(path: str | Path) -> ast.Module:
@@ -35,62 +97,86 @@ def parse(path: str | Path) -> ast.Module:
     return ast.parse(Path(path).read_bytes())  # with bytes, it accepts the same encodings as Python
 
 
-def load(path: str, kind: str, option: str, names: Sequence[str], fix: str) -> ModuleType:
-    """The module of a file, which holds all ``names``.
+def read(path: Path, option: str, value: str) -> ast.Module:
+    """Return the syntax tree of a file; raises ConfigError about ``option=value`` if it cannot be read as Python."""
+    try:
+        return parse(path)
+    except (SyntaxError, ValueError, OSError) as error:
+        raise ConfigError(Problem(option, value, *_unreadable(error))) from error
+
+
+def _unreadable(error: Exception) -> tuple[str, str]:
+    return f"cannot be read as Python ({error})", "correct the file"
+
+
+def load(path: str, kind: FileKind, option: str) -> ModuleType:
+    """Import a file and return its module, which defines all names that its kind requires.
 
     Raises:
-        ConfigError: when there is no such file, or it lacks one of them. What the file itself raises is not caught.
+        ConfigError: the file does not exist, lacks one of the names, or ends the program. Other exceptions that the
+            file raises are not caught.
     """
-    rule_and_fix = fault(path, names, fix)
-    if rule_and_fix is not None:
-        raise ConfigError(Problem(option, path, *rule_and_fix))
+    problem = fault(path, kind)
+    if problem is not None:
+        raise ConfigError(Problem(option, path, *problem))
     module = run(path, kind, option)
-    missing = [name for name in names if not callable(getattr(module, name, None))]
+    missing = kind.missing_in(module)
     if missing:
-        raise ConfigError(Problem(option, path, f"has no {' and no '.join(missing)}", fix))
+        raise ConfigError(Problem(option, path, *kind.lacks(missing)))
     return module
 
 
-def load_function(path: str, kind: str, option: str, name: str, fix: str) -> Callable[..., Any]:
-    """Return a function of a file, which must accept two positional arguments; raises ConfigError as ``load`` does."""
-    function: Callable[..., Any] = getattr(load(path, kind, option, (name,), fix), name)
-    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+def load_function(path: str, kind: FileKind, option: str) -> Callable[..., Any]:
+    """Return the one function of a file, which must accept two positional arguments; raises ConfigError as ``load``."""
+    (name,) = kind.required
+    function: Callable[..., Any] = getattr(load(path, kind, option), name)
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if sum(kind in by_position for kind in kinds) < 2:
-        raise ConfigError(Problem(option, path, f"has {name} that takes fewer than two arguments", fix))
+    parameters = inspect.signature(function).parameters.values()
+    if sum(parameter.kind in by_position for parameter in parameters) < 2:
+        raise ConfigError(Problem(option, path, f"has {name} that takes fewer than two arguments", kind.fix))
     return function
 
 
-def run(path: str | Path, kind: str, option: str) -> ModuleType:
-    """The module of a file that is there, run under the name of its ``kind``: "model", "task", ...
+def run(path: str | Path, kind: FileKind, option: str) -> ModuleType:
+    """Import an existing file under a name that contains its kind, without checking what it defines.
 
     Raises:
-        ConfigError: when the file ends the program. What else it raises is not caught.
+        ConfigError: the file ends the program. Other exceptions that it raises are not caught.
     """
-    # A prefix, so that no file can stand in for a package; and in sys.modules, where dataclasses look their module up.
-    name = f"shardtrain_{kind}_file_{Path(path).stem}"
+    # With a prefix, no file can replace a package. Dataclasses look their module up in sys.modules
+    name = f"{_prefix(kind)}{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None and spec.loader is not None  # a .py path always has a loader
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except SystemExit as error:
-        # Else a run would end here with the status of one that was trained.
-        rule = f"ends the program when it is loaded (sys.exit({'' if error.code is None else repr(error.code)}))"
+        # Otherwise a run would end here with the exit status of a completed one
+        code = "" if error.code is None else repr(error.code)
+        rule = f"ends the program when it is loaded (sys.exit({code}))"
         fix = 'write that under `if __name__ == "__main__":`'
         raise ConfigError(Problem(option, str(path), rule, fix)) from None
     return module
 
 
+def is_from(module: ModuleType, kind: FileKind) -> bool:
+    """True if a module is a user's file of this kind, not one of this package."""
+    return module.__name__.startswith(_prefix(kind))
+
+
+def _prefix(kind: FileKind) -> str:
+    return f"shardtrain_{kind.name}_file_"
+
+
 class _FromSource(importlib.machinery.SourceFileLoader):
-    """Runs the text that is there: cached bytecode of an equally long file of the same second would pass for it."""
+    """Compiles the current text. Cached bytecode would also match another file of equal length and second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def binds(node: ast.AST, name: str) -> bool:
-    """Whether a statement, wherever it is, may bind a name."""
+    """True if a statement may bind a name, in whatever scope it is."""
     if isinstance(node, ast.ImportFrom | ast.Import):
         return any((alias.asname or alias.name) in (name, "*") for alias in node.names)
     if isinstance(node, ast.ClassDef | ast.FunctionDef):

@@ -170,7 +170,7 @@ def test_a_model_file_cannot_stand_in_for_an_installed_package(tmp_path: Path) -
 def test_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
     definition = {"Config": "class Config", "Model": "class Model", "initial": "def initial"}.get(part, f"{part} =")
     path = write(tmp_path, (definition, definition.replace(part, "Other")))
-    with pytest.raises(ConfigError, match=rf"model.name=.*my_model.py.* lacks {part};") as error:
+    with pytest.raises(ConfigError, match=rf"model.name=.*my_model.py.* has no {part};") as error:
         find(path)
     assert "define it in the file" in str(error.value)
 

@@ -76,7 +76,7 @@ def test_what_a_trial_has_kept_is_removed_and_named(place: str, tmp_path: Path) 
     statement, name = PLACES[place]
     path = tmp_path / "kept.py"
     path.write_text(TEXT.replace("PLACE", statement))
-    model = own_file.run(path, "model", "model.name").Model()
+    model = own_file.run(path, own_file.MODEL, "model.name").Model()
     before = UserState(model)
     with trial(model) as state:
         model(3)
@@ -87,7 +87,7 @@ def test_what_a_trial_has_kept_is_removed_and_named(place: str, tmp_path: Path) 
 def test_state_from_before_a_trial_stays(tmp_path: Path) -> None:
     path = tmp_path / "kept.py"
     path.write_text(TEXT.replace("PLACE", "self.table[n] = self.mask = torch.ones(n)"))
-    model = own_file.run(path, "model", "model.name").Model()
+    model = own_file.run(path, own_file.MODEL, "model.name").Model()
     model(2)
     with pytest.raises(RuntimeError), trial(model):
         model(3)

@@ -72,7 +72,7 @@ def test_one_method_can_be_replaced_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x = 1\n", "has no class Task"),
+        ("x = 1\n", "has no Task"),
         ("from shardtrain.tasks import RowTask\nclass Task(RowTask):\n    pass\n", "has a Task without read_rows"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Python files that options name: each exists and defines what it is named for. Files are parsed, not run."""
+"""Rules of Python files that options name: they exist and define what they must. Files are parsed, not run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ from shardtrain.facts import lr_schedules
 from shardtrain.facts.memory_sizes import OPTIMIZER_STATES
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import Problem
-
-SINK = (("Sink",), "define a class Sink with write, validation and close, as docs/extend.md shows")
-OPTIMIZER = (
-    ("build", "initial_state"),
-    "define build(param_groups, options) and initial_state(parameter): docs/extend.md",
-)
-SCHEDULE = ("factor", "define factor(step, total_steps), with options of [lr_scheduler] as further parameters")
-TOKEN_METRIC = ("measure", "define measure(logits, targets) that returns a value for each token: docs/extend.md")
-TOKENIZER = (("Tokenizer",), "define a class Tokenizer with encode, decode and vocab_size, as docs/extend.md shows")
-"""What a file must define, and the fix if it does not."""
+from shardtrain.utils.own_file import FileKind
 
 OPTIMIZERS = tuple(OPTIMIZER_STATES)
 SCHEDULE_OPTIONS = tuple(field.name for field in fields(LRScheduler) if field.name not in ("name", "total_steps"))
@@ -48,16 +39,16 @@ def named_files(config: Config) -> list[tuple[str, str]]:
 
 
 def check_own_files(loaded: Loaded) -> Iterator[Problem]:
-    """Optimizer and schedule, which may also be names of this package, the tokenizer, and sinks."""
+    """Check the files of optimizer and schedule (or their names), tokenizer, sinks and token metrics."""
     config = loaded.config
     tokenizer = config.model.tokenizer_path
     if tokenizer is not None and tokenizer.endswith(".py"):
-        yield from _check(loaded, "model.tokenizer_path", tokenizer, *TOKENIZER)
+        yield from _check(loaded, "model.tokenizer_path", tokenizer, own_file.TOKENIZER)
     for path in config.metrics.sinks:
-        yield from _check(loaded, "metrics.sinks", path, *SINK)
+        yield from _check(loaded, "metrics.sinks", path, own_file.SINK)
     metrics = config.metrics.token_metrics
     for path in metrics:
-        yield from _check(loaded, "metrics.token_metrics", path, (TOKEN_METRIC[0],), TOKEN_METRIC[1])
+        yield from _check(loaded, "metrics.token_metrics", path, own_file.TOKEN_METRIC)
     if len({PurePath(path).stem for path in metrics}) < len(metrics):
         yield problem(
             loaded, "metrics.token_metrics", "has two files of one name, by which they are logged", "rename one"
@@ -65,8 +56,8 @@ def check_own_files(loaded: Loaded) -> Iterator[Problem]:
     if metrics and config.task.name != "language_model":
         rule = f'is not supported with task.name="{config.task.name}", which has metrics of its own'
         yield problem(loaded, "metrics.token_metrics", rule, 'remove it, or set task.name = "language_model"')
-    yield from _check_named(loaded, "optimizer.name", OPTIMIZERS, *OPTIMIZER)
-    yield from _check_named(loaded, "lr_scheduler.name", tuple(lr_schedules.SCHEDULES), (SCHEDULE[0],), SCHEDULE[1])
+    yield from _check_named(loaded, "optimizer.name", OPTIMIZERS, own_file.OPTIMIZER)
+    yield from _check_named(loaded, "lr_scheduler.name", tuple(lr_schedules.SCHEDULES), own_file.SCHEDULE)
     unknown = set(schedule_options(config.lr_scheduler.name) or ()) - set(SCHEDULE_OPTIONS)
     if unknown:
         rule = f"has factor with the parameter {min(unknown)}, which is not an option of [lr_scheduler]"
@@ -77,7 +68,7 @@ def schedule_options(name: str) -> tuple[str, ...] | None:
     """Return the options that a schedule reads; None if the name is unknown or the text of the file does not tell."""
     if name in lr_schedules.SCHEDULES:
         return lr_schedules.options_of(lr_schedules.SCHEDULES[name])
-    if not name.endswith(".py") or own_file.fault(name, (SCHEDULE[0],), SCHEDULE[1]):
+    if not name.endswith(".py") or own_file.fault(name, own_file.SCHEDULE):
         return None
     for node in own_file.parse(name).body:
         if isinstance(node, ast.FunctionDef) and node.name == "factor":
@@ -88,19 +79,18 @@ def schedule_options(name: str) -> tuple[str, ...] | None:
     return None
 
 
-def _check_named(
-    loaded: Loaded, option: str, known: tuple[str, ...], names: tuple[str, ...], fix: str
-) -> Iterator[Problem]:
+def _check_named(loaded: Loaded, option: str, known: tuple[str, ...], kind: FileKind) -> Iterator[Problem]:
     value = loaded.value(option)
     if value.endswith(".py"):
-        yield from _check(loaded, option, value, names, fix)
+        yield from _check(loaded, option, value, kind)
     elif value not in known:
         near = nearest(value, known)
-        fix = (f'did you mean "{near}"? ' if near else f'use "{known[0]}", ') + "or a path that ends in .py"
-        yield problem(loaded, option, f"must be one of {', '.join(known)}", fix)
+        suggestion = f'did you mean "{near}"? ' if near else f'use "{known[0]}", '
+        rule = f"must be one of {', '.join(known)}"
+        yield problem(loaded, option, rule, f"{suggestion}or a path that ends in .py")
 
 
-def _check(loaded: Loaded, option: str, path: str, names: tuple[str, ...], fix: str) -> Iterator[Problem]:
-    found = own_file.fault(path, names, fix)
-    if found is not None:
-        yield Problem(option, path, *found, loaded.where(option))
+def _check(loaded: Loaded, option: str, path: str, kind: FileKind) -> Iterator[Problem]:
+    rule_and_fix = own_file.fault(path, kind)
+    if rule_and_fix is not None:
+        yield Problem(option, path, *rule_and_fix, loaded.where(option))

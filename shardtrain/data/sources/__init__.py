@@ -126,20 +126,13 @@ def names() -> list[str]:
 
 
 def find(name: str, option: str = "training.dataset") -> ModuleType:
-    """The module of a dataset, by the name of its file here, or by the path of a file of the user's.
+    """Return the module of a dataset, by the name of its file in this folder or by the path of a user's file.
 
     Raises:
-        ConfigError: when there is no such file (the error names the nearest and lists all), or it has no open_source.
+        ConfigError: no file has this name (the error suggests the nearest and lists all), or it has no open_source.
     """
     if name.endswith(".py"):
-        path = Path(name)
-        if not path.is_file():
-            raise ConfigError(Problem(option, str(path), "does not exist", "name a file with a function open_source"))
-        module = own_file.run(path, "dataset", option)
-        if not hasattr(module, "open_source"):
-            fix = "define open_source(request), as shardtrain/data/sources/text.py does"
-            raise ConfigError(Problem(option, str(path), "has no open_source", fix))
-        return module
+        return own_file.load(name, own_file.DATASET, option)
     known = names()
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)

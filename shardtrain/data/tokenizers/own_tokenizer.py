@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardtrain.config.rules.own_files import TOKENIZER
 from shardtrain.data.tokenizers.tokenizer_config import ends_facts
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import ConfigError, Problem
@@ -29,10 +28,10 @@ class OwnTokenizer:
     def __init__(self, path: str, option: str) -> None:
         self.spec = path
         self.option = option
-        self._tokenizer: Any = own_file.load(path, "tokenizer", option, *TOKENIZER).Tokenizer()
+        self._tokenizer: Any = own_file.load(path, own_file.TOKENIZER, option).Tokenizer()
         missing = [name for name in ("encode", "decode") if not callable(getattr(self._tokenizer, name, None))]
         if missing:
-            raise self._problem(f"has a class Tokenizer without {' and '.join(missing)}", TOKENIZER[1])
+            raise self._problem(f"has a class Tokenizer without {' and '.join(missing)}", own_file.TOKENIZER.fix)
         self.vocab_size: int = getattr(self._tokenizer, "vocab_size", 0)
         if type(self.vocab_size) is not int or not 0 < self.vocab_size < _MOST_IDS:
             rule = "has a class Tokenizer whose vocab_size is not a number of ids"

@@ -1,11 +1,10 @@
-"""Sinks of the user's: a file with ``class Sink``, whose failures end neither a step nor a run."""
+"""Sinks in files of the user's: ``class Sink``. Its failures end neither a step nor a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from shardtrain.config.rules.own_files import SINK
 from shardtrain.metrics.record import Record
 from shardtrain.metrics.sinks import SinkContext
 from shardtrain.utils import own_file
@@ -16,20 +15,21 @@ METHODS = ("write", "validation", "close")
 
 
 def find(path: str) -> Any:
-    """The class Sink of a file.
+    """Return the class Sink of a file.
 
     Raises:
-        ConfigError: when there is no such file, or no such class in it, or one without a method that it needs.
+        ConfigError: the file does not exist, or has no such class, or the class lacks a method.
     """
-    cls = own_file.load(path, "sink", "metrics.sinks", *SINK).Sink
+    cls = own_file.load(path, own_file.SINK, "metrics.sinks").Sink
     missing = [name for name in METHODS if not callable(getattr(cls, name, None))]
     if missing:
-        raise ConfigError(Problem("metrics.sinks", path, f"has a class Sink without {', '.join(missing)}", SINK[1]))
+        rule = f"has a class Sink without {', '.join(missing)}"
+        raise ConfigError(Problem("metrics.sinks", path, rule, own_file.SINK.fix))
     return cls
 
 
 class OwnSink:
-    """The sink of a file; its first failure is one warning, and it is left alone from then on."""
+    """The sink of a file. Its first failure logs one warning and disables it."""
 
     def __init__(self, path: str, request: SinkContext) -> None:
         self._path = path
@@ -41,19 +41,19 @@ class OwnSink:
 
     @property
     def summary(self) -> str:
-        """What the sink wants to have said at the end of a run, or nothing."""
+        """Line of the sink for the end of a run; empty if it has none."""
         return str(getattr(self._sink, "summary", "") or "")
 
     def write(self, record: Record) -> None:
-        """Hand over a logged step."""
+        """Pass on a logged step."""
         self._call("write", record)
 
     def validation(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand over results on held-out data."""
+        """Pass on results on held-out data."""
         self._call("validation", step, dict(values))
 
     def close(self) -> None:
-        """Close it."""
+        """Close the sink."""
         self._call("close")
 
     def _call(self, name: str, *arguments: object) -> None:

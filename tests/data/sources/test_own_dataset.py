@@ -49,7 +49,7 @@ def test_a_file_that_is_missing_or_is_not_a_dataset_is_refused(tmp_path):
     (tmp_path / "empty.py").write_text("")
     with pytest.raises(ConfigError, match=r'dataset=".*empty.py" has no open_source; define open_source\(request\)'):
         sources.find(str(tmp_path / "empty.py"))
-    with pytest.raises(ConfigError, match="does not exist"):
+    with pytest.raises(ConfigError, match="is not a file"):
         sources.find(str(tmp_path / "gone.py"))
     problems = [str(p) for p in check(load(None, ["--training.dataset", str(tmp_path / "gone.py")]))]
     assert any("gone.py" in p and "does not exist" in p for p in problems)

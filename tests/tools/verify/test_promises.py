@@ -196,7 +196,7 @@ BROKEN = {
          ('"blocks.*.*.*.bias"', '"blocks.*.mix.core.scale.*": Draw("normal"), "blocks.*.*.*.bias"')],
         ["weightless attention core", "blocks.0.mix.core holds the parameter scale.weight"],
     ),
-    "missing part": ([("def initial", "def start")], ["lacks initial"]),
+    "missing part": ([("def initial", "def start")], ["has no initial"]),
     "no positions": (
         [("def forward(self, tokens, positions):", "def forward(self, tokens):\n        positions = tokens")],
         ["takes no positions"],
