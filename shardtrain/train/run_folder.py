@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import re
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
@@ -67,16 +66,6 @@ def write_resolved_config(loaded: Loaded, folder: Path, world_size: int) -> None
         for path in paths:
             atomic_io.write(path, text, create_folder=True)
             atomic_io.write(path.with_name(json_schema.FILE), json_schema.json_schema_text())
-
-
-def read_world_size(resolved: Path) -> int | None:
-    """Read the number of ranks from the header of a resolved configuration. None if the header does not contain it."""
-    with resolved.open(encoding="utf-8", errors="replace") as file:
-        # The header is in the first two lines, or in the first for files of older versions. Bounded, because the user
-        # may have replaced the file.
-        head = file.readline(4096) + file.readline(4096)
-    match = re.search(r", (\d{1,9}) ranks, started from ", head)
-    return int(match[1]) if match else None
 
 
 def describe(

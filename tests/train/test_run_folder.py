@@ -16,6 +16,7 @@ from shardtrain.config import Loaded
 from shardtrain.config.json_schema import json_schema
 from shardtrain.config.schema import Config, Job, Training
 from shardtrain.distributed.mesh import AXES, Mesh
+from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.train import run_folder
 from shardtrain.utils.errors import StorageError
 
@@ -39,7 +40,7 @@ def test_the_resolved_configuration_names_its_origin_and_loads_to_the_same(tmp_p
     assert text.startswith(
         f"#:schema ./shardtrain.schema.json\n# {run_folder.versions()}, 4 ranks, started from {file}\n"
     )
-    assert run_folder.read_world_size(folder / "config.resolved.toml") == 4
+    assert RunFolder(folder).world_size() == 4
     assert json.loads((folder / "shardtrain.schema.json").read_text()) == json_schema()
     assert configs.load(folder / "config.resolved.toml").config == loaded.config
     assert sorted(path.name for path in folder.iterdir()) == [

@@ -20,11 +20,11 @@ from shardtrain import config as configs
 from shardtrain.checkpoint import manifest
 from shardtrain.config import derived
 from shardtrain.config.schema import Config
-from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.hf.source import FolderSource
-from shardtrain.train.run_folder import read_world_size, versions
-from shardtrain.utils import atomic_io, reading
-from shardtrain.utils.checked_json import MAX_LINE_BYTES, record_of
+from shardtrain.tools.runs import run_files
+from shardtrain.tools.runs.run_files import RunFolder
+from shardtrain.train.run_folder import versions
+from shardtrain.utils import reading
 from shardtrain.utils.errors import ShardtrainError
 from shardtrain.utils.redact import redact, visible
 from shardtrain.utils.units import format_count
@@ -120,15 +120,15 @@ def of_checkpoint(
     checkpoint: Path, name: str, source: FolderSource | None, base_model: str = "", adapter: bool = False
 ) -> Card:
     """The card of an exported checkpoint, by its manifest and, where they are there, the files of its run."""
-    run = Path(os.path.realpath(checkpoint)).parent.parent
+    run = RunFolder(Path(os.path.realpath(checkpoint)).parent.parent)
     state: Mapping[str, Any] = manifest.read(checkpoint).facts.get("state", {})
 
     # What the run's configuration says of the model, the data and the task.
     config = None
     facts = []
-    if (run / RESOLVED_CONFIG).is_file():
+    if run.config.is_file():
         try:
-            config = configs.load(run / RESOLVED_CONFIG).config
+            config = configs.load(run.config).config
         except ShardtrainError:  # of another version: what it says is left out
             config = None
     if config is not None:
@@ -147,19 +147,18 @@ def of_checkpoint(
     if state.get("tokens_seen"):
         facts.append(("Target tokens", f"{state['tokens_seen']:,} ({format_count(state['tokens_seen'])})"))
     step = int(state.get("step") or 0)
-    facts += _measured(run / "metrics.jsonl", step, "Training")
-    facts += _measured(run / "validation.jsonl", step, "Validation")
+    facts += _measured(run.metrics, step, "Training")
+    facts += _measured(run.validation, step, "Validation")
 
     # How it was computed.
     if config is not None:
         facts += [
             ("Precision", f"stored {config.training.dtype}, computed in {derived.compute_dtype(config)}"),
             ("Seed", str(config.debug.seed)),
-            ("Mesh", _mesh(config, read_world_size(run / RESOLVED_CONFIG))),
+            ("Mesh", _mesh(config, run.world_size())),
         ]
-        with (run / RESOLVED_CONFIG).open(encoding="utf-8", errors="replace") as file:
-            if made := re.match(r"# (shardtrain .*?, torch .*?, Python [\d.]+)", file.readline(4096)):
-                facts.append(("Trained by", made[1]))
+        if trained_by := run.versions():
+            facts.append(("Trained by", trained_by))
     return Card(
         name=name,
         library="peft" if adapter else "transformers",
@@ -181,14 +180,12 @@ def _cell(value: str) -> str:
 
 
 def _measured(path: Path, step: int, what: str) -> list[tuple[str, str]]:
-    """The last line of a file of metrics up to a step."""
+    """Return the numbers of the last record up to a step, as one row of the card; empty if there are none."""
     last: dict[str, Any] = {}
     try:
-        with open(path, "rb", opener=atomic_io.without_waiting) as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                found = record_of(line)  # None of a line that was being written as the run died
-                if found is not None and isinstance(found.get("step"), int) and found["step"] <= step:
-                    last = found
+        for record in run_files.records(path):
+            if record is not None and record["step"] <= step:
+                last = record
     except OSError:
         return []
     names = ("loss", "perplexity", "accuracy", "reward_accuracy", "reward_margin", "cross_entropy", "divergence")

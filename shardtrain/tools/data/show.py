@@ -14,13 +14,12 @@ from shardtrain.config import derived
 from shardtrain.config.command_line import COMMAND_LINE, VerbOption, number_of, take
 from shardtrain.config.schema import Config
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
-from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.data.batch import Batch
 from shardtrain.data.build_dataset import tokenizer_of
 from shardtrain.data.loader import SOURCE_BITS
 from shardtrain.data.tokenizers.open_tokenizer import Tokenizer
 from shardtrain.ops.targets import IGNORE
-from shardtrain.train.run_folder import read_world_size
+from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.utils.errors import ConfigError, Problem
 
 USAGE = """usage: shardtrain data show [CONFIG.toml | RUN_FOLDER] [--step N] [--rows N] [--world_size N] [--json]
@@ -120,16 +119,11 @@ def main(words: list[str]) -> int:
 def _open(path: str | None, overrides: tuple[str, ...], world_size: int | None) -> tuple[Config, int]:
     """The config of a file, or of the folder of a run with its number of ranks."""
     if path is not None and Path(path).is_dir():
-        resolved = Path(path) / RESOLVED_CONFIG
-        if not resolved.is_file():
-            fix = "name the job.dump_folder of a run, or a configuration file"
-            raise ConfigError(Problem("RUN_FOLDER", path, f"holds no {RESOLVED_CONFIG}", fix, COMMAND_LINE))
-        world_size = world_size or read_world_size(resolved)
-        path = str(resolved)
+        run = RunFolder(Path(path))
+        loaded = run.load(overrides)
+        world_size = world_size or run.world_size()
+    else:
         loaded = configs.load(path, overrides)
-        if code := configs.code_of_a_run(loaded):
-            raise ConfigError(code)
-    loaded = configs.load(path, overrides)
     if problems := configs.check(loaded):
         raise ConfigError(problems)
     return loaded.config, world_size or 1

@@ -14,6 +14,7 @@ from shardtrain.facts import devices
 from shardtrain.tools.plan import planning, timing
 from shardtrain.tools.plan.hardware import Device, Link
 from shardtrain.tools.runs import run_files
+from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.utils import checked_json
 from shardtrain.utils.errors import ConfigError, Problem
 
@@ -47,9 +48,9 @@ def learn(folder: Path, device: Device) -> Calibrated:
     ConfigError where the folder is not one of a run, its steps are too few, or the device cannot be that of the run.
     """
     record = run_files.read(folder)
-    resolved = folder / "config.resolved.toml"
+    resolved = RunFolder(folder).config
     if not resolved.is_file():
-        rule = "has no config.resolved.toml"
+        rule = f"has no {resolved.name}"
         raise ConfigError(Problem("--calibrate", str(folder), rule, "name the folder of a run", "command line"))
     metrics = {name: list(series.values) for name, series in record.metrics.items()}
     steps = metrics.get("step_seconds", [])

@@ -1,7 +1,8 @@
-"""Read a run folder for a report: metrics, validation, samples, goodput, options and exit status.
+"""Read a run folder: metrics, validation, samples, goodput, options, alerts and exit status.
 
-The folder is untrusted input. Invalid lines are counted and skipped, texts are truncated, and memory
-is bounded by logged steps times metrics, whatever the size of a line.
+``report``, ``watch``, ``runs``, ``replay`` and the model card all read through this module. The folder is untrusted
+input: invalid lines are counted and skipped, texts are truncated, and memory is bounded by logged steps times metrics,
+whatever the size of a line.
 """
 
 from __future__ import annotations
@@ -9,17 +10,23 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import time
 import tomllib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shardtrain import config as configs
+from shardtrain.config import Loaded
+from shardtrain.config.settings import COMMAND_LINE
+from shardtrain.config.show import RESOLVED_CONFIG
 from shardtrain.launch.goodput import events
 from shardtrain.launch.goodput.account import Account, account, attempts_of
 from shardtrain.utils import atomic_io, reading
-from shardtrain.utils.checked_json import record_of
+from shardtrain.utils.checked_json import is_count, record_of
 from shardtrain.utils.errors import ConfigError, DataError, Problem
 
 POINTS = 600
@@ -31,6 +38,10 @@ _LOG_BYTES = 1 << 20
 _MOST_ALERTS = 30
 _MOST_SAMPLES = 8
 _TEXT_CHARACTERS = 1000
+_ALERT_CHARACTERS = 500
+_DEEPEST = 5
+_FRESH_SECONDS = 600.0
+"""A run that has written nothing for longer is "silent" instead of "under way"."""
 
 
 @dataclass
@@ -52,6 +63,114 @@ class Series:
             high = max(places, key=self.values.__getitem__)
             kept += sorted({low, high})
         return [self.steps[place] for place in kept], [self.values[place] for place in kept]
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """One run: folder, last record, ``exit.json`` of the newest attempt, seconds since the last write."""
+
+    folder: Path
+    last: dict[str, Any]
+    end: dict[str, Any]
+    age_seconds: float
+
+    @property
+    def state(self) -> str:
+        """The state in one or two words."""
+        if self.end:
+            return "ended" if self.end.get("code") == 0 else f"failed ({self.end.get('code')})"
+        return "under way" if self.age_seconds < _FRESH_SECONDS else "silent"
+
+
+class RunFolder:
+    """Paths of a run's files, and what they contain. A file that is missing or invalid reads as empty."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics = path / "metrics.jsonl"
+        self.validation = path / "validation.jsonl"
+        self.samples = path / "samples.jsonl"
+        self.planned = path / "planned.json"
+        self.goodput = path / events.FILE
+        self.log = path / "logs" / "rank-0.log"
+        self.config = path / RESOLVED_CONFIG
+        self.exit = path / "exit.json"
+
+    def status(self) -> RunStatus:
+        """Return the state of the run, from the ends of its files."""
+        times = {path: _modified(path) for path in (self.metrics, self.exit, self.goodput, self.log)}
+        # An exit.json that is older than the last record belongs to an earlier attempt
+        end = read_object(self.exit) if times[self.exit] >= times[self.metrics] else {}
+        # The last line may be incomplete, because the file is being written
+        last: dict[str, Any] = {}
+        for line in reversed(read_end(self.metrics, _LINE_BYTES).split(b"\n")):
+            record = step_record(line)
+            if record is not None:
+                last = record
+                break
+        return RunStatus(self.path, last, end, max(0.0, time.time() - max(times.values())))
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of the resolved configuration by dotted name."""
+        options: dict[str, Any] = {}
+
+        def add(prefix: str, table: dict[str, Any]) -> None:
+            for name, value in table.items():
+                if isinstance(value, dict):
+                    add(f"{prefix}{name}.", value)
+                else:
+                    options[f"{prefix}{name}"] = value
+
+        try:
+            add("", tomllib.loads(reading.start(self.config, _CONFIG_BYTES).decode()))
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return options
+
+    def load(self, overrides: Sequence[str]) -> Loaded:
+        """Load the resolved configuration; raises ConfigError, also if it names code that the user must name."""
+        if not self.config.is_file():
+            rule = f"is not a run's folder: it has no {RESOLVED_CONFIG}"
+            raise ConfigError(
+                Problem("RUN_FOLDER", str(self.path), rule, "name the job.dump_folder of a run", COMMAND_LINE)
+            )
+        loaded = configs.load(self.config, overrides)
+        if code := configs.code_of_a_run(loaded):
+            raise ConfigError(code)
+        return loaded
+
+    def world_size(self) -> int | None:
+        """Return the number of ranks from the header of the resolved configuration, or None if it has none."""
+        header = self._config_header()
+        match = re.search(r", (\d{1,9}) ranks, started from ", header)
+        return int(match[1]) if match else None
+
+    def versions(self) -> str:
+        """Return the versions of shardtrain, torch and Python that wrote the resolved configuration."""
+        match = re.search(r"^# (shardtrain .*?, torch .*?, Python [\d.]+)", self._config_header(), re.MULTILINE)
+        return match[1] if match else ""
+
+    def _config_header(self) -> str:
+        """Return the first two lines. The first names the JSON schema, except in files of old versions."""
+        lines = read_start(self.config, 2 * 4096).decode(errors="replace").split("\n")
+        return "\n".join(lines[:2])
+
+    def account(self) -> Account | None:
+        """Return the division of wall time over all attempts, or None without a goodput file; raises DataError."""
+        return account(attempts_of(events.read(self.path)[0])) if self.goodput.is_file() else None
+
+
+def below(root: Path) -> Iterator[RunStatus]:
+    """Yield the runs in and below a folder, at most five levels deep. Links and run folders are not searched."""
+    for folder, names, files in os.walk(root):
+        depth = len(Path(folder).relative_to(root).parts)
+        if "metrics.jsonl" in files:
+            names.clear()
+            yield RunFolder(Path(folder)).status()
+        elif depth >= _DEEPEST:
+            names.clear()
+        else:
+            names[:] = sorted(name for name in names if not name.startswith("."))
 
 
 @dataclass
@@ -76,43 +195,38 @@ class RunRecord:
     last_step: int = 0
 
 
-def read(folder: Path) -> RunRecord:
+def read(path: Path) -> RunRecord:
     """Read a run's folder.
 
     Raises:
         ConfigError: the folder has no ``metrics.jsonl``.
     """
-    record = RunRecord(Path(os.path.realpath(folder)).name, folder)
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
+    folder = RunFolder(path)
+    record = RunRecord(Path(os.path.realpath(path)).name, path)
+    if not folder.metrics.is_file():
         fix = "name the folder of a run, which is its job.dump_folder"
-        raise ConfigError(Problem("RUN_FOLDER", str(folder), "has no metrics.jsonl", fix, "command line"))
-    record.bad_lines = _read_series(path, record.metrics)
-    if (folder / "validation.jsonl").is_file():
-        record.bad_lines += _read_series(folder / "validation.jsonl", record.validation)
-    record.samples = _samples(folder / "samples.jsonl")
-    for name, pair in _object(folder / "planned.json").items():
+        raise ConfigError(Problem("RUN_FOLDER", str(path), "has no metrics.jsonl", fix, COMMAND_LINE))
+    record.bad_lines = _read_series(folder.metrics, record.metrics) + _read_series(folder.validation, record.validation)
+    record.samples = _samples(folder.samples)
+    for name, pair in read_object(folder.planned).items():
         if isinstance(pair, list) and len(pair) == 2 and all(type(value) in (int, float) for value in pair):
             record.planned[name[:100]] = (float(pair[0]), float(pair[1]))
     record.last_step = max((series.steps[-1] for series in record.metrics.values()), default=0)
-    record.options = read_options(folder / "config.resolved.toml")
-    record.alerts = _alerts(folder / "logs" / "rank-0.log")
-    record.end = _object(folder / "exit.json")
-    if (folder / events.FILE).is_file():
-        try:
-            record.account = account(attempts_of(events.read(folder)[0]))
-        except DataError:
-            record.bad_lines += 1
+    record.options = folder.options()
+    record.alerts = alerts(read_end(folder.log, _LOG_BYTES))[-_MOST_ALERTS:]
+    record.end = read_object(folder.exit)
+    try:
+        record.account = folder.account()
+    except DataError:
+        record.bad_lines += 1
     return record
 
 
 def _read_series(path: Path, found: dict[str, Series]) -> int:
     """Add the numbers of a JSONL file to ``found``; return the number of invalid lines."""
     bad = 0
-    for line in _lines(path):
-        record = record_of(line) if line is not None else None
-        step = record.get("step") if record is not None else None
-        if record is None or type(step) is not int or not 0 <= step < 2**63:
+    for record in records(path):
+        if record is None:
             bad += 1
             continue
         for name, value in record.items():
@@ -121,7 +235,7 @@ def _read_series(path: Path, found: dict[str, Series]) -> int:
             if name not in found and (len(found) >= _MOST_METRICS or len(name) > 100):
                 continue
             series = found.setdefault(name, Series())
-            series.steps.append(step)
+            series.steps.append(record["step"])
             series.values.append(float(value))
     return bad
 
@@ -129,18 +243,14 @@ def _read_series(path: Path, found: dict[str, Series]) -> int:
 def _samples(path: Path) -> list[tuple[int, str, str]]:
     """Return at most ``_MOST_SAMPLES`` samples, spread over the run, including the first and the last."""
     found = []
-    for line in _lines(path) if path.is_file() else ():
-        try:
-            record = json.loads(line) if line is not None else None
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
+    for record in records(path):
+        if record is None:
             continue
         prompt = record.get("prompt")
         text = record.get("text")
         if isinstance(prompt, str) and isinstance(text, str):
             found.append((record["step"], prompt[:_TEXT_CHARACTERS], text[:_TEXT_CHARACTERS]))
-            # every second one goes, again and again, so that a long file takes no more memory than a short one
+            # Halve the list again and again, so that a long file needs no more memory than a short one
             if len(found) > 2 * _MOST_SAMPLES:
                 del found[1:-1:2]
     if len(found) > _MOST_SAMPLES:
@@ -149,13 +259,15 @@ def _samples(path: Path) -> list[tuple[int, str, str]]:
     return found
 
 
-def _lines(path: Path) -> Iterator[bytes | None]:
-    """Yield complete lines, or None for a line that is too long. An incomplete last line is skipped."""
+def records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """Yield the record of each complete line, or None if the line is invalid or too long. No file: no lines."""
+    if not path.is_file():
+        return
     with open(path, "rb", opener=atomic_io.without_waiting) as file:
         while line := file.readline(_LINE_BYTES):
             if line.endswith(b"\n"):
                 if line.strip():
-                    yield line
+                    yield step_record(line)
                 continue
             if len(line) < _LINE_BYTES:  # an incomplete line at the end of the file
                 return
@@ -164,37 +276,45 @@ def _lines(path: Path) -> Iterator[bytes | None]:
             yield None
 
 
-def read_options(path: Path) -> dict[str, Any]:
-    """Return the options of a ``config.resolved.toml`` by dotted name; empty if it is missing or invalid."""
-    found: dict[str, Any] = {}
+def step_record(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line if its checksum is right and it has a step, else None."""
+    record = record_of(line)
+    return record if record is not None and is_count(record.get("step")) else None
 
-    def add(prefix: str, table: dict[str, Any]) -> None:
-        for name, value in table.items():
-            if isinstance(value, dict):
-                add(f"{prefix}{name}.", value)
-            else:
-                found[f"{prefix}{name}"] = value
 
+def alerts(log: bytes) -> list[str]:
+    """Return the distinct warnings and errors in a part of a rank's log, in order."""
+    lines = [line[:_ALERT_CHARACTERS] for line in log.decode(errors="replace").splitlines()]
+    return list(dict.fromkeys(line for line in lines if " WARNING " in line[:40] or " ERROR " in line[:40]))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a small file; empty if it is missing or invalid."""
     try:
-        add("", tomllib.loads(reading.start(path, _CONFIG_BYTES).decode()))
-    except (OSError, ValueError, RecursionError):
+        content = json.loads(read_start(path, _LINE_BYTES))
+    except (ValueError, RecursionError):
         return {}
-    return found
+    return content if isinstance(content, dict) else {}
 
 
-def _alerts(path: Path) -> list[str]:
-    """Return the last distinct warnings and errors of rank 0's log."""
+def read_start(path: Path, most_bytes: int) -> bytes:
+    """Return the first bytes of a file; empty if it cannot be read."""
     try:
-        text = reading.end(path, _LOG_BYTES).decode(errors="replace")
+        return reading.start(path, most_bytes)
     except OSError:
-        return []
-    lines = [line[:500] for line in text.splitlines() if " WARNING " in line[:40] or " ERROR " in line[:40]]
-    return list(dict.fromkeys(lines))[-_MOST_ALERTS:]
+        return b""
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_end(path: Path, most_bytes: int) -> bytes:
+    """Return the last bytes of a file; empty if it cannot be read."""
     try:
-        found = json.loads(reading.start(path, _LINE_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        return reading.end(path, most_bytes)
+    except OSError:
+        return b""
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

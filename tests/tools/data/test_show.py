@@ -106,7 +106,7 @@ def test_the_steps_of_a_finished_run_are_shown_from_its_folder(pairs, tmp_path, 
 
 
 def test_a_folder_that_is_not_a_run_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no config.resolved.toml; name the job.dump_folder of a run"):
+    with pytest.raises(ConfigError, match=r"has no config.resolved.toml; name the job.dump_folder of a run"):
         show.main([str(tmp_path)])
     with pytest.raises(ConfigError, match='--step=0 must be|--step="0" must be'):
         show.main(["--step", "0"])

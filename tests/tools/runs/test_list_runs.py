@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardtrain import cli
-from shardtrain.tools.runs import list_runs
+from shardtrain.tools.runs.run_files import RunFolder
 
 
 def run_folder(path: Path, text: str = '{"step": 7, "loss": 2.5}\n', end: object = None, age: float = 0.0) -> Path:
@@ -28,13 +28,13 @@ def run_folder(path: Path, text: str = '{"step": 7, "loss": 2.5}\n', end: object
     [(None, 0, "under way"), (None, 3600, "silent"), ({"code": 0}, 3600, "ended"), ({"code": 5}, 0, "failed (5)")],
 )
 def test_the_state_is_that_of_the_newest_attempt(tmp_path: Path, end: object, age: float, state: str) -> None:
-    assert list_runs.look(run_folder(tmp_path / "run", end=end, age=age)).state == state
+    assert RunFolder(run_folder(tmp_path / "run", end=end, age=age)).status().state == state
 
 
 def test_the_end_of_an_earlier_attempt_is_not_that_of_this_one(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run", end={"code": 5}, age=100)
     os.utime(folder / "metrics.jsonl")
-    assert list_runs.look(folder).state == "under way"
+    assert RunFolder(folder).status().state == "under way"
 
 
 def test_runs_are_found_below_and_the_newest_comes_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

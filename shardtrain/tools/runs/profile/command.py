@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardtrain.tools.runs.profile.trace import Summary, read
-from shardtrain.tools.runs.run_files import read_options
+from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.utils.arguments import StrictArgumentParser
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.redact import visible
@@ -65,7 +65,7 @@ def _files(path: Path, step: int | None) -> dict[int, Path]:
         rule = "does not exist"
         fix = "name the folder of a run, which is its job.dump_folder"
         raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
-    name = read_options(path / "config.resolved.toml").get("profiling.save_traces_folder", "profile_traces")
+    name = RunFolder(path).options().get("profiling.save_traces_folder", "profile_traces")
     folders = {
         int(one.name.removeprefix("iteration_")): one
         for one in (path / str(name)).glob("iteration_*")

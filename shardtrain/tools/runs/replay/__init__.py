@@ -18,7 +18,8 @@ from shardtrain import config as configs
 from shardtrain.config import Loaded
 from shardtrain.config.command_line import VerbOption, number_of, take
 from shardtrain.launch import environment, local
-from shardtrain.tools.runs.replay.plan import RESOLVED_CONFIG, ReplayPlan, config_of, plan
+from shardtrain.tools.runs.replay.plan import ReplayPlan, config_of, plan
+from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.utils.arguments import help_if_asked
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.heartbeat import heartbeat
@@ -111,14 +112,7 @@ def _load(request: _Request) -> Loaded:
     path = Path(request.path) if request.path else None
     if path is None or not path.is_dir():
         return configs.load(request.path, request.overrides)
-    resolved = path / RESOLVED_CONFIG
-    if not resolved.is_file():
-        rule = f"is not a run's folder: it has no {RESOLVED_CONFIG}"
-        raise ConfigError(Problem("RUN_FOLDER", str(path), rule, "name job.dump_folder of the run", "command line"))
-    loaded = configs.load(resolved, (*request.overrides, "--job.dump_folder", str(path)))
-    if code := configs.code_of_a_run(loaded):
-        raise ConfigError(code)
-    return loaded
+    return RunFolder(path).load((*request.overrides, "--job.dump_folder", str(path)))
 
 
 def _read(words: Sequence[str]) -> _Request:

@@ -9,9 +9,8 @@ from pathlib import Path
 from shardtrain.checkpoint import manifest, retention
 from shardtrain.checkpoint.manifest import Manifest
 from shardtrain.config import Config
+from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.utils.errors import CheckpointError
-
-RESOLVED_CONFIG = "config.resolved.toml"
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class ReplayPlan:
 def plan(config: Config, first: int, last: int) -> ReplayPlan:
     """Where to start, and what is known of the run."""
     run_folder = Path(config.job.dump_folder)
+    files = RunFolder(run_folder)
     folder = run_folder / config.checkpoint.folder
     known: dict[int, Manifest] = {}
     damages = []
@@ -40,7 +40,7 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
             known[step] = manifest.read(folder / f"step-{step}")
         except CheckpointError as error:
             damages.append(str(error))
-    if not known and not (run_folder / "metrics.jsonl").is_file():
+    if not known and not files.metrics.is_file():
         text = f"{run_folder} holds neither metrics.jsonl nor a checkpoint: nothing to compare with"
         raise CheckpointError(f"{text}{'; ' + damages[0] if damages else ''}; name the run's job.dump_folder")
 
@@ -53,13 +53,7 @@ def plan(config: Config, first: int, last: int) -> ReplayPlan:
     guard = known[max(known)].facts.get("guard", {}) if known else {}
     rewinds = guard.get("rewinds", []) if isinstance(guard, dict) else []
 
-    world_size = None
-    if base:
-        world_size = known[base].world_size
-    elif (run_folder / RESOLVED_CONFIG).is_file():
-        from shardtrain.train.run_folder import read_world_size
-
-        world_size = read_world_size(run_folder / RESOLVED_CONFIG)
+    world_size = known[base].world_size if base else files.world_size()
     return ReplayPlan(run_folder, folder, base, last, world_size, tuple(map(tuple, rewinds)))
 
 

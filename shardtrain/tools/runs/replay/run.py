@@ -17,10 +17,11 @@ from shardtrain.checkpoint.collectives import all_gather_json, any_rank, first_w
 from shardtrain.checkpoint.folder import Checkpoints
 from shardtrain.config import Loaded
 from shardtrain.distributed import LOSS_AXES, process_group
-from shardtrain.metrics.sinks.jsonl import read_records
 from shardtrain.ops.dtensor import local_tensor
 from shardtrain.resilience.guards.loss_spikes import Rewind
+from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.replay.plan import ReplayPlan
+from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.train import compatibility, shutdown, trainer
 from shardtrain.train.build import set_numerics
 from shardtrain.train.resume import resume, weights
@@ -53,9 +54,9 @@ def main(loaded: Loaded, plan: ReplayPlan) -> None:
 
 
 def _compare_steps(run: Run, plan: ReplayPlan, world: process_group.World) -> None:
-    path = plan.run_folder / "metrics.jsonl"
     same_mesh = plan.world_size in (None, world.size)
-    records = {record["step"]: record for record in read_records(path)} if path.is_file() else {}
+    recorded = run_files.records(RunFolder(plan.run_folder).metrics)
+    records = {record["step"]: record for record in recorded if record is not None}
     saved = set(retention.steps(plan.checkpoints))
     compared = 0
     _say(world, f"replaying steps {plan.base + 1} to {plan.last} on {world.size} ranks")

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shardtrain.tools.runs import list_runs
+from shardtrain.tools.runs import run_files
 from shardtrain.tools.runs.watch.following import FollowedRun
 from shardtrain.tools.runs.watch.screen import Terminal, frame
 from shardtrain.utils.arguments import StrictArgumentParser
@@ -65,8 +65,8 @@ def _folders(path: Path) -> list[Path]:
         rule = "is not a folder"
         fix = "name the folder of a run, which is its job.dump_folder"
         raise ConfigError(Problem("RUN", str(path), rule, fix, "command line"))
-    found = [one.folder for one in list_runs.below(path)] if path.is_dir() else []
-    return found or [path]
+    folders = [run.folder for run in run_files.below(path)] if path.is_dir() else []
+    return folders or [path]
 
 
 def _show(followed: Sequence[FollowedRun], interval_seconds: float) -> None:

@@ -1,7 +1,7 @@
-"""What a run's files say, followed as they grow: of each look only what was appended since the last is read.
+"""Follow the files of a run as they grow. Each look reads only what was appended since the last one.
 
-A file that became shorter, or another one under the same name, is a run that was resumed or started again; it is read
-from its start. Of a long file some hundred records are read, spread over it: enough for a curve of a terminal's width.
+A file that became shorter, or was replaced, belongs to a run that was resumed or started again; it is read from its
+start. Of a long file, a few hundred records spread over it are read: enough for a curve as wide as a terminal.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardtrain.launch.goodput import events
-from shardtrain.launch.goodput.account import Account, account, attempts_of
-from shardtrain.tools.runs import list_runs, run_files
+from shardtrain.launch.goodput.account import Account
+from shardtrain.tools.runs import run_files
+from shardtrain.tools.runs.run_files import RunFolder
 from shardtrain.utils import atomic_io
-from shardtrain.utils.checked_json import record_of
 from shardtrain.utils.errors import DataError
 
 CURVES = ("loss", "grad_norm", "tokens_per_second", "memory_gib")
 POINTS = 2048
-"""Of a curve; when there are more, it is thinned to half of them."""
+"""Maximum number of points of a curve. A longer curve is thinned to half of them."""
 _WHOLE_BYTES = 4 << 20
-"""A longer file is sampled when it is opened, and only its end is read whole."""
+"""A longer file is sampled when it is opened, and only its end is read completely."""
 _SAMPLES = 512
 _SAMPLE_BYTES = 8192
 _LOG_BYTES = 1 << 18
@@ -33,16 +32,19 @@ _MOST_ALERTS = 5
 
 @dataclass
 class Tail:
-    """A file that others append to: ``read`` gives what came since, and whether they are from the file's start."""
+    """A file that another process appends to; ``read`` returns the new lines."""
 
     path: Path
     skipped: bool = False
-    """Whether the last call skipped data, because there was more than it was asked for."""
+    """True if the last call skipped data because there was more than its limit."""
     _inode: int = -1
     _place: int = 0
 
     def read(self, most_bytes: int) -> tuple[bytes, bool]:
-        """Whole lines since the last call, at most so many bytes of the file's end, and whether it is another file."""
+        """Return the complete lines since the last call, and True if the file was replaced or truncated.
+
+        At most ``most_bytes`` are read, from the end of the file.
+        """
         try:
             with open(self.path, "rb", opener=atomic_io.without_waiting) as file:
                 status = os.fstat(file.fileno())
@@ -67,7 +69,7 @@ class Tail:
 
 @dataclass
 class FollowedRun:
-    """One run as its files tell of it so far."""
+    """The current contents of one run's files."""
 
     folder: Path
     curves: dict[str, tuple[list[int], list[float]]] = field(default_factory=dict)
@@ -75,60 +77,61 @@ class FollowedRun:
     last: dict[str, Any] = field(default_factory=dict)
     validation: dict[str, Any] = field(default_factory=dict)
     account: Account = field(default_factory=lambda: Account.from_record({}))
-    """Where the time went: of a run that has ended, all of it; else until the last logged step."""
+    """Division of the wall time: all of it if the run has ended, else until the last logged step."""
     alerts: list[str] = field(default_factory=list)
     total_steps: int = 0
     state: str = "not there yet"
     age_seconds: float = math.inf
 
     def __post_init__(self) -> None:
-        self._metrics = Tail(self.folder / "metrics.jsonl")
-        self._validation = Tail(self.folder / "validation.jsonl")
-        self._log = Tail(self.folder / "logs" / "rank-0.log")
+        self._files = RunFolder(self.folder)
+        self._metrics = Tail(self._files.metrics)
+        self._validation = Tail(self._files.validation)
+        self._log = Tail(self._files.log)
 
     def look(self) -> None:
-        """Read what is new."""
-        found = list_runs.look(self.folder)
-        self.age_seconds = found.age_seconds
-        there = (self.folder / "metrics.jsonl").exists()
-        self.state = found.state if there or found.end else "not there yet"
+        """Read new data."""
+        status = self._files.status()
+        self.age_seconds = status.age_seconds
+        if status.end or self._files.metrics.exists():
+            self.state = status.state
+        else:
+            self.state = "not there yet"
 
-        # Metrics: of a file that is new here and long, records spread over its older part, then its end.
+        # Metrics. A long file that is opened for the first time is sampled, except for its end
         data, from_start = self._metrics.read(_WHOLE_BYTES)
         if from_start:
             self.curves = {}
             self.last = {}
-            steps = run_files.read_options(self.folder / "config.resolved.toml").get("training.steps")
+            steps = self._files.options().get("training.steps")
             self.total_steps = steps if type(steps) is int else 0
             if self._metrics.skipped:
                 self._sample()
         for line in data.splitlines():
             self._take(line)
 
-        self.account = self._account(is_over=found.state not in ("under way", "silent"))
+        self.account = self._account(is_over=status.state not in ("under way", "silent"))
 
         data, _ = self._validation.read(_LOG_BYTES)
         for line in data.splitlines()[-1:]:
-            self.validation = _record(line) or self.validation
+            self.validation = run_files.step_record(line) or self.validation
 
-        # The last alerts, each once.
+        # The last alerts, each once
         data, from_start = self._log.read(_LOG_BYTES)
-        lines = [line[:300] for line in data.decode(errors="replace").splitlines()]
-        new = [line for line in lines if " WARNING " in line[:40] or " ERROR " in line[:40]]
         before = [] if from_start else self.alerts
-        self.alerts = list(dict.fromkeys([*before, *new]))[-_MOST_ALERTS:]
+        self.alerts = list(dict.fromkeys([*before, *run_files.alerts(data)]))[-_MOST_ALERTS:]
 
     def _account(self, is_over: bool) -> Account:
         """Read ``goodput.jsonl``, which has the end of a run, or the seconds of the last logged step."""
         if is_over:
             with contextlib.suppress(DataError):
                 if not self.account.attempts:
-                    self.account = account(attempts_of(events.read(self.folder)[0]))
+                    self.account = self._files.account() or Account.from_record(self.last)
                 return self.account
         return Account.from_record(self.last)
 
     def _sample(self) -> None:
-        """Records spread over what is older than the file's end."""
+        """Read records spread over the part of the file before its end."""
         try:
             with open(self._metrics.path, "rb", opener=atomic_io.without_waiting) as file:
                 older = os.fstat(file.fileno()).st_size - _WHOLE_BYTES
@@ -141,11 +144,11 @@ class FollowedRun:
             return
 
     def _take(self, line: bytes) -> None:
-        record = _record(line)
+        record = run_files.step_record(line)
         if record is None:
             return
         step = record["step"]
-        if self.last and step <= self.last["step"]:  # the run went back to a checkpoint
+        if self.last and step <= self.last["step"]:  # the run rolled back to a checkpoint
             for name, (steps, values) in self.curves.items():
                 kept = sum(one < step for one in steps)
                 self.curves[name] = steps[:kept], values[:kept]
@@ -162,15 +165,10 @@ class FollowedRun:
 
 
 def _thinned(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """At most half as many points, spread evenly over the steps, the first and the last among them."""
+    """Return at most half as many points, spread evenly over the steps, including the first and the last."""
     distance = (steps[-1] - steps[0]) / (POINTS // 2 - 1)
     kept = [0]
     for index, step in enumerate(steps):
         if step - steps[kept[-1]] >= distance or (index == len(steps) - 1 and index != kept[-1]):
             kept.append(index)
     return [steps[index] for index in kept], [values[index] for index in kept]
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    record = record_of(line)
-    return record if record is not None and type(record.get("step")) is int else None
