@@ -1,9 +1,11 @@
-"""Low-rank adapters under tensor parallelism: the word of a module says how its two factors are split.
+"""Low-rank adapters under tensor parallelism: the style name of a linear layer determines how its factors
+are split.
 
-Outputs split ("colwise", "head"): lora_a whole, lora_b split by rows. Inputs split ("rowwise"): lora_a split by
-columns, lora_b whole. So both products have the placement of the module's own (``lora/linear.py`` adds them), and what
-is sent beyond the module's own collectives is the gradient of the factor that is whole. A magnitude of DoRA, one number
-per output, is split as outputs are; where inputs are, ranks add the squares of their parts of each row.
+If outputs are split ("colwise", "head"), lora_a is replicated and lora_b is split by rows. If inputs are
+split ("rowwise"), lora_a is split by columns and lora_b is replicated. Either way both products have the
+placement of the layer's own output, to which ``lora/linear.py`` adds them. The only extra communication
+is the gradient of the replicated factor. DoRA's magnitude has one number per output. It is split as the
+outputs are. If inputs are split it is replicated, and ranks add the squares of their parts of each row.
 """
 
 from __future__ import annotations
@@ -16,38 +18,50 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from shardtrain.lora.linear import NAMES, adapted
 
+# factor -> the dimension that is split, None for replicated
 _BY_OUTPUTS = {"lora_a": None, "lora_b": 0, "lora_magnitude": 0}
 _BY_INPUTS = {"lora_a": 1, "lora_b": None, "lora_magnitude": None}
-_SPLITS = {
-    **dict.fromkeys(("colwise", "head", "colwise_gather_output", "colwise_rep"), _BY_OUTPUTS),
+_SPLIT_DIMS = {
+    "colwise": _BY_OUTPUTS,
+    "head": _BY_OUTPUTS,
+    "colwise_gather_output": _BY_OUTPUTS,
+    "colwise_rep": _BY_OUTPUTS,
     "rowwise": _BY_INPUTS,
 }
-Words = Callable[[str], str | None]
-Aside = tuple[Mapping[str, dict[str, nn.Parameter]], set[str]]
+
+StyleLookup = Callable[[str], str | None]
+"""Module path -> style name."""
+RemovedFactors = tuple[Mapping[str, dict[str, nn.Parameter]], set[str]]
+"""Module path -> factors by name, and the names of all trainable parameters of the model."""
 
 
-def set_aside(model: nn.Module, word_of: Words) -> Aside:
-    """Take the factors of modules that are to be split off, which PyTorch's styles would split as weights; note what
-    is trained, which they forget."""
+def set_aside(model: nn.Module, style_of: StyleLookup) -> RemovedFactors:
+    """Remove the factors of split layers from the model, because PyTorch's styles would split them like
+    weights.
+
+    Also record the trainable parameters, because the styles do not keep ``requires_grad``.
+    """
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    taken = {}
+    factors_by_path = {}
     for path, linear in adapted(model):
-        if word_of(path) in _SPLITS:
-            own = {name: factor for name in NAMES if (factor := linear._parameters[name]) is not None}
-            for name in own:
-                del linear._parameters[name]
-            taken[path] = own
-    return taken, trained
+        if style_of(path) not in _SPLIT_DIMS:
+            continue
+        factors = {}
+        for name in NAMES:
+            if linear._parameters[name] is not None:
+                factors[name] = linear._parameters.pop(name)
+        factors_by_path[path] = factors
+    return factors_by_path, trained  # type: ignore[return-value]
 
 
-def put_back(model: nn.Module, word_of: Words, mesh: DeviceMesh, aside: Aside) -> None:
-    """Split the factors, and freeze again what a style has made again."""
-    taken, trained = aside
-    for path, factors in taken.items():
+def put_back(model: nn.Module, style_of: StyleLookup, mesh: DeviceMesh, removed: RemovedFactors) -> None:
+    """Split the removed factors, register them again, and restore ``requires_grad`` of all parameters."""
+    factors_by_path, trained = removed
+    for path, factors in factors_by_path.items():
         linear = model.get_submodule(path)
-        splits = _SPLITS[str(word_of(path))]
+        split_dims = _SPLIT_DIMS[str(style_of(path))]
         for name, factor in factors.items():
-            dim = splits[name]
+            dim = split_dims[name]
             placement = Replicate() if dim is None else Shard(dim)
             split: DTensor = distribute_tensor(factor.detach(), mesh, (placement,))
             linear.register_parameter(name, nn.Parameter(split))

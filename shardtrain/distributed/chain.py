@@ -1,7 +1,9 @@
-"""Whether a model's forward is the chain that pipeline stages need: its modules in order, and x alone between them.
+"""Check that a model's forward is the chain that pipeline stages need: its modules in order, with only x
+between them.
 
-Nothing is computed with the model's weights: its modules run on the meta device, and what lies between them runs on a
-few numbers. Both are tried on copies, since a forward may keep what it has made.
+The check never computes with the model's weights. The modules run on the meta device, and the code
+between them runs on a few numbers. Both use copies of the model, because a forward may store values on
+its modules.
 """
 
 from __future__ import annotations
@@ -24,25 +26,35 @@ _TOKENS = 4
 
 
 class Absent(nn.Identity):
-    """Stands for an end of the model that another stage has: gives its first input back, whatever else it is given."""
+    """Placeholder for a first or last module that is on another stage.
+
+    Returns its first input, ignores the others.
+    """
 
     def forward(self, input: Tensor, *_: Any, **__: Any) -> Tensor:
-        """The first input."""
+        """Return ``input`` unchanged."""
         return input
 
 
 def check(model: nn.Module, layout: Layout, parts: Sequence[Sequence[str]], degree: int) -> None:
-    """Refuse a model of which a stage would do something that another has done, or lack what another has.
+    """Refuse a model whose stages would repeat or miss a computation of the full model.
 
-    ``parts`` are the names of each stage's modules. Raises ConfigError with the first break.
+    Args:
+        model: the full model, on the meta device.
+        parts: the names of each stage's modules.
+        degree: ``parallelism.pipeline_parallel_degree``, for messages.
+
+    Raises:
+        ConfigError: the forward is not a chain. The message names the first violation.
     """
-    ends = (*layout.first, *layout.last)
-    outside = [name for name, _ in model.named_parameters() if name.partition(".")[0] not in (*ends, layout.layers)]
-    if outside:
-        rule = f"needs each parameter in a module of LAYOUT.first, layers or last, and {outside[0]} is in none"
-        raise _refusal(degree, rule, "move it into one of them")
-    # two looks: at what flows between the modules, and at what stages with fewer layers are given
-    features = _follow(model, layout, degree)
+    units = {*layout.first, *layout.last, layout.layers}
+    for name, _ in model.named_parameters():
+        if name.partition(".")[0] not in units:
+            rule = f"every parameter must be in a module of LAYOUT.first, layers or last, and {name} is not"
+            raise _refusal(degree, rule, "move it into one of them")
+    # First check the tensors that flow between the modules, then the other arguments, which a stage must
+    # not change.
+    features = _ChainTrace(model, layout, degree).run()
     _compare_stages(model, layout, parts, degree, features)
 
 
@@ -51,165 +63,240 @@ def _refusal(degree: int, rule: str, fix: str) -> ConfigError:
     return ConfigError(Problem(option, degree, f"needs a forward that is a chain: {rule}", f"{fix}, or set it to 1"))
 
 
-def _names(model: nn.Module, layout: Layout) -> list[str]:
-    return [*layout.first, *(f"{layout.layers}.{name}" for name in getattr(model, layout.layers)), *layout.last]
+def _module_names(model: nn.Module, layout: Layout) -> list[str]:
+    """Names of the modules of the chain, in the order of LAYOUT."""
+    layers = [f"{layout.layers}.{name}" for name in getattr(model, layout.layers)]
+    return [*layout.first, *layers, *layout.last]
 
 
-def _follow(whole: nn.Module, layout: Layout, degree: int) -> int:
-    """Follow x through the modules, and give its features: each is given, as an object, what the one before gave.
+class _ChainTrace:
+    """One forward pass on the meta device, in which each module must receive the output object of the
+    previous one.
 
-    A module's output may come from its x and its own parameters alone. The graph of autograd tells, whichever way
-    something went round x: by an argument, a list or a dictionary that layers write, or an attribute.
+    A module's output may depend only on its x and its own parameters. The autograd graph reveals every
+    other dependency: through an argument, through a list or a dictionary that layers write, or through an
+    attribute.
     """
-    model = copy.deepcopy(whole)
-    names = _names(model, layout)
-    modules = dict(zip(names, map(model.get_submodule, names), strict=True))
-    parameters = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
-    # one row of a few tokens: shapes alone count
-    token = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    given = token
-    giver = "the tokens"
-    reached = 0
-    features = 0
-    givers: dict[int, str] = {}
-    kept: list[Tensor] = []  # ids are of living tensors
 
-    def follow(name: str, x: Any, *others: Any, **keywords: Any) -> Tensor:
-        nonlocal given, giver, reached, features
-        if reached >= len(names) or name != names[reached]:
-            expected = names[reached] if reached < len(names) else "the end"
-            raise _refusal(
-                degree, f"{name} is called where {expected} is next", "call each once, in the order of LAYOUT"
-            )
-        # the very object: whatever is computed in between makes another one
-        if x is not given:
-            fix = f"do what lies between in {name}" if reached else "give it the tokens as they are"
-            if name in layout.first[1:]:
-                fix = "let one module do both, as self.embed(tokens_BT, positions_BT)"
-            rule = f"{name} is not given just what {giver} gives" if reached else f"{name} is not given them"
-            raise _refusal(degree, rule, fix)
-        if any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves([others, keywords])):
-            rule = f"{name} is given more of what other modules compute than x"
-            raise _refusal(degree, rule, "pass x alone along the chain")
-        is_layer = name.startswith(f"{layout.layers}.")
-        if is_layer:
-            features = features or x.size(-1)
+    def __init__(self, model: nn.Module, layout: Layout, degree: int) -> None:
+        self._model = copy.deepcopy(model)
+        self._layout = layout
+        self._degree = degree
+        self._names = _module_names(self._model, layout)
+        self._modules = {name: self._model.get_submodule(name) for name in self._names}
+        self._forwards = {name: module.forward for name, module in self._modules.items()}
+        named_parameters = self._model.named_parameters(remove_duplicate=False)
+        self._parameter_names = {id(parameter): name for name, parameter in named_parameters}
+        self._features = 0
+        self._num_called = 0
+        # One row with a few tokens is enough, because only shapes matter.
+        self._tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+        # the output of the last module that ran, and the name of its origin for messages
+        self._x = self._tokens
+        self._x_origin = "the tokens"
+        self._output_names: dict[int, str] = {}
+        # Outputs are looked up by id, so they must stay alive: Python reuses the ids of freed objects.
+        self._outputs: list[Tensor] = []
+
+    def run(self) -> int:
+        """Trace the forward pass. Return the number of features of the residual stream.
+
+        Raises:
+            ConfigError: see ``check``.
+        """
+        self._replace_forwards()
         try:
-            out = own[name](x, *others, **keywords)
+            with trial(self._model), torch.enable_grad(), torch.device("meta"):
+                out = self._model(self._tokens, self._tokens)
+        except RuntimeError as error:
+            if "meta tensor" not in str(error):
+                raise
+            rule = f"it reads tensor values, but is traced on meta tensors: {str(error).splitlines()[0]}"
+            raise self._refusal(rule, "read values (.item(), int(x), if x > 0) only inside the layers") from None
+        if self._num_called < len(self._names):
+            name = self._names[self._num_called]
+            raise self._refusal(f"{name} is never called", "call each module of LAYOUT once")
+        if out is not self._x:
+            last = self._x_origin
+            rule = f"it does not return the output of {last} unchanged"
+            raise self._refusal(rule, f"move the code after {last} into {last}")
+        return self._features
+
+    def _refusal(self, rule: str, fix: str) -> ConfigError:
+        return _refusal(self._degree, rule, fix)
+
+    def _replace_forwards(self) -> None:
+        # Experts do an amount of work that depends on numbers, and meta tensors have none.
+        for path, module in self._model.named_modules():
+            if self._layout.expert and matches(path, self._layout.expert):
+                module.forward = _return_input  # type: ignore[method-assign]
+        for name, module in self._modules.items():
+            module.forward = partial(self._call, name)  # type: ignore[method-assign]
+
+    def _call(self, name: str, x: Any, *others: Any, **keywords: Any) -> Tensor:
+        """Check and run one module of the chain."""
+        self._check_order(name)
+        self._check_inputs(name, x, [others, keywords])
+        is_layer = name.startswith(f"{self._layout.layers}.")
+        if is_layer and not self._features:
+            self._features = x.size(-1)
+        try:
+            out = self._forwards[name](x, *others, **keywords)
         except Exception:
             if not is_layer:
                 raise
-            out = torch.empty_like(x)  # layers need not run, and some cannot without numbers
+            # A layer does not have to run, and some layers cannot run without numbers.
+            out = torch.empty_like(x)
+        self._check_output(name, x, out)
+
+        # Cut the history here, so that the graph of the next output ends at this one.
+        self._x = out.detach().requires_grad_(out.is_floating_point())
+        self._x_origin = name
+        self._num_called += 1
+        self._output_names[id(self._x)] = f"the output of {name}"
+        self._outputs.append(self._x)
+        return self._x
+
+    def _check_order(self, name: str) -> None:
+        expected = "the end"
+        if self._num_called < len(self._names):
+            expected = self._names[self._num_called]
+        if name != expected:
+            rule = f"{name} is called where {expected} is next"
+            raise self._refusal(rule, "call each module once, in the order of LAYOUT")
+
+    def _check_inputs(self, name: str, x: Any, others: Any) -> None:
+        # Compare by identity: any computation in between would create another object.
+        if x is not self._x:
+            rule = f"the input of {name} is not {self._origin()} unchanged"
+            if name in self._layout.first[1:]:
+                fix = "let one module do both, as self.embed(tokens_BT, positions_BT)"
+            elif self._num_called == 0:
+                fix = f"pass the tokens to {name} as they are"
+            else:
+                fix = f"move the code before {name} into {name}"
+            raise self._refusal(rule, fix)
+        if any(isinstance(value, Tensor) and value.requires_grad for value in tree_leaves(others)):
+            rule = f"{name} receives outputs of other modules in addition to x"
+            raise self._refusal(rule, "pass only x along the chain")
+
+    def _origin(self) -> str:
+        if self._num_called == 0:
+            return self._x_origin
+        return f"the output of {self._x_origin}"
+
+    def _check_output(self, name: str, x: Any, out: Any) -> None:
         if not isinstance(out, Tensor):
-            raise _refusal(degree, f"{name} gives {type(out).__name__}, not x alone", "give one tensor")
-        # autograd knows where the output came from, by whichever way it went
-        mine = {id(parameter) for parameter in modules[name].parameters()} | {id(x)}
-        strange = next((leaf for leaf in _leaves(out) if id(leaf) not in mine), None)
-        if strange is not None:
-            source = givers.get(id(strange)) or parameters.get(id(strange)) or "another module"
-            raise _refusal(degree, f"{name} uses what {source} has, and not x alone", "pass x alone along the chain")
-        giver = name
-        reached += 1
-        given = out.detach().requires_grad_(out.is_floating_point())
-        givers[id(given)] = f"the output of {name}"
-        kept.append(given)
-        return given
-
-    own = {name: module.forward for name, module in modules.items()}
-    for path, module in model.named_modules():
-        if layout.expert and matches(path, layout.expert):  # their work depends on numbers
-            module.forward = lambda x, *_, **__: x  # type: ignore[method-assign]
-    for name, module in modules.items():
-        module.forward = partial(follow, name)  # type: ignore[method-assign]
-    try:
-        with trial(model), torch.enable_grad(), torch.device("meta"):
-            out = model(token, token)
-    except RuntimeError as error:
-        if "meta tensor" not in str(error):
-            raise
-        rule = f"it reads tensor values, but is traced on meta tensors: {str(error).splitlines()[0]}"
-        raise _refusal(degree, rule, "read values (.item(), int(x), if x > 0) only inside the layers") from None
-    if reached < len(names):
-        raise _refusal(degree, f"{names[reached]} is never called", "call each module of LAYOUT once")
-    if out is not given:
-        raise _refusal(degree, f"it does not return just what {giver} gives", f"do what follows in {giver}")
-    return features
+            raise self._refusal(f"{name} returns a {type(out).__name__}, not only x", "return one tensor")
+        own_ids = {id(parameter) for parameter in self._modules[name].parameters()}
+        own_ids.add(id(x))
+        for leaf in _autograd_leaves(out):
+            if id(leaf) in own_ids:
+                continue
+            source = self._output_names.get(id(leaf)) or self._parameter_names.get(id(leaf))
+            rule = f"{name} uses {source or 'a tensor of another module'} in addition to x"
+            raise self._refusal(rule, "pass only x along the chain")
 
 
-def _leaves(out: Tensor) -> Iterator[Tensor]:
-    """The tensors without history from which a tensor was computed, among those that are differentiated."""
+def _return_input(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x
+
+
+def _autograd_leaves(out: Tensor) -> Iterator[Tensor]:
+    """Yield the leaf tensors of a tensor's autograd graph: tensors without history that require a
+    gradient.
+    """
     if out.requires_grad and out.grad_fn is None:
         yield out
-    waiting = [out.grad_fn]
+    pending = [out.grad_fn]
     seen = set()
-    while waiting:
-        node = waiting.pop()
+    while pending:
+        node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
+        variable = getattr(node, "variable", None)
+        if variable is not None:
             yield variable
-        waiting.extend(next_node for next_node, _ in node.next_functions)
+        pending.extend(next_node for next_node, _ in node.next_functions)
 
 
 def _compare_stages(
     model: nn.Module, layout: Layout, parts: Sequence[Sequence[str]], degree: int, features: int
 ) -> None:
-    """Refuse a forward that gives a layer other arguments in its stage than in the whole model.
+    """Refuse a forward that passes a layer other arguments in its stage than in the full model.
 
-    Stages have fewer layers, so what depends on their number, or on a layer's place in a loop, is another there.
+    Stages have fewer layers. So arguments that depend on the number of layers, or on the position of a
+    layer in a loop, differ between a stage and the full model.
     """
     try:
-        whole = _arguments(model, layout, _names(model, layout), features)
-    except Exception:  # a forward that does not run on a CPU is tried in the first step
+        expected = _extra_arguments(model, layout, _module_names(model, layout), features)
+    except Exception:  # a forward that does not run on a CPU fails in the first step, if at all
         return
     for part in parts:
         try:
-            stage = _arguments(model, layout, part, features)
+            actual = _extra_arguments(model, layout, part, features)
         except Exception as error:
-            text = (str(error).splitlines() or [""])[0]
-            rule = f"with {part[0]} to {part[-1]} alone it fails: {type(error).__name__}: {text}"
-            raise _refusal(degree, rule, "pass x alone along the chain, and name layers by their keys") from None
-        for name, given in stage.items():
-            if not _equal(given, whole[name]):
-                rule = f"{name} is given other arguments in its stage than in the whole model, as by enumerate(layers)"
-                fix = "let what differs between layers be attributes of theirs, set in __init__"
+            first_line = (str(error).splitlines() or [""])[0]
+            rule = f"it fails with only {part[0]} to {part[-1]}: {type(error).__name__}: {first_line}"
+            raise _refusal(degree, rule, "pass only x along the chain, and name layers by their keys") from None
+        for name, arguments in actual.items():
+            if not _equal(arguments, expected[name]):
+                rule = f"{name} receives other arguments in its stage than in the full model, as by enumerate(layers)"
+                fix = "store values that differ between layers as attributes of the layers, set in __init__"
                 raise _refusal(degree, rule, fix)
 
 
-def _arguments(model: nn.Module, layout: Layout, keep: Sequence[str], features: int) -> dict[str, list[Any]]:
-    """What a stage's forward gives to each of its modules beside x, computed on a CPU."""
-    found: dict[str, list[Any]] = {}
+def _extra_arguments(
+    model: nn.Module, layout: Layout, stage_names: Sequence[str], features: int
+) -> dict[str, list[Any]]:
+    """Run a stage's forward on a CPU.
 
-    def note(name: str, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
-        found[name] = tree_leaves([others, keywords])
-        return x if x.is_floating_point() else x.new_zeros(*x.shape, features, dtype=torch.float32)
+    For each of its modules, return the arguments that it receives after x.
+    """
+    recorded: dict[str, list[Any]] = {}
 
-    def noting(name: str) -> nn.Module:
-        if name not in keep:
+    def record(name: str, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
+        recorded[name] = tree_leaves([others, keywords])
+        if x.is_floating_point():
+            return x
+        # the first module turns tokens into activations
+        return x.new_zeros(*x.shape, features, dtype=torch.float32)
+
+    def recorder(name: str) -> nn.Module:
+        if name not in stage_names:
             return Absent()
-        module = copy.copy(model.get_submodule(name))  # forwards read attributes of layers
-        module.forward = partial(note, name)  # type: ignore[method-assign]
+        # a copy of the module, because forwards read attributes of layers
+        module = copy.copy(model.get_submodule(name))
+        module.forward = partial(record, name)  # type: ignore[method-assign]
         return module
 
     stage = copy.copy(model)
-    layers = {name: f"{layout.layers}.{name}" for name in getattr(model, layout.layers)}
-    # modules that are not tried themselves are copied, since a forward may write to them
-    stage._modules = {
-        name: copy.deepcopy(module) for name, module in model._modules.items() if name != layout.layers
-    } | {name: noting(name) for name in (*layout.first, *layout.last)}
-    stage._modules[layout.layers] = nn.ModuleDict({key: noting(name) for key, name in layers.items() if name in keep})
+    stage._modules = {}
+    for name, module in model._modules.items():
+        if name in (*layout.first, *layout.last):
+            stage._modules[name] = recorder(name)
+        elif name != layout.layers:
+            # Other modules run for real. They are copied, because a forward may write to them.
+            stage._modules[name] = copy.deepcopy(module)
+        else:
+            paths = {key: f"{layout.layers}.{key}" for key in getattr(model, layout.layers)}
+            layers = {key: recorder(path) for key, path in paths.items() if path in stage_names}
+            stage._modules[name] = nn.ModuleDict(layers)
+
     positions_BT = torch.arange(_TOKENS).unsqueeze(0)
-    x = positions_BT if set(layout.first) & set(keep) else torch.zeros(1, _TOKENS, features)
+    is_first_stage = bool(set(layout.first) & set(stage_names))
+    x = positions_BT if is_first_stage else torch.zeros(1, _TOKENS, features)
     documents = {}
     if "documents_BT" in inspect.signature(model.forward).parameters:
         documents["documents_BT"] = torch.zeros_like(positions_BT)
     with trial(stage), torch.no_grad():
         stage(x, positions_BT, **documents)
-    return found
+    return recorded
 
 
 def _equal(one: list[Any], other: list[Any]) -> bool:
+    """True if all tensors and plain values are equal. Values of other classes are not compared."""
     if len(one) != len(other):
         return False
     for a, b in zip(one, other, strict=True):

@@ -1,4 +1,7 @@
-"""torch.compile, layer by layer and in place, so that names never change. Must run after recompute, before shard."""
+"""torch.compile, layer by layer and in place, so that parameter names never change.
+
+Must run after activation checkpointing and before FSDP.
+"""
 
 from __future__ import annotations
 
@@ -24,148 +27,177 @@ from shardtrain.utils.log import logger
 
 RECOMPILE_LIMIT = 64
 LONG_SECONDS = 1800.0
-"""A run on CPUs that takes longer, were they as fast as any, is compiled by default: it gains 3 % to 12 % on an idle
-machine and up to 30 % on a busy one, and loses 20 to 50 s of its first start and some 2 s of every other."""
+"""Minimum duration of a CPU run that is compiled by default, estimated for the fastest processors.
+
+Compilation saves 3 % to 12 % on an idle machine and up to 30 % on a busy one. It costs 20 to 50 s at the
+first start and about 2 s at every other start.
+"""
 SHORT_STEP_SECONDS = 0.05
-"""Steps that would be shorter are not compiled by default: nothing of theirs was measured."""
+"""Shorter steps are not compiled by default, because no such step was measured."""
+_PEAK_FLOPS_PER_CORE = 2e11
+"""One core of AMD's Zen 5 in float32, and of Zen 4 in bfloat16."""
+_PEAK_FLOPS_PER_CORE_AMX = 2e12
+"""One core with AMX in bfloat16."""
 
 
 def decided(config: Config, mesh: Mesh, flops_per_token: float) -> Config:
-    """The configuration with ``compile.enable`` as a run on CPUs gains by it, where that is left open (a collective).
+    """Set ``compile.enable`` for a CPU run that benefits, if the option is unset (a collective).
 
-    Only for what was measured: a model of this package that learns the next token on one process or with FSDP. It
-    depends on the configuration and the kind of processor, not on the time that anything took: a run that is continued
-    decides as before, and has the same bits.
+    Only measured cases are compiled by default: a model of this package that trains on next tokens, on
+    one process or with FSDP. The decision depends on the configuration and the kind of processor, not on
+    measured times. A resumed run therefore decides as before, and its results stay bitwise equal.
     """
     is_open = config.compile.enable is None and mesh.device.type == "cpu"
-    if not (is_open and _is_known_to_gain(config, mesh) and _is_long(config, mesh, flops_per_token)):
+    if not is_open or not _is_known_to_gain(config, mesh) or not _is_long(config, mesh, flops_per_token):
         return config
-    if mesh.sum_of_all(torch.tensor(float(not has_cpp_compiler()))):  # one rank that cannot is enough
+    lacks_compiler = torch.tensor(float(not has_cpp_compiler()))
+    if mesh.sum_of_all(lacks_compiler):  # one rank without a compiler is enough
         return config
-    # what cannot be compiled at its first forward stays eager, with a warning: nobody has asked for it by name
+    # The user did not request compilation, so a layer that fails to compile stays eager, with a warning.
     torch._dynamo.config.suppress_errors = True
     return replace(config, compile=replace(config.compile, enable=True))
 
 
 def _is_known_to_gain(config: Config, mesh: Mesh) -> bool:
-    own = config.model.name != "transformers" and not config.model.name.endswith(".py")
-    kernels = config.training.cpu_kernels == "auto" and not config.debug.deterministic
-    plain = not (config.lora.enable or config.model.converters or config.activation_checkpoint.debug)
-    recompute = config.activation_checkpoint.mode != "memory_budget"
-    together = mesh.size("tp", "cp", "pp") == 1 and config.parallelism.expert_parallel_degree == 1
-    return own and kernels and plain and recompute and together and config.task.name == Task().name
+    """True for the combinations of options that were measured."""
+    is_native_model = config.model.name != "transformers" and not config.model.name.endswith(".py")
+    has_chosen_kernels = config.training.cpu_kernels == "auto" and not config.debug.deterministic
+    if config.lora.enable or config.model.converters or config.activation_checkpoint.debug:
+        return False
+    if config.activation_checkpoint.mode == "memory_budget":
+        return False
+    if mesh.size("tp", "cp", "pp") > 1 or config.parallelism.expert_parallel_degree > 1:
+        return False
+    return is_native_model and has_chosen_kernels and config.task.name == Task().name
 
 
 def _is_long(config: Config, mesh: Mesh, flops_per_token: float) -> bool:
-    """Whether the steps take long even where a thread reaches what the fastest processors do."""
+    """True if the run would be long even if every thread reached the peak of the fastest processors."""
     training = config.training
-    if training.epochs is not None:  # how many steps there are is known when the data have been opened
+    if training.epochs is not None:  # the number of steps is not known until the data are open
         return False
-    per_second = 2e11  # of a core of AMD's Zen 5 in float32, and of Zen 4 in bfloat16
-    if derived.compute_dtype(config) != "float32" and getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)():
-        per_second = 2e12
-    size = mesh.device_mesh.size()
-    tokens = derived.global_batch_size(config, size) * training.seq_len / size
-    step_seconds = tokens * flops_per_token / (per_second * torch.get_num_threads())
+    flops_per_second = _PEAK_FLOPS_PER_CORE
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    if derived.compute_dtype(config) != "float32" and has_amx():
+        flops_per_second = _PEAK_FLOPS_PER_CORE_AMX
+    num_ranks = mesh.device_mesh.size()
+    tokens_per_rank = derived.global_batch_size(config, num_ranks) * training.seq_len / num_ranks
+    step_seconds = tokens_per_rank * flops_per_token / (flops_per_second * torch.get_num_threads())
     return step_seconds >= SHORT_STEP_SECONDS and step_seconds * training.steps >= LONG_SECONDS
 
 
 def apply(model: nn.Module, layout: Layout, mesh: Mesh, config: Config) -> None:
-    """Compile each layer; with tensor parallelism or experts, each layer's attention and feed-forward apart.
+    """Compile each layer in place.
 
-    Experts themselves stay eager: how many rows each gets is not known before it runs. Where sequences are split,
-    layers that recompute have been compiled already, see ``is_compiled_within``.
+    With tensor parallelism or experts, compile attention and feed-forward separately.
+
+    Experts stay eager, because the number of rows of each is not known in advance. With context
+    parallelism, layers that recompute are compiled already, see ``is_compiled_within``.
     """
     if not _compiles_layers(config):
         return
     if mesh.size("tp") > 1:
-        # Backward is traced again in each process instead of being read from the compiler's cache on disk. That cache
-        # does not tell all placements of DTensors apart: with sequence parallelism an entry of another run has given
-        # norm weights the gradient of one rank's tokens alone, without an error (torch 2.13). Kernels stay cached.
+        # Disable the on-disk cache of backward graphs, so each process traces backward again. The cache
+        # key does not distinguish all DTensor placements: with sequence parallelism, an entry of another
+        # run gave norm weights the gradient of only one rank's tokens, without an error (torch 2.13).
+        # Kernels stay cached.
         import torch._functorch.config as autograd
 
         autograd.enable_autograd_cache = False
     if mesh.device.type == "cpu" and config.compile.backend == "inductor":
         _remember_vector_instructions()
         _remove_cut_libraries()
-    # Layers share the compiler's cache of one function, whatever their kind; each kind takes a graph for fixed and one
-    # for any lengths, with gradients and, in validation, without. Beyond the limit (8) layers would run eagerly.
+    # All layers share one function's cache. Each kind of layer needs a graph for fixed and one for
+    # dynamic lengths, with gradients and, in validation, without. Beyond the limit (default 8) layers
+    # would silently run eagerly.
     torch._dynamo.config.recompile_limit = max(RECOMPILE_LIMIT, torch._dynamo.config.recompile_limit)
     for name, layer in getattr(model, layout.layers).items():
         path = f"{layout.layers}.{name}"
-        if "forward" in vars(layer) and is_compiled_within(layer, path, layout, mesh, config):
+        is_recomputed = "forward" in vars(layer)
+        if is_recomputed and is_compiled_within(layer, path, layout, mesh, config):
             continue
-        for part in _parts(layer, path, layout, mesh):
+        for part in _compiled_parts(layer, path, layout, mesh):
             part.compile(backend=config.compile.backend)
 
 
 def _remember_vector_instructions() -> None:
-    """Let inductor trust this processor's vector instructions if they have worked once: a second less at each start.
+    """Let inductor skip its test of this processor's vector instructions if a previous start has passed
+    it.
 
-    It compiles and loads a small library for each set of instructions that the processor says to have; the libraries
-    are cached, but a process is started to load each. Where one fails, inductor tries them at each start.
+    The test takes a second at each start. For each instruction set that the processor reports, inductor
+    builds a small library (cached) and starts a process that loads it. If any set fails, the test is
+    repeated at each start.
     """
-    # inductor's own, of which another version may have none
+    # These are private parts of inductor, which another version may not have.
     try:
         from torch._inductor import config as inductor
         from torch._inductor.cpu_vec_isa import valid_vec_isa_list
 
-        found = shutil.which(os.environ.get("CXX", "g++"))
-        if inductor.cpp.vec_isa_ok is not None or found is None:
+        compiler_path = shutil.which(os.environ.get("CXX", "g++"))
+        if inductor.cpp.vec_isa_ok is not None or compiler_path is None:
             return
-        # another compiler may not know all of them: its file is told from others by size and time
-        compiler = Path(found).resolve()
-        facts = compiler.stat()
-        key = machine_key(str(compiler), str(facts.st_size), str(facts.st_mtime_ns))
-        remembered = user_cache.folder() / f"vector_instructions-{key}"
-        if not remembered.exists():
-            working = [str(one) for one in valid_vec_isa_list()]
+        # Another compiler may not support all sets, so the key contains the size and modification time of
+        # its file.
+        compiler = Path(compiler_path).resolve()
+        status = compiler.stat()
+        key = machine_key(str(compiler), str(status.st_size), str(status.st_mtime_ns))
+        marker = user_cache.folder() / f"vector_instructions-{key}"
+        if not marker.exists():
+            working_sets = [str(isa) for isa in valid_vec_isa_list()]
             with inductor.patch({"cpp.vec_isa_ok": True}):
-                claimed = [str(one) for one in valid_vec_isa_list.__wrapped__()]
-            if working != claimed:
+                reported_sets = [str(isa) for isa in valid_vec_isa_list.__wrapped__()]
+            if working_sets != reported_sets:
                 return
-            remembered.parent.mkdir(parents=True, exist_ok=True)
-            remembered.touch()
-        # at the first start too: the compiler's cache asks for the same settings
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+        # Set it at the first start too: the setting is part of the compiler's cache key.
         inductor.cpp.vec_isa_ok = True
     except (ImportError, AttributeError, OSError):
         return
 
 
 def _remove_cut_libraries() -> None:
-    """Remove libraries of inductor's cache that a run which was killed has left half written, and say so.
+    """Remove truncated libraries, left by a killed run, from inductor's cache. Log each.
 
-    The linker writes a library under its own name, and inductor loads whatever has that name: every later start would
-    fail at its first step. A library that another process is writing has a lock, and stays.
+    The linker writes a library under its final name, and inductor loads any file of that name. So every
+    later start would fail at its first step. A library that another process is writing is locked, and is
+    kept.
     """
-    try:  # inductor's own places, of which another version may have others
+    # These are private parts of inductor, which another version may not have.
+    try:
         from torch._inductor.codecache import cache_dir, get_lock_dir
         from torch.utils._filelock import FileLock
     except ImportError:
         return
     for path in Path(cache_dir()).glob("*/*.so"):
-        # another rank may have removed it meanwhile, or another process has the lock, which is a TimeoutError
+        # OSError: another rank has removed the file, or another process holds the lock (TimeoutError).
         with suppress(OSError):
-            if _is_whole(path):
+            if _is_complete(path):
                 continue
-            with FileLock(Path(get_lock_dir()) / f"{path.name.split('.')[0]}.lock", timeout=0):
-                if not _is_whole(path):
+            lock_name = f"{path.name.split('.')[0]}.lock"
+            with FileLock(Path(get_lock_dir()) / lock_name, timeout=0):
+                if not _is_complete(path):
                     path.unlink()
-                    logger.warning(f"removed {path}, which a run that was killed had left half written")
+                    logger.warning(f"removed {path}, which a killed run left half written")
 
 
-def _is_whole(path: Path) -> bool:
-    """Whether a library has all that its header tells of: the table of its sections comes last. 64-bit ELF alone."""
+def _is_complete(path: Path) -> bool:
+    """True if a 64-bit ELF library contains its section header table, which is at the end of the file.
+
+    Files of other formats count as complete unless they begin with zeros.
+    """
     with path.open("rb") as file:
         header = file.read(64)
         size = os.fstat(file.fileno()).st_size
     if len(header) < 64:
         return False
-    if header[:6] != b"\x7fELF\x02\x01":
-        return bool(header.strip(b"\0"))  # another system's
-    sections = int.from_bytes(header[40:48], "little")
-    end = sections + int.from_bytes(header[58:60], "little") * int.from_bytes(header[60:62], "little")
-    return sections > 0 and end <= size
+    is_elf64 = header[:6] == b"\x7fELF\x02\x01"
+    if not is_elf64:
+        return bool(header.strip(b"\0"))
+    table_start = int.from_bytes(header[40:48], "little")
+    entry_bytes = int.from_bytes(header[58:60], "little")
+    num_entries = int.from_bytes(header[60:62], "little")
+    return table_start > 0 and table_start + entry_bytes * num_entries <= size
 
 
 def _compiles_layers(config: Config) -> bool:
@@ -173,43 +205,50 @@ def _compiles_layers(config: Config) -> bool:
 
 
 def left_out(config: Config) -> str | None:
-    """Why PyTorch has left out something of what has run so far, in a line; None where all layers were compiled.
+    """Return a warning with the first graph break so far, or None if all layers were compiled.
 
-    Where a graph breaks within a region that recomputes, all of the layer runs eagerly.
+    A graph break inside a recomputed region makes the entire layer run eagerly.
     """
     if not _compiles_layers(config):
         return None
     from torch._dynamo.utils import counters
 
-    reasons = [str(why) for why in counters["graph_break"] if "SplitAttentionCore" not in str(why)]
+    # SplitAttentionCore disables the compiler on purpose.
+    reasons = [str(reason) for reason in counters["graph_break"] if "SplitAttentionCore" not in str(reason)]
     if not reasons:
         return None
-    what = "the rest of" if config.activation_checkpoint.mode in ("none", "memory_budget") else "all or the rest of"
-    why = " ".join(reasons[0].split())[:200]
-    return f"compile.enable: {what} some layers is not compiled: {why} (TORCH_LOGS=graph_breaks says where)"
+    extent = "all or the rest of"
+    if config.activation_checkpoint.mode in ("none", "memory_budget"):
+        extent = "the rest of"
+    reason = " ".join(reasons[0].split())[:200]
+    return f"compile.enable: {extent} some layers is not compiled: {reason} (set TORCH_LOGS=graph_breaks to see where)"
 
 
 def is_compiled_within(layer: nn.Module, path: str, layout: Layout, mesh: Mesh, config: Config) -> bool:
-    """Whether a layer that recomputes is compiled inside of what is recomputed, not around it.
+    """True if a layer is compiled inside its recomputed region instead of around it.
 
-    The attention core of a split sequence stays eager, and around a recomputed region that it cannot see whole the
-    compiler leaves out everything, without a word. Inside it breaks the graph at the core alone.
+    With context parallelism the attention core stays eager. If the compiler wraps a recomputed region
+    that contains an eager part, it silently compiles nothing of the region. Inside the region, only the
+    core breaks the graph.
     """
-    return _compiles_layers(config) and mesh.size("cp") > 1 and _parts(layer, path, layout, mesh) == [layer]
+    if not _compiles_layers(config) or mesh.size("cp") == 1:
+        return False
+    return _compiled_parts(layer, path, layout, mesh) == [layer]
 
 
-def _parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> list[nn.Module]:
-    # A whole layer with sequence parallelism fails in backward when compiled: 'Tensor' object has no attribute
-    # '_local_tensor' (torch 2.13). The modules whose input is gathered compile well by themselves.
-    inner = [f"{path}.{name}" for name, _ in layer.named_modules()]
-    has_experts = layout.expert and any(matches(name, layout.expert) for name in inner)
+def _compiled_parts(layer: nn.Module, path: str, layout: Layout, mesh: Mesh) -> list[nn.Module]:
+    """Return the modules of a layer to compile: the layer, or its attention and feed-forward."""
+    paths = [f"{path}.{name}" for name, _ in layer.named_modules()]
+    has_experts = layout.expert and any(matches(name, layout.expert) for name in paths)
     if mesh.size("tp") == 1 and not has_experts:
         return [layer]
+    # With sequence parallelism, an entire compiled layer fails in backward: 'Tensor' object has no attribute
+    # '_local_tensor' (torch 2.13). The modules whose input is gathered compile well separately.
     return [child for name, child in layer.named_children() if word_of(layout, f"{path}.{name}") == "gather"]
 
 
 def compiled_chunk_loss(config: Config) -> ChunkFunction | None:
-    """The loss of one chunk of tokens as one compiled kernel, or None when it is not to be compiled."""
-    if not (config.compile.enable and "loss" in config.compile.components):
+    """Return the loss of one chunk of tokens as a compiled function, or None if the loss is not compiled."""
+    if not config.compile.enable or "loss" not in config.compile.components:
         return None
     return torch.compile(chunk_loss_without_scatter, backend=config.compile.backend)  # type: ignore[no-any-return]

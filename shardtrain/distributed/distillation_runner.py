@@ -1,4 +1,7 @@
-"""One model that learns from another, frozen one on the same mesh; validation measures the student alone."""
+"""Runner for distillation: a student learns from a frozen teacher on the same mesh.
+
+Validation uses only the student.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from shardtrain.ops.targets import IGNORE
 
 
 class DistillationRunner(PlainRunner):
-    """One whole model and its ``teacher``, put there before the first step. ``evaluate`` is of the student alone."""
+    """Runner of an unpipelined student. The caller sets ``teacher`` before the first step."""
 
     def __init__(self, plain: Runner, mix: Mix) -> None:
         super().__init__(plain.model_parts)
@@ -30,20 +33,24 @@ class DistillationRunner(PlainRunner):
         return super().forward_backward(batches, weight)
 
     def evaluate(self, batch: Batch) -> Tensor:
-        """Of the student alone, so that it is the loss of any other task and a perplexity."""
+        """Return the student's cross-entropy, which is comparable with other runs and gives a perplexity."""
         with torch.no_grad():
             return super()._loss(batch, torch.ones((), device=self._mesh.device))
 
     def measures(self) -> dict[str, float]:
-        """``cross_entropy`` and ``divergence``: means over the target tokens of the last step, in nats."""
+        """Add ``cross_entropy`` and ``divergence``: means over the target tokens of the last step, in
+        nats (a collective).
+        """
         loss, divergence, count = self._mesh.sum(self._sums_3, over=LOSS_AXES).tolist()
-        found = {"cross_entropy": loss / max(count, 1), "divergence": divergence / max(count, 1)}
-        return {**super().measures(), **found}
+        num_targets = max(count, 1)
+        means = {"cross_entropy": loss / num_targets, "divergence": divergence / num_targets}
+        return {**super().measures(), **means}
 
     def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
         assert self.teacher is not None, "the teacher is opened before the first step"
         tokens_Bt, targets_Bt, positions_Bt = self._cut(batch)
         documents = context_parallel.document_argument([batch])
+        # free the teacher's gathered weights before the student's pass needs memory
         with torch.no_grad():
             teacher_BtV = self.teacher(tokens_Bt, positions_Bt, **documents)
             free_gathered(self.teacher)

@@ -1,7 +1,8 @@
-"""One rank of a world that does not exist: a process group that sends nothing, and tensors that have no memory.
+"""Simulate one rank of a distributed run: a process group that sends nothing, and tensors without memory.
 
-The model is cut and sharded by the real ``parallelize``; forward and backward of one micro-batch then run with shapes
-alone. Layers that are alike need not all run: two of each kind do, and the others count as the second of their kind.
+The real ``parallelize`` cuts and shards the model. Forward and backward of one micro-batch then run on
+shapes only. Of each kind of identical layers only two run. The others are counted as copies of the
+second.
 """
 
 from __future__ import annotations
@@ -33,15 +34,25 @@ from shardtrain.layout import Draw, Layout
 from shardtrain.ops import cross_entropy
 
 LAYERS_OF_A_KIND = 2
-"""Layers traced of each kind: the first may cost what all share, the second costs what every further one does."""
+"""Number of layers traced per kind.
+
+The first may include costs that layers share; the second has only its own.
+"""
+_UNTRACEABLE = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 @dataclass(frozen=True)
 class Traced:
-    """What forward and backward of one micro-batch keep alive on this rank, in bytes; see ``trace``.
+    """Memory that forward and backward of one micro-batch use on this rank, in bytes; see ``trace``.
 
-    ``activations`` is the most at any time, with the micro-batches that a pipeline has in flight; ``gathered`` the most
-    that FSDP holds of gathered parameters and of gradients on their way. ``not_traced`` says why there is no number.
+    Attributes:
+        activations_bytes: peak of everything but FSDP's buffers, including a pipeline's micro-batches in
+            flight.
+        gathered_bytes: peak of FSDP's buffers: gathered parameters, and gradients before their reduction.
+        layers_traced: number of layers that were run.
+        layers: number of layers of this rank.
+        most_in_flight: maximum number of micro-batches between forward and backward.
+        not_traced: the reason if nothing could be traced, else empty.
     """
 
     activations_bytes: int = 0
@@ -54,7 +65,7 @@ class Traced:
 
 @dataclass
 class _Pass:
-    """One forward and backward: bytes kept from forward to backward, and the most at any time."""
+    """Memory of one forward and backward: bytes kept from forward to backward, and the peaks."""
 
     kept: int = 0
     most: int = 0
@@ -63,10 +74,20 @@ class _Pass:
     layers: int = 0
 
 
-class _Layer:
-    """A traced layer of a kind; the second of its kind speaks for the ``absent`` ones that were left out.
+@dataclass
+class _AbsentLayers:
+    """The layers of a kind that are not traced, and the bytes that they would keep together."""
 
-    They are alive from the end of its forward to the start of the first one's backward.
+    count: int = 0
+    activations: int = 0
+    gathered: int = 0
+
+
+class _TracedLayer:
+    """Hooks on a traced layer, which add the memory of the absent layers of its kind.
+
+    Absent layers count as alive from the end of the last traced layer's forward to the start of the first
+    traced layer's backward. Each counts as much as the last traced layer.
     """
 
     def __init__(
@@ -76,47 +97,47 @@ class _Layer:
         layer: nn.Module,
         is_first: bool,
         is_last: bool,
-        standing: _Standing,
+        absent: _AbsentLayers,
     ) -> None:
         self._memory = memory
         self._part = part
         self._is_first = is_first
         self._is_last = is_last
-        self._standing = standing
+        self._absent = absent
         layer.register_forward_pre_hook(self._enter, prepend=True)  # before FSDP's own hook, which gathers
         layer.register_forward_hook(self._leave)
 
     def _enter(self, *_: Any) -> None:
-        self._before = self._memory.activations, self._memory.gathered
+        self._activations_before = self._memory.activations
+        self._gathered_before = self._memory.gathered
 
     def _leave(self, layer: nn.Module, _inputs: Any, output: Tensor) -> None:
         if self._is_last:
-            activations = self._memory.activations - self._before[0]
-            # FSDP has gathered the layer in between; copies were made before the pass
-            gathered = self._memory.gathered - self._before[1] + compute_copies.held_bytes(self._part, layer)
-            self._standing.activations = self._standing.layers * max(0, activations)
-            self._standing.gathered = self._standing.layers * max(0, gathered)
-            self._add(1)
+            activations = self._memory.activations - self._activations_before
+            # FSDP gathers the layer inside its forward. Copies in the compute dtype were made before the
+            # pass.
+            gathered = self._memory.gathered - self._gathered_before
+            gathered += compute_copies.held_bytes(self._part, layer)
+            self._absent.activations = self._absent.count * max(0, activations)
+            self._absent.gathered = self._absent.count * max(0, gathered)
+            self._add_absent(1)
         if self._is_first and output.requires_grad:
-            output.register_hook(lambda _: self._add(-1))
+            output.register_hook(self._start_backward)
 
-    def _add(self, sign: int) -> None:
-        self._memory.absent_activations += sign * self._standing.activations
-        self._memory.absent_gathered += sign * self._standing.gathered
+    def _start_backward(self, _: Tensor) -> None:
+        self._add_absent(-1)
 
-
-@dataclass
-class _Standing:
-    """Layers of a kind that were left out, and the bytes that they would keep together."""
-
-    layers: int = 0
-    activations: int = 0
-    gathered: int = 0
+    def _add_absent(self, sign: int) -> None:
+        self._memory.absent_activations += sign * self._absent.activations
+        self._memory.absent_gathered += sign * self._absent.gathered
 
 
 @contextmanager
 def join(rank: int, size: int) -> Iterator[World]:
-    """Be one rank of ``size`` in a process group whose collectives do nothing; leave it at the end."""
+    """Become one rank of ``size`` in a process group whose collectives do nothing.
+
+    Leave it at the end of the block.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
@@ -128,7 +149,10 @@ def join(rank: int, size: int) -> Iterator[World]:
 
 
 def _forget_meshes() -> None:
-    """Make DTensor forget results on meshes that equal the next world's, and whose process groups are gone."""
+    """Clear DTensor's cache, whose entries refer to process groups that no longer exist.
+
+    The cache looks up meshes by equality, so the next world would get these entries.
+    """
     from torch.distributed.tensor import debug
 
     debug._clear_sharding_prop_cache()
@@ -136,18 +160,24 @@ def _forget_meshes() -> None:
 
 @contextmanager
 def materialized(runner: Runner) -> Iterator[None]:
-    """Give the runner's parameters shapes on the CPU without memory; all work on them belongs inside."""
+    """Create the runner's parameters as CPU tensors without memory. Use the runner only inside the block."""
     with FakeTensorMode(allow_non_fake_inputs=True), cross_entropy.few_chunks():
         runner.materialize({name: Draw("zeros") for name in runner.parameters()}, seed=0)
         yield
 
 
 def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: Batch, hidden: int) -> Traced:
-    """Run forward and backward of one micro-batch with shapes alone, inside ``materialized``; can be called once.
+    """Run forward and backward of one micro-batch on shapes, inside ``materialized``.
 
-    ``batch`` is a whole one, before it is cut over context-parallel ranks; ``hidden`` the features of the residual
-    stream. No stage sends to another: each gets an input of the right shape. Where the shapes of a model depend on its
-    data, as with experts, nothing can be traced, and the answer says so.
+    Can be called once per runner.
+
+    Pipeline stages do not communicate: each receives an input of the right shape. Models whose shapes
+    depend on data cannot be traced; the result then contains the reason.
+
+    Args:
+        runner: the runner. Most of its layers are removed.
+        batch: a batch of full sequences, before it is cut over context-parallel ranks.
+        hidden: number of features of the residual stream.
     """
     try:
         if isinstance(runner, pipeline_parallel.PipelineRunner):
@@ -155,86 +185,118 @@ def trace(runner: Runner, layout: Layout, mesh: Mesh, config: Config, batch: Bat
         with _watched(runner.parts[0], layout) as (_, done):
             runner.forward_backward([batch], torch.ones(()))
         return Traced(done.most, done.gathered, done.layers_traced, done.layers)
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        return Traced(not_traced=f"shapes depend on data, in {getattr(error, 'func', error)}")
+    except _UNTRACEABLE as error:
+        return _not_traced(error)
 
 
 def trace_frozen(part: nn.Module, layout: Layout, mesh: Mesh, config: Config, batch: Batch) -> Traced:
-    """The forward pass alone of a whole model that learns nothing: as ``trace``, without gradients."""
+    """Run the forward pass of a frozen, unpipelined model on shapes, without gradients; see ``trace``."""
     try:
         tokens_Bt, _, positions_Bt = context_parallel.cut(batch, mesh, config)
         with _watched(part, layout) as (_, done), torch.no_grad():
             part(tokens_Bt, positions_Bt)
         return Traced(done.most, done.gathered, done.layers_traced, done.layers)
-    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
-        return Traced(not_traced=f"shapes depend on data, in {getattr(error, 'func', error)}")
+    except _UNTRACEABLE as error:
+        return _not_traced(error)
+
+
+def _not_traced(error: Exception) -> Traced:
+    operation = getattr(error, "func", error)
+    return Traced(not_traced=f"shapes depend on data, in {operation}")
 
 
 def _trace_stages(
-    runner: pipeline_parallel.PipelineRunner, layout: Layout, mesh: Mesh, config: Config, batch: Batch, hidden: int
+    runner: pipeline_parallel.PipelineRunner,
+    layout: Layout,
+    mesh: Mesh,
+    config: Config,
+    batch: Batch,
+    hidden: int,
 ) -> Traced:
+    """Trace each stage of this rank, then combine them in the order of the schedule."""
     passes: dict[int, _Pass] = {}
     expert_parallel.before_step(runner.parts, torch.ones(()))
     tokens_Bt, targets_Bt, positions_Bt = context_parallel.cut(batch, mesh, config)
     for part, index in zip(runner.parts, runner._indices, strict=True):
-        template = pipeline_parallel._input(index, hidden, mesh, config)
-        inputs = tokens_Bt if index == 0 else torch.empty_like(template, device=mesh.device, requires_grad=True)
+        inputs = tokens_Bt
+        if index > 0:
+            template = pipeline_parallel._input(index, hidden, mesh, config)
+            inputs = torch.empty_like(template, device=mesh.device, requires_grad=True)
         with _watched(part, layout) as (memory, done):
             output = part(inputs, **{runner._positions_name: positions_Bt})
             if index == runner._last:
                 output = runner._loss(output, targets_Bt)
-            # what a micro-batch holds between its forward and its backward pass, while others are on their way
+            # the memory of a micro-batch between forward and backward, while other micro-batches run
             done.kept = memory.activations + memory.absent_activations
             output.backward(torch.empty_like(output))
             del output
         passes[index] = done
-    # computations of a pipeline rank in the order of a step, as PyTorch's schedules list them
-    rank = mesh.rank(pipeline_parallel.AXIS)
+
+    kept_by_stage = {index: done.kept for index, done in passes.items()}
+    kept, in_flight = _most_kept(kept_by_stage, _actions_of_step(runner, mesh))
+    return Traced(
+        activations_bytes=kept + max(done.most - done.kept for done in passes.values()),
+        gathered_bytes=sum(done.gathered for done in passes.values()),
+        layers_traced=sum(done.layers_traced for done in passes.values()),
+        layers=sum(done.layers for done in passes.values()),
+        most_in_flight=in_flight,
+    )
+
+
+def _actions_of_step(runner: pipeline_parallel.PipelineRunner, mesh: Mesh) -> list[Any]:
+    """Return this rank's computations in the order of a step, as PyTorch's schedule lists them.
+
+    Empty for schedules without such a list.
+    """
     schedule: Any = runner._schedule
     by_rank = getattr(schedule, "pipeline_order", None) or getattr(schedule, "pipeline_order_with_comms", None) or {}
-    order = [part for action in by_rank.get(rank, []) if action for part in (action.sub_actions or (action,))]
-    kept, in_flight = _most_kept({index: done.kept for index, done in passes.items()}, order)
-    return Traced(
-        kept + max(done.most - done.kept for done in passes.values()),
-        sum(done.gathered for done in passes.values()),
-        sum(done.layers_traced for done in passes.values()),
-        sum(done.layers for done in passes.values()),
-        in_flight,
-    )
+    actions = []
+    for action in by_rank.get(mesh.rank(pipeline_parallel.AXIS), []):
+        if action:
+            actions.extend(action.sub_actions or (action,))
+    return actions
 
 
 @contextmanager
 def _watched(part: nn.Module, layout: Layout) -> Iterator[tuple[LiveMemory, _Pass]]:
-    """Keep two layers of each kind in ``part``, count memory, and add at the end what the other layers would keep."""
+    """Count memory inside the block with at most two layers of each kind in ``part``. The others are removed.
+
+    The peaks are stored in the yielded ``_Pass`` at the end of the block. They include the removed layers.
+    """
     layers: nn.ModuleDict = getattr(part, layout.layers)
-    # layers of one kind keep equal bytes, so two of each are traced, whatever the depth of the model
     by_kind: dict[Any, list[str]] = {}
     for name, layer in layers.items():
         by_kind.setdefault(_kind(layer), []).append(name)
     done = _Pass(layers=len(layers))
     memory = LiveMemory(part.parameters())
     for names in by_kind.values():
-        most = LAYERS_OF_A_KIND if isinstance(layers, nn.ModuleDict) else len(names)  # else none can be left out
-        traced = names[:most]
-        absent = names[most:]
-        standing = _Standing(len(absent))
-        for name in traced if absent else ():
-            _Layer(memory, part, layers[name], name == traced[0], name == traced[-1], standing)
-        for name in absent:
+        # other containers than ModuleDict do not support the removal of layers
+        num_traced = LAYERS_OF_A_KIND if isinstance(layers, nn.ModuleDict) else len(names)
+        traced_names = names[:num_traced]
+        absent_names = names[num_traced:]
+        if absent_names:
+            absent = _AbsentLayers(len(absent_names))
+            for name in traced_names:
+                is_first = name == traced_names[0]
+                is_last = name == traced_names[-1]
+                _TracedLayer(memory, part, layers[name], is_first, is_last, absent)
+        for name in absent_names:
             del layers[name]
     done.layers_traced = len(layers)
     for module in part.modules():
-        # how many rows travel is a number of the data; without memory there is none to read
         if isinstance(module, expert_parallel.AllToAllDispatch):
-            _deal_evenly(module, memory)
+            _assume_even_load(module, memory)
     with memory:
         yield memory, done
     done.most = memory.most_activations
     done.gathered = memory.most_gathered
 
 
-def _deal_evenly(dispatch: expert_parallel.AllToAllDispatch, memory: LiveMemory) -> None:
-    """Let every rank send as many tokens to each other one: how many it would be is in data, and there are none."""
+def _assume_even_load(dispatch: expert_parallel.AllToAllDispatch, memory: LiveMemory) -> None:
+    """Make every rank send equally many rows to every other rank.
+
+    The real counts depend on data, which do not exist.
+    """
 
     def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
         memory.scalar = inputs[1].size(0) // dispatch._group.size()
@@ -247,22 +309,32 @@ def _deal_evenly(dispatch: expert_parallel.AllToAllDispatch, memory: LiveMemory)
 
 
 def _kind(layer: nn.Module) -> Any:
-    """What makes layers alike: their class, the shapes of their weights, and whether they are recomputed."""
-    recomputed = "forward" in vars(layer)
-    modules = tuple(type(module).__name__ for module in layer.modules())
-    return recomputed, modules, tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    """Return the key of identical layers: recomputation, classes of modules, and shapes of weights."""
+    is_recomputed = "forward" in vars(layer)
+    classes = tuple(type(module).__name__ for module in layer.modules())
+    shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
+    return is_recomputed, classes, shapes
 
 
 def _most_kept(kept_by_stage: dict[int, int], actions: Sequence[Any]) -> tuple[int, int]:
-    """Bytes and micro-batches kept between forward and backward when most bytes are; weights' backward frees them."""
-    now = most = flying = most_flying = 0
+    """Return the peaks of bytes and of micro-batches that are kept between forward and backward.
+
+    Without a list of actions, assume one micro-batch per stage.
+    """
+    if not actions:
+        return sum(kept_by_stage.values()), 1
+    bytes_kept = most_bytes = in_flight = most_in_flight = 0
     for action in actions:
-        word = action.computation_type.value
-        stage = action.stage_index
-        # a forward pass keeps its activations until its backward pass, or that of its weights, is done
-        change = (word == "F") - (word in ("B", "W"))  # "I", the backward of inputs alone, frees nothing
-        now += change * kept_by_stage.get(stage, 0)
-        flying += change
-        most = max(most, now)
-        most_flying = max(most_flying, flying)
-    return (most, most_flying) if actions else (sum(kept_by_stage.values()), 1)
+        kind = action.computation_type.value
+        # A forward keeps its activations until its backward, or the backward of its weights, is done. The
+        # backward of only inputs ("I") frees nothing.
+        change = 0
+        if kind == "F":
+            change = 1
+        elif kind in ("B", "W"):
+            change = -1
+        bytes_kept += change * kept_by_stage.get(action.stage_index, 0)
+        in_flight += change
+        most_bytes = max(most_bytes, bytes_kept)
+        most_in_flight = max(most_in_flight, in_flight)
+    return most_bytes, most_in_flight

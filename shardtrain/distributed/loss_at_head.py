@@ -1,4 +1,6 @@
-"""A model whose head gives the loss in place of logits, where that saves memory: see ops/linear_cross_entropy.py."""
+"""Compute the loss in the head, without materializing logits, if that saves memory
+(ops/linear_cross_entropy.py).
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,17 @@ from shardtrain.ops.linear_layers import computes_linear
 
 
 def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool:
-    """Whether the head can give the loss, and saves at least 256 MiB by it with so many tokens of a rank at a time.
+    """True if the head can compute the loss, and this saves at least 256 MiB for ``num_tokens`` tokens
+    per rank.
 
-    It cannot where the model does not say that its output is that of its module ``head``
-    (``forward.gives_output_of_head``), and where the head is more than a linear layer or split over ranks.
+    The model must declare that it returns the output of its module ``head``
+    (``forward.gives_output_of_head``). The head must be an unsharded linear layer without a bias.
     """
     head = getattr(model, "head", None)
-    if not (
-        getattr(type(model).forward, "gives_output_of_head", False)
-        and isinstance(head, nn.Linear)
-        and computes_linear(head)
-        and head.bias is None
-        and mesh.size("tp") == 1
-    ):
+    returns_head_output = getattr(type(model).forward, "gives_output_of_head", False)
+    if not returns_head_output or mesh.size("tp") > 1:
+        return False
+    if not isinstance(head, nn.Linear) or not computes_linear(head) or head.bias is not None:
         return False
     element_bytes = getattr(torch, derived.compute_dtype(config)).itemsize
     return saved_bytes(num_tokens, head.in_features, head.out_features, element_bytes) >= WORTH_IT_BYTES
@@ -39,7 +39,10 @@ def saves(model: nn.Module, num_tokens: int, mesh: Mesh, config: Config) -> bool
 def in_place_of_logits(
     model: nn.Module, targets_Bt: Tensor, weight: Tensor, chunk: ChunkFunction | None
 ) -> Iterator[None]:
-    """Within it ``model(...)`` is the loss sum of the targets. The head is called as ever: FSDP gathers its weight."""
+    """Make ``model(...)`` return the loss sum of the targets inside the block.
+
+    The head module is still called, so the hooks of FSDP gather its weight.
+    """
     head: nn.Linear = model.head  # type: ignore[assignment]
 
     def loss(input: Tensor) -> Tensor:

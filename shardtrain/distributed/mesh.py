@@ -1,4 +1,4 @@
-"""The device mesh: its axes in torchtitan's order, and sums over them."""
+"""The device mesh, with its axes in torchtitan's order, and reductions of small tensors over them."""
 
 from __future__ import annotations
 
@@ -17,86 +17,99 @@ from shardtrain.distributed.process_group import World
 from shardtrain.distributed.rendezvous import gloo_sockets
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""Outermost first: tensor-parallel peers are neighbours, on the fastest links."""
+"""Outermost first, so that tensor-parallel peers have consecutive ranks and use the fastest links."""
 BATCH_AXES = ("dp_replicate", "dp_shard")
-"""Ranks along these read different samples."""
+"""Ranks along these axes read different samples."""
 LOSS_AXES = ("dp_replicate", "dp_shard", "cp")
-"""Ranks along these hold different target tokens."""
+"""Ranks along these axes hold different target tokens."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """All ranks as a grid. ``device_mesh`` has no axes of size 1, except dp_shard, which FSDP always needs."""
+    """All ranks as a grid. ``device_mesh`` omits axes of size 1, except dp_shard, which FSDP always needs."""
 
     device_mesh: DeviceMesh
     sizes: Mapping[str, int]
     device: torch.device
     expert_meshes: dict[int, DeviceMesh] = field(default_factory=dict, compare=False, repr=False)
-    """The same ranks arranged for expert parallelism, by its degree; see ``expert_parallel.mesh_of_experts``."""
+    """Expert-parallel degree -> the same ranks with an expert axis; see
+    ``expert_parallel.mesh_of_experts``.
+    """
 
     def size(self, *axes: str) -> int:
-        """Number of ranks along the axes together."""
+        """Product of the sizes of the axes."""
         product = 1
         for axis in axes:
             product *= self.sizes[axis]
         return product
 
     def rank(self, *axes: str) -> int:
-        """This rank's index along the axes flattened into one, the last axis running fastest."""
+        """Return this rank's index along the axes flattened into one. The last axis varies fastest."""
         index = 0
-        existing = self.device_mesh.mesh_dim_names or ()
+        existing_axes = self.device_mesh.mesh_dim_names or ()
         for axis in axes:
-            rank = self.device_mesh.get_local_rank(axis) if axis in existing else 0
-            index = index * self.sizes[axis] + rank
+            # an axis of size 1 does not exist, and adds nothing to the index
+            if axis in existing_axes:
+                index = index * self.sizes[axis] + self.device_mesh.get_local_rank(axis)
         return index
 
     def submesh(self, *axes: str) -> DeviceMesh:
-        """The DeviceMesh of the axes; each must have more than one rank or be dp_shard."""
-        return self.device_mesh[axes if len(axes) > 1 else axes[0]]
+        """Return the DeviceMesh of the axes. Each must have more than one rank or be dp_shard."""
+        if len(axes) == 1:
+            return self.device_mesh[axes[0]]
+        return self.device_mesh[axes]
 
     def data_mesh(self) -> DeviceMesh:
-        """The mesh that FSDP shards over (dp_shard and cp as one axis), with replicas in front when there are any."""
+        """Return the mesh for FSDP: dp_shard and cp as one axis, after the axis of replicas if there are
+        several.
+        """
+        has_replicas = self.sizes["dp_replicate"] > 1
         if self.sizes["cp"] == 1:
-            return self.submesh(*(("dp_replicate",) if self.sizes["dp_replicate"] > 1 else ()), "dp_shard")
-        # context-parallel ranks hold the same weights, so FSDP shards over them as well
+            return self.submesh("dp_replicate", "dp_shard") if has_replicas else self.submesh("dp_shard")
+        # Context-parallel ranks hold the same weights, so FSDP shards over them as well.
         shard_and_cp = self.submesh("dp_shard", "cp")
         flattened = gloo_sockets.private(lambda: shard_and_cp._flatten("dp_shard_cp"))
-        if self.sizes["dp_replicate"] == 1:
+        if not has_replicas:
             return flattened
         with warnings.catch_warnings():
-            # torch 2.13 warns of slicing a flattened axis, and has no public way to combine it with another
+            # torch 2.13 warns when a flattened axis is sliced, but has no public way to combine it with
+            # another axis.
             warnings.filterwarnings("ignore", message="Slicing a flattened dim")
             return self.submesh("dp_replicate", "dp_shard_cp")
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group of this rank's peers along one axis."""
+        """Return the process group of this rank and its peers along one axis."""
         return self.device_mesh.get_group(axis)
 
     def sum(self, tensor: Tensor, over: tuple[str, ...]) -> Tensor:
-        """The sum of a small tensor over the ranks of the axes."""
+        """Return the sum of a small tensor over the ranks of the axes (a collective)."""
         return self._reduce(tensor, over, dist.ReduceOp.SUM)
 
     def sum_of_all(self, tensor: Tensor) -> Tensor:
-        """The sum of a small tensor over all ranks, in one collective; by gloo if the tensor is on the CPU."""
+        """Return the sum of a small tensor over all ranks, in one collective.
+
+        CPU tensors are summed by gloo.
+        """
         if self.device_mesh.size() > 1:
             tensor = tensor.clone()
             dist.all_reduce(tensor)
         return tensor
 
     def max(self, tensor: Tensor, over: tuple[str, ...]) -> Tensor:
-        """The elementwise maximum of a small tensor over the ranks of the axes."""
+        """Return the elementwise maximum of a small tensor over the ranks of the axes (a collective)."""
         return self._reduce(tensor, over, dist.ReduceOp.MAX)
 
     def _reduce(self, tensor: Tensor, over: tuple[str, ...], op: dist.ReduceOp.RedOpType) -> Tensor:
         axes = [axis for axis in over if self.sizes[axis] > 1]
-        tensor = tensor.clone() if axes else tensor
+        if axes:
+            tensor = tensor.clone()  # all_reduce works in place
         for axis in axes:
             dist.all_reduce(tensor, op, group=self.group(axis))
         return tensor
 
 
 def sizes_of(config: Config, world_size: int) -> dict[str, int]:
-    """Ranks along each axis of AXES."""
+    """Return the number of ranks along each axis of AXES."""
     p = config.parallelism
     degrees = (
         p.pipeline_parallel_degree,
@@ -109,9 +122,9 @@ def sizes_of(config: Config, world_size: int) -> dict[str, int]:
 
 
 def build(config: Config, world: World) -> Mesh:
-    """Arrange all ranks in a mesh (a collective: every rank calls it)."""
+    """Build the mesh of all ranks (a collective)."""
     sizes = sizes_of(config, world.size)
-    # axes of size 1 are left out: each would cost every rank a process group of its own
+    # Axes of size 1 are omitted, because each would cost every rank a separate process group.
     names = tuple(axis for axis in AXES if sizes[axis] > 1 or axis == "dp_shard")
     shape = tuple(sizes[name] for name in names)
     device_type = world.device.type

@@ -1,7 +1,7 @@
-"""The trainer's interface to a model on a mesh, the same whatever the parallelism.
+"""The trainer's interface to a model on a mesh, which does not depend on the kind of parallelism.
 
-``Runner`` is the base class; ``PlainRunner`` runs a whole model, ``PipelineRunner`` (``pipeline_parallel.py``) the
-stages of this rank.
+``Runner`` is the base class. ``PlainRunner`` runs a model without pipeline stages. ``PipelineRunner`` in
+``pipeline_parallel.py`` runs the stages of this rank.
 """
 
 from __future__ import annotations
@@ -40,20 +40,26 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 @dataclass(frozen=True)
 class ModelParts:
-    """A rank's part of a model, cut and sharded: one module, or one per pipeline stage that the rank holds."""
+    """The sharded modules of a rank: the model, or one module per pipeline stage of the rank."""
 
     modules: Sequence[nn.Module]
     mesh: Mesh
     config: Config
     chunk_loss: ChunkFunction | None
     vocabulary: Vocabulary | None = None
-    """How the columns of the logits are split over tensor-parallel ranks; None where they are not."""
+    """The split of the logits' columns over tensor-parallel ranks. None if they are not split."""
     has_experts: bool = False
-    """Whether the whole model has experts, on this rank or on others."""
+    """True if the full model has experts, on this rank or on others."""
 
 
 class Runner(ABC):
-    """A model on a mesh."""
+    """A sharded model: forward, backward and update.
+
+    Attributes:
+        model_parts: the modules of this rank and their configuration.
+        parts: the modules of this rank.
+        token_metrics: the user's training metrics, or None.
+    """
 
     def __init__(self, parts: ModelParts) -> None:
         self.model_parts = parts
@@ -73,44 +79,60 @@ class Runner(ABC):
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
         """Add the gradients of ``weight`` times the loss sum over all batches of all ranks to the parameters.
 
-        Returns ``weight`` times this rank's loss sum, a float64 scalar: zero where another stage computes the loss.
-        Gradients are reduced once, with the last batch.
+        A collective. Gradients are reduced once, with the last batch.
+
+        Returns:
+            ``weight`` times this rank's loss sum, a float64 scalar. Zero if another stage computes the loss.
         """
 
     @abstractmethod
     def evaluate(self, batch: Batch) -> Tensor:
-        """This rank's loss sum of one batch, without gradients; zero where another stage computes the loss."""
+        """Return this rank's loss sum of one batch, without gradients (a collective).
+
+        Zero if another stage computes the loss.
+        """
 
     @property
     def has_loss(self) -> bool:
-        """Whether this rank computes the loss: with pipeline stages, those of the last one."""
+        """True if this rank computes the loss. With pipeline stages only ranks of the last stage do."""
         return True
 
     @property
     def counts_filler(self) -> bool:
-        """Whether batches must say which tokens are filler: experts do not count them (``data.mark_filler``)."""
+        """True if batches must mark padding tokens (``data.mark_filler``), which expert load statistics
+        ignore.
+        """
         return self._has_experts and expert_parallel.has_experts(self.parts)
 
     def local_targets(self, batches: Sequence[Batch]) -> int:
-        """Target tokens whose loss this rank computes: with context parallelism those of its part of each sequence."""
+        """Return the number of target tokens whose loss this rank computes.
+
+        With context parallelism these are the targets in its part of each sequence.
+        """
         if not self.has_loss:
             return 0
-        return sum(int((self._cut(batch)[1] != IGNORE).sum()) for batch in batches)
+        count = 0
+        for batch in batches:
+            _, targets_Bt, _ = self._cut(batch)
+            count += int((targets_Bt != IGNORE).sum())
+        return count
 
     def _cut(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens, targets and positions of this rank's part of each sequence, each (B, T / cp)."""
+        """Return tokens, targets and positions of this rank's part of each sequence, each (B, T / cp)."""
         if self._mesh.size("cp") == 1:
             return batch.tokens_BT, batch.targets_BT, batch.positions_BT
         return context_parallel.cut(batch, self._mesh, self._config)
 
     def materialize(self, draws: Mapping[str, Draw], seed: int) -> None:
-        """Allocate the parameters and initialize them, with the same values on every mesh."""
-        offload = fsdp.offloads(self._config, self._mesh.device)
+        """Allocate parameters and buffers and initialize them, with the same values on every mesh."""
+        is_offloaded = fsdp.offloads(self._config, self._mesh.device)
+        parameter_device = torch.device("cpu") if is_offloaded else self._mesh.device
         for part in self.parts:
-            to_empty(part, "cpu" if offload else self._mesh.device)
+            to_empty(part, parameter_device)
             for module in part.modules():
+                # buffers start at zero, see LAYOUT.buffers
                 for name, buffer in module.named_buffers(recurse=False):
-                    module._buffers[name] = torch.zeros_like(buffer, device=self._mesh.device)  # see LAYOUT.buffers
+                    module._buffers[name] = torch.zeros_like(buffer, device=self._mesh.device)
         for name, parameter in self.parameters().items():
             init_weights.draw_(parameter, name, draws[name], seed)
         self._before_pass = float8.before_pass(self.parts, self._mesh, self._config)
@@ -119,50 +141,69 @@ class Runner(ABC):
             self._split_states = SplitStates(trained, self._mesh, derived.state_block(self._config))
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """This rank's parameters by their names in the whole model."""
+        """Return this rank's parameters by their names in the full model."""
         return {name: parameter for part in self.parts for name, parameter in part.named_parameters()}
 
     def counted_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank counts in sums over stages: a tied one is on two stages and counts on one."""
+        """Return the parameters that this rank adds to sums over stages.
+
+        A tied parameter is on two stages, and only one of them counts it.
+        """
         return self.parameters()
 
     def buffers(self) -> dict[str, Tensor]:
-        """This rank's buffers by name, such as the biases of routers; equal on all ranks that hold them."""
+        """Return this rank's buffers by name, such as router biases.
+
+        They are equal on all ranks that hold them.
+        """
         return {name: buffer for part in self.parts for name, buffer in part.named_buffers()}
 
     def measures(self) -> dict[str, float]:
-        """Metrics of the model itself of the last ``forward_backward``, equal on all ranks (a collective)."""
-        of_experts = expert_parallel.measure(self.parts, self._mesh) if self._has_experts else {}
-        return {**of_experts, **(self.token_metrics.means() if self.token_metrics else {})}
+        """Return metrics of the last ``forward_backward``, equal on all ranks (a collective)."""
+        metrics: dict[str, float] = {}
+        if self._has_experts:
+            metrics |= expert_parallel.measure(self.parts, self._mesh)
+        if self.token_metrics:
+            metrics |= self.token_metrics.means()
+        return metrics
 
     def optimizer_parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates: the parameters, or with ZeRO-1 this replica's slices of them."""
+        """Return the tensors that the optimizer updates: the parameters, or with ZeRO-1 this replica's
+        slices of them.
+        """
         return self.parameters() if self._split_states is None else self._split_states.slices
 
     def update_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step the optimizer in backward from now on, parameter by parameter; set the learning rate before backward."""
+        """From now on, update each parameter in backward.
+
+        The caller then sets the learning rate before backward.
+        """
         self._in_backward = UpdateInBackward(optimizer, self.optimizer_parameters().values(), self._mesh)
 
     def gradient_norm(self) -> Tensor:
-        """L2 norm of all gradients of the step, see ``grad_clip.gradient_norm`` (a collective)."""
+        """Return the L2 norm of all gradients of the step, see ``grad_clip.gradient_norm`` (a collective)."""
         if self._in_backward is not None:
             return self._in_backward.norm()
         return grad_clip.gradient_norm(self.counted_parameters().values(), self._mesh)
 
     def update(self, optimizer: torch.optim.Optimizer, applies: Tensor | None = None) -> None:
-        """Step the optimizer, with gradients that are reduced, unscaled and clipped already.
+        """Step the optimizer. Gradients must be reduced, unscaled and clipped.
 
-        Nothing changes where ``applies``, a boolean scalar on the device, is false; see ``optim.decides_on_device``.
+        Args:
+            optimizer: the optimizer of ``optimizer_parameters``.
+            applies: a boolean scalar on the device. If it is False, the update changes nothing. The host
+                does not read it; see ``optim.decides_on_device``.
         """
-        if self._in_backward is not None:  # the parameters were updated in backward
+        # backward has already updated the parameters
+        if self._in_backward is not None:
             if self._has_experts:
                 expert_parallel.update_biases(self.parts, self._mesh)
             return
         if self._split_states is not None:
             self._split_states.before_update()
         if applies is not None:
-            # fused kernels read this attribute on the device, and change neither weights nor state where it is 1;
-            # PyTorch's GradScaler skips an update the same way
+            # Fused kernels read this attribute on the device, and change neither weights nor state if it
+            # is 1. PyTorch's GradScaler skips updates the same way.
             optimizer.found_inf = (~applies).float()  # type: ignore[attr-defined]
         optimizer.step()
         if applies is not None:
@@ -179,33 +220,40 @@ class Runner(ABC):
 
 
 class PlainRunner(Runner):
-    """A whole model: forward and backward of one batch after the other."""
+    """Runner of a model without pipeline stages. Forward and backward process one batch at a time."""
 
     def __init__(self, parts: ModelParts) -> None:
         super().__init__(parts)
         self._loss_at_head: dict[int, bool] = {}
-        """Number of tokens -> whether the head returns the loss in place of logits, decided once for each number."""
+        """Number of tokens -> True if the head computes the loss. Decided once for each number of tokens."""
 
     def forward_backward(self, batches: Sequence[Batch], weight: Tensor) -> Tensor:
-        """The backward of the last batch reduces the gradients of all."""
+        """Run one batch after the other.
+
+        The backward pass of the last batch reduces the sums of gradients.
+        """
         if self._has_experts:
             expert_parallel.before_step(self.parts, weight)
         if self._before_pass:
             self._before_pass()
         if self.token_metrics:
             self.token_metrics.start()
-        # float64: hundreds of micro-batches, and then ranks, are added one by one
+        # float64, because hundreds of micro-batches, and then ranks, are added one after the other
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         try:
             for index, batch in enumerate(batches):
+                is_last = index == len(batches) - 1
                 if len(batches) > 1:
-                    fsdp.set_gradient_sync(self.parts[0], index == len(batches) - 1)
+                    fsdp.set_gradient_sync(self.parts[0], is_last)
                 loss = self._loss(batch, weight)
                 loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.detach()
         finally:
-            compute_copies.drop(self.parts[0])  # those without a gradient; after an error all of them
-        for parameter in self.parts[0].parameters():  # all ranks in one order, once for all micro-batches
+            # Backward has dropped the copies that received a gradient. Drop the others; after an error
+            # drop all.
+            compute_copies.drop(self.parts[0])
+        # A collective per parameter, in the same order on all ranks, once for all micro-batches.
+        for parameter in self.parts[0].parameters():
             partial_gradients.make_whole(parameter)
         return total
 
@@ -218,10 +266,10 @@ class PlainRunner(Runner):
     def _loss(self, batch: Batch, weight: Tensor) -> Tensor:
         model = self.parts[0]
         tokens_Bt, targets_Bt, positions_Bt = self._cut(batch)
-        # documents are not split over context-parallel ranks: attention needs those of all tokens
+        # Documents are not split over context-parallel ranks, because attention needs those of all tokens.
         documents = {} if batch.documents_BT is None else {"documents_BT": batch.documents_BT}
 
-        # the head and the loss in one function, where that saves the memory of the logits
+        # compute head and loss in one function if that avoids large logits
         num_tokens = targets_Bt.numel()
         if num_tokens not in self._loss_at_head:
             self._loss_at_head[num_tokens] = loss_at_head.saves(model, num_tokens, self._mesh, self._config)
@@ -232,11 +280,13 @@ class PlainRunner(Runner):
             with loss_at_head.in_place_of_logits(model, targets_Bt, weight, chunk):
                 return model(tokens_Bt, positions_Bt, **documents)  # type: ignore[no-any-return]
 
-        # else the model returns logits; a user's model may return anything
+        # Otherwise the model must return logits. A user's model may return anything.
         out = model(tokens_Bt, positions_Bt, **documents)
         if not (isinstance(out, Tensor) and out.ndim == 3 and out.shape[:2] == targets_Bt.shape):
-            given = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a {type(out).__name__}"
-            rule = f"gives {given} for tokens of shape {tuple(targets_Bt.shape)}"
+            description = f"a {type(out).__name__}"
+            if isinstance(out, Tensor):
+                description = f"a tensor of shape {tuple(out.shape)}"
+            rule = f"returns {description} for tokens of shape {tuple(targets_Bt.shape)}"
             fix = "return one tensor of logits, (B, T, V)"
             raise ConfigError(Problem("model.name", self._config.model.name, rule, fix))
         if self.token_metrics:

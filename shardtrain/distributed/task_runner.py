@@ -1,4 +1,6 @@
-"""A runner whose loss a task gives: the model is sharded as ever, and what goes in and comes out is the task's."""
+"""A runner for tasks: the task defines the batches, the loss and the predictions, and the model is
+sharded as usual.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +15,27 @@ from shardtrain.distributed.runner import PlainRunner, Runner
 
 
 class TaskLoss(Protocol):
-    """What a runner needs of a task (``tasks.RowTask``)."""
+    """Interface of a task (``tasks.RowTask``) that a runner uses."""
 
     def forward(self, model: nn.Module, batch: Any) -> Any:
-        """Outputs of the model."""
+        """Run the model on a batch and return its outputs."""
         ...
 
     def loss_sum(self, outputs: Any, batch: Any, weight: Tensor) -> Tensor:
-        """The weighted sum of the loss over the batch's targets."""
+        """Return ``weight`` times the sum of the loss over the batch's targets."""
         ...
 
     def predictions(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
-        """What evaluation keeps of each row."""
+        """Return the tensors that evaluation keeps for each row."""
         ...
 
     def metrics(self, rows: Any) -> dict[str, float]:
-        """Metrics of a whole set."""
+        """Compute metrics from the predictions for all rows of a set."""
         ...
 
 
 class TaskRunner(PlainRunner):
-    """The same parts of a model under the loss of a task; batches are ``data.row_stream.RowBatch``."""
+    """Runner of an unpipelined model with the loss of a task. Batches are ``data.row_stream.RowBatch``."""
 
     def __init__(self, plain: Runner, task: TaskLoss) -> None:
         super().__init__(plain.model_parts)
@@ -41,18 +43,23 @@ class TaskRunner(PlainRunner):
 
     @property
     def counts_filler(self) -> bool:
-        """Not of the batch: the task tells the model itself."""
+        """False: the task marks padding tokens for the model itself."""
         return False
 
     def local_targets(self, batches: Sequence[Any]) -> int:
         return sum(batch.num_targets for batch in batches)
 
     def predict(self, batch: Any, with_loss: bool = True) -> tuple[Tensor, dict[str, Tensor]]:
-        """This rank's loss sum of one batch, and the task's predictions for its rows, without gradients."""
+        """Return this rank's loss sum of one batch (zero without ``with_loss``) and the predictions for
+        its rows.
+
+        No gradients are computed.
+        """
         with torch.no_grad():
             outputs = self.task.forward(self.parts[0], batch)
-            one = torch.ones((), device=self._mesh.device)
-            loss = self.task.loss_sum(outputs, batch, _weight(batch, one)) if with_loss else torch.zeros_like(one)
+            loss = torch.zeros((), device=self._mesh.device)
+            if with_loss:
+                loss = self.task.loss_sum(outputs, batch, _weight(batch, torch.ones_like(loss)))
             return loss.float(), self.task.predictions(outputs, batch)
 
     def _loss(self, batch: Any, weight: Tensor) -> Tensor:
@@ -63,5 +70,7 @@ class TaskRunner(PlainRunner):
 
 
 def _weight(batch: Any, weight: Tensor) -> Tensor:
-    """The weight of a batch: nothing where its row is filler, which is there for the collectives."""
+    """Return the weight of a batch: zero for a batch without rows, which only takes part in the
+    collectives.
+    """
     return weight if batch.num_rows else torch.zeros_like(weight)

@@ -107,12 +107,12 @@ def built(run: Callable[[Model, Tensor, Tensor], Tensor] | None) -> Model:
 
 
 BROKEN = {
-    values_of_the_first: "layers.1 is given more of what other modules compute than x",
-    values_by_an_attribute: "layers.1 uses what layers.0.linear.",
-    skips: "layers.2 is given more of what other modules compute than x",
-    first_embedding: "layers.0 is given more of what other modules compute than x",
-    place_in_the_loop: "layers.2 is given other arguments in its stage than in the whole model",
-    number_of_layers: "is given other arguments in its stage than in the whole model",
+    values_of_the_first: "layers.1 receives outputs of other modules in addition to x",
+    values_by_an_attribute: "layers.1 uses layers.0.linear.",
+    skips: "layers.2 receives outputs of other modules in addition to x",
+    first_embedding: "layers.0 receives outputs of other modules in addition to x",
+    place_in_the_loop: "layers.2 receives other arguments in its stage than in the full model",
+    number_of_layers: "receives other arguments in its stage than in the full model",
 }
 
 
@@ -139,7 +139,7 @@ def test_a_weight_that_a_module_takes_from_another_is_refused() -> None:
     with torch.device("meta"):
         model.head = Head(8, 16)
     model.head.others = [model.embed]  # no module's child, so no name of the weight says that it is shared
-    with pytest.raises(ConfigError, match="head uses what embed.weight has"):
+    with pytest.raises(ConfigError, match="head uses embed.weight in addition to x"):
         chain.check(model, LAYOUT, PARTS, 2)
 
 

@@ -158,8 +158,7 @@ def test_libraries_that_a_kill_has_cut_are_removed_and_no_others(tmp_path, monke
         left = {path.name for path in folder.iterdir()}
     assert left == {"locked.main.cpp", "locked.main.so", "whole.main.so"}
     assert sorted(record.args or record.getMessage() for record in caplog.records) == [
-        f"removed {folder / name}.main.so, which a run that was killed had left half written"
-        for name in ("cut", "empty", "zeros")
+        f"removed {folder / name}.main.so, which a killed run left half written" for name in ("cut", "empty", "zeros")
     ]
 
 

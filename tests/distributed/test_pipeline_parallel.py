@@ -195,12 +195,12 @@ NO_CHAIN = {
     "a scale after the embedding": (
         "gpt2",
         [("x = self.embed(tokens, positions)", "x = 2.0 * self.embed(tokens, positions)")],
-        ["h.0 is not given just what embed gives", "do what lies between in h.0"],
+        ["the input of h.0 is not the output of embed unchanged", "move the code before h.0 into h.0"],
     ),
     "a scale of the logits": (
         "gpt2",
         [("return self.lm_head(self.ln_f(x))", "return self.lm_head(self.ln_f(x)) / 8")],
-        ["does not return just what lm_head gives", "do what follows in lm_head"],
+        ["does not return the output of lm_head unchanged", "move the code after lm_head into lm_head"],
     ),
     "two tables of the model": (
         "opt",
@@ -213,7 +213,7 @@ NO_CHAIN = {
             ("self.embeddings(tokens_BT, positions_BT)", "self.tokens(tokens_BT) + self.positions(positions_BT)"),
             ('"embeddings.*.weight"', '"*.weight"'),
         ],
-        ["positions is not given just what tokens gives", "let one module do both"],
+        ["the input of positions is not the output of tokens unchanged", "let one module do both"],
     ),
     "another path around layers": (
         "gpt2",
@@ -222,7 +222,7 @@ NO_CHAIN = {
             ("x = self.embed(tokens, positions)", "x = first = self.embed(tokens, positions)"),
             ("def forward(self, x):\n        x = x + self.attn", "def forward(self, x, y):\n        x = y + self.attn"),
         ],
-        ["h.0 is given more of what other modules compute than x"],
+        ["h.0 receives outputs of other modules in addition to x"],
     ),
     "a layer that is left out": (
         "gpt2",
