@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from shardtrain.utils.errors import ConfigError, PeerError, Problem
-from shardtrain.utils.listening import open_listener, rendezvous_listener
+from shardtrain.utils.listening import LISTEN_ADDRESS, listen_address, open_listener, rendezvous_listener
 from shardtrain.utils.redact import visible
 
 LOOK_SECONDS = 0.1
@@ -57,10 +57,13 @@ def claim(endpoint: str, seconds: float) -> socket.socket:
     """Wait until a connection to ``endpoint`` reaches this process. Return the socket, on which the store can listen.
 
     Raises:
-        ConfigError: another program has the port.
+        ConfigError: another program has the port, or ``SHARDTRAIN_LISTEN_ADDR`` is not an address of this machine.
         PeerError: no connection arrived within ``seconds``.
     """
-    return _await(endpoint, seconds, _serve, "the nodes cannot meet at", _NAME_AN_ADDRESS)
+    fix = _NAME_AN_ADDRESS
+    if address := listen_address():
+        fix += f", and check {LISTEN_ADDRESS}={address}"
+    return _await(endpoint, seconds, _serve, "the nodes cannot meet at", fix)
 
 
 def check_own(address: str, seconds: float) -> None:
@@ -90,8 +93,11 @@ def await_store(endpoint: str, seconds: float) -> None:
 def find_place(endpoint: str, seconds: float) -> socket.socket | None:
     """Wait until this node can serve the rendezvous, as ``claim``, or another node does (return None).
 
-    Raises the errors of ``await_store``.
+    Raises:
+        ConfigError: another program answers there, or ``SHARDTRAIN_LISTEN_ADDR`` is not an IP address.
+        PeerError: as ``await_store``.
     """
+    listen_address()  # below, a ConfigError means that another node may serve the rendezvous
 
     def look(endpoint: str) -> socket.socket | None:
         with contextlib.suppress(ConfigError, OSError, UnicodeError):
@@ -146,7 +152,9 @@ def _reach_self(endpoint: str, listen: Callable[[str, int], socket.socket]) -> s
                 arrived = server.accept()[0]
             except TimeoutError:
                 raise OSError(f"it leads to another machine ({connection.getpeername()[0]})") from None
-            with arrived:
+            # a client that sends nothing must not hold this node; the token was sent before the connection is accepted
+            with arrived, contextlib.suppress(TimeoutError, ConnectionError):
+                arrived.settimeout(LOOK_SECONDS)
                 received = arrived.recv(len(token))
         server.settimeout(None)
         return server.dup()

@@ -11,6 +11,22 @@ from shardtrain.utils.errors import ConfigError, Problem
 
 LISTEN_ADDRESS = "SHARDTRAIN_LISTEN_ADDR"
 """Environment variable with the address on which the process that serves the rendezvous listens."""
+_FIX = "set it to an IP address of this machine, to 0.0.0.0 for all, or unset it"
+# bind() reports an address of another machine, and socket() a family such as IPv6 that is disabled here
+_NOT_OF_THIS_MACHINE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+
+
+def listen_address() -> str:
+    """Return the address in ``SHARDTRAIN_LISTEN_ADDR`` without brackets, or "" if the variable is not set.
+
+    Raises:
+        ConfigError: the value is not an IP address.
+    """
+    value = os.environ.get(LISTEN_ADDRESS, "").strip()
+    address = value.strip("[]")
+    if value and not _is_ip_address(address):
+        raise ConfigError(Problem(LISTEN_ADDRESS, value, "must be an IP address", _FIX, "environment"))
+    return address
 
 
 def rendezvous_listener(host: str, port: int) -> socket.socket:
@@ -20,19 +36,18 @@ def rendezvous_listener(host: str, port: int) -> socket.socket:
         ConfigError: ``SHARDTRAIN_LISTEN_ADDR`` is not an address of this machine.
         OSError: as ``open_listener``.
     """
-    address = os.environ.get(LISTEN_ADDRESS, "")
+    address = listen_address()
     if not address:
         return open_listener(host, port)
+    family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
     try:
-        family = socket.AF_INET6 if ipaddress.ip_address(address).version == 6 else socket.AF_INET
         return socket.create_server((address, port), family=family)
-    except (ValueError, OSError) as error:
-        if getattr(error, "errno", errno.EADDRNOTAVAIL) != errno.EADDRNOTAVAIL:
+    except OSError as error:
+        # an IPv6 address with the name of an interface that does not exist does not even resolve
+        if error.errno not in (*_NOT_OF_THIS_MACHINE, socket.EAI_NONAME):
             raise
-        fix = "set it to an IP address of this machine, to 0.0.0.0 for all, or unset it"
-        raise ConfigError(
-            Problem(LISTEN_ADDRESS, address, "is not an address of this machine", fix, "environment")
-        ) from None
+        rule = "is not an address of this machine"
+        raise ConfigError(Problem(LISTEN_ADDRESS, address, rule, _FIX, "environment")) from None
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -48,12 +63,20 @@ def open_listener(host: str, port: int) -> socket.socket:
     host = host.strip("[]")
     resolved = {(family, place) for family, _, _, _, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
     family, place = next(iter(resolved))
-    is_literal = place[0] == host
-    if len(resolved) == 1 and (is_literal or not ipaddress.ip_address(place[0]).is_loopback):
+    if len(resolved) == 1 and (_is_ip_address(host) or not ipaddress.ip_address(place[0]).is_loopback):
         try:
             return socket.create_server(place, family=family)
         except OSError as error:
-            if error.errno != errno.EADDRNOTAVAIL:
+            if error.errno not in _NOT_OF_THIS_MACHINE:
                 raise
     both = socket.has_dualstack_ipv6()  # as PyTorch's store listens
     return socket.create_server(("", port), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both)
+
+
+def _is_ip_address(text: str) -> bool:
+    """True for an IP address in any spelling, such as ``0:0:0:0:0:0:0:1``. False for a name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from ports import free_port
 
 from shardtrain.launch import agent, greeting, nodes
+from shardtrain.utils import listening
 from shardtrain.utils.errors import ConfigError, PeerError
 
 HTTP = b"HTTP/1.0 400 Bad request\r\n\r\n"
@@ -125,6 +127,51 @@ def test_an_endpoint_that_leads_to_another_machine_is_named(monkeypatch):
         monkeypatch.setattr(greeting.socket, "create_connection", lambda *_: connect(("127.0.0.1", elsewhere)))
         with pytest.raises(PeerError, match=r"it leads to another machine \(127.0.0.1\), after 1 s; name an address"):
             greeting.claim(f"10.9.9.9:{free_port()}", 1)
+
+
+def test_a_silent_client_does_not_keep_a_node_from_serving(monkeypatch):
+    """It connects before the node's own connection arrives, and sends nothing."""
+    clients = []
+    listen = greeting.rendezvous_listener
+
+    def listen_to_a_client(host: str, port: int) -> socket.socket:
+        listener = listen(host, port)
+        clients.append(socket.create_connection(listener.getsockname()[:2], 5))
+        return listener
+
+    monkeypatch.setattr(greeting, "rendezvous_listener", listen_to_a_client)
+    began = time.monotonic()
+    greeting.claim(f"127.0.0.1:{free_port()}", 600).close()
+    assert clients and time.monotonic() - began < greeting.CONNECT_SECONDS
+    for client in clients:
+        client.close()
+
+
+def test_a_client_that_resets_its_connection_does_not_keep_a_node_from_serving(monkeypatch):
+    listen = greeting.rendezvous_listener
+
+    def listen_to_a_client(host: str, port: int) -> socket.socket:
+        listener = listen(host, port)
+        with socket.create_connection(listener.getsockname()[:2], 5) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() sends RST
+        return listener
+
+    monkeypatch.setattr(greeting, "rendezvous_listener", listen_to_a_client)
+    monkeypatch.setattr(greeting, "_await", lambda endpoint, seconds, look, problem, fix: look(endpoint))  # one try
+    greeting.claim(f"127.0.0.1:{free_port()}", 600).close()
+
+
+def test_a_listen_address_that_the_endpoint_does_not_reach_is_named(monkeypatch):
+    monkeypatch.setenv(listening.LISTEN_ADDRESS, "127.0.0.9")
+    with pytest.raises(PeerError, match="Connection refused, after 1 s; .*, and check SHARDTRAIN_LISTEN_ADDR=127.0.0.9"):
+        greeting.claim(f"127.0.0.1:{free_port()}", 1)
+
+
+@pytest.mark.parametrize("find", [greeting.claim, greeting.find_place])
+def test_a_listen_address_that_is_not_an_ip_address_is_reported_at_once(find, monkeypatch):
+    monkeypatch.setenv(listening.LISTEN_ADDRESS, "node1")
+    with pytest.raises(ConfigError, match='SHARDTRAIN_LISTEN_ADDR="node1" must be an IP address'):
+        find(f"127.0.0.1:{free_port()}", 600)
 
 
 def test_an_address_that_is_not_of_this_node_is_named():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
+import re
 import socket
 
 import pytest
@@ -35,10 +38,10 @@ def test_a_name_with_one_address_of_this_machine_is_listened_on(case, monkeypatc
         assert listener.getsockname()[0] == expected
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "[::1]"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.9", "::1", "[::1]", "0:0:0:0:0:0:0:1"])
 def test_an_ip_address_is_listened_on(host):
     with listening.open_listener(host, 0) as listener:
-        assert listener.getsockname()[0] == host.strip("[]")
+        assert ipaddress.ip_address(listener.getsockname()[0]) == ipaddress.ip_address(host.strip("[]"))
 
 
 def test_the_variable_replaces_the_address_of_the_rendezvous(monkeypatch):
@@ -47,10 +50,35 @@ def test_the_variable_replaces_the_address_of_the_rendezvous(monkeypatch):
         assert listener.getsockname()[0] == "127.0.0.9"
 
 
-@pytest.mark.parametrize("value", ["node1", "192.0.2.1", "eth0"])
+@pytest.mark.parametrize("value", ["192.0.2.1", "2001:db8::1", "fe80::1%nothing"])
 def test_an_address_of_another_machine_is_rejected(value, monkeypatch):
     monkeypatch.setenv(listening.LISTEN_ADDRESS, value)
     with pytest.raises(ConfigError, match=f"SHARDTRAIN_LISTEN_ADDR.*{value}.*is not an address of this machine; set"):
+        listening.rendezvous_listener("127.0.0.1", 0)
+
+
+@pytest.mark.parametrize("value", ["node1", "eth0", "127.0.0.1:29500", "[]", "1"])
+def test_a_listen_address_that_is_not_an_ip_address_is_rejected(value, monkeypatch):
+    monkeypatch.setenv(listening.LISTEN_ADDRESS, value)
+    words = re.escape(f'SHARDTRAIN_LISTEN_ADDR="{value}" must be an IP address; set it to')
+    with pytest.raises(ConfigError, match=words):
+        listening.listen_address()
+
+
+@pytest.mark.parametrize("value", ["[::1]", " ::1 ", "0:0:0:0:0:0:0:1"])
+def test_each_spelling_of_a_listen_address_is_accepted(value, monkeypatch):
+    monkeypatch.setenv(listening.LISTEN_ADDRESS, value)
+    with listening.rendezvous_listener("127.0.0.1", 0) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+def test_a_machine_without_ipv6_rejects_an_ipv6_address(monkeypatch):
+    def refuse(*_: object, **__: object) -> socket.socket:
+        raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+
+    monkeypatch.setenv(listening.LISTEN_ADDRESS, "::1")
+    monkeypatch.setattr(listening.socket, "create_server", refuse)
+    with pytest.raises(ConfigError, match="is not an address of this machine"):
         listening.rendezvous_listener("127.0.0.1", 0)
 
 

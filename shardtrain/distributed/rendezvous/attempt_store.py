@@ -12,9 +12,13 @@ so do the tasks of a Slurm step of one node. Others sign what they tell each oth
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import secrets
+import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,6 +29,7 @@ import torch.distributed as dist
 from shardtrain.distributed.rendezvous import private_store
 from shardtrain.distributed.rendezvous.private_store import FolderStore
 from shardtrain.distributed.rendezvous.signed_store import ForgedError, signed
+from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.listening import rendezvous_listener
 from shardtrain.utils.process import STORE
 
@@ -93,15 +98,13 @@ def store_at_address(environment: Mapping[str, str], timeout: timedelta, size: i
         size: number of ranks for which rank 0 waits. None: for none.
 
     Raises:
+        ConfigError: this process cannot listen at that address.
         dist.DistError: the store cannot be served or reached.
     """
     address = environment["MASTER_ADDR"]
     port = int(environment["MASTER_PORT"])
     serves = environment["RANK"] == "0" and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    listener = None
-    # after an error PyTorch shares the store that this process already serves, or fails with the same error
-    with contextlib.suppress(OSError):
-        listener = rendezvous_listener(address, port).detach() if serves else None
+    listener = _listener(address, port, timeout) if serves else None
     store = dist.TCPStore(
         host_name=address,
         port=port,
@@ -113,6 +116,35 @@ def store_at_address(environment: Mapping[str, str], timeout: timedelta, size: i
         master_listen_fd=listener,
     )
     return signed(store, environment, str(port))  # a port is one attempt's
+
+
+def _listener(address: str, port: int, timeout: timedelta) -> int | None:
+    """Return the descriptor of a socket that listens for the store. None if the port is taken.
+
+    PyTorch then shares the store that this process already serves, or fails with the same error. After any other error
+    it would listen on all addresses of this machine.
+
+    Raises:
+        ConfigError: ``address`` does not resolve within ``timeout``, or this user may not use the port.
+    """
+    end = time.monotonic() + timeout.total_seconds()
+    while True:
+        try:
+            return rendezvous_listener(address, port).detach()
+        except socket.gaierror as error:
+            # the own name of a pod resolves some seconds after its start
+            if time.monotonic() > end:
+                rule = f"does not resolve on the host of rank 0: {error.strerror}"
+                fix = "set it to a name or address of that host"
+                raise ConfigError(Problem("MASTER_ADDR", address, rule, fix, "environment")) from None
+            time.sleep(POLL_SECONDS)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None
+            if error.errno != errno.EACCES:
+                raise
+            rule = f"cannot be served from this host: {os.strerror(error.errno)}"
+            raise ConfigError(Problem("MASTER_PORT", port, rule, "choose another port", "environment")) from None
 
 
 def _connect(environment: Mapping[str, str], timeout: timedelta, place: Path | None) -> dist.Store | FolderStore:

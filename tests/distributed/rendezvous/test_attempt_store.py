@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import socket
 import threading
 from datetime import timedelta
 
 import patience
 import pytest
 import torch.distributed as dist
+from ports import free_port
 
 from shardtrain.distributed.rendezvous import attempt_store
+from shardtrain.utils.errors import ConfigError
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -65,3 +69,37 @@ def test_a_rank_whose_first_rank_never_comes_says_so_in_time(shared):
 def test_a_launcher_with_a_store_for_each_attempt_needs_no_other(shared, change):
     with attempt_store.store_of_attempt({**environment(shared, 1), **change}, TIMEOUT) as own:
         assert own is None
+
+
+# error of listening -> type and words of the error of the store; 127.0.0.1 is never listened on by PyTorch itself
+LISTEN_ERRORS = {
+    "EACCES": (PermissionError(errno.EACCES, "Permission denied"), ConfigError, "MASTER_PORT=1.*Permission denied"),
+    "EMFILE": (OSError(errno.EMFILE, "Too many open files"), OSError, "Too many open files"),
+    "a name that does not resolve": (
+        socket.gaierror(-2, "Name or service not known"),
+        ConfigError,
+        "MASTER_ADDR=.127.0.0.1. does not resolve on the host of rank 0: Name or service not known",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LISTEN_ERRORS)
+def test_an_error_of_listening_does_not_open_the_store_on_all_addresses(name, monkeypatch):
+    error, kind, words = LISTEN_ERRORS[name]
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(attempt_store, "rendezvous_listener", fail)
+    served = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "0"}
+    with pytest.raises(kind, match=words):
+        attempt_store.store_at_address(served, timedelta(milliseconds=100))
+
+
+def test_a_store_that_this_process_serves_already_is_shared():
+    first = attempt_store.store_at_address(
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": (port := str(free_port())), "RANK": "0"}, TIMEOUT
+    )
+    second = attempt_store.store_at_address({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": "0"}, TIMEOUT)
+    first.set("key", "value")
+    assert second.get("key") == b"value"
