@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, get_type_hints
 
 from shardtrain.checkpoint.storage import Place
 from shardtrain.config.schema import Config
@@ -264,8 +264,23 @@ def read_record(path: str | os.PathLike[str]) -> Failure | None:
 
 
 def from_fields(fields: dict[str, Any]) -> Failure:
-    """Return the failure for a dict from JSON that ``dataclasses.asdict`` made."""
-    return replace(Failure(**fields), problems=tuple(fields["problems"]))
+    """Return the failure for a dict from JSON that ``dataclasses.asdict`` made.
+
+    Raises:
+        TypeError, KeyError, ValueError: ``fields`` does not describe a failure.
+    """
+    report = replace(Failure(**fields), problems=tuple(fields["problems"]))
+    for name, kind in get_type_hints(Failure).items():
+        value = getattr(report, name)
+        # JSON does not distinguish 10 from 10.0
+        expected = {float: int | float, tuple[str, ...]: tuple}.get(kind, kind)
+        if not isinstance(value, expected):
+            raise TypeError(f"{name} of a failure must not be {value!r}")
+    if not all(isinstance(problem, str) for problem in report.problems):
+        raise TypeError("problems of a failure must be texts")
+    if not 0 < report.exit_code < 256:
+        raise ValueError(f"the exit code of a failure must be from 1 to 255, not {report.exit_code}")
+    return report
 
 
 def write_exit(run_folder: Path, failure: Failure | None, code: int, step: int = 0) -> None:

@@ -17,14 +17,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError
+from torch.distributed import DistError, DistStoreError
+from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousStateError
 
 from shardtrain.launch import failure
 from shardtrain.launch.failure import NOT_SAVED, PREEMPTED, Failure
 from shardtrain.launch.greeting import within
 from shardtrain.launch.signed_meeting import Seal
 from shardtrain.utils import atomic_io
-from shardtrain.utils.errors import ConfigError, Problem
+from shardtrain.utils.errors import ConfigError, PeerError, Problem
 from shardtrain.utils.process import SECRET
 
 WAIT_SECONDS = 10.0
@@ -42,11 +43,21 @@ _FAILED = f"{_KEY}/failed"
 _MET = f"{_KEY}/met"
 
 
+def _described_node(fields: Any) -> tuple[int, str, int | None]:
+    """Return the first rank, host and ``--node_rank`` that a node wrote about itself."""
+    match fields:
+        case [int(first_rank), str(host), int() | None as node_rank]:
+            return first_rank, host, node_rank
+    raise RendezvousStateError(f"{json.dumps(fields)[:100]} does not describe a node")
+
+
 class NodeReports:
     """The reports of all nodes on one attempt. ``number`` is this node's position among them.
 
     Raises:
         ConfigError: two nodes were started with the same ``--node_rank``.
+        PeerError: a node joined the rendezvous and did not write its host name within ``MEET_SECONDS``.
+        RendezvousStateError: another process wrote the name of a node.
     """
 
     def __init__(
@@ -58,7 +69,7 @@ class NodeReports:
         self._looked_at = 0.0
         self._is_store_lost = False
         self._write("node", (first_rank, socket.gethostname(), node_rank))
-        self._nodes = within(MEET_SECONDS, lambda: self._read_nodes(count))
+        self._nodes = self._read_nodes(count)
         hosts: dict[int | None, list[str]] = {}
         for _, host, given_rank in self._nodes:
             hosts.setdefault(given_rank, []).append(host)
@@ -102,6 +113,7 @@ class NodeReports:
         if not self._is_store_lost:
             with contextlib.suppress(DistError, TimeoutError):  # the node that serves the store is gone
                 within(WAIT_SECONDS + LOST_SECONDS, lambda: self._exchange(reports, is_failure))
+        reports = dict(reports)  # after a timeout the exchange continues in its thread
         all_failures = [one for of_node in reports.values() for one in of_node]
         if is_failure and all(one.is_peer for one in all_failures):
             lost = [node for number, node in enumerate(self._nodes) if number not in reports]
@@ -117,13 +129,27 @@ class NodeReports:
             return
         self._await_all(_ENDED)
         for number in range(len(self._nodes)):
-            if self._store.check([f"{_KEY}/end/{number}"]):
+            if number == self._number or not self._store.check([f"{_KEY}/end/{number}"]):
+                continue
+            # a report that is broken, or that a stranger wrote, counts as missing
+            with contextlib.suppress(RendezvousError, ValueError, TypeError, KeyError):
                 reports[number] = [failure.from_fields(fields) for fields in self._read("end", number)]
 
-    def _read_nodes(self, count: int) -> list[Any]:
+    def _read_nodes(self, count: int) -> list[tuple[int, str, int | None]]:
         """Return the first rank, host and ``--node_rank`` of each node. Waits until all have written theirs."""
-        nodes = [self._read("node", number) for number in range(count)]
-        self._store.add(_MET, 1)
+        nodes: list[tuple[int, str, int | None]] = []
+
+        def read() -> None:
+            while len(nodes) < count:
+                nodes.append(_described_node(self._read("node", len(nodes))))
+            self._store.add(_MET, 1)
+
+        try:
+            within(MEET_SECONDS, read)
+        except (TimeoutError, DistStoreError):  # the second is the timeout of the store itself
+            rule = f"joined the rendezvous but did not report its host within {MEET_SECONDS:g} s"
+            fix = "is it up, and its network?"
+            raise PeerError(f"node {len(nodes)} of {count}, counted from 0, {rule}; {fix}") from None
         return nodes
 
     def _await_all(self, counter: str) -> None:
@@ -136,4 +162,13 @@ class NodeReports:
         self._store.set(f"{_KEY}/{kind}/{self._number}", self._seal.close(json.dumps(value).encode()).decode())
 
     def _read(self, kind: str, number: int) -> Any:
-        return json.loads(self._seal.open(self._store.get(f"{_KEY}/{kind}/{number}")))
+        """Return what node ``number`` wrote.
+
+        Raises:
+            RendezvousStateError: it is not JSON, or not signed with this node's secret.
+        """
+        text = self._seal.open(self._store.get(f"{_KEY}/{kind}/{number}"))
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise RendezvousStateError(f"the report of node {number} is not JSON") from None

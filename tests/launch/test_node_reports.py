@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 from shardtrain.launch import failure, node_reports
 from shardtrain.launch.failure import Failure
 from shardtrain.launch.node_reports import NodeReports
-from shardtrain.utils.errors import ConfigError
+from shardtrain.utils.errors import ConfigError, PeerError
 from shardtrain.utils.process import SECRET
 
 KILLED = failure.killed(3, 9, 10.0)
@@ -179,14 +182,86 @@ def test_a_report_that_is_not_signed_with_the_secret_of_the_nodes_is_refused(tmp
     NodeReports(store, "run", 0, 1, first_rank=0)
     store.set("shardtrain/nodes/node/0", '[0, "stranger", null]')
     with pytest.raises(RendezvousStateError, match="not signed"):
-        NodeReports(_Frozen(store), "run", 0, 1, first_rank=0)
+        NodeReports(_Frozen(store, frozen="shardtrain/nodes/node/0"), "run", 0, 1, first_rank=0)
+
+
+def forged(**fields: object) -> str:
+    """The report of a rank that ended, with other values in some fields."""
+    return json.dumps([{**asdict(LEFT), "time_seconds": 1.0, **fields}])
+
+
+FORGED = {
+    "no JSON": "{",
+    "no text": b"\xff\xfe\xff",
+    "deep JSON": "[" * 100_000,
+    "no list": "7",
+    "null": "null",
+    "no failures": "[7]",
+    "fields that are missing": "[{}]",
+    "a field that does not exist": forged(color="red"),
+    "problems that are no list": forged(problems=None),
+    "a time that is a text": forged(time_seconds="soon"),
+    "a rank that is a list": forged(rank=[1]),
+    "a code that means success": forged(exit_code=0),
+    "a code that no process can have": forged(exit_code=256),
+}
+
+
+@pytest.mark.parametrize("secret", ["", "of all"])
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_report_of_one_node_does_not_change_those_of_others(name, secret, tmp_path, monkeypatch):
+    """Node 1 of 3 reports, and a stranger writes the reports of nodes 0 and 2."""
+    monkeypatch.setenv(SECRET, secret)
+    monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.1)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(3) as nodes:
+        first, second, third = nodes.map(lambda number: NodeReports(store, "run", number, 3, number), range(3))
+    assert third.explain([KILLED], False, tmp_path) == KILLED
+    store.set("shardtrain/nodes/end/0", FORGED[name])
+    store.set("shardtrain/nodes/end/1", FORGED[name])
+    cause = second.explain([PEERS[1]], False, tmp_path)
+    assert cause == KILLED
+    store.set("shardtrain/nodes/end/2", FORGED[name])
+    store.set("shardtrain/nodes/end/0", FORGED[name])
+    store.set("shardtrain/nodes/end/1", "[]")
+    cause = first.explain([LEFT], False, tmp_path)
+    assert cause == LEFT, "the own report is not read from the store"
+
+
+def test_a_node_does_not_believe_a_report_of_its_own_that_another_wrote(tmp_path, monkeypatch):
+    monkeypatch.setattr(node_reports, "WAIT_SECONDS", 0.0)
+    store = _Frozen(dist.HashStore(), frozen="shardtrain/nodes/end/0")
+    reports = NodeReports(store, "run", 0, 1, 0)
+    store.store.set(store.frozen, forged(exit_code=75))
+    assert reports.explain([KILLED], False, tmp_path) == KILLED
+
+
+@pytest.mark.parametrize("text", ["{", "7", '["0", "host", null]', '[0, "host"]', '[0, "host", "1"]'])
+def test_a_description_of_a_node_that_is_broken_is_refused(text):
+    store = _Frozen(dist.HashStore(), frozen="shardtrain/nodes/node/0")
+    store.store.set(store.frozen, text)
+    with pytest.raises(RendezvousStateError, match="does not describe a node|is not JSON"):
+        NodeReports(store, "run", 0, 1, first_rank=0)
+
+
+@pytest.mark.parametrize("store_seconds", [0.1, 60])
+def test_a_node_that_joins_and_does_not_report_its_host_is_named(store_seconds, monkeypatch):
+    monkeypatch.setattr(node_reports, "MEET_SECONDS", 1.0)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=store_seconds))
+    with pytest.raises(PeerError, match="node 1 of 2, counted from 0, joined .* did not report its host within 1 s; is"):
+        NodeReports(store, "run", 0, 2, first_rank=0)
 
 
 class _Frozen:
-    """A store that keeps what a stranger has written."""
+    """A store that keeps what a stranger has written under one key."""
 
-    def __init__(self, store: dist.Store) -> None:
-        self.get = store.get
+    def __init__(self, store: dist.Store, frozen: str) -> None:
+        self.store = store
+        self.frozen = frozen
 
-    def set(self, *_: object) -> None:
-        pass
+    def set(self, key: str, value: str) -> None:
+        if key != self.frozen:
+            self.store.set(key, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
