@@ -24,6 +24,7 @@ from shardtrain.launch.failure import NOT_SAVED, PEER, PREEMPTED, SUPERVISED
 from shardtrain.launch.job import NOTICE_SECONDS
 from shardtrain.launch.nodes import Nodes, choose_processes_here, count_nodes
 from shardtrain.launch.nodes import find as nodes_of_platform
+from shardtrain.launch.watch import POLL_SECONDS
 from shardtrain.utils import python_child
 from shardtrain.utils.temporary import temporary_folder
 
@@ -187,6 +188,8 @@ def _agent(
         args=tuple(word.replace("$", "$$") for word in words),
         rdzv_handler=rendezvous,
         max_restarts=nodes.max_restarts if training else 0,
+        # a stopped rank is recognized by the number of looks at it, which assumes this interval
+        monitor_interval=POLL_SECONDS,
         local_addr=nodes.local_address,
     )
     logs = DefaultLogsSpecs(log_dir=records)
