@@ -22,7 +22,7 @@ from weakref import WeakSet
 from shardtrain import __version__
 from shardtrain.utils import storage_errors
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
-from shardtrain.utils.hub_errors import one_line, without_secrets
+from shardtrain.utils.hub_errors import describe_error, without_secrets
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -61,7 +61,7 @@ class Hub:
         try:
             self.token = None if constants.HF_HUB_DISABLE_IMPLICIT_TOKEN else self.ask(get_token)
         except Exception as error:  # of files, of a login that is renewed, of OIDC
-            rule = f"cannot be found ({one_line(error)})"
+            rule = f"cannot be found ({describe_error(error)})"
             fix = "log in again with hf auth login, or set HF_TOKEN"
             raise ConfigError(Problem("the token", None, rule, fix)) from error
         if self.token and not re.fullmatch(r"[!-~]+", self.token):
@@ -157,8 +157,8 @@ class Hub:
         if response is not None:
             return self._refusal(response.status_code, response.headers)
         if "No space left on device" in str(error):  # Xet's errors are not OSError
-            return StorageError(f"the disk is full ({one_line(error)}); make room, or name another --local_dir")
-        return self._unreachable(one_line(error) or type(error).__name__)
+            return StorageError(f"the disk is full ({describe_error(error)}); make room, or name another --local_dir")
+        return self._unreachable(describe_error(error) or type(error).__name__)
 
     def _refusal(self, status: int, headers: Any) -> ShardtrainError:
         code = headers.get("X-Error-Code") or ""
@@ -217,8 +217,9 @@ def bounded(call: Callable[[], T], seconds: float, progress: Callable[[], int] =
         try:
             return future.result(timeout=seconds)
         except TimeoutError:
+            # the call itself may raise TimeoutError, or may have ended at this moment
             if future.done():
-                raise
+                return future.result()
             if progress() == before:
                 _left_behind.add(thread)
                 raise TimeoutError(f"nothing arrived for {seconds:g} seconds") from None

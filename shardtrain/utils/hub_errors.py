@@ -9,7 +9,7 @@ from shardtrain.utils.redact import redact
 _LONGEST = 300
 
 
-def one_line(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Return the class and the text of an error, without secrets, cut to 300 characters."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
     text = without_secrets(text)

@@ -17,7 +17,7 @@ from shardtrain.data.sources._data_files import File, FileSource
 from shardtrain.data.sources._hub_errors import refusal
 from shardtrain.utils import libraries, reading
 from shardtrain.utils.errors import ConfigError, DataError, Problem
-from shardtrain.utils.hub_errors import one_line
+from shardtrain.utils.hub_errors import describe_error
 
 _SAMPLES = 64
 _ROWS_AT_ONCE = 64
@@ -117,7 +117,7 @@ def open_saved(request: Request) -> Table | Shards:
     try:
         saved = library.load_from_disk(request.path)
     except Exception as error:
-        rule = f"cannot be opened as a saved dataset ({one_line(error)})"
+        rule = f"cannot be opened as a saved dataset ({describe_error(error)})"
         raise ConfigError(Problem(request.option, request.path, rule, "save it again by save_to_disk")) from error
 
     # A dataset that was saved by itself may know of which split it is
@@ -144,12 +144,12 @@ def open_arrow_files(files: Sequence[File], request: Request) -> Table | Shards:
         try:
             parts.append(library.Dataset.from_file(file.path))
         except Exception as error:
-            rule = f"cannot be read as Arrow ({one_line(error)})"
+            rule = f"cannot be read as Arrow ({describe_error(error)})"
             raise file.unusable(rule, "get the file again, or remove it") from error
     try:
         whole = library.concatenate_datasets(parts)
     except Exception as error:
-        rule = f"holds Arrow files of different columns ({one_line(error)})"
+        rule = f"holds Arrow files of different columns ({describe_error(error)})"
         raise ConfigError(Problem(request.option, request.path, rule, "name files of one kind by a pattern")) from error
     return _opened(whole, request)
 
@@ -255,7 +255,9 @@ class DatasetShards:
                 batch = next(batches, None)
             except Exception as error:
                 place = self.shard_place(shard, passed)
-                raise DataError(f"{place}: cannot be read further ({one_line(error)}); start the run again") from error
+                raise DataError(
+                    f"{place}: cannot be read further ({describe_error(error)}); start the run again"
+                ) from error
             if batch is None:
                 return
             if passed + batch.num_rows > start:

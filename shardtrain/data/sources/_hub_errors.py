@@ -7,13 +7,13 @@ from typing import Any
 
 from shardtrain.data.sources import Request
 from shardtrain.utils.errors import ConfigError, Problem
-from shardtrain.utils.hub_errors import one_line
+from shardtrain.utils.hub_errors import describe_error
 
 
 def refusal(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> ConfigError:
     """Return the error for a dataset that cannot be opened. ``asked`` holds name (subset) and split."""
     rule, fix = _reason(error, request, name, asked)
-    return ConfigError(Problem(request.option, name, f"{rule} ({one_line(error)})", fix))
+    return ConfigError(Problem(request.option, name, f"{rule} ({describe_error(error)})", fix))
 
 
 def _reason(error: BaseException, request: Request, name: str, asked: Mapping[str, Any]) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from shardtrain.tools.convert import card
 from shardtrain.tools.convert.card import CARD
 from shardtrain.tools.hub_client import TOKENS_PAGE, Hub, expected_hash, hash_of_file
 from shardtrain.utils.errors import ConfigError, DataError, Problem, ShardtrainError, StorageError
-from shardtrain.utils.hub_errors import one_line
+from shardtrain.utils.hub_errors import describe_error
 from shardtrain.utils.units import format_bytes
 
 if TYPE_CHECKING:
@@ -180,7 +180,9 @@ class Push:
 
     def _explain(self, error: Exception) -> ShardtrainError:
         if isinstance(error, ValueError) and "metadata in README.md" in str(error):
-            return ConfigError(f"{CARD} has front matter that the hub does not take ({one_line(error)}); correct it")
+            return ConfigError(
+                f"{CARD} has front matter that the hub does not take ({describe_error(error)}); correct it"
+            )
         response = getattr(error, "response", None)
         status = response.status_code if response is not None else None
         if status in (401, 403):
@@ -190,7 +192,9 @@ class Push:
         if status in (409, 412):
             return self._wrong("was changed by somebody else meanwhile", "look at it, and give the same command again")
         if status is not None and 400 <= status < 500 and status != 429:
-            return StorageError(f"{self._hub.endpoint} refused what was sent to {self.repo_id} ({one_line(error)})")
+            return StorageError(
+                f"{self._hub.endpoint} refused what was sent to {self.repo_id} ({describe_error(error)})"
+            )
         return self._hub.explain(error)
 
 

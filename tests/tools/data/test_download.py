@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import logging
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import huggingface_hub
@@ -251,6 +253,24 @@ def test_a_download_that_makes_progress_is_not_ended(tmp_path):
         return number
 
     assert hub_client.bounded(lambda: ended.wait(patience.seconds(60)), 0.05, progress) is True
+
+
+class _LateFuture(Future):
+    """Ends at the moment at which a wait for it times out."""
+
+    def result(self, timeout: float | None = None):
+        if timeout is None:
+            return super().result()
+        with contextlib.suppress(ValueError):
+            super().result()
+        raise TimeoutError
+
+
+def test_a_call_that_ends_at_its_time_limit_has_its_result(monkeypatch):
+    monkeypatch.setattr(hub_client, "Future", _LateFuture)
+    assert hub_client.bounded(lambda: 7, 0.05) == 7
+    with pytest.raises(ValueError, match="of the call"):
+        hub_client.bounded(lambda: int("of the call"), 0.05)
 
 
 def test_what_a_call_logs_after_its_time_limit_is_not_printed(hub, capsys, monkeypatch):
