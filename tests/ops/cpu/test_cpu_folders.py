@@ -17,13 +17,47 @@ PROGRAMS = ("tools/", "api.py")
 """Programs next to the trainer, which choose kernels of a CPU themselves."""
 
 
-def imports_at_top(tree: ast.Module) -> Iterator[str]:
+def imports_at_top(tree: ast.AST) -> Iterator[str]:
     """Modules that are imported when a file is imported: not inside functions and not for types only."""
-    for node in tree.body:
+    for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (f"{node.module}.{name.name}" for name in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "_TYPE_CHECKING"):
+            yield from imports_at_top(ast.Module(node.orelse, []))
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from imports_at_top(node)
+
+
+SOURCE = """
+import a
+if TYPE_CHECKING:
+    import of_types
+elif True:
+    from b import c
+try:
+    import d
+except ImportError:
+    import e
+finally:
+    import f
+with suppress(ImportError):
+    import g
+class Class:
+    import h
+    def method(self):
+        import of_method
+def function():
+    import of_function
+for _ in range(1):
+    if not TYPE_CHECKING:
+        import i
+"""
+
+
+def test_imports_inside_of_blocks_are_found() -> None:
+    assert sorted(imports_at_top(ast.parse(SOURCE))) == ["a", "b.c", "d", "e", "f", "g", "h", "i"]
 
 
 def test_no_module_outside_of_the_cpu_folders_imports_them_at_its_top() -> None:
