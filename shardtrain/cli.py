@@ -581,9 +581,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "checkpoint": _long(
         "checkpoint", lambda words: _module("shardtrain.checkpoint.command")(words, _checkpoint_of_others)
     ),
-    "test": lambda words: _module("shardtrain.tools.held_out_eval.command")(
-        words, lambda arguments: _open(arguments, "test")
-    ),
+    "test": _test,
     "generate": _module("shardtrain.tools.generate.command"),
     "evaluate": _module("shardtrain.tools.evaluate.command"),
     "import": _long("import", _module("shardtrain.tools.convert.command", "import_main")),

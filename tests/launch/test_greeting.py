@@ -163,7 +163,9 @@ def test_a_client_that_resets_its_connection_does_not_keep_a_node_from_serving(m
 
 def test_a_listen_address_that_the_endpoint_does_not_reach_is_named(monkeypatch):
     monkeypatch.setenv(listening.LISTEN_ADDRESS, "127.0.0.9")
-    with pytest.raises(PeerError, match="Connection refused, after 1 s; .*, and check SHARDTRAIN_LISTEN_ADDR=127.0.0.9"):
+    with pytest.raises(
+        PeerError, match="Connection refused, after 1 s; .*, and check SHARDTRAIN_LISTEN_ADDR=127.0.0.9"
+    ):
         greeting.claim(f"127.0.0.1:{free_port()}", 1)
 
 

@@ -248,7 +248,9 @@ def test_a_description_of_a_node_that_is_broken_is_refused(text):
 def test_a_node_that_joins_and_does_not_report_its_host_is_named(store_seconds, monkeypatch):
     monkeypatch.setattr(node_reports, "MEET_SECONDS", 1.0)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=store_seconds))
-    with pytest.raises(PeerError, match="node 1 of 2, counted from 0, joined .* did not report its host within 1 s; is"):
+    with pytest.raises(
+        PeerError, match="node 1 of 2, counted from 0, joined .* did not report its host within 1 s; is"
+    ):
         NodeReports(store, "run", 0, 2, first_rank=0)
 
 
