@@ -50,7 +50,7 @@ _FORMS = re.compile(
 # In an address: [user]:password, and the signatures of object stores. pathlib and os.path write "//" as "/".
 _IN_ADDRESS = re.compile(
     r"(://|\b\w+:/)[^\s/:@]*:[^\s/@]+(?=@)"
-    r"|((?i:[?&](?:sig|signature|x-amz-signature|x-amz-security-token|x-goog-signature)=))[^\s&#'\"]+"
+    r"|((?i:[?&](?:(?:x-amz-|x-goog-)?(?:sig|signature|credential|security-token)|policy|key-pair-id)=))[^\s&#'\"]+"
 )
 _SAID = re.compile(
     r"(?i)\b([A-Z0-9_-]*(?:TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_?KEY))(\s*[=:]\s*[\"']?)([0-9a-f]{40})\b"

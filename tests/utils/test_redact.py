@@ -50,6 +50,12 @@ def test_a_secret_is_masked_in_each_form(name: str, form: str, monkeypatch: pyte
         ("postgresql+psycopg://me:word@host", "postgresql+psycopg://***@host"),
         ("https://h/x?sv=1&sig=wo%2Frd&se=2", "https://h/x?sv=1&sig=***&se=2"),
         ("'https://h/x?X-Amz-Signature=word'", "'https://h/x?X-Amz-Signature=***'"),
+        (
+            "https://h/x?X-Amz-Credential=AK%2Fus&X-Goog-Credential=me",
+            "https://h/x?X-Amz-Credential=***&X-Goog-Credential=***",
+        ),
+        ("https://h/x?Policy=eyJ_&Key-Pair-Id=K2JC&Expires=5", "https://h/x?Policy=***&Key-Pair-Id=***&Expires=5"),
+        ("https://h/x?region=eu&credential=word", "https://h/x?region=eu&credential=***"),
         ("a eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.word b", "a *** b"),
         ("tcp://host:29500/@x", "tcp://host:29500/@x"),
         ("http://[::1]:29500/x", "http://[::1]:29500/x"),
