@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shardtrain import __version__
+from shardtrain import BEYOND_THE_CORE, __version__
 from shardtrain.config import help_pages
 from shardtrain.config.command_line import CommandLine, split, with_variable
 from shardtrain.utils import garbage_collection, limits, process, python_child, storage_errors
@@ -233,8 +233,6 @@ def _open(arguments: CommandLine, verb: str, keep_problems: bool = False) -> tup
     return loaded, dataclasses.replace(arguments, **unset)
 
 
-BEYOND_THE_CORE = ("shardtrain.tools", "shardtrain.compat", "shardtrain.launch.platforms")
-"""Parts of the package that an installation of the core does not have."""
 FOREIGN_ENDINGS = (".json", ".yml", ".yaml", ".sh", ".slurm", ".sbatch")
 
 
@@ -530,9 +528,7 @@ def _checkpoint_of_others(words: list[str]) -> int:
 
 def _refuse_unfit(loaded: Loaded, world_size: int) -> None:
     """Refuse to submit what cannot fit; torch is imported here alone, and where ``launch.device`` is set."""
-    from shardtrain.tools.plan import planning
-
-    planning.refuse_unfit(loaded, world_size)
+    _import("shardtrain.tools.plan.planning").refuse_unfit(loaded, world_size)
 
 
 def _completion(words: list[str]) -> int:
