@@ -6,6 +6,8 @@ from collections.abc import Iterable
 
 from shardtrain.config.schema import Config, Data, Model, Parallelism
 from shardtrain.config.schema.task import OF_NEXT_TOKENS
+from shardtrain.facts.dtypes import ITEM_BYTES
+from shardtrain.facts.optimizers import OPTIMIZERS, STATE_BLOCK
 from shardtrain.utils.units import format_count
 
 
@@ -109,13 +111,18 @@ def computes_with_copies(config: Config, world_size: int, has_experts: bool) -> 
     return does_without_fsdp(config, world_size, has_experts) and compute_dtype(config) != "float32"
 
 
-BLOCK_OF_8_BITS = 256
-"""Numbers of an 8-bit state that have a scale in common, along the last dimension of a parameter; as in torchao."""
+def state_item_bytes(config: Config) -> int:
+    """Return the bytes of an element of optimizer state."""
+    facts = OPTIMIZERS.get(config.optimizer.name)
+    if facts is not None and facts.state_bytes is not None:
+        return facts.state_bytes
+    dtype = config.optimizer.state_dtype
+    return ITEM_BYTES[config.training.dtype if dtype == "default" else dtype]
 
 
 def state_block(config: Config) -> int:
-    """Columns of a matrix whose optimizer state has to stay on one rank; 1 where each number has a state of its own."""
-    return BLOCK_OF_8_BITS if config.optimizer.name == "AdamW8bit" else 1
+    """Return how many columns of a matrix must have their optimizer state on one rank; 1 if any split is possible."""
+    return STATE_BLOCK if state_item_bytes(config) == 1 else 1
 
 
 def initial_weights(config: Config) -> str | None:

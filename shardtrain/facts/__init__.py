@@ -1,4 +1,4 @@
 """Facts that several parts of the package need. Standard library only.
 
-File kinds, accelerators, learning-rate schedules, and sizes in memory.
+Accelerators, dtypes, file kinds, learning-rate schedules and optimizers.
 """

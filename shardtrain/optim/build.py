@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shardtrain.config.schema import Optimizer
+from shardtrain.facts.optimizers import OPTIMIZERS, PYTORCH_ADAMS
 from shardtrain.optim import own
 from shardtrain.optim.adamw import CLASSES, adam, adam_zero_state
 from shardtrain.optim.low_bits import EIGHT_BITS, LowBitsAdam
@@ -32,9 +33,8 @@ def build(
         ConfigError: the optimizer is unknown, a pattern of muon_adamw_patterns matches nothing, or no parameter needs
             a gradient.
     """
-    is_own = config.name.endswith(".py")
-    if not is_own and config.name not in (*CLASSES, EIGHT_BITS, "Muon"):
-        fix = f"use one of {', '.join((*CLASSES, EIGHT_BITS, 'Muon'))}, or the path of a file of yours"
+    if not config.name.endswith(".py") and config.name not in OPTIMIZERS:
+        fix = f"use one of {', '.join(OPTIMIZERS)}, or the path of a file of yours"
         raise ConfigError(Problem("optimizer.name", config.name, "is not an optimizer", fix))
     # frozen parameters have neither gradient nor state
     trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
@@ -47,15 +47,15 @@ def build(
     if not groups:
         fix = "unfreeze some; adapters are needed on every pipeline stage (lora.target_modules)"
         raise ConfigError(Problem("optimizer.name", config.name, "has no parameter to train", fix))
-    if is_own:
-        return own.build(groups, config)
     # PyTorch's Adam and AdamW keep their state in the type of the weights, without stochastic rounding
-    has_low_bits = config.name == EIGHT_BITS
-    if config.name in ("Adam", "AdamW"):
-        has_low_bits = config.state_dtype != "default" or config.bf16_stochastic_round
-    if has_low_bits:
+    needs_low_bits = config.state_dtype != "default" or config.bf16_stochastic_round
+    if config.name == EIGHT_BITS or (config.name in PYTORCH_ADAMS and needs_low_bits):
         return LowBitsAdam(groups, config, {parameter: name for name, parameter in trained}, seed)
-    return Muon(groups, config) if config.name == "Muon" else adam(groups, config)
+    if config.name in PYTORCH_ADAMS:
+        return adam(groups, config)
+    if config.name == "Muon":
+        return Muon(groups, config)
+    return own.build(groups, config)
 
 
 def decides_on_device(optimizer: torch.optim.Optimizer) -> bool:

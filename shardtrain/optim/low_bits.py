@@ -18,17 +18,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
-from shardtrain.config.derived import BLOCK_OF_8_BITS
 from shardtrain.config.schema import Optimizer
+from shardtrain.facts.optimizers import SMALLEST_8BIT_NUMEL, STATE_BLOCK
 from shardtrain.ops import stochastic_rounding
 from shardtrain.ops.accelerator import is_accelerator
 from shardtrain.ops.dtensor import is_distributed, local_slices, local_tensor
 from shardtrain.utils.errors import ConfigError, Problem
 from shardtrain.utils.log import logger
 
-BLOCK = BLOCK_OF_8_BITS
-SMALLEST = 4096
-"""Numbers of a parameter from which on its state is in 8 bits, as in torchao and bitsandbytes."""
 _CHUNK = 1 << 24
 """Numbers that are updated at a time: what is computed in float32 takes memory for so many alone."""
 _COMPILED_CHUNK = {True: 1 << 26, False: 1 << 28}
@@ -74,7 +71,7 @@ class LowBitsAdam(torch.optim.Optimizer):
         """The state of a parameter before its first update: a count and two means, in 8 bits each with its scales."""
         state = {"step": torch.zeros((), dtype=torch.float32, device=parameter.device)}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            if self._config.name == EIGHT_BITS and parameter.ndim >= 2 and parameter.numel() >= SMALLEST:
+            if self._config.name == EIGHT_BITS and parameter.ndim >= 2 and parameter.numel() >= SMALLEST_8BIT_NUMEL:
                 state[name] = torch.full_like(
                     parameter, code(signed).index(0.0), dtype=torch.uint8, requires_grad=False
                 )
@@ -150,7 +147,7 @@ class LowBitsAdam(torch.optim.Optimizer):
         integers, take as long as the step of an 8B model whose update they are."""
         if not is_accelerator(weight.device):
             return update_part
-        if "exp_avg_scale" in held and weight.size(-1) % BLOCK:
+        if "exp_avg_scale" in held and weight.size(-1) % STATE_BLOCK:
             return update_part  # cutting the last block is compiled to wrong numbers (torch 2.11 and 2.13, on a CPU)
         if self._compiled is None:
             self._compiled = _compiled(self._config.name)
@@ -256,8 +253,8 @@ def _at_least_1d(tensor: Tensor) -> Tensor:
 
 def _blocks(x: Tensor) -> Tensor:
     """(..., columns) as (..., blocks, 256), zeros added."""
-    missing = -x.size(-1) % BLOCK
-    return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, BLOCK))
+    missing = -x.size(-1) % STATE_BLOCK
+    return (F.pad(x, (0, missing)) if missing else x).unflatten(-1, (-1, STATE_BLOCK))
 
 
 def _rows(blocks: Tensor, columns: int) -> Tensor:
@@ -267,10 +264,10 @@ def _rows(blocks: Tensor, columns: int) -> Tensor:
 def _scales(parameter: Tensor) -> Tensor:
     """Zeros for each block of a parameter, distributed as it is."""
     local = local_tensor(parameter)
-    zeros = torch.zeros(*local.shape[:-1], -(-local.size(-1) // BLOCK), dtype=torch.float32, device=local.device)
+    zeros = torch.zeros(*local.shape[:-1], -(-local.size(-1) // STATE_BLOCK), dtype=torch.float32, device=local.device)
     if not is_distributed(parameter):
         return zeros
-    shape = torch.Size([*parameter.shape[:-1], -(-parameter.size(-1) // BLOCK)])
+    shape = torch.Size([*parameter.shape[:-1], -(-parameter.size(-1) // STATE_BLOCK)])
     stride = torch.empty(shape, device="meta").stride()
     return type(parameter).from_local(
         zeros, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
@@ -279,11 +276,11 @@ def _scales(parameter: Tensor) -> Tensor:
 
 def _check_blocks(parameter: Tensor, name: str) -> None:
     """A block lies on one rank."""
-    if parameter.ndim < 2 or parameter.numel() < SMALLEST:
+    if parameter.ndim < 2 or parameter.numel() < SMALLEST_8BIT_NUMEL:
         return
     columns = local_slices(parameter)[-1]
     size = parameter.size(-1)
-    if columns.start % BLOCK or (columns.stop % BLOCK and columns.stop != size):
-        rule = f"keeps blocks of {BLOCK} numbers together, and the {size} columns of {name} are cut within one"
+    if columns.start % STATE_BLOCK or (columns.stop % STATE_BLOCK and columns.stop != size):
+        rule = f"keeps blocks of {STATE_BLOCK} numbers together, and the {size} columns of {name} are cut within one"
         fix = "use a smaller parallelism.tensor_parallel_degree, or AdamW"
         raise ConfigError(Problem("optimizer.name", EIGHT_BITS, rule, fix))

@@ -1,4 +1,4 @@
-"""Optimizers of the user's: a file with ``build`` and ``initial_state``, proved to keep all that a resume needs.
+"""Optimizers in a file with ``build`` and ``initial_state``, and a check that they keep all that a resume needs.
 
 The state of a parameter is tensors by name, each of the parameter's shape or one number, so that a checkpoint of it
 fits any mesh. It is made before the first step, because a checkpoint is loaded into it.
@@ -6,6 +6,7 @@ fits any mesh. It is made before the first step, because a checkpoint is loaded 
 
 from __future__ import annotations
 
+import importlib
 from types import ModuleType
 from typing import Any
 
@@ -22,14 +23,13 @@ _STEPS = 2
 
 
 def build(groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that the file at ``config.name`` builds of parameter groups, with its initial state.
+    """Build the optimizer of a user's file, or of ``optim/NAME.py``, for parameter groups, with its initial state.
 
     Raises:
         ConfigError: when there is no such file, or what it gives is not an optimizer of these parameters with such a
         state.
     """
-    module = own_file.load(config.name, own_file.OPTIMIZER, "optimizer.name")
-    return _build(module, groups, config)
+    return _build(_module(config), groups, config)
 
 
 def check(config: Optimizer) -> None:
@@ -38,7 +38,7 @@ def check(config: Optimizer) -> None:
     Raises:
         ConfigError: when the second way gives other numbers, or the state changes its names while training.
     """
-    module = own_file.load(config.name, own_file.OPTIMIZER, "optimizer.name")
+    module = _module(config)
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator) for shape in _SHAPES]
     gradients = [[torch.randn(shape, generator=generator) for shape in _SHAPES] for _ in range(2 * _STEPS)]
@@ -60,6 +60,13 @@ def check(config: Optimizer) -> None:
     if not all(torch.equal(mine, theirs) for mine, theirs in zip(resumed, whole, strict=True)):
         rule = "continues differently after a resume: it keeps something that is not in the state of its parameters"
         raise _problem(config, rule, "keep counts and means in state[parameter], as tensors that initial_state gives")
+
+
+def _module(config: Optimizer) -> ModuleType:
+    """Return the file of an optimizer: the user's, or that of this package with the optimizer's name in lower case."""
+    if config.name.endswith(".py"):
+        return own_file.load(config.name, own_file.OPTIMIZER, "optimizer.name")
+    return importlib.import_module(f"shardtrain.optim.{config.name.lower()}")
 
 
 def _build(module: ModuleType, groups: list[dict[str, Any]], config: Optimizer) -> torch.optim.Optimizer:

@@ -14,6 +14,7 @@ from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config
 from shardtrain.config.settings import COMMAND_LINE
 from shardtrain.facts.lr_schedules import SCHEDULES
+from shardtrain.facts.optimizers import OPTIMIZERS, PYTORCH_ADAMS
 from shardtrain.utils.errors import Problem
 
 Rule = tuple[str, Callable[[Config], bool], str, str]
@@ -56,7 +57,7 @@ _EARLY: tuple[tuple[Callable[[Config], bool], str, str], ...] = (
         "set shard_optimizer_states = false",
     ),
     (
-        lambda c: c.optimizer.name == "Muon" or c.optimizer.name.endswith(".py"),
+        lambda c: c.optimizer.name not in OPTIMIZERS or not OPTIMIZERS[c.optimizer.name].updates_separately,
         "this optimizer may need together",
         'set optimizer.name = "AdamW"',
     ),
@@ -76,9 +77,7 @@ PAIRS: tuple[Rule, ...] = (
     *(
         (
             f"optimizer.{name}",
-            lambda c, off=off, name=name: (
-                getattr(c.optimizer, name) != off and c.optimizer.name not in ("Adam", "AdamW")
-            ),  # type: ignore[misc]
+            lambda c, off=off, name=name: getattr(c.optimizer, name) != off and c.optimizer.name not in PYTORCH_ADAMS,  # type: ignore[misc]
             "is for Adam and AdamW",
             'set optimizer.name = "AdamW", or remove it',
         )

@@ -12,12 +12,11 @@ from shardtrain.config.options import nearest
 from shardtrain.config.rules.values import problem
 from shardtrain.config.schema import Config, LRScheduler
 from shardtrain.facts import lr_schedules
-from shardtrain.facts.memory_sizes import OPTIMIZER_STATES
+from shardtrain.facts.optimizers import OPTIMIZERS
 from shardtrain.utils import own_file
 from shardtrain.utils.errors import Problem
 from shardtrain.utils.own_file import FileKind
 
-OPTIMIZERS = tuple(OPTIMIZER_STATES)
 SCHEDULE_OPTIONS = tuple(field.name for field in fields(LRScheduler) if field.name not in ("name", "total_steps"))
 """Options of [lr_scheduler] that a schedule may read; ``total_steps`` is an argument of every schedule."""
 
@@ -56,7 +55,7 @@ def check_own_files(loaded: Loaded) -> Iterator[Problem]:
     if metrics and config.task.name != "language_model":
         rule = f'is not supported with task.name="{config.task.name}", which has metrics of its own'
         yield problem(loaded, "metrics.token_metrics", rule, 'remove it, or set task.name = "language_model"')
-    yield from _check_named(loaded, "optimizer.name", OPTIMIZERS, own_file.OPTIMIZER)
+    yield from _check_named(loaded, "optimizer.name", tuple(OPTIMIZERS), own_file.OPTIMIZER)
     yield from _check_named(loaded, "lr_scheduler.name", tuple(lr_schedules.SCHEDULES), own_file.SCHEDULE)
     unknown = set(schedule_options(config.lr_scheduler.name) or ()) - set(SCHEDULE_OPTIONS)
     if unknown:

@@ -11,6 +11,7 @@ from shardtrain import config as configs
 from shardtrain.checkpoint import manifest
 from shardtrain.checkpoint.choice import HELP, step_name
 from shardtrain.config.schema import Config
+from shardtrain.facts.optimizers import PYTORCH_ADAMS
 from shardtrain.optim import lr_scheduler
 from shardtrain.tools.dcp.naming import NAMINGS, TORCHTITAN
 from shardtrain.utils.arguments import StrictArgumentParser, help_if_asked
@@ -115,7 +116,7 @@ def to_dcp(words: Sequence[str]) -> int:
     model = model_options(checkpoint, found.config)
     loaded: Config | None = model.get("loaded")
     stored = manifest.read(checkpoint)
-    adam = loaded is not None and loaded.optimizer.name in ("Adam", "AdamW")
+    adam = loaded is not None and loaded.optimizer.name in PYTORCH_ADAMS
     groups = None
     if loaded and adam and not found.model_only:
         if loaded.lr_scheduler.name.endswith(".py") and not found.config:

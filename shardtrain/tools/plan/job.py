@@ -10,7 +10,7 @@ from shardtrain.config import derived, stages
 from shardtrain.config.schema import Config, Parallelism
 from shardtrain.config.schema.task import Task
 from shardtrain.facts.dtypes import ITEM_BYTES
-from shardtrain.facts.memory_sizes import OPTIMIZER_STATES
+from shardtrain.facts.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True)
@@ -147,6 +147,8 @@ def of_config(
         name = "1F1B" if name in stages.SINGLE else "Interleaved1F1B"
         notes.append(f"pipeline_parallel_schedule_csv is not read here; planned as {name}")
 
+    optimizer = OPTIMIZERS.get(config.optimizer.name, OPTIMIZERS["AdamW"])
+
     # Converters by the part of the model that they convert, and whether its products really run in float8.
     linear = config.quantize.linear
     in_float8 = {
@@ -176,9 +178,6 @@ def of_config(
         cp_method = "ulysses"
     elif p.context_parallel_rotate_method == "allgather":
         cp_method = "allgather"
-    state_width = 2 if config.optimizer.state_dtype == "bfloat16" else ITEM_BYTES[training.dtype]
-    if config.optimizer.name == "AdamW8bit":
-        state_width = 1
     return PlannedJob(
         seq_len=training.seq_len,
         rows=rows * sequences_per_row,
@@ -199,8 +198,8 @@ def of_config(
         stored_width=ITEM_BYTES[training.dtype],
         compute_width=ITEM_BYTES[compute],
         reduce_width=ITEM_BYTES[training.mixed_precision_reduce],
-        states=OPTIMIZER_STATES.get(config.optimizer.name, 2),
-        state_width=state_width,
+        states=optimizer.state_tensors,
+        state_width=derived.state_item_bytes(config),
         early_step=config.optimizer.early_step_in_backward,
         fsdp=has_work_for_fsdp and not derived.does_without_fsdp(config, world_size, has_experts),
         copies=derived.computes_with_copies(config, world_size, has_experts),

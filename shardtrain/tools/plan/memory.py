@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from shardtrain.facts.optimizers import SMALLEST_8BIT_NUMEL, STATE_BLOCK
 from shardtrain.ops import cross_entropy, split_cross_entropy
 from shardtrain.ops.cpu import expert_mix, rms_norm
 from shardtrain.ops.linear_cross_entropy import WORTH_IT_BYTES, rows_of_chunk, saved_bytes
@@ -257,13 +258,13 @@ def _in_pipeline(
 
 
 def _state_bytes(one: ParameterShape, size: int, job: PlannedJob) -> float:
-    """What the optimizer keeps of ``size`` elements of a parameter; in 8 bits with a scale for 256 of each row."""
+    """Return the bytes that the optimizer keeps for ``size`` elements of a parameter, scales of 8-bit states too."""
     if job.state_width > 1:
         return size * job.states * job.state_width
-    if len(one.shape) < 2 or one.numel < 4096:
+    if len(one.shape) < 2 or one.numel < SMALLEST_8BIT_NUMEL:
         return size * job.states * 4
     columns = one.shape[-1]
-    return job.states * (size + 4 * size / columns * -(-columns // 256))
+    return job.states * (size + 4 * size / columns * -(-columns // STATE_BLOCK))
 
 
 def _gradients_at_once(model: ModelShape, job: PlannedJob, own: Sequence[int]) -> int:

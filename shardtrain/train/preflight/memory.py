@@ -14,7 +14,7 @@ from shardtrain.config import Loaded, derived
 from shardtrain.config.rules.model import model_shape
 from shardtrain.config.schema import Config
 from shardtrain.facts.dtypes import ITEM_BYTES
-from shardtrain.facts.memory_sizes import OPTIMIZER_STATES
+from shardtrain.facts.optimizers import OPTIMIZERS, PYTORCH_ADAMS
 from shardtrain.train.preflight.machine import Machine
 from shardtrain.utils.errors import Problem
 from shardtrain.utils.units import format_bytes
@@ -51,21 +51,14 @@ def only_building_tells(loaded: Loaded) -> bool:
         or c.model.name.endswith(".py")
         or c.task.name not in _TASKS_OF_RULES
         or bool(c.optimizer.no_weight_decay)
-        or c.optimizer.name in ("Muon", "AdamW8bit")
-        or c.optimizer.name.endswith(".py")
+        or c.optimizer.name not in PYTORCH_ADAMS
         or (bool(c.compile.enable) and c.compile.backend not in _BACKENDS)
     )
 
 
-def _states(optimizer: str) -> int:
-    """Tensors like the parameter that an optimizer keeps of it, at least."""
-    return OPTIMIZER_STATES.get(optimizer, 0 if optimizer.endswith(".py") else 1)
-
-
-def _width_of_states(config: Config) -> float:
-    if config.optimizer.name == "AdamW8bit":
-        return 1.0
-    return 2.0 if config.optimizer.state_dtype == "bfloat16" else ITEM_BYTES[config.training.dtype]
+def _state_tensors(optimizer: str) -> int:
+    """Return how many tensors as large as a parameter an optimizer keeps for it, at least. Unknown for a file: 0."""
+    return OPTIMIZERS[optimizer].state_tensors if optimizer in OPTIMIZERS else 0
 
 
 def surely_fits(loaded: Loaded, machine: Machine) -> bool:
@@ -108,8 +101,8 @@ def state_bytes(config: Config, world_size: int, parameters: list[ParameterMemor
     """Bytes of weights, gradients and optimizer state of the rank that holds most, at least."""
     p = config.parallelism
     width = ITEM_BYTES[config.training.dtype]
-    states = _states(config.optimizer.name)
-    state_width = _width_of_states(config)
+    states = _state_tensors(config.optimizer.name)
+    state_width = derived.state_item_bytes(config)
     # FSDP shards over context-parallel ranks as well; a split over tp comes on top
     pieces = max(1, derived.shard_degree(config, world_size)) * max(1, p.context_parallel_degree)
     replicas = p.data_parallel_replicate_degree if p.shard_optimizer_states else 1
@@ -128,8 +121,8 @@ def checkpoint_bytes(config: Config, parameters: list[ParameterMemory]) -> int:
     if config.lora.enable:
         parameters = [one for one in parameters if one.trained]
     width = ITEM_BYTES[config.training.dtype]
-    states = _states(config.optimizer.name)
-    states_bytes = states * _width_of_states(config)
+    states = _state_tensors(config.optimizer.name)
+    states_bytes = states * derived.state_item_bytes(config)
     return int(sum(one.num_elements * (width + states_bytes * one.trained) for one in parameters))
 
 
