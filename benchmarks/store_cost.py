@@ -76,7 +76,7 @@ def rank_main(rank: int, meeting: Path | int, names: dict[str, str], asked: Conn
     if isinstance(meeting, int):
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         del os.environ["LOCAL_WORLD_SIZE"]
-    private_network.enter_user()
+    private_network.enter_user_namespace()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         config, phases = make_config(folder), Phases()
@@ -107,7 +107,7 @@ def main() -> None:
     options = parser.parse_args()
     context = multiprocessing.get_context("fork")
     pairs: dict[str, list[Connection]] = {}
-    with tempfile.TemporaryDirectory() as folder, private_network.made() as network:
+    with tempfile.TemporaryDirectory() as folder, private_network.create_network_namespace() as network:
         if not network:
             raise SystemExit("this system gives no network namespace; what is measured would not be private")
         places: dict[str, tuple[Path | int, dict[str, str]]] = {

@@ -296,7 +296,7 @@ def _attempt(
     with contextlib.ExitStack() as stack:
         records = stack.enter_context(temporary_folder())
         # only for forks: a new process does not inherit the descriptor, and has threads before it could enter
-        network = stack.enter_context(private_network.made()) if main and count > 1 else {}
+        network = stack.enter_context(private_network.create_network_namespace()) if main and count > 1 else {}
         with storage_errors_in_exit_json(loaded):
             processes = _start(loaded, count, main, command, records, network, restarts, job)
         # multiprocessing reaps ended ranks before each fork, so ask it for their status too
@@ -414,7 +414,7 @@ def _warn_of_threads() -> None:
 
 def _forked(loaded: Loaded, main: Main, parent: int) -> NoReturn:
     """One rank, in a child that fork has just made: run ``main``, record a failure, leave with its status."""
-    private_network.enter_user()
+    private_network.enter_user_namespace()
     detach(parent)
     gc.freeze()  # keep the parent's pages shared: a garbage collection would write to them
     leave(run_rank(loaded, main))

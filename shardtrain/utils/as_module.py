@@ -1,4 +1,7 @@
-"""``python -m shardtrain.MODULE`` of a module that is not a program: Python would run its lines and end with 0."""
+"""Reject ``python -m shardtrain.MODULE`` for a module that is not a program.
+
+Python would import the module, do nothing, and exit with status 0.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,19 @@ PROGRAM = '\nif __name__ == "__main__":'
 
 
 def refuse_without_program(command: Sequence[str]) -> None:
-    """End the process with 2 and one line where the command's module exists and does nothing by itself.
+    """Exit with status 2 and one line if the command runs a module that exists but is not a program.
 
-    ``command`` is the interpreter's own command line, ``sys.orig_argv``.
+    ``command`` is the interpreter's full command line, ``sys.orig_argv``.
     """
-    module = named(command)
+    module = module_to_run(command)
     if not module.startswith("shardtrain."):
         return
     path = Path(__file__).parents[1].joinpath(*module.split(".")[1:])
     file = path / "__main__.py" if path.is_dir() else path.with_suffix(".py")
     if file.exists() and PROGRAM in file.read_text(encoding="utf-8"):
         return
-    if path.is_dir() or file.exists():  # of another name Python itself says that there is no such module
+    # For a module that does not exist, Python prints the error itself.
+    if path.is_dir() or file.exists():
         print(
             f"error[2]: python -m {module} is not a command; use shardtrain VERB, see shardtrain --help",
             file=sys.stderr,
@@ -29,21 +33,23 @@ def refuse_without_program(command: Sequence[str]) -> None:
         raise SystemExit(2)
 
 
-def named(command: Sequence[str]) -> str:
-    """The module after ``-m``, "" where there is none.
+def module_to_run(command: Sequence[str]) -> str:
+    """Return the module after the interpreter's ``-m`` option, or "" without this option.
 
-    >>> named(["python", "-u", "-X", "dev", "-m", "shardtrain.train", "-m", "x"]), named(["python", "-um", "a.b"])
-    ('shardtrain.train', 'a.b')
-    >>> named(["python", "-mshardtrain.train"]), named(["python", "run.py", "-m", "x"])
-    ('shardtrain.train', '')
+    >>> module_to_run(["python", "-u", "-X", "dev", "-m", "shardtrain.train", "-m", "x"])
+    'shardtrain.train'
+    >>> module_to_run(["python", "-um", "a.b"]), module_to_run(["python", "-mshardtrain.train"])
+    ('a.b', 'shardtrain.train')
+    >>> module_to_run(["python", "run.py", "-m", "x"])
+    ''
     """
-    # As Python reads its own options: they may be joined (-um), and the values of -X and -W are not options.
-    words = list(command[1:])
-    while words and words[0].startswith("-") and not words[0].startswith("--"):
-        word = words.pop(0)
-        before, has_m, after = word.partition("m")
+    # Follow Python's own rules: short options may be joined (-um), and -X and -W have a value.
+    arguments = list(command[1:])
+    while arguments and arguments[0].startswith("-") and not arguments[0].startswith("--"):
+        option = arguments.pop(0)
+        before, has_m, after = option.partition("m")
         if has_m and "X" not in before and "W" not in before:
-            return after or (words[0] if words else "")
-        if word in ("-X", "-W") and words:
-            words.pop(0)
+            return after or "".join(arguments[:1])
+        if option in ("-X", "-W") and arguments:
+            arguments.pop(0)
     return ""

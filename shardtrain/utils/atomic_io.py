@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 LEFTOVER_SECONDS = 3600.0
-"""Nobody takes so long to write a small file: one that is older has no writer any more."""
+"""Age from which an unfinished small file has no writer any more."""
 _ATTEMPTS = 100
 """Attempts to remove a planted link, in case somebody plants it again each time."""
 _LEFT = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")
@@ -191,7 +191,7 @@ def for_library(path: str | os.PathLike[str]) -> Iterator[str]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what ``write`` has left in a folder, cut short by a kill an hour ago or more; raises nothing."""
+    """Remove unfinished files of killed ``write`` calls that are at least an hour old. Never raises."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
             if _LEFT.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
@@ -201,7 +201,10 @@ def sweep(folder: Path) -> None:
 
 
 def without_waiting(path: str, flags: int) -> int:
-    """An opener for ``open``: a regular file, or OSError; a pipe planted in its place would be waited for."""
+    """Open a regular file without blocking; an ``opener`` for ``open``. Raises OSError for a pipe or a device.
+
+    Opening a planted pipe normally would wait for its writer forever.
+    """
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

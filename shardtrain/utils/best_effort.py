@@ -1,4 +1,4 @@
-"""What is counted, drawn and noted beside the training: where it fails, that is one warning, and training continues."""
+"""Run optional work, such as metrics and plots, so that its failure is a warning and training continues."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ T = TypeVar("T")
 
 
 class BestEffort:
-    """Calls that a run can do without; the first that fails is one warning, later ones are tried in silence.
+    """Calls that may fail. The first failure logs one warning. Later calls still run, and their failures are silent.
 
-    Nothing in them may be a collective: the other ranks would wait for this one.
+    The calls must not contain a collective, because the other ranks would wait for a rank on which it failed.
+    ``name`` names the work in the warning.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._warned = False
 
     def call(self, action: Callable[[], T], otherwise: T) -> T:
-        """The result of ``action``, or ``otherwise`` where it raises."""
+        """Return the result of ``action``, or ``otherwise`` if it raises."""
         try:
             return action()
         except Exception as error:
@@ -29,8 +30,8 @@ class BestEffort:
             return otherwise
 
     def warn(self, error: Exception) -> None:
-        """Tell of the first error."""
+        """Log the first error."""
         if not self._warned:
             self._warned = True
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            logger.warning(f"{self._what} failed: {reason}; training continues without it")
+            logger.warning(f"{self._name} failed: {reason}; training continues without it")

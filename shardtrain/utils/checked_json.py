@@ -62,7 +62,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def line_of(record: Mapping[str, Any]) -> bytes:
-    """The line of a record, which has one field at least; its numbers must be finite.
+    """Return a record as a line of JSON with a checksum. It needs at least one field, and finite numbers.
 
     >>> line_of({"step": 1, "loss": 2.5})
     b'{"step": 1, "loss": 2.5, "crc32": "2d8596d8"}\\n'
@@ -72,7 +72,7 @@ def line_of(record: Mapping[str, Any]) -> bytes:
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """The record of a line, without its checksum; None where it is not what was written, or no object of JSON.
+    """Return the record of a line, without its checksum. None if the checksum is wrong or it is not a JSON object.
 
     >>> record_of(b'{"step": 1, "loss": 2.5, "crc32": "2d8596d8"}')
     {'step': 1, 'loss': 2.5}
@@ -90,7 +90,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict):
         return None
-    # Only a line that ends with a checksum can have a wrong one.
+    # Check only lines that end with a checksum. A script may have added fields after it, or written the line.
     text, mark, rest = line.rstrip().rpartition(_MARK)
     if mark and rest != b'%08x"}' % zlib.crc32(text + b"}") and next(reversed(record)) == FIELD:
         return None

@@ -1,15 +1,15 @@
-"""What can go wrong, as types: each error knows its exit code and says what, where and how to fix it.
+"""Error types with their exit codes. Each message has the option or path, the broken rule and the fix.
 
 ShardtrainError
-├── ConfigError        exit 2   the configuration or an input is wrong; never worth a retry
+├── ConfigError        exit 2   the configuration or an input is wrong; a retry cannot help
 ├── DataError          exit 3   the data is unusable or has ended
-├── NumericalError     exit 4   a number is not finite, or not what it must be
+├── NumericalError     exit 4   a number is not finite, or ranks disagree
 ├── CheckpointError    exit 5   a checkpoint cannot be used
 ├── PeerError          exit 6   another rank or a collective failed; a retry may help
 ├── OutOfMemoryError   exit 7   host or device memory ran out
-├── StorageError       exit 8   files could not be written, or read for want of an answer; retry later
-├── Preempted          exit 75  asked to stop, and the run is saved
-└── NotSaved           exit 76  asked to stop, and what came after the last checkpoint is lost
+├── StorageError       exit 8   a file could not be written, or storage did not answer; retry later
+├── Preempted          exit 75  stopped on request; the run is saved
+└── NotSaved           exit 76  stopped on request; the steps since the last checkpoint are lost
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any
 from shardtrain.utils.redact import MASK, shown
 
 SENTENCES = re.compile(r", so (?!that)|; ")
-"""Between the two sentences of a rule: a fact, and what follows from it or explains it."""
+"""Separator of the two sentences of a rule: the fact, and its consequence or explanation."""
 _MOST_SHOWN = 600
 """Maximum number of characters of a value in a message."""
 
 
 def fix_first(subject: str, fix: str, *reasons: str) -> str:
-    """Write a message of several sentences: its subject, what to do, and after that why.
+    """Return a message with the subject first, then the fix, then the reasons.
 
     >>> fix_first("step 3: the loss is not finite", "lower optimizer.lr", "the weights are those of step 2")
     'step 3: the loss is not finite: lower optimizer.lr; reason: the weights are those of step 2'
@@ -74,15 +74,15 @@ class Problem:
 
 
 class ShardtrainError(Exception):
-    """Base of every error a user can meet; ``exit_code`` is the process's exit status."""
+    """Base of all errors with a message for the user. ``exit_code`` is the process's exit status."""
 
     exit_code = 1
     problems: tuple[Problem | str, ...]
-    """Set where an error is several lines: one each."""
+    """The lines of an error that has several. Not set for others."""
 
 
 class ConfigError(ShardtrainError):
-    """The configuration cannot work; holds every problem found, not the first alone."""
+    """The configuration cannot work. Contains every problem that was found, not only the first."""
 
     exit_code = 2
 
@@ -94,7 +94,7 @@ class ConfigError(ShardtrainError):
 
 
 class FolderTaken(ConfigError):
-    """Another run writes the folder of this one: nothing in it is touched."""
+    """Another run is writing the folder of this run. Nothing in the folder was changed."""
 
 
 class DataError(ShardtrainError):
@@ -104,7 +104,7 @@ class DataError(ShardtrainError):
 
 
 class NumericalError(ShardtrainError):
-    """A loss or a gradient is not finite, spikes do not end, or ranks hold different bits of the same weights."""
+    """A loss or gradient is not finite, loss spikes continue, or replicas of the same weights differ."""
 
     exit_code = 4
 
@@ -134,19 +134,19 @@ class StorageError(ShardtrainError):
 
 
 class Preempted(ShardtrainError):
-    """The run was asked to stop and has saved its state."""
+    """The run was stopped on request and has saved its state."""
 
     exit_code = 75
 
 
 class NotSaved(ShardtrainError):
-    """The run was asked to stop and had no time to save."""
+    """The run was stopped on request and had no time to save."""
 
     exit_code = 76
 
 
 class HelpPrinted(Exception):
-    """The help of a command was asked for and is printed. ``cli.run`` ends the command with status 0."""
+    """The requested help of a command has been printed. ``cli.run`` exits with status 0."""
 
 
 def require_new(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""When Python collects garbage: at the same step on all ranks, so that none waits for another's collector."""
+"""Control Python's garbage collection: at the same step on all ranks, so no rank waits for another's collector."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shardtrain.utils.units import format_seconds
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Python collects nothing inside: where many objects are made and none in cycles, collections are half the time.
+    """Disable garbage collection for the block, which creates many objects and no cycles.
 
-    Each looks at all objects of the process again, and finds none to free.
+    Each collection would visit all objects of the process and free none. This takes up to half of the time.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -30,10 +30,10 @@ def paused() -> Iterator[None]:
 
 @contextmanager
 def importing(module: str) -> Iterator[None]:
-    """Python collects nothing while ``module`` and what it needs are imported, and never looks at that again.
+    """Disable garbage collection while the block imports ``module``, and exclude its objects from later collections.
 
-    PyTorch and what comes with it are half a million objects that stay as long as the process. To look through them
-    five times while they are made, and once more before the first step, is 0.4 of some 2.5 s.
+    PyTorch and its dependencies are half a million objects that live as long as the process. Python would visit them
+    five times during the import and once before the first step, which takes 0.4 of about 2.5 s.
     """
     if module in sys.modules:
         yield
@@ -44,11 +44,13 @@ def importing(module: str) -> Iterator[None]:
 
 
 class GarbageCollection:
-    """Collects Python's garbage every ``freq`` steps, on all ranks at the same step, and never in between.
+    """Collect Python's garbage every ``freq`` steps, on all ranks at the same step, and never in between.
 
-    A collection that starts by itself on one rank makes all others wait. ``debug`` collects everything every step
-    and logs what was found. ``close`` (or the end of the context) gives the collector back to Python. Raises
-    ConfigError for a ``freq`` below 1.
+    An automatic collection on one rank would make all others wait. ``debug`` runs a full collection every step and
+    logs the number of objects. ``close`` (or the end of the context) enables automatic collection again.
+
+    Raises:
+        ConfigError: ``freq`` is below 1.
     """
 
     def __init__(self, freq: int, debug: bool = False) -> None:
@@ -60,18 +62,18 @@ class GarbageCollection:
         gc.disable()
 
     def step(self, step: int) -> None:
-        """Collect where it is due; call it once per training step."""
+        """Collect if it is due. Call it once per training step."""
         if self._debug:
             start = time.perf_counter()
             unreachable = gc.collect()
             seconds = format_seconds(time.perf_counter() - start)
             logger.info(f"gc: step {step}: {unreachable} objects in cycles, {len(gc.garbage)} not freed, {seconds}")
         elif step % self._freq == 0:
-            # The young generations only: a full collection walks every object of the process.
+            # Only the young generations: a full collection visits every object of the process.
             gc.collect(1)
 
     def close(self) -> None:
-        """Let Python collect by itself again, if it did before."""
+        """Enable automatic collection again, if it was enabled before."""
         if self._was_enabled:
             gc.enable()
 
@@ -80,5 +82,5 @@ class GarbageCollection:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the collector back."""
+        """Enable automatic collection again."""
         self.close()

@@ -1,4 +1,4 @@
-"""A line every few seconds while something long runs that has nothing else to say."""
+"""Print a line every few seconds during long work that prints nothing itself."""
 
 from __future__ import annotations
 
@@ -15,51 +15,54 @@ from pathlib import Path
 from shardtrain.utils.units import format_bytes, format_seconds
 
 SECONDS = 5.0
-"""Between two lines; what is done earlier prints none."""
+"""Default time between two lines. Shorter work prints none."""
 _IO = Path("/proc/self/io")
 
 
 @dataclass
 class _Silence:
-    """How long this process has said nothing: works that follow on each other, each too short for a line, add up."""
+    """A period in which this process prints nothing. Consecutive tasks that are each too short for a line share one.
+
+    Attributes:
+        since: Start of the period, by ``time.monotonic``.
+        until: End of the last task in it.
+    """
 
     since: float
-    """When the silence began; the clock is the one of ``time.monotonic``."""
     until: float
-    """When the last of these works ended."""
 
     def begin(self) -> float:
-        """When the silence began in which a work begins at this moment."""
+        """Return the start of the period for a task that starts now."""
         now = time.monotonic()
         return min(self.since, now) if now - self.until < _SAME_SILENCE_SECONDS else now
 
 
 _SAME_SILENCE_SECONDS = 1.0
-"""Between two works that follow on each other; in a longer time there may have been lines of others."""
+"""Longest pause between consecutive tasks. After a longer one, other code may have printed lines."""
 _START_SECONDS = 30.0
-"""In which a process may import and read files before its first work, and has said nothing."""
+"""Time before the first task, in which a process imports modules and reads files without printing."""
 _silence = _Silence(time.monotonic(), time.monotonic() + _START_SECONDS)
 
 
 def silent_since() -> float:
-    """When the silence began, by ``time.monotonic``, in which a work begins at this moment."""
+    """Return the start of the current silent period, by ``time.monotonic``, for a task that starts now."""
     return _silence.begin()
 
 
 def not_silent() -> None:
-    """Say that a line was printed, from which the next silence counts."""
+    """Record that a line was printed now. A new silent period starts."""
     _silence.since = _silence.until = time.monotonic()
 
 
 def last_said() -> float:
-    """When the last line was printed that this module knows of, by ``time.monotonic``."""
+    """Return the time of the last line that this module knows of, by ``time.monotonic``."""
     return _silence.since
 
 
 _running: list[_Silence] = []
-"""Of the works that run, the outermost first. The innermost speaks: it knows best what is being done."""
+"""Silent periods of the running tasks, outermost first. Only the innermost prints, because it is the most specific."""
 _PATIENCE_SECONDS = 0.5
-"""So much longer does a work wait, for each that it contains."""
+"""Additional delay of a task for each task inside it."""
 
 
 def _print(line: str) -> None:
@@ -73,11 +76,15 @@ def heartbeat(
     say: Callable[[str], None] = _print,
     far: Callable[[], str] = str,
 ) -> Iterator[None]:
-    """Print to standard error how long ``what`` has taken, and on Linux what it has read from and written to disks.
+    """Report regularly how long the block has taken, and on Linux the bytes it read from and wrote to disk.
 
-    ``seconds`` of silence come before a line, without them what ``SHARDTRAIN_HEARTBEAT_SECONDS`` says, where 0 prints
-    none. ``say`` takes the lines elsewhere, ``far`` says how far the work is. A thread of its own prints: where this
-    process may fork meanwhile and must have one thread alone, see ``WaitingHeartbeat``.
+    A separate thread prints. Use ``WaitingHeartbeat`` in a process that forks during the block.
+
+    Args:
+        what: The task, as text for the line.
+        seconds: Silence before a line. Default: ``SHARDTRAIN_HEARTBEAT_SECONDS``, or 5. With 0 nothing is printed.
+        say: Prints a line. Default: to standard error.
+        far: Returns the progress as text.
     """
     seconds = asked_seconds() if seconds is None else seconds
     if not seconds:
@@ -87,9 +94,9 @@ def heartbeat(
     silence = _Silence(silent_since(), 0)
 
     def tell() -> float:
-        # Others may have spoken meanwhile.
+        # Other code may have printed a line in the meantime.
         silence.since = max(silence.since, last_said())
-        # Each work inside of this one makes it wait half a second longer, so that the innermost speaks.
+        # Wait half a second longer for each task inside this one, so only the innermost prints.
         outermost_first = [id(one) for one in _running]
         inner = 0
         if id(silence) in outermost_first:
@@ -113,11 +120,14 @@ def heartbeat(
 
 @contextmanager
 def repeat(action: Callable[[], float]) -> Iterator[None]:
-    """Call ``action`` on a thread of its own, again after as many seconds as it gives; its first error ends that."""
+    """Call ``action`` repeatedly in a separate thread. It returns the seconds until its next call.
+
+    The first exception ends the repetition silently.
+    """
     done = threading.Event()
 
     def run() -> None:
-        with suppress(Exception):  # a line less
+        with suppress(Exception):
             while not done.wait(max(0.0, action())):
                 pass
 
@@ -131,18 +141,21 @@ def repeat(action: Callable[[], float]) -> Iterator[None]:
 
 
 class WaitingHeartbeat:
-    """The same lines from a loop that waits for other processes, without a thread; a context around that loop."""
+    """Heartbeat without a thread, for a loop that waits for other processes. Use as a context manager around it.
+
+    ``seconds`` is the silence before a line, or None if nothing is printed.
+    """
 
     def __init__(self, what: str) -> None:
         self.seconds: float | None = asked_seconds() or None
-        """Of silence before a line; None where nothing is printed."""
         self._line = _line(what)
         self._since = silent_since()
 
     @property
     def timeout(self) -> float | None:
-        """How long to wait before ``tell`` is called; None where nothing is printed."""
-        since = max(self._since, last_said())  # others may have spoken meanwhile
+        """Seconds until ``tell`` must be called. None if nothing is printed."""
+        # Other code may have printed a line in the meantime.
+        since = max(self._since, last_said())
         return None if self.seconds is None else max(0.0, since + self.seconds - time.monotonic())
 
     def tell(self) -> None:
@@ -157,13 +170,13 @@ class WaitingHeartbeat:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Remember the silence, which the next work continues."""
+        """Store the silent period, which the next task may continue."""
         _silence.since = max(self._since, last_said())
         _silence.until = time.monotonic()
 
 
 def _line(what: str, far: Callable[[], str] = str) -> Callable[[], str]:
-    """A function that gives the line of this moment; time and bytes count from now."""
+    """Return a function that formats the current line. Time and bytes count from this call."""
     started = time.monotonic()
     read, written = _disk_bytes()
 
@@ -181,7 +194,7 @@ def _line(what: str, far: Callable[[], str] = str) -> Callable[[], str]:
 
 
 def asked_seconds() -> float:
-    """Seconds between two lines, as ``SHARDTRAIN_HEARTBEAT_SECONDS`` says; 0 where none are wanted."""
+    """Return the seconds between two lines from ``SHARDTRAIN_HEARTBEAT_SECONDS``. 0 disables them."""
     text = os.environ.get("SHARDTRAIN_HEARTBEAT_SECONDS", "").strip()
     try:
         seconds = float(text or SECONDS)
@@ -194,7 +207,7 @@ def asked_seconds() -> float:
 
 
 def _disk_bytes() -> tuple[int, int]:
-    """Bytes that this process has had read from and written to disks so far; 0 where the system does not count."""
+    """Return the bytes this process has read from and written to disk so far, or zeros if the system has no counts."""
     try:
         counts = dict(line.split(": ") for line in _IO.read_text().splitlines())
         return int(counts["read_bytes"]), int(counts["write_bytes"])

@@ -1,6 +1,6 @@
-"""Log lines of one rank: a file per rank that is appended to, the console where asked for, and no secrets in either.
+"""Per-rank logging to a file and, optionally, the console. Secrets are redacted in both.
 
-Every module says ``from shardtrain.utils.log import logger``; the trainer calls ``setup`` once per process.
+Modules use ``from shardtrain.utils.log import logger``. The trainer calls ``setup`` once per process.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ logger = logging.getLogger("shardtrain")
 lost_lines: list[str] = []
 """Warnings about log files of this process that lost lines. The launcher repeats those of ranks without a terminal."""
 MANY_RANKS = 1024
-"""Above so many ranks a log file of each would be a flood of files on storage that all nodes share."""
+"""Maximum world size with a log file for each rank. More files would overload shared storage."""
 _MOST_COLUMNS = 96
-"""Of a message on a terminal, as of its table of steps."""
+"""Maximum width of messages on a terminal, equal to the width of the table of steps."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -43,7 +43,7 @@ class _Kept(logging.Handler):
 
 @contextlib.contextmanager
 def kept_warnings() -> Iterator[list[str]]:
-    """Warnings of the package as lines: no log has been set up, and Python's would print them bare."""
+    """Collect the package's warnings in a list. Use it before ``setup``, when Python would print them unformatted."""
     lines: list[str] = []
     handler = _Kept(lines)
     propagates = logger.propagate
@@ -65,14 +65,20 @@ def setup(
     color: bool = True,
     prefix: bool = False,
 ) -> Path:
-    """Send the log to this rank's file, and to stderr where ``console`` is set; returns the path of the file.
+    """Send the log to this rank's file and, optionally, to stderr. Return the path of the file.
 
-    ``file_pattern`` is a path below ``run_folder`` in which ``{rank}`` becomes the rank; the file is appended to, so
-    a resumed run continues its log. ``prefix`` starts each line with ``[rank3]``, for consoles shared by ranks.
-    ``color`` permits colours; a stream that is not a terminal, ``NO_COLOR`` and ``SLURM_JOB_ID`` forbid them. A second
-    call replaces the first. Above 1,024 ranks only the first rank of each node has a file from the start; any other has
-    one from its first warning on, and in it warnings and errors. Raises ConfigError where ranks would share a file,
-    StorageError where it cannot be opened.
+    A second call replaces the first. With more than 1,024 ranks, only the first rank of each node logs everything.
+    The others log warnings and errors, and create their file with the first one.
+
+    Args:
+        file_pattern: Path below ``run_folder`` in which ``{rank}`` is replaced. A resumed run appends to the file.
+        console: Also log to stderr.
+        color: Allow colors. They are still off if the stream is not a terminal, or with ``NO_COLOR`` or in Slurm.
+        prefix: Start each line with ``[rank3]``, for consoles that ranks share.
+
+    Raises:
+        ConfigError: ranks would share a file.
+        StorageError: the file cannot be opened.
     """
     if world_size > 1 and "{rank}" not in file_pattern:
         rule = f"would make {world_size} ranks write one file"
@@ -96,7 +102,7 @@ def setup(
         handler.addFilter(SecretFilter())
         logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    # Libraries put handlers on the root logger; lines would then appear twice, and unmasked.
+    # Libraries add handlers to the root logger. With propagation, lines would appear twice, without redaction.
     logger.propagate = False
     return path
 
@@ -131,7 +137,7 @@ def without_torchao_warnings() -> Iterator[None]:
 
 
 def reset() -> None:
-    """Close the handlers and undo ``setup``; a process that logs afterwards is back to Python's defaults."""
+    """Undo ``setup``: close the handlers and restore Python's defaults."""
     for handler in list(logger.handlers):
         if isinstance(handler.formatter, _LineFormatter):
             logger.removeHandler(handler)
@@ -141,9 +147,10 @@ def reset() -> None:
 
 
 def console_ranks() -> set[int]:
-    """Ranks that write to the console, from the variable ``LOG_RANK``: ``0`` unless set, or a list like ``0,1``.
+    """Return the ranks that log to the console, from the variable ``LOG_RANK``: a list like ``0,1``, by default 0.
 
-    Raises ConfigError where the variable is not a list of ranks.
+    Raises:
+        ConfigError: the variable is not a list of ranks.
     """
     text = os.environ.get("LOG_RANK", "").strip() or "0"
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -153,20 +160,20 @@ def console_ranks() -> set[int]:
 
 
 def color_allowed(stream: TextIO, wanted: bool = True) -> bool:
-    """Whether ANSI colours may go to ``stream``: a terminal, outside Slurm, and nobody has said no.
+    """True if ANSI colors are allowed: ``stream`` is a terminal, not in a Slurm job, and ``NO_COLOR`` is not set.
 
-    ``NO_COLOR`` is the convention of no-color.org: any value but the empty one forbids colours.
+    An empty ``NO_COLOR`` counts as not set (https://no-color.org).
     """
     return wanted and not os.environ.get("NO_COLOR") and redraw_allowed(stream)
 
 
 def redraw_allowed(stream: TextIO) -> bool:
-    """Whether lines of ``stream`` may be drawn again: a terminal that can, outside Slurm, whose logs are files."""
+    """True if lines of ``stream`` can be redrawn: a capable terminal, not in a Slurm job, whose output is a file."""
     return not os.environ.get("SLURM_JOB_ID") and os.environ.get("TERM") != "dumb" and stream.isatty()
 
 
 class SecretFilter(logging.Filter):
-    """Masks secrets, and what a terminal would obey, in a record's message, its coloured form and its traceback."""
+    """Redact secrets and terminal control sequences in a record's message, its colored form and its traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Redact the record in place and let it pass."""
@@ -188,10 +195,10 @@ class SecretFilter(logging.Filter):
 
 
 class _LineFormatter(logging.Formatter):
-    """``[rank1] 2026-01-31 12:00:00 INFO message``; uses the coloured form of a message where colours are allowed.
+    """Format lines as ``[rank1] 2026-01-31 12:00:00 INFO message``, or for a terminal.
 
-    A person at a terminal reads the message alone, wrapped between words, and the level where it is a warning or an
-    error; the file has time and level of every line. A message may have a form of its own for terminals.
+    On a terminal the line has no time, is wrapped at spaces, and has the level only for warnings and errors. A record
+    may have separate forms: ``colored`` if colors are allowed, ``terminal`` for a terminal.
     """
 
     def __init__(self, start: str) -> None:
@@ -216,7 +223,7 @@ class _LineFormatter(logging.Formatter):
         color = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m"}.get(record.levelno, "") if self.color else ""
         lines: list[str] = []
         for line in f"{level}{record.message}".split("\n"):
-            # Spaces within a line stay as they are, as in tables; paths and numbers are not cut.
+            # Keep spaces within a line, because tables align with them. Do not break paths and numbers.
             lines += textwrap.wrap(
                 line, width, subsequent_indent="    ", replace_whitespace=False, drop_whitespace=True,
                 break_long_words=False, break_on_hyphens=False,
@@ -225,9 +232,9 @@ class _LineFormatter(logging.Formatter):
 
 
 class _FileHandler(logging.Handler):
-    """Appends each record in one write. A full disk or a lost folder stops no run: it is reported once on stderr.
+    """Append each record with one write. Write errors do not stop the run and are reported once, on stderr.
 
-    A file that was removed, with its folder or without, is made again.
+    If the file or its folder is removed, it is created again.
     """
 
     def __init__(self, path: Path, opens_late: bool = False) -> None:
@@ -237,7 +244,7 @@ class _FileHandler(logging.Handler):
         self._descriptor = -1 if opens_late else self._open()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write one record, but for what is of the moment alone."""
+        """Write one record, except those that are only for the console."""
         if getattr(record, "console_only", False):
             return
         data = (self.format(record) + "\n").encode(errors="replace")
@@ -247,8 +254,7 @@ class _FileHandler(logging.Handler):
                 if self._descriptor >= 0:
                     os.close(self._descriptor)
                 self._descriptor = descriptor
-            # One write for each line, so that lines of processes that share a file are whole. A full disk may take a
-            # part of one, which is taken back.
+            # Processes may share a file, so write each line at once. A full disk may accept a part of it: remove it.
             size = os.fstat(self._descriptor).st_size
             written = os.write(self._descriptor, data)
             if written != len(data):
@@ -263,7 +269,7 @@ class _FileHandler(logging.Handler):
                     print(lost_lines[-1], file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         descriptor = self._descriptor
         self._descriptor = -1
         if descriptor >= 0:
@@ -275,18 +281,18 @@ class _FileHandler(logging.Handler):
 
     def _is_gone(self) -> bool:
         try:
-            there = os.lstat(self.path)
-            own = os.fstat(self._descriptor)
+            current = os.lstat(self.path)
+            opened = os.fstat(self._descriptor)
         except FileNotFoundError:
             return True
         except OSError:
-            # It cannot be seen at the moment, which does not make it gone.
+            # The storage does not answer. The file may still exist.
             return False
-        return (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino)
+        return (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino)
 
 
 class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes to whatever ``sys.stderr`` is at that moment, so that a progress line can keep lines whole."""
+    """Log to the current ``sys.stderr``, which a progress display may replace so lines do not break its drawing."""
 
     def __init__(self, start: str, color: bool) -> None:
         logging.Handler.__init__(self)
@@ -296,7 +302,7 @@ class _ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
-        """The stream of this moment."""
+        """The current standard error."""
         return sys.stderr
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -1,12 +1,14 @@
-"""A loopback interface that only the processes of one run have: a network namespace of Linux (network_namespaces(7)).
+"""A loopback interface for the processes of one run, in a Linux network namespace (network_namespaces(7)).
 
-Gloo asks nobody who connects for a name, and any user of a machine reaches its loopback address. Sockets belong to the
-namespace of the thread that makes them, so that one thread of each rank makes gloo's, in here, and everything else of
-a rank stays on the network as it is. A user without rights needs a user namespace around it, which has the same user
-and groups in it, and which a process enters while it has one thread only. Rights over files stay what they were: a
-process keeps but one capability in there (capabilities(7)), and one that has capabilities outside, which it would lose,
-does not enter. Where the kernel allows none of this, there is no such network, and the ranks meet on the loopback
-interface of all.
+Gloo does not authenticate connections, and every user of a machine can connect to its loopback address. A socket
+belongs to the network namespace of the thread that creates it. One thread of each rank therefore creates gloo's
+sockets in this namespace, and the other threads stay in the normal network.
+
+A user without privileges needs a user namespace around the network namespace. It maps the same user and group. A
+process can only enter it while it has a single thread. Inside, a process keeps one capability (capabilities(7)), so
+its rights over files do not change. A process with other capabilities would lose them and does not enter.
+
+If the kernel does not allow this, there is no namespace, and the ranks use the normal loopback interface.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 NETWORK = "SHARDTRAIN_NETWORK"
-"""Descriptors of the user namespace (-1 where none is needed) and of the network, as 5:6; for forked ranks alone."""
+"""Variable with the descriptors of the user namespace (-1 if not needed) and the network, as 5:6, for forked ranks."""
 _NEW_USER = 0x10000000
 _NEW_NET = 0x40000000
 _SET_DUMPABLE = 4
@@ -36,9 +38,12 @@ _IS_UP = 0x1
 
 
 @contextlib.contextmanager
-def made() -> Iterator[dict[str, str]]:
-    """The variable that forked ranks find a new network by; none where the system gives none."""
-    descriptors = _make() if sys.platform == "linux" else None
+def create_network_namespace() -> Iterator[dict[str, str]]:
+    """Create a loopback-only network namespace for the block.
+
+    Yield the environment variable that passes it to forked ranks, or {} if the system does not allow namespaces.
+    """
+    descriptors = _create() if sys.platform == "linux" else None
     try:
         yield {NETWORK: "{}:{}".format(*descriptors)} if descriptors else {}
     finally:
@@ -47,29 +52,30 @@ def made() -> Iterator[dict[str, str]]:
                 os.close(descriptor)
 
 
-def _make() -> tuple[int, int] | None:
-    """Descriptors of a user namespace (-1 where none is needed) and a network; None where the system gives none.
+def _create() -> tuple[int, int] | None:
+    """Return descriptors of a user namespace (-1 if not needed) and a network namespace. None if not allowed.
 
-    A namespace lives as long as a process in it or a descriptor of it: a child makes it, and this process opens it.
+    A namespace exists while a process is in it or a descriptor refers to it. A child process creates it, and this
+    process opens it.
     """
-    done, tell = os.pipe()
-    wait, release = os.pipe()
+    kind_reader, kind_writer = os.pipe()
+    release_reader, release_writer = os.pipe()
     child = os.fork()
     if child == 0:
-        # The child holds the namespaces until the parent has opened them, or has ended: either closes ``release``.
+        # Keep the namespaces until the parent has opened them or has exited. Both close ``release_writer``.
         try:
-            os.close(release)
-            kind = _build()
-            os.write(tell, kind)
-            os.read(wait, 1)
+            os.close(release_writer)
+            kind = _enter_new_network()
+            os.write(kind_writer, kind)
+            os.read(release_reader, 1)
         finally:
             os._exit(0)
-    os.close(tell)
-    os.close(wait)
+    os.close(kind_writer)
+    os.close(release_reader)
     opened: list[int] = []
     try:
-        # Nothing is read where the child has ended: it could not make them.
-        kind = os.read(done, 1)
+        # The result is empty if the child has exited because it could not create the namespaces.
+        kind = os.read(kind_reader, 1)
         if not kind:
             return None
         for name in ("net", "user") if kind == b"u" else ("net",):
@@ -81,8 +87,8 @@ def _make() -> tuple[int, int] | None:
     except OSError:
         pass
     finally:
-        os.close(done)
-        os.close(release)
+        os.close(kind_reader)
+        os.close(release_writer)
         os.waitpid(child, 0)
     for descriptor in opened:
         os.close(descriptor)
@@ -90,20 +96,22 @@ def _make() -> tuple[int, int] | None:
 
 
 def _can_enter(user: int, network: int) -> bool:
-    """Try it in a child: ranks of which one cannot would wait for each other."""
+    """True if a child process can enter the namespaces. Otherwise ranks would wait for one that cannot."""
     child = os.fork()
     if child == 0:
         try:
             os.environ[NETWORK] = f"{user}:{network}"
-            enter_user()
-            os._exit(inside(lambda: 0))
+            enter_user_namespace()
+            os._exit(call_inside(lambda: 0))
         except BaseException:
             os._exit(1)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def _build() -> bytes:
-    """Enter a new network and bring its loopback interface up; b"u" where a user namespace is around it, else b"n".
+def _enter_new_network() -> bytes:
+    """Enter a new network namespace and bring its loopback interface up.
+
+    Return b"u" if a user namespace is around it, otherwise b"n".
 
     Raises:
         OSError: the system does not allow it.
@@ -111,8 +119,8 @@ def _build() -> bytes:
     user = os.geteuid()
     group = os.getegid()
     kind = b"n"
-    # Root may make a network as it is. Others need a user namespace around it, in which this user and this group are
-    # themselves; who has other capabilities would lose them there, over files that belong to others.
+    # Root can create a network namespace directly. Other users need a user namespace around it, which maps this user
+    # and group to themselves. A process with capabilities over other users' files would lose them in it.
     try:
         _call("unshare", _NEW_NET)
     except OSError:
@@ -124,7 +132,7 @@ def _build() -> bytes:
                 file.write(text)
         kind = b"u"
 
-    # Bring ``lo`` up, which is down in a new network, and see that a socket can be bound: SIOCGIFFLAGS, SIOCSIFFLAGS.
+    # Bring ``lo`` up with SIOCGIFFLAGS and SIOCSIFFLAGS: it is down in a new network. Check that a socket can be bound.
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         request = struct.pack("16sH14x", b"lo", 0)
         (flags,) = struct.unpack_from("H", fcntl.ioctl(any_socket, _GET_FLAGS, request), 16)
@@ -133,44 +141,47 @@ def _build() -> bytes:
     return kind
 
 
-def enter_user() -> None:
-    """In a rank that was just forked and has no second thread: become able to enter the network.
+def enter_user_namespace() -> None:
+    """Enter the user namespace, if there is one. Call it in a rank that was just forked and has a single thread.
 
-    Whatever was asked of the kernel for the death of the parent has to be asked again.
+    This resets the parent-death signal of the process (prctl(2)), so set it again afterwards.
 
     Raises:
-        OSError: the kernel refuses what it allowed to ``made``.
+        OSError: the kernel does not allow it, although it allowed it to ``create_network_namespace``.
     """
     descriptors = _descriptors()
     if descriptors is None or descriptors[0] < 0:
         return
     _call("setns", descriptors[0], _NEW_USER)
-    # Of all capabilities that a user namespace gives, one is kept, with which a network is entered. Another would pass
-    # over the permissions of files: a folder that its owner has made read-only would be written.
+    # Keep only the capability to enter a network namespace. With the others that a user namespace grants, the process
+    # could ignore file permissions, and would write to folders that their owner has made read-only.
     header = struct.pack("Ii", _CAPABILITIES_VERSION, 0)
-    # Six numbers: effective, permitted and inheritable of the first 32 capabilities, then of the others.
+    # Six numbers: effective, permitted and inheritable set of the first 32 capabilities, then of the others.
     kept = 1 << _SYS_ADMIN
     library = ctypes.CDLL(None, use_errno=True)
     if library.capset(header, struct.pack("6I", kept, kept, 0, 0, 0, 0)) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
-    # A change of credentials hides a process from debuggers of its own user, unless it says otherwise.
+    # A change of credentials makes a process invisible to its user's debuggers. Make it visible again.
     _call("prctl", _SET_DUMPABLE, 1, 0, 0, 0)
 
 
 def _capabilities() -> int:
-    """The capabilities of this process that are in effect, a bit each."""
+    """Return the bit mask of this process's effective capabilities."""
     with open("/proc/self/status", "rb") as file:
         return next((int(line.split()[1], 16) for line in file if line.startswith(b"CapEff:")), 0)
 
 
-def is_there() -> bool:
-    """Whether this rank's sockets for the other ranks belong into a network of their own."""
+def exists() -> bool:
+    """True if this run has its own network namespace."""
     return _descriptors() is not None
 
 
-def inside(make: Callable[[], T]) -> T:
-    """Call a function whose sockets, and those of threads that it starts, are in the network of this run alone."""
+def call_inside(make: Callable[[], T]) -> T:
+    """Call a function in the run's network namespace, if there is one, and return its result.
+
+    Sockets that the function creates, also in threads that it starts, belong to this network.
+    """
     descriptors = _descriptors()
     if descriptors is None:
         return make()
@@ -198,7 +209,7 @@ def _descriptors() -> tuple[int, int] | None:
 
 
 def _call(name: str, *arguments: int) -> None:
-    """A function of the C library; Python 3.12 alone has those of namespaces."""
+    """Call a function of the C library. Python has functions for namespaces only from version 3.12 on."""
     library = ctypes.CDLL(None, use_errno=True)
     if getattr(library, name)(*arguments) != 0:
         number = ctypes.get_errno()

@@ -1,6 +1,7 @@
-"""What holds for a process of ours: no secret in what Python prints, no file for all to write, enough open files.
+"""Process-wide settings of shardtrain's commands.
 
-And it does not end because nobody reads what it says: a terminal that was closed, a pipe to ``head``, a full disk.
+Python's tracebacks contain no secrets. New files are not writable for everyone. The limit of open files is raised.
+Output that cannot be written (closed terminal, pipe to ``head``, full disk) does not end the process.
 """
 
 from __future__ import annotations
@@ -20,21 +21,24 @@ from shardtrain.utils.redact import redact, visible
 
 OTHERS_WRITE = 0o002
 STORE = "SHARDTRAIN_STORE"
-"""Names the folder in which the ranks of one machine meet, in place of MASTER_ADDR and MASTER_PORT."""
+"""Variable with the rendezvous folder of the ranks of one machine, which replaces MASTER_ADDR and MASTER_PORT."""
 AT_ADDRESS = "address"
-"""Its value where tasks of Slurm that see no common folder on their node are to meet at the address."""
+"""Its value for Slurm tasks that share no folder on their node, and therefore use MASTER_ADDR."""
 
 SECRET = "SHARDTRAIN_SECRET"
-"""What the nodes of one run know and nobody else does: they sign with it what they tell each other while they meet."""
+"""Variable with the secret that only the nodes of a run share. They sign their rendezvous messages with it."""
 
 
 def meeting_folder(environment: Mapping[str, str]) -> str:
-    """The folder in which the ranks of one machine meet; empty where they meet at an address."""
+    """Return the rendezvous folder of the ranks of one machine, or "" if they use an address."""
     return "" if environment.get(STORE) == AT_ADDRESS else environment.get(STORE, "")
 
 
 def own_process() -> None:
-    """Set all of it for this process and those that it starts; a program that only calls this package keeps its own."""
+    """Apply all settings of this module to this process and its children.
+
+    Only commands call this. A program that imports the package keeps its own settings.
+    """
     keep_streams()
     mask_uncaught()
     mask = os.umask(OTHERS_WRITE)  # the only portable way to read the umask is to set it
@@ -43,59 +47,59 @@ def own_process() -> None:
 
 
 class _Lossy(io.FileIO):
-    """A descriptor of which nobody misses what cannot be written."""
+    """A descriptor that drops data it cannot write."""
 
     def write(self, data: Any, /) -> int:
-        """Write, or lose it: there is no other place to say so."""
+        """Write, or drop the data: there is no other stream for a report."""
         try:
             return super().write(data)
         except OSError:
             return memoryview(data).nbytes
 
 
-class _Told(io.FileIO):
-    """A descriptor that remembers why it could not be written."""
+class _ErrorRecorder(io.FileIO):
+    """A descriptor that stores its last write error."""
 
     error: OSError | None = None
 
     def write(self, data: Any, /) -> int:
-        """Write, and remember what is raised."""
+        """Write. Store the error before raising it."""
         try:
             return super().write(data)
         except OSError as error:
-            _Told.error = error
+            _ErrorRecorder.error = error
             raise
 
 
 def lost_output() -> OSError | None:
-    """Why stdout could not be written, once it could not: its reader has left, or its disk is full."""
-    return _Told.error
+    """Return the write error of stdout (its reader has exited, or its disk is full), or None."""
+    return _ErrorRecorder.error
 
 
 def keep_streams() -> None:
     """Keep standard streams usable if they are closed, lost, or cannot encode a character.
 
     A stream that was closed when this process started becomes the null device. Otherwise a file that is opened later
-    would get its number, and the output of libraries. Output that cannot be written to stderr is lost and ends nothing:
-    the log, the metrics and ``exit.json`` are files. Write errors of stdout are errors, because most verbs exist for
-    their output. Characters that a stream's encoding lacks are written as escapes.
+    would get its descriptor number and receive the output of libraries. Output that cannot be written to stderr is
+    dropped, because the log, the metrics and ``exit.json`` are files. Write errors of stdout are raised, because most
+    verbs exist for their output. Characters that the stream's encoding lacks are written as escapes.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # The system gives the lowest number that is free, which is this one.
+            # The system assigns the lowest free number, which is this one.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
         sys.stdin = os.fdopen(0, closefd=False)
     if _is_of(1, sys.stdout, sys.__stdout__):
-        sys.stdout = _reopened(sys.stdout, _Told(1, "w", closefd=False))
+        sys.stdout = _reopened(sys.stdout, _ErrorRecorder(1, "w", closefd=False))
     if _is_of(2, sys.stderr, sys.__stderr__):
         sys.stderr = _reopened(sys.stderr, _Lossy(2, "w", closefd=False), is_for_people=True)
 
 
 def _is_of(number: int, stream: Any, of_python: Any) -> bool:
-    """Whether a stream is the one that Python made of a descriptor, or was closed, and nobody's own."""
+    """True if a stream is closed or is Python's original stream of a descriptor, so it may be replaced."""
     return stream is None or (stream is of_python and stream.fileno() == number)
 
 
@@ -114,9 +118,9 @@ def _reopened(old: Any, raw: io.FileIO, is_for_people: bool = False) -> io.TextI
 
 
 def allow_open_files() -> float:
-    """Raise the limit of open files to what the system allows this user, and give it; infinite where there is none.
+    """Raise the soft limit of open files to the hard limit. Return it, infinite if unlimited.
 
-    A shell's usual 1,024 are fewer than the connections of some 500 ranks that meet, or of as many hosts by ssh.
+    The usual soft limit of 1,024 is too small for the connections of about 500 ranks or ssh hosts.
     """
     try:
         import resource
@@ -124,14 +128,14 @@ def allow_open_files() -> float:
         return math.inf
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with contextlib.suppress(ValueError, OSError):  # macOS tells of more than it gives
+        with contextlib.suppress(ValueError, OSError):  # macOS reports a hard limit that it does not allow
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
             soft = hard
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 def mask_uncaught() -> None:
-    """Redact what Python prints of exceptions that nobody catches, in the main thread and in others."""
+    """Redact the tracebacks of uncaught exceptions in all threads."""
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""A curve in one line of text."""
+"""Draw a curve as one line of text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ ASCII_BARS = ".:-=+*#@"
 
 
 def sparkline(places: Sequence[float], values: Sequence[float], width: int, bars: str = BARS) -> str:
-    """The mean of each stretch of ``places`` (ascending, such as steps), drawn from the least to the greatest of them.
+    """Return a curve of ``width`` characters at most, scaled from its minimum to its maximum.
+
+    ``places`` are ascending x values, such as steps. Each character is the mean of an equal range of them.
 
     >>> sparkline([1, 2, 7, 8], [1.0, 3.0, 8.0, 8.0], 4)
     '▁▁▁█'
@@ -30,7 +32,8 @@ def sparkline(places: Sequence[float], values: Sequence[float], width: int, bars
         counts[index] += 1
     means: list[float] = []
     for total, count in zip(sums, counts, strict=True):
-        means.append(total / count if count else means[-1])  # the first stretch is never empty
+        # A range without values repeats the one before. The first range always has a value.
+        means.append(total / count if count else means[-1])
     low, high = min(means), max(means)
     if high == low:
         return bars[2] * width
@@ -38,7 +41,7 @@ def sparkline(places: Sequence[float], values: Sequence[float], width: int, bars
 
 
 def bars_for(stream: TextIO) -> str:
-    """The characters to draw with: ASCII where the stream cannot write others."""
+    """Return the characters to draw with: ASCII if the stream's encoding has no block characters."""
     try:
         BARS.encode(stream.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

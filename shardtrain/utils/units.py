@@ -1,4 +1,4 @@
-"""Numbers with units as people write them: bytes in GiB, times in seconds, large counts; pure functions.
+"""Parse and format numbers with units: bytes, durations and large counts.
 
 >>> format_bytes(parse_bytes("1.5 GiB")), format_seconds(parse_seconds("1h30m")), format_count(parse_count("8B"))
 ('1.50 GiB', '1h30m', '8.00B')
@@ -34,7 +34,7 @@ _COUNT_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**
 
 
 def gib(num_bytes: float) -> float:
-    """Bytes as GiB (2**30 bytes).
+    """Convert bytes to GiB (2**30 bytes).
 
     >>> gib(3 * 2**29)
     1.5
@@ -88,7 +88,7 @@ def parse_seconds(text: str | float) -> float:
 
 
 def format_seconds(seconds: float) -> str:
-    """Write a duration with two units at most; times below a minute keep three digits.
+    """Write a duration with at most two units. Times below a minute have three digits.
 
     >>> [format_seconds(s) for s in (0.0042, 9.81, 75, 5400, 200000)]
     ['4.2ms', '9.81s', '1m15s', '1h30m', '2d07h']
@@ -101,12 +101,12 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds * 1000:.3g}ms" if seconds else "0s"
     if seconds < 59.95:
         return f"{seconds:.3g}s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+    rounded = round(seconds)
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02d}s"
+    if rounded < 86400:
+        return f"{rounded // 3600}h{rounded % 3600 // 60:02d}m"
+    return f"{rounded // 86400}d{rounded % 86400 // 3600:02d}h"
 
 
 def real_number(value: Any) -> float | None:
@@ -135,7 +135,7 @@ def parse_count(text: str | int) -> int:
 
 
 def format_count(count: float) -> str:
-    """Write a count in K, M, B or T with three digits or so.
+    """Write a count in K, M, B or T with two decimals.
 
     >>> [format_count(n) for n in (12, 1234, 6738415616, 15.6e12)]
     ['12', '1.23K', '6.74B', '15.60T']
@@ -147,7 +147,7 @@ def format_count(count: float) -> str:
 
 
 def _parse_scaled(text: str | int, units: dict[str, int], wanted: str) -> int:
-    """Read ``number unit``, where the number times the unit must be a whole number."""
+    """Parse ``number unit``. The number times the unit must be an integer."""
     if isinstance(text, int):
         return text
     match = re.fullmatch(r"(\d+)(?:\.(\d+))?\s*([a-zA-Z]*)", text.strip())
@@ -160,7 +160,7 @@ def _parse_scaled(text: str | int, units: dict[str, int], wanted: str) -> int:
 
 
 def _finite(value: float, text: object, wanted: str) -> float:
-    """Refuse NaN and infinity, which no duration is."""
+    """Return ``value``, or raise ValueError if it is NaN or infinite."""
     if not math.isfinite(value):
         raise ValueError(f"{text!r} is not {wanted}")
     return value

@@ -80,7 +80,7 @@ def test_two_ranks_with_workers_listen_on_the_loopback_address_alone(tmp_path: P
     more = {"training.dataloader.num_workers": 1}
     command = [sys.executable, "-m", "shardtrain", "train", "--nproc", "2", *words(tmp_path, **more)]
     seen = watch(command, tmp_path, attack=True)
-    with private_network.made() as names:
+    with private_network.create_network_namespace() as names:
         assert bool(seen) is not bool(names), "gloo's listeners are seen, but in a network of their own"
     assert all(is_loopback(address) for address, _ in seen), seen
 

@@ -167,11 +167,11 @@ def mode_of(name: str) -> str:
 def test_each_mode_listens_where_the_table_says_and_nowhere_else(name, tmp_path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     if name == "the same in the common network":
-        monkeypatch.setattr(private_network, "_make", lambda: None)
+        monkeypatch.setattr(private_network, "_create", lambda: None)
     elif name in IN_A_NETWORK_OF_THEIR_OWN:
         if "prometheus" in name:
             pytest.importorskip("prometheus_client")
-        with private_network.made() as names:
+        with private_network.create_network_namespace() as names:
             if not names:
                 pytest.skip("this system has no network namespaces for users: the common network is tested")
     rows = [row for row in table() if row["Mode"] == mode_of(name)]

@@ -64,7 +64,7 @@ ATTACKS = [value for name, value in sorted(globals().items()) if name.startswith
 
 def rank_main(rank: int, folder: Path) -> None:
     """A rank that adds up until both are told to end, and leaves a file where all was well."""
-    private_network.enter_user()
+    private_network.enter_user_namespace()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(str(folder / "store"), 2)
@@ -145,7 +145,7 @@ def test_no_connection_ends_stalls_or_changes_a_group_that_is_made(
 
 @pytest.fixture
 def network() -> Iterator[dict[str, str]]:
-    with private_network.made() as names:
+    with private_network.create_network_namespace() as names:
         if not names:
             pytest.skip("this system gives no network namespace")
         yield names
@@ -167,7 +167,7 @@ def test_what_fails_in_the_private_network_fails_with_its_own_error(
     if os.geteuid() != 0:
         pytest.skip("this process has not entered the user namespace")
     with pytest.raises(ZeroDivisionError):
-        private_network.inside(lambda: 1 // 0)
+        private_network.call_inside(lambda: 1 // 0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs a second user")
@@ -216,9 +216,9 @@ def in_a_rank(names: Mapping[str, str], function: Callable[[], object]) -> str:
     if pid == 0:
         try:
             os.environ.update(names)
-            private_network.enter_user()
+            private_network.enter_user_namespace()
             own = os.stat("/proc/self/ns/net").st_ino
-            assert private_network.inside(lambda: os.stat("/proc/thread-self/ns/net").st_ino) != own
+            assert private_network.call_inside(lambda: os.stat("/proc/thread-self/ns/net").st_ino) != own
             os.write(tell, str(function()).encode())
         except BaseException as error:
             os.write(tell, type(error).__name__.encode())
@@ -245,7 +245,7 @@ def test_a_rank_of_a_user_may_write_what_he_may_write(tmp_path: Path) -> None:
         return "written"
 
     def in_the_network() -> str:
-        with private_network.made() as names:
+        with private_network.create_network_namespace() as names:
             return in_a_rank(names, write) if names else "no network"
 
     said = as_nobody(in_the_network)
@@ -268,5 +268,5 @@ def test_a_process_that_would_lose_rights_in_a_user_namespace_enters_none(
     monkeypatch.setattr(private_network, "_call", refuse)
     monkeypatch.setattr(private_network, "_capabilities", lambda: capabilities)
     with pytest.raises(PermissionError):
-        private_network._build()
+        private_network._enter_new_network()
     assert any(flags & private_network._NEW_USER for flags in asked) == (not capabilities)

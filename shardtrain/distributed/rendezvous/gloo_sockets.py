@@ -40,8 +40,8 @@ def private(make: Callable[[], T]) -> T:
     Raises:
         PeerError: the ranks meet on the loopback interface of all users, and another one connected while they did.
     """
-    if private_network.is_there():
-        return private_network.inside(make)
+    if private_network.exists():
+        return private_network.call_inside(make)
     if sys.platform != "linux" or os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
         return make()  # lazy pairs connect in the steps that need them
     # gloo does not tell its sockets: they are those that listen afterwards and did not before
